@@ -61,7 +61,7 @@ CARD = ModelCard(
     vocab_size=32_000,
     numerics=Numerics("exact", "timing", "uint8", "1"),
 )
-LANE = (MODEL, REVISION, BLOCK_TOKENS)
+SERVED = (MODEL, REVISION, BLOCK_TOKENS)
 _CHOICES = (Choice(choice_index=0),)
 
 
@@ -244,7 +244,7 @@ class Simulation:
         while True:
             began = time.perf_counter_ns()
             needs = needs_of(ticket)
-            workers = self._workers.lane(LANE)
+            workers = self._workers.serving(SERVED)
             asked = Asked(needs, workers, num_cached_blocks, tried, self._now)
             target = self._policy.choose(asked)
             if target is None:

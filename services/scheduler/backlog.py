@@ -1,4 +1,4 @@
-"""The queue of one lane: its requests, its tenants' shares, and its service rate."""
+"""One queue of the scheduler: its requests, its tenants' shares, and its service rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.messages import ModelCard, Request, SubmitRequest
 from shared.numerics import Numerics
 
 
-class Lane(NamedTuple):
+class QueueKey(NamedTuple):
     """Identifies a queue. Regions, context, numerics and needs are included, so that a request
     without room on the workers where it may run does not block requests that may run elsewhere.
     Block hashes fit one block size.
@@ -26,7 +26,7 @@ class Lane(NamedTuple):
     needs: tuple[str, ...] = ()  # features of its workers
 
     @classmethod
-    def of(cls, request: Request, context_tokens: int = 0) -> Lane:
+    def of(cls, request: Request, context_tokens: int = 0) -> QueueKey:
         served = request.model, request.revision, request.block_size
         regions, numerics = request.allowed_regions, request.numerics
         return cls(*served, regions, context_tokens, numerics, request.needs)
@@ -54,7 +54,7 @@ class QueuedRequest:
     """A request from its submission to its placement or failure."""
 
     submit: SubmitRequest
-    lane: Lane
+    queue: QueueKey
     sequence_number: int
     num_tokens: int
     queued_at: float
@@ -128,14 +128,14 @@ class ServiceRate:
 
 @dataclass(slots=True)
 class TenantShareOfQueue:
-    """One tenant's requests in a lane."""
+    """One tenant's requests in a queue."""
 
     weight: float  # of the tenant times its class
     usage: QueuedTokens = field(default_factory=QueuedTokens)
 
 
 class Backlog:
-    """The requests of one lane."""
+    """The requests of one queue."""
 
     def __init__(self, now: float) -> None:
         self.queue: FairQueue[QueuedRequest] = FairQueue()

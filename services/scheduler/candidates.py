@@ -68,13 +68,13 @@ class Candidates:
     def _has_worker(
         self, ticket: QueuedRequest, num_tokens: int, excluded: Collection[str]
     ) -> bool:
-        lane = ticket.lane
+        queue = ticket.queue
         return self._workers.has_worker(
-            lane.served,
+            queue.served,
             excluded,
-            lane.regions,
+            queue.regions,
             num_context_tokens=num_tokens,
-            features=lane.needs,
+            features=queue.needs,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.scheduler.backlog import Lane, ModelKey, model_key
+from services.scheduler.backlog import ModelKey, QueueKey, model_key
 from services.scheduler.placement import ModelWorkers, RequestSize, Target
 from services.scheduler.throughput import ModelThroughput, Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
@@ -47,13 +47,13 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _KnownWorker:
-    lane: ModelKey
+    model: ModelKey
     roles: tuple[str, ...]
     worker: WorkerRow
     assignments: dict[Assignment, None] = field(default_factory=dict)
 
 
-class _LaneWorkers:
+class _ModelTables:
     """The workers that serve one model."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class WorkerFleet:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._known: dict[str, _KnownWorker] = {}
-        self._lanes: dict[ModelKey, _LaneWorkers] = {}
+        self._models: dict[ModelKey, _ModelTables] = {}
 
     def knows(self, worker_id: str) -> bool:
         """Whether the worker is live and accepts requests."""
@@ -101,16 +101,16 @@ class WorkerFleet:
         known = self._known.get(worker_id)
         return None if known is None else known.worker.num_running + known.worker.num_waiting
 
-    def lane(self, lane: ModelKey) -> ModelWorkers:
+    def serving(self, model: ModelKey) -> ModelWorkers:
         """Live workers that serve the model and accept requests, with their estimated load."""
-        workers = self._lanes.get(lane)
+        workers = self._models.get(model)
         if workers is None:
             return ModelWorkers(WorkerTable(), WorkerTable(), 0.0)
         return ModelWorkers(workers.decodes, workers.prefills, workers.speeds.handoff_overhead_s)
 
     def has_worker(
         self,
-        lane: ModelKey,
+        model: ModelKey,
         excluded: Collection[str],
         regions: Collection[str] = (),
         *,
@@ -120,31 +120,33 @@ class WorkerFleet:
         """Whether any worker with `features` and a context of so many tokens could decode if it had
         room.
         """
-        workers = self._lanes.get(lane)
+        workers = self._models.get(model)
         if workers is None:
             return False
         return workers.decodes.has_any(
             regions, but=excluded, num_context_tokens=num_context_tokens, features=features
         )
 
-    def unlike(self, lane: Lane, needs: RequestSize, excluded: Collection[str]) -> list[str]:
+    def numerics_mismatches(
+        self, queue: QueueKey, needs: RequestSize, excluded: Collection[str]
+    ) -> list[str]:
         """Decode workers that must not resume the request: of other numerics than its output, while
         a worker of equal ones lives that has the features and the context for the request.
         """
-        workers = self._lanes.get(lane.served)
-        if workers is None or lane.numerics is None:
+        workers = self._models.get(queue.served)
+        if workers is None or queue.numerics is None:
             return []
-        return workers.decodes.unlike(
-            str(lane.numerics),
+        return workers.decodes.numerics_mismatches(
+            str(queue.numerics),
             needs.num_context_tokens,
-            lane.regions,
+            queue.regions,
             but=excluded,
-            features=lane.needs,
+            features=queue.needs,
         )
 
-    def smallest_context(self, lane: ModelKey, num_tokens: int) -> int:
+    def smallest_context(self, model: ModelKey, num_tokens: int) -> int:
         """Of the live decode workers' contexts of at least `num_tokens`; 0 if there is none."""
-        workers = self._lanes.get(lane)
+        workers = self._models.get(model)
         return 0 if workers is None else workers.decodes.smallest_context(num_tokens)
 
     def assign(self, target: Target, needs: RequestSize, now: float) -> Assignment:
@@ -159,7 +161,7 @@ class WorkerFleet:
         for known in self._involved(assignment):
             known.assignments[assignment] = None
             assignment.count(known.worker, now)
-            self._lanes[known.lane].put(known)
+            self._models[known.model].put(known)
         return assignment
 
     def confirm(self, assignment: Assignment, now: float) -> None:
@@ -170,14 +172,14 @@ class WorkerFleet:
             if assignment in known.assignments:
                 del known.assignments[assignment]
                 assignment.count(known.worker, now, -1)
-                self._lanes[known.lane].put(known)
+                self._models[known.model].put(known)
 
     def avoid(self, worker_id: str) -> None:
         """Excludes a worker that rejected a request or timed out, until its next heartbeat."""
         known = self._known.get(worker_id)
         if known is not None:
             known.worker.is_avoided = True
-            self._lanes[known.lane].put(known)
+            self._models[known.model].put(known)
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         """Call after the fleet has processed the heartbeat."""
@@ -189,17 +191,17 @@ class WorkerFleet:
         if card is None or load is None or not takes_work:
             self.lost(worker_id)
             return
-        lane = model_key(card)
+        model = model_key(card)
         known = self._known.get(worker_id)
-        if known is not None and known.lane != lane:
+        if known is not None and known.model != model:
             self.lost(worker_id)
             known = None
-        workers = self._lanes.get(lane)
+        workers = self._models.get(model)
         if workers is None:
-            workers = self._lanes[lane] = _LaneWorkers()
+            workers = self._models[model] = _ModelTables()
         worker = _worker_of(heartbeat, card, load, workers.speeds.observe(worker_id, load), now)
         if known is None:
-            known = self._known[worker_id] = _KnownWorker(lane, heartbeat.roles, worker)
+            known = self._known[worker_id] = _KnownWorker(model, heartbeat.roles, worker)
         known.worker = worker
         if known.roles != heartbeat.roles:
             known.roles = heartbeat.roles
@@ -212,10 +214,10 @@ class WorkerFleet:
     def lost(self, worker_id: str) -> None:
         known = self._known.pop(worker_id, None)
         if known is not None:
-            workers = self._lanes[known.lane]
+            workers = self._models[known.model]
             workers.remove(worker_id)
             if workers.is_empty:
-                del self._lanes[known.lane]
+                del self._models[known.model]
 
     def _involved(self, assignment: Assignment) -> list[_KnownWorker]:
         found = (self._known.get(worker_id) for worker_id in assignment.involved)

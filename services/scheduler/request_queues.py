@@ -4,7 +4,7 @@
                    ▲ └───────────────┼─────────▶ remove
                    └──── requeue ────┘
 
-The bounds count all held requests, in any phase. Requests of one model form a lane, so that a model
+The bounds count all held requests, in any phase. Requests of one model form a queue: a model
 whose workers are full does not delay other models.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Collection
 
 from services.scheduler.backlog import (
     Backlog,
-    Lane,
     QueuedRequest,
     QueuedTokens,
+    QueueKey,
     retry_within_limits,
 )
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
@@ -27,7 +27,7 @@ from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES
 # A tenant may hold up to 8 times the remaining capacity (8/9 of the total): others always get some.
 # (Choudhury and Hahne, "Dynamic Queue Length Thresholds", 1998.)
 TENANT_SHARE = 8
-MAX_LANES = 16  # includes lanes without requests, which retain their service rate
+MAX_QUEUES = 16  # includes queues without requests, which retain their service rate
 
 
 def request_tokens(request: Request) -> int:
@@ -46,7 +46,7 @@ class RequestQueues:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self._lanes: dict[Lane, Backlog] = {}
+        self._backlogs: dict[QueueKey, Backlog] = {}
         self._held: dict[str, QueuedRequest] = {}
         self._of_gateway: dict[str, dict[str, QueuedRequest]] = {}
         self._unqueueable: dict[str, QueuedRequest] = {}
@@ -78,28 +78,28 @@ class RequestQueues:
         self.remove(request.request_id)
         num_tokens = request_tokens(request)
         number, deadline_at = self._next_sequence_number, now + request.deadline_s
-        lane_name = Lane.of(request, context_tokens)
-        ticket = QueuedRequest(submit, lane_name, number, num_tokens, now, deadline_at)
-        lane = self._lanes.get(ticket.lane) or Backlog(now)
-        lane.advance(now)
-        self._check_room(ticket, lane)
-        _check_deadline(ticket, lane)
-        self._lanes.setdefault(ticket.lane, lane)
+        key = QueueKey.of(request, context_tokens)
+        ticket = QueuedRequest(submit, key, number, num_tokens, now, deadline_at)
+        backlog = self._backlogs.get(key) or Backlog(now)
+        backlog.advance(now)
+        self._check_room(ticket, backlog)
+        _check_deadline(ticket, backlog)
+        self._backlogs.setdefault(key, backlog)
         self._next_sequence_number += 1
-        self._hold(ticket, lane)
-        lane.queue.push(ticket, now)
+        self._hold(ticket, backlog)
+        backlog.queue.push(ticket, now)
         return ticket
 
-    def pop(self, now: float, blocked: Collection[Lane] = ()) -> QueuedRequest | None:
-        """Returns the next request to place, round-robin over the lanes."""
-        for name, lane in list(self._lanes.items()):
-            if name in blocked or not len(lane.queue):
+    def pop(self, now: float, blocked: Collection[QueueKey] = ()) -> QueuedRequest | None:
+        """Returns the next request to place, round-robin over the queues."""
+        for key, backlog in list(self._backlogs.items()):
+            if key in blocked or not len(backlog.queue):
                 continue
-            lane.advance(now)
-            ticket = lane.queue.pop(now)
+            backlog.advance(now)
+            ticket = backlog.queue.pop(now)
             if ticket is not None:
                 ticket.is_placing = True
-                self._lanes[name] = self._lanes.pop(name)  # to the end
+                self._backlogs[key] = self._backlogs.pop(key)  # to the end
                 return ticket
         return None
 
@@ -107,14 +107,14 @@ class RequestQueues:
         """Returns the request to its old position, unless the request was removed meanwhile."""
         if not ticket.is_removed:
             ticket.is_placing = False
-            lane = self._lanes[ticket.lane]
-            lane.advance(now)
-            lane.queue.push_back(ticket, now)
+            backlog = self._backlogs[ticket.queue]
+            backlog.advance(now)
+            backlog.queue.push_back(ticket, now)
 
     def placed(self, ticket: QueuedRequest, now: float) -> None:
-        lane = self._lanes[ticket.lane]
-        lane.advance(now)
-        lane.rate.tokens += ticket.num_tokens
+        backlog = self._backlogs[ticket.queue]
+        backlog.advance(now)
+        backlog.rate.tokens += ticket.num_tokens
         self._forget(ticket)
 
     def remove(self, request_id: str) -> QueuedRequest | None:
@@ -151,14 +151,14 @@ class RequestQueues:
             self._forget(ticket)
         return tickets
 
-    def must_not_wait(self, lane: Lane) -> list[QueuedRequest]:
-        """The requests that wait in this lane, and are rejected instead."""
+    def must_not_wait(self, queue: QueueKey) -> list[QueuedRequest]:
+        """The requests that wait in this queue, and are rejected instead."""
         held = self._unqueueable.values()
-        return [each for each in held if each.lane == lane and not each.is_placing]
+        return [each for each in held if each.queue == queue and not each.is_placing]
 
-    def busy(self, lane: Lane) -> Overloaded:
+    def busy(self, queue: QueueKey) -> Overloaded:
         """The error of a request that must not wait, and for which no worker has room."""
-        backlog = self._lanes[lane]
+        backlog = self._backlogs[queue]
         message = "no worker has room for this request now"
         return Overloaded(message, retry_after_s=backlog.retry_after_s())
 
@@ -167,9 +167,9 @@ class RequestQueues:
         first = next(iter(self._held.values()), None)  # they are in order of arrival
         return 0.0 if first is None else now - first.queued_at
 
-    def has_any(self, lane: Lane) -> bool:
-        """Whether a request of this lane is held, waiting or being placed."""
-        backlog = self._lanes.get(lane)
+    def has_any(self, queue: QueueKey) -> bool:
+        """Whether a request of this queue is held, waiting or being placed."""
+        backlog = self._backlogs.get(queue)
         return backlog is not None and backlog.usage.num_requests > 0
 
     def held(self) -> list[QueuedRequest]:
@@ -178,17 +178,17 @@ class RequestQueues:
     def request_ids_by_gateway(self) -> dict[str, tuple[str, ...]]:
         return {gateway_id: tuple(held) for gateway_id, held in self._of_gateway.items()}
 
-    def _check_room(self, ticket: QueuedRequest, lane: Backlog) -> None:
+    def _check_room(self, ticket: QueuedRequest, backlog: Backlog) -> None:
         room = self.max_requests - self._usage.num_requests
         token_room = self.max_tokens - self._usage.num_tokens
         usage = self._usage_of_tenant.get(ticket.tenant_id, QueuedTokens())
         if room <= 0 or (ticket.num_tokens > token_room and self._held):
-            raise Overloaded("the queue is full", retry_after_s=lane.retry_after_s())
+            raise Overloaded("the queue is full", retry_after_s=backlog.retry_after_s())
         over_requests = usage.num_requests >= TENANT_SHARE * room
         if over_requests or usage.num_tokens >= TENANT_SHARE * max(token_room, 1):
-            raise Overloaded("this tenant's queue is full", retry_after_s=lane.retry_after_s())
+            raise Overloaded("this tenant's queue is full", retry_after_s=backlog.retry_after_s())
 
-    def _hold(self, ticket: QueuedRequest, lane: Backlog) -> None:
+    def _hold(self, ticket: QueuedRequest, backlog: Backlog) -> None:
         request = ticket.request
         self._held[request.request_id] = ticket
         if not ticket.is_queueable:
@@ -197,7 +197,7 @@ class RequestQueues:
         self._usage.add(ticket)
         self._usage_of_tenant.setdefault(request.tenant_id, QueuedTokens()).add(ticket)
         heapq.heappush(self._deadlines, (ticket.deadline_at, ticket.sequence_number, ticket))
-        lane.add(ticket)
+        backlog.add(ticket)
 
     def _forget(self, ticket: QueuedRequest) -> None:
         ticket.is_removed = True
@@ -213,15 +213,15 @@ class RequestQueues:
         usage.add(ticket, -1)
         if not usage.num_requests:
             del self._usage_of_tenant[request.tenant_id]
-        lane = self._lanes[ticket.lane]
-        lane.remove(ticket)
-        if not lane.usage.num_requests and len(self._lanes) > MAX_LANES:
-            del self._lanes[ticket.lane]
+        backlog = self._backlogs[ticket.queue]
+        backlog.remove(ticket)
+        if not backlog.usage.num_requests and len(self._backlogs) > MAX_QUEUES:
+            del self._backlogs[ticket.queue]
 
 
-def _check_deadline(ticket: QueuedRequest, lane: Backlog) -> None:
+def _check_deadline(ticket: QueuedRequest, backlog: Backlog) -> None:
     """Rejects a request whose expected wait exceeds its deadline. Raises Overloaded."""
-    wait_s, deadline_s = lane.wait_s(ticket), ticket.request.deadline_s
+    wait_s, deadline_s = backlog.wait_s(ticket), ticket.request.deadline_s
     if wait_s > deadline_s:
         raise Overloaded(
             f"the wait is about {wait_s:.1f} s, longer than the deadline of {deadline_s:.1f} s",

@@ -18,8 +18,8 @@ from functools import partial
 import msgspec
 import structlog
 
-from services.scheduler.backlog import Lane, QueuedRequest, model_key
-from services.scheduler.blocked_lanes import BlockedLanes
+from services.scheduler.backlog import QueuedRequest, QueueKey, model_key
+from services.scheduler.blocked_queues import BlockedQueues
 from services.scheduler.candidates import Candidates, size_of
 from services.scheduler.compiled_loops import use_compiled_loops
 from services.scheduler.decode_starts import DecodeStarts
@@ -69,7 +69,7 @@ MATCH_TIMEOUT_S = 0.02  # each and the round trip
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
 ROLES_S = 0.25  # between two decisions about roles
-MIN_CLOSED_S = 0.002  # a lane is not retried sooner
+MIN_CLOSED_S = 0.002  # a queue is not retried sooner
 DRAIN_S = 5.0
 MAX_PLACING = 32
 
@@ -114,8 +114,8 @@ class SchedulerService:
             abandon=self._abandon,
         )
         self._candidates = Candidates(self._workers, self._starts)
-        self._blocked = BlockedLanes()
-        self._opening: set[Lane] = set()  # with a scheduled probe
+        self._blocked = BlockedQueues()
+        self._opening: set[QueueKey] = set()  # with a scheduled probe
         self._wake = asyncio.Event()
         self._background = Background()
         self._residency = ResidencyKeeper(
@@ -185,12 +185,12 @@ class SchedulerService:
         num_ahead = len(self._queues)
         request = message.request
         context_tokens = self._workers.smallest_context(
-            Lane.of(request).served, num_context_tokens(request)
+            QueueKey.of(request).served, num_context_tokens(request)
         )
         ticket = self._queues.enqueue(message, self._clock.now(), context_tokens=context_tokens)
         self._residency.arrived(ticket)
-        if not ticket.is_queueable and ticket.lane in self._blocked:
-            error = self._queues.busy(ticket.lane)
+        if not ticket.is_queueable and ticket.queue in self._blocked:
+            error = self._queues.busy(ticket.queue)
             self._queues.remove(request.request_id)
             raise error
         if not self._wake.is_set():  # sends the index query together with this reply
@@ -240,7 +240,7 @@ class SchedulerService:
             ticket = self._queues.pop(self._clock.now(), self._blocked.closed())
             if ticket is None:
                 break
-            self._blocked.take(ticket.lane)
+            self._blocked.take(ticket.queue)
             task = self._background.start_item(self._place(ticket), partial(self._fail, ticket))
             self._placing.add(task)
             task.add_done_callback(self._placing_ended)
@@ -264,16 +264,18 @@ class SchedulerService:
         with failing_alone("residency_not_decided"):
             self._decide_residency(now)
         closed = self._starts.closed(now)
-        for lane in self._blocked.all():
+        for queue in self._blocked.all():
             with failing_alone("lane_not_retried"):
-                self._retry_lane(lane, closed)
+                self._retry_queue(queue, closed)
 
-    def _retry_lane(self, lane: Lane, closed: set[str]) -> None:
-        is_served = self._workers.has_worker(lane.served, closed, lane.regions, features=lane.needs)
-        if is_served and self._queues.has_any(lane):
-            self._probe(lane)  # workers also become free between heartbeats
+    def _retry_queue(self, queue: QueueKey, closed: set[str]) -> None:
+        is_served = self._workers.has_worker(
+            queue.served, closed, queue.regions, features=queue.needs
+        )
+        if is_served and self._queues.has_any(queue):
+            self._probe(queue)  # workers also become free between heartbeats
         else:
-            self._unblock(lane)
+            self._unblock(queue)
 
     def _decide_residency(self, now: float) -> None:
         self._residency.decide(self._queues.held(), self._unserved.waiting_for_hosts(), now)
@@ -356,12 +358,14 @@ class SchedulerService:
         excluded = self._starts.excluded(ticket, now)
         target = place(
             needs,
-            self._workers.lane(ticket.lane.served),
+            self._workers.serving(ticket.queue.served),
             num_cached_blocks,
             local_prefill=self._local_prefill,
             now=now,
             random_below=self._randomness.below,
-            excluded=excluded.union(tried, self._workers.unlike(ticket.lane, needs, excluded)),
+            excluded=excluded.union(
+                tried, self._workers.numerics_mismatches(ticket.queue, needs, excluded)
+            ),
         )
         if target is None:
             self._block(ticket, needs)
@@ -371,44 +375,44 @@ class SchedulerService:
         """Requeues the ticket until a worker opens or a heartbeat reports room. Raises Overloaded
         for a ticket that must not wait.
         """
-        lane, now = ticket.lane, self._clock.now()
+        queue, now = ticket.queue, self._clock.now()
         if not ticket.is_queueable:
-            raise self._queues.busy(lane)
-        decodes = self._workers.lane(lane.served).decodes
-        opens_in_s = decodes.opens_at(lane.regions, lane.needs) - now
-        # with workers that have long been open, the lane lacks room, not time
-        if -MIN_CLOSED_S < opens_in_s < TICK_S and lane not in self._opening:
-            self._opening.add(lane)
-            probing = self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S))
+            raise self._queues.busy(queue)
+        decodes = self._workers.serving(queue.served).decodes
+        opens_in_s = decodes.opens_at(queue.regions, queue.needs) - now
+        # with workers that have long been open, the queue lacks room, not time
+        if -MIN_CLOSED_S < opens_in_s < TICK_S and queue not in self._opening:
+            self._opening.add(queue)
+            probing = self._probe_after(queue, max(opens_in_s, MIN_CLOSED_S))
             self._background.start_item(probing, is_logged)
-        self._blocked.block(lane, needs)
+        self._blocked.block(queue, needs)
         self._queues.requeue(ticket, now)
-        for other in self._queues.must_not_wait(lane):
-            self._fail(other, self._queues.busy(lane))
+        for other in self._queues.must_not_wait(queue):
+            self._fail(other, self._queues.busy(queue))
 
-    async def _probe_after(self, lane: Lane, delay_s: float) -> None:
-        """Retries the lane once the first worker has done enough of its assigned work."""
+    async def _probe_after(self, queue: QueueKey, delay_s: float) -> None:
+        """Retries the queue once the first worker has done enough of its assigned work."""
         await self._clock.sleep(delay_s)
-        self._opening.discard(lane)
-        self._probe(lane)
+        self._opening.discard(queue)
+        self._probe(queue)
 
-    def _probe(self, lane: Lane) -> None:
-        if self._blocked.allow_probe(lane):
+    def _probe(self, queue: QueueKey) -> None:
+        if self._blocked.allow_probe(queue):
             self._wake.set()
 
-    def _unblock(self, lane: Lane) -> None:
-        if self._blocked.unblock(lane):
+    def _unblock(self, queue: QueueKey) -> None:
+        if self._blocked.unblock(queue):
             self._wake.set()
 
     async def _start(self, ticket: QueuedRequest, target: Target) -> None:
         ticket.chosen_at = self._clock.now()
         placement_id = await self._starts.start(ticket, target, size_of(ticket))
         if placement_id is not None:
-            self._unblock(ticket.lane)
+            self._unblock(ticket.queue)
             await self._started(ticket, target, placement_id)
 
     def _started_late(self, ticket: QueuedRequest, target: Target, placement_id: bytes) -> None:
-        self._unblock(ticket.lane)
+        self._unblock(ticket.queue)
         self._background.start_item(
             self._started(ticket, target, placement_id), partial(self._fail, ticket)
         )

@@ -53,7 +53,7 @@ class UnservedRequests:
     def retry(self, now: float, served: ModelKey | None = None) -> None:
         """`served`: only the requests for this model."""
         for ticket in list(self._waiting):
-            if served is None or ticket.lane.served == served:
+            if served is None or ticket.queue.served == served:
                 self._retry(ticket, now)
 
     def _retry(self, ticket: QueuedRequest, now: float) -> None:

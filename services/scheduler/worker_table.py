@@ -229,7 +229,7 @@ class WorkerTable:
         fitting = self.context_tokens[self.context_tokens >= num_tokens]
         return int(fitting.min()) if len(fitting) else 0
 
-    def unlike(
+    def numerics_mismatches(
         self,
         numerics: str,
         num_context_tokens: int,

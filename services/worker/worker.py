@@ -26,7 +26,7 @@ from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
 from shared.engine.step import KvMemory
-from shared.engine.token_masks.mask_lanes import MaskLanes
+from shared.engine.token_masks.mask_threads import MaskThreads
 from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineModel, EngineWorker
 from shared.errors import CheckpointError, ConfigError
@@ -114,7 +114,7 @@ def load_grammars(
     except CheckpointError as error:
         log.warning("grammars_unavailable", reason=error.message)
         return None
-    return WorkerGrammars(vocabulary, MaskLanes())
+    return WorkerGrammars(vocabulary, MaskThreads())
 
 
 async def build_worker(

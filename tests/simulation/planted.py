@@ -192,7 +192,7 @@ def _pooled_anew(right: Any) -> Any:
 
 
 def _queue_without_bound(right: Any) -> Any:
-    return lambda self, ticket, lane: None
+    return lambda self, ticket, queue: None
 
 
 def _ended_by_a_step(right: Any) -> Any:

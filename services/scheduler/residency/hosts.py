@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.backlog import Lane
+from services.scheduler.backlog import QueueKey
 from services.scheduler.residency.view import ModelId
 from shared.messages import Heartbeat, HostedModel, HostLoad
 
@@ -75,21 +75,21 @@ class Hosts:
         known = self._known.values()
         return [each for each in known if each.lost_at is None and each.heartbeat.state == "ready"]
 
-    def serving(self, lane: Lane, num_context_tokens: int) -> frozenset[str]:
+    def serving(self, queue: QueueKey, num_context_tokens: int) -> frozenset[str]:
         """Hosts, also those that may come back, that can serve such a request."""
         known = self._known.values()
         return frozenset(
             each.host_id
             for each in known
-            if not lane.regions or each.region in lane.regions
-            if any(self._fits(hosted, lane, num_context_tokens) for hosted in each.load.models)
+            if not queue.regions or each.region in queue.regions
+            if any(self._fits(hosted, queue, num_context_tokens) for hosted in each.load.models)
         )
 
-    def failure(self, lane: Lane) -> str:
-        """Why all hosts that have the lane's model have failed to load it, as the first of them
+    def failure(self, queue: QueueKey) -> str:
+        """Why all hosts that have the queue's model have failed to load it, as the first of them
         says; else empty.
         """
-        wanted = lane.model, lane.revision
+        wanted = queue.model, queue.revision
         models = (model for each in self._known.values() for model in each.load.models)
         found = [each for each in models if self.model_of(each) == wanted]
         if any(each.state != "failed" for each in found):
@@ -103,12 +103,12 @@ class Hosts:
         if not self._known:
             self._digests.clear()
 
-    def _fits(self, hosted: HostedModel, lane: Lane, num_context_tokens: int) -> bool:
+    def _fits(self, hosted: HostedModel, queue: QueueKey, num_context_tokens: int) -> bool:
         card = hosted.card
-        if hosted.state == "failed" or self.model_of(hosted) != (lane.model, lane.revision):
+        if hosted.state == "failed" or self.model_of(hosted) != (queue.model, queue.revision):
             return False
         if card is None:  # never started there
             return True
-        has_features = frozenset(lane.needs) <= frozenset(card.features)
+        has_features = frozenset(queue.needs) <= frozenset(card.features)
         has_context = num_context_tokens <= card.max_context_tokens
-        return card.block_size == lane.block_size and has_features and has_context
+        return card.block_size == queue.block_size and has_features and has_context

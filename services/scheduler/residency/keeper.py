@@ -105,14 +105,14 @@ class ResidencyKeeper:
 
     def failure(self, ticket: QueuedRequest) -> NoCapacity | None:
         """The error of a ticket whose model no host could load."""
-        failure = self._hosts.failure(ticket.lane)
+        failure = self._hosts.failure(ticket.queue)
         if not failure:
             return None
-        message = f"the model {ticket.lane.model!r} cannot be served: {failure}"
+        message = f"the model {ticket.queue.model!r} cannot be served: {failure}"
         return NoCapacity(message, retry_after_s=RETRY_AFTER_S)
 
     def _serving(self, ticket: QueuedRequest) -> frozenset[str]:
-        return self._hosts.serving(ticket.lane, num_context_tokens(ticket.request))
+        return self._hosts.serving(ticket.queue, num_context_tokens(ticket.request))
 
     # ── deciding ─────────────────────────────────────────────────────────────────────────────────
 
@@ -261,7 +261,7 @@ class ResidencyKeeper:
 
 
 def model_of(ticket: QueuedRequest) -> ModelId:
-    return ticket.lane.model, ticket.lane.revision
+    return ticket.queue.model, ticket.queue.revision
 
 
 def _key(action: Action) -> Key:
@@ -279,5 +279,5 @@ def _with_ticket(demand: ModelDemand, ticket: QueuedRequest) -> ModelDemand:
 
 
 def _not_hot(ticket: QueuedRequest, wait_s: float) -> NoCapacity:
-    message = f"{ticket.lane.model!r} is not in memory; it is expected in {wait_s:.1f} s"
+    message = f"{ticket.queue.model!r} is not in memory; it is expected in {wait_s:.1f} s"
     return NoCapacity(message, retry_after_s=wait_s)

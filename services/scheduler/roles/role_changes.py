@@ -150,7 +150,7 @@ def _queues(waiting: Iterable[QueuedRequest]) -> dict[ModelKey, list[QueuedReque
     queues: dict[ModelKey, list[QueuedRequest]] = defaultdict(list)
     for ticket in waiting:
         if not ticket.is_placing:
-            queues[ticket.lane.served].append(ticket)
+            queues[ticket.queue.served].append(ticket)
     return queues
 
 

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from shared.engine.token_masks.mask_lanes import Lanes
+from shared.engine.token_masks.mask_threads import GrammarThreads
 from shared.errors import GrammarFailed, HearthError
 from shared.grammar.matcher import Matcher
 from shared.grammar.spec import GrammarSpec
@@ -17,7 +17,7 @@ Compile = Callable[[str, str], Matcher]  # kind and source, as in `GrammarSpec`
 
 
 class CompiledGrammar:
-    """A job of the slow lane. Its matcher stays before the first token and is only copied."""
+    """A job of the slow thread. Its matcher stays before the first token and is only copied."""
 
     def __init__(self, tenant_id: str, spec: GrammarSpec, compile_: Compile) -> None:
         self.tenant_id = tenant_id
@@ -56,7 +56,7 @@ class CompiledGrammar:
             first_words = matcher.fill()
         except HearthError as error:
             self._end(error=error)
-        except BaseException as error:  # native code panics with one; the lane continues
+        except BaseException as error:  # native code panics with one; the thread continues
             self._end(error=GrammarFailed(f"the grammar cannot be compiled: {error!r}"))
         else:
             self._end(matcher, first_words)
@@ -87,9 +87,11 @@ class CompileCache:
     since the machine may have stood still.
     """
 
-    def __init__(self, compile_: Compile, lanes: Lanes, max_grammars: int = MAX_GRAMMARS) -> None:
+    def __init__(
+        self, compile_: Compile, threads: GrammarThreads, max_grammars: int = MAX_GRAMMARS
+    ) -> None:
         self._compile = compile_
-        self._lanes = lanes
+        self._threads = threads
         self._max_grammars = max_grammars
         self._grammars: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
 
@@ -107,6 +109,6 @@ class CompileCache:
         grammar.is_retry = known is not None
         if len(self._grammars) > self._max_grammars:
             self._grammars.popitem(last=False)
-        self._lanes.submit_slow(grammar)
-        self._lanes.watch(grammar)
+        self._threads.submit_slow(grammar)
+        self._threads.watch(grammar)
         return grammar

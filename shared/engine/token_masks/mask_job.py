@@ -1,4 +1,4 @@
-"""Computes the mask after the next tokens of one sequence, on a thread of a lane."""
+"""Computes the mask after the next tokens of one sequence, on a worker thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.token_masks.grammar_position import GrammarPosition
-from shared.engine.token_masks.mask_lanes import SLOW_MASK_S
+from shared.engine.token_masks.mask_threads import SLOW_MASK_S
 from shared.errors import GrammarFailed, GrammarTooComplex, HearthError
 
 
@@ -65,7 +65,7 @@ class MaskJob:
             self.end(error=GrammarFailed(error.message))
         except HearthError as error:
             self.end(error=error)
-        except BaseException as error:  # native code panics with one; the lane continues
+        except BaseException as error:  # native code panics with one; the thread continues
             self.end(error=GrammarFailed(f"the grammar failed: {error!r}"))
         else:
             self.is_slow = time.thread_time() - began_s > SLOW_MASK_S

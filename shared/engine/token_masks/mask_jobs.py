@@ -1,20 +1,20 @@
-"""Hands the mask jobs of a worker's choices to its lanes, and tells when a late one is done."""
+"""Hands the mask jobs of a worker's choices to its threads, and tells when a late one is done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from shared.engine.token_masks.mask_job import MaskJob
-from shared.engine.token_masks.mask_lanes import Lanes
+from shared.engine.token_masks.mask_threads import GrammarThreads
 
 
 class MaskJobs:
     """Used on the event loop's thread alone, but for `submit` of slow jobs."""
 
-    def __init__(self, lanes: Lanes, *, vocab_size: int) -> None:
+    def __init__(self, threads: GrammarThreads, *, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.num_late = 0
-        self._lanes = lanes
+        self._threads = threads
         self._collected: list[MaskJob] = []  # of the step that is being applied
         self._on_ready: Callable[[], None] = lambda: None
 
@@ -24,7 +24,7 @@ class MaskJobs:
 
     def submit(self, job: MaskJob, *, is_slow: bool) -> None:
         if is_slow:
-            self._lanes.submit_slow(job)
+            self._threads.submit_slow(job)
         else:
             self._collected.append(job)
 
@@ -32,12 +32,12 @@ class MaskJobs:
         """Starts the submitted jobs that are not slow, all at once."""
         if self._collected:
             collected, self._collected = self._collected, []
-            self._lanes.submit(collected)
+            self._threads.submit(collected)
 
     def await_(self, job: MaskJob, *, is_late: bool) -> None:
         """Nothing is sampled until it is done. `is_late`: a step has not waited for it."""
         self.num_late += is_late
         job.on_done = self._on_ready
-        self._lanes.watch(job)
+        self._threads.watch(job)
         if job.is_done:  # maybe before `on_done` was set
             self._on_ready()

@@ -8,7 +8,7 @@ import msgspec
 
 from shared.engine.token_masks.compile_cache import CompileCache
 from shared.engine.token_masks.mask_jobs import MaskJobs
-from shared.engine.token_masks.mask_lanes import Lanes
+from shared.engine.token_masks.mask_threads import GrammarThreads
 from shared.engine.token_masks.output_grammar import OutputGrammar
 from shared.errors import GrammarFailed, GrammarReplayFailed, HearthError
 from shared.grammar.spec import GrammarSpec
@@ -19,11 +19,11 @@ from shared.messages import WorkerLoad
 class WorkerGrammars:
     """Used on the event loop's thread alone."""
 
-    def __init__(self, vocabulary: Vocabulary, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, vocabulary: Vocabulary, threads: GrammarThreads) -> None:
+        self._threads = threads
         self._vocabulary = vocabulary
-        self._cache = CompileCache(vocabulary.compile, lanes)
-        self._jobs = MaskJobs(lanes, vocab_size=vocabulary.vocab_size)
+        self._cache = CompileCache(vocabulary.compile, threads)
+        self._jobs = MaskJobs(threads, vocab_size=vocabulary.vocab_size)
         self.on_ready, self.flush = self._jobs.on_ready, self._jobs.flush
         self._num_failed = 0
 
@@ -42,7 +42,7 @@ class WorkerGrammars:
             load,
             num_late_masks=self._jobs.num_late,
             num_failed_grammars=self._num_failed,
-            num_abandoned_grammar_threads=self._lanes.num_abandoned_threads,
+            num_abandoned_grammar_threads=self._threads.num_abandoned_threads,
         )
 
     def release(self) -> None:
@@ -53,4 +53,4 @@ class WorkerGrammars:
         self._vocabulary.release()
 
     def close(self) -> None:
-        self._lanes.close()
+        self._threads.close()

@@ -16,7 +16,7 @@ from shared.errors import GrammarFailed, GrammarReplayFailed, InvalidRequest, Wo
 from shared.grammar.spec import GRAMMAR_FEATURE, GrammarSpec
 from shared.messages import Finish, Request
 from tests.services.decode.test_handoff import PROMPT, Cluster
-from tests.shared.grammar.support import HOSTILE_REGEX, InlineLanes, encode, vocabulary
+from tests.shared.grammar.support import HOSTILE_REGEX, InlineThreads, encode, vocabulary
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import run
 from tests.support.world.kv_link import DataPlane
@@ -28,13 +28,13 @@ EITHER = pytest.mark.parametrize("candidates", [(), ("prefill-1",)], ids=["local
 
 
 class GrammarCluster(Cluster):
-    """Its decode worker has grammars whose jobs run at once, unless `lanes` holds them."""
+    """Its decode worker has grammars whose jobs run at once, unless `threads` holds them."""
 
     def __init__(self, **options: Any) -> None:
         self.network, plane = SimulatedNetwork(), DataPlane()
         self.peer = Peer(self.network)
-        self.lanes = InlineLanes()
-        grammars = WorkerGrammars(vocabulary(VOCAB_SIZE, EOS), self.lanes)
+        self.threads = InlineThreads()
+        grammars = WorkerGrammars(vocabulary(VOCAB_SIZE, EOS), self.threads)
         self.prefills = [
             SimulatedWorker(self.network, plane, "prefill-1", ("prefill",), features=FEATURES)
         ]
@@ -155,12 +155,12 @@ def test_start_is_answered_before_the_grammar_is_compiled() -> None:
     expected = output_of(constrained())
 
     async def test(it: GrammarCluster) -> None:
-        it.lanes.is_holding = True
+        it.threads.is_holding = True
         placement_id = await it.peer.place("decode-1", constrained())
         free = await it.run(request_of(PROMPT[:30]), ())
         assert len(free.output) == 20
         assert not it.peer.of(placement_id).output
-        it.lanes.release()
+        it.threads.release()
         assert (await it.peer.finished(placement_id)).output == expected
         assert await it.counts() == (1, 0)
 
@@ -206,11 +206,11 @@ def test_choice_whose_grammar_fails_ends_alone() -> None:
 
 def test_mask_that_takes_too_long_fails_its_request_alone() -> None:
     async def test(it: GrammarCluster) -> None:
-        it.lanes.is_holding = True
+        it.threads.is_holding = True
         bad = await it.peer.place("decode-1", constrained())
         await it.run(request_of(PROMPT[:30]), ())
-        it.lanes.held[0].time_out()
-        it.lanes.release()
+        it.threads.held[0].time_out()
+        it.threads.release()
         assert failed((await it.peer.finished(bad)).finish) == GrammarFailed.code
 
     play(test)
@@ -231,11 +231,11 @@ def test_worker_without_grammars_refuses_the_request(needs: tuple[str, ...]) -> 
 
 def test_aborted_request_leaves_no_jobs() -> None:
     async def test(it: GrammarCluster) -> None:
-        it.lanes.is_holding = True
+        it.threads.is_holding = True
         placement_id = await it.peer.place("decode-1", constrained())
         await it.peer.abort("decode-1", placement_id)
         await it.settled()
-        it.lanes.release()
-        assert all(job.is_done for job in it.lanes.watched)
+        it.threads.release()
+        assert all(job.is_done for job in it.threads.watched)
 
     play(test)

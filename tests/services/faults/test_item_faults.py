@@ -96,27 +96,27 @@ async def failure_is_lost(cluster: LiveCluster) -> None:
     await asyncio.sleep(0)
 
 
-async def lane_is_probed_later(cluster: LiveCluster) -> None:
+async def queue_is_probed_later(cluster: LiveCluster) -> None:
     scheduler = cluster.scheduler
     now = scheduler._clock.now
     ticket = scheduler._queues.enqueue(submit_of("blocked", model="none"), now())
     assert scheduler._queues.pop(now()) is ticket
     opening = SimpleNamespace(decodes=SimpleNamespace(opens_at=lambda *_: now()))
-    with patch.object(scheduler._workers, "lane", return_value=opening):
+    with patch.object(scheduler._workers, "serving", return_value=opening):
         scheduler._block(ticket, size_of(ticket))
-    assert ticket.lane in scheduler._opening
-    await until(lambda: ticket.lane not in scheduler._opening)
+    assert ticket.queue in scheduler._opening
+    await until(lambda: ticket.queue not in scheduler._opening)
     await asyncio.sleep(0)
     assert scheduler._queues.remove("blocked")
 
 
-async def lane_is_retried(cluster: LiveCluster) -> None:
+async def queue_is_retried(cluster: LiveCluster) -> None:
     scheduler = cluster.scheduler
     ticket = scheduler._queues.enqueue(submit_of("blocked", model="none"), scheduler._clock.now())
     assert scheduler._queues.pop(scheduler._clock.now()) is ticket
-    scheduler._blocked.block(ticket.lane, size_of(ticket))
+    scheduler._blocked.block(ticket.queue, size_of(ticket))
     await asyncio.sleep(1.5 * TICK_S)
-    assert scheduler._blocked.unblock(ticket.lane) and scheduler._queues.remove("blocked")
+    assert scheduler._blocked.unblock(ticket.queue) and scheduler._queues.remove("blocked")
 
 
 async def overdue_placement_is_left(cluster: LiveCluster) -> None:
@@ -149,8 +149,8 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     ),
     "resync": (lambda it: it.index, "_try_resync", resync_is_given_up),
     "failure": (lambda it: it.scheduler, "_send", failure_is_lost),
-    "lane": (lambda it: it.scheduler, "_probe", lane_is_probed_later),
-    "blocked lane": (lambda it: it.scheduler, "_unblock", lane_is_retried),
+    "queue": (lambda it: it.scheduler, "_probe", queue_is_probed_later),
+    "blocked queue": (lambda it: it.scheduler, "_unblock", queue_is_retried),
     "late peer": (lambda it: it.scheduler.health_monitor, "_request_alive", late_peer_is_not_asked),
     "overdue placement": (lambda it: decode_of(it), "_fence", overdue_placement_is_left),
     "tokens to resend": (lambda it: decode_of(it), "_resend_overdue", sweeps_go_on),

@@ -102,9 +102,9 @@ def test_loop_goes_on_after_a_round_that_raises(name: str) -> None:
     async def test(rig: Rig) -> None:
         owner_of, method = ROUNDS[name]
         waiting = {"gateway-0": ["r0"]}
-        admission = rig.service._queues
+        queues = rig.service._queues
         with (
-            patch.object(admission, "request_ids_by_gateway", return_value=waiting),
+            patch.object(queues, "request_ids_by_gateway", return_value=waiting),
             patch.object(owner_of(rig), method, side_effect=RuntimeError("a bug")) as broken,
         ):
             await eventually(lambda: broken.call_count > 2)

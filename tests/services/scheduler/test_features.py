@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from services.scheduler.backlog import Lane
-from services.scheduler.blocked_lanes import BlockedLanes
+from services.scheduler.backlog import QueueKey
+from services.scheduler.blocked_queues import BlockedQueues
 from services.scheduler.placement import LocalPrefill, RequestSize
 from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from services.scheduler.worker_table import MAX_MASKS, WorkerRow, WorkerTable
@@ -98,18 +98,18 @@ def test_masks_of_ever_new_needs_take_bounded_memory() -> None:
     assert len(table._with_features) <= MAX_MASKS
 
 
-def test_blocked_lane_is_probed_for_room_on_capable_workers_only() -> None:
-    blocked = BlockedLanes()
-    lane = Lane("m", "r1", 16, needs=GRAMMAR)
-    blocked.block(lane, needing("grammar/1"))
+def test_blocked_queue_is_probed_for_room_on_capable_workers_only() -> None:
+    blocked = BlockedQueues()
+    queue = QueueKey("m", "r1", 16, needs=GRAMMAR)
+    blocked.block(queue, needing("grammar/1"))
     beats = FleetRig()
     for role in ("decode", "prefill"):
         blocked.on_heartbeat(beats.beat("w1", 0.0, role))
-        assert blocked.closed() == {lane}
+        assert blocked.closed() == {queue}
         capable = msgspec.structs.replace(CARD, features=BOTH)
         blocked.on_heartbeat(beats.beat("w2", 0.0, role, model=capable))
         assert blocked.closed() == set()
-        blocked.take(lane)
+        blocked.take(queue)
 
 
 # ── the service ──────────────────────────────────────────────────────────────────────────────────

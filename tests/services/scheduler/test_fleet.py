@@ -12,7 +12,7 @@ from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
 from shared.numerics import Numerics
 from tests.support.world.randomness import SeededRandomness
 
-LANE = ("m", "r1", 16)
+SERVED = ("m", "r1", 16)
 CARD = ModelCard(
     name="m",
     revision="r1",
@@ -56,7 +56,7 @@ class Rig:
     def place(self, now: float, needs: RequestSize = NEEDS) -> Target | None:
         return place(
             needs,
-            self.workers.lane(LANE),
+            self.workers.serving(SERVED),
             {},
             local_prefill=LocalPrefill(4, 1_000_000),
             now=now,
@@ -90,7 +90,7 @@ def test_rejected_assignment_does_not_count() -> None:
         rig.workers.release(rig.workers.assign(target, NEEDS, 0.01), 0.01)
     rig.workers.avoid("d1")
     assert rig.place(0.02) is None
-    assert rig.workers.has_worker(LANE, ())
+    assert rig.workers.has_worker(SERVED, ())
     rig.beat("d1", 0.25)
     assert rig.place(0.26) is not None
 
@@ -102,10 +102,10 @@ def test_prompt_counts_on_the_worker_that_computes_it() -> None:
     target = rig.place(0.0)
     assert target is not None and target.prefill_candidates == ("p1",)
     rig.workers.assign(target, NEEDS, 0.0)
-    lane = rig.workers.lane(LANE)
-    assert lane.prefills.busy_until[0] == pytest.approx(1599 * 1e-4)
-    assert lane.decodes.busy_until[0] == 0.0
-    assert lane.decodes.free_tokens[0] == (250 - 101) * 16
+    workers = rig.workers.serving(SERVED)
+    assert workers.prefills.busy_until[0] == pytest.approx(1599 * 1e-4)
+    assert workers.decodes.busy_until[0] == 0.0
+    assert workers.decodes.free_tokens[0] == (250 - 101) * 16
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_prompt_counts_on_the_worker_that_computes_it() -> None:
 def test_worker_that_accepts_no_work_gets_none(change: dict[str, object]) -> None:
     rig = Rig()
     rig.beat("d1", 0.0)
-    assert rig.workers.has_worker(LANE, ())
+    assert rig.workers.has_worker(SERVED, ())
     rig.beat("d1", 0.25, **change)
-    assert not rig.workers.has_worker(LANE, ())
+    assert not rig.workers.has_worker(SERVED, ())
     assert rig.place(0.3) is None
     rig.beat("d1", 0.5)
     assert rig.place(0.5) is not None
@@ -139,11 +139,11 @@ def test_lost_worker_is_excluded_until_it_makes_a_step() -> None:
         for worker_id, loss in rig.health.tick(tick / 10):
             assert loss is Loss.UNRESPONSIVE
             rig.workers.lost(worker_id)
-    assert not rig.workers.has_worker(LANE, ())
+    assert not rig.workers.has_worker(SERVED, ())
     rig.beat("d1", 3.0, load=last.load)
-    assert not rig.workers.has_worker(LANE, ())
+    assert not rig.workers.has_worker(SERVED, ())
     rig.beat("d1", 3.25)
-    assert rig.workers.has_worker(LANE, ())
+    assert rig.workers.has_worker(SERVED, ())
 
 
 def test_old_heartbeat_is_ignored() -> None:
@@ -151,21 +151,21 @@ def test_old_heartbeat_is_ignored() -> None:
     first = rig.beat("d1", 0.0)
     rig.beat("d1", 0.25, state="draining")
     rig.workers.on_heartbeat(first, 0.3)
-    assert not rig.workers.has_worker(LANE, ())
+    assert not rig.workers.has_worker(SERVED, ())
 
 
-def test_worker_that_changes_its_model_changes_its_lane() -> None:
+def test_worker_that_changes_its_model_changes_its_key() -> None:
     rig = Rig()
     rig.beat("d1", 0.0)
     rig.beat("d1", 0.25, model=msgspec.structs.replace(CARD, revision="r2"))
-    assert not rig.workers.has_worker(LANE, ())
+    assert not rig.workers.has_worker(SERVED, ())
     assert rig.workers.has_worker(("m", "r2", 16), ())
 
 
-def test_block_size_is_part_of_the_lane() -> None:
+def test_block_size_is_part_of_the_key() -> None:
     rig = Rig()
     rig.beat("d1", 0.0, model=msgspec.structs.replace(CARD, block_size=32))
-    assert not rig.workers.has_worker(LANE, ())
+    assert not rig.workers.has_worker(SERVED, ())
     assert rig.workers.has_worker(("m", "r1", 32), ())
 
 
@@ -180,7 +180,7 @@ def test_context_is_the_reported_one_within_the_pool(num_tokens: int, workers: l
     found = [
         each
         for each, other in (("d1", "d2"), ("d2", "d1"))
-        if rig.workers.has_worker(LANE, (other,), num_context_tokens=num_tokens)
+        if rig.workers.has_worker(SERVED, (other,), num_context_tokens=num_tokens)
     ]
     assert found == workers
 
@@ -189,10 +189,10 @@ def test_worker_regions_are_those_of_the_heartbeats() -> None:
     rig = Rig()
     rig.beat("d1", 0.0, region="eu")
     rig.beat("d2", 0.0)
-    assert rig.workers.has_worker(LANE, (), ("eu",))
-    assert not rig.workers.has_worker(LANE, ("d1",), ("eu",))
-    assert not rig.workers.has_worker(LANE, (), ("us",))
-    assert rig.workers.has_worker(LANE, ("d1",))
+    assert rig.workers.has_worker(SERVED, (), ("eu",))
+    assert not rig.workers.has_worker(SERVED, ("d1",), ("eu",))
+    assert not rig.workers.has_worker(SERVED, (), ("us",))
+    assert rig.workers.has_worker(SERVED, ("d1",))
 
 
 def test_worker_that_changes_its_roles_keeps_its_speed_and_its_assignments() -> None:
@@ -205,7 +205,7 @@ def test_worker_that_changes_its_roles_keeps_its_speed_and_its_assignments() -> 
     assert before.is_measured
     assert rig.assign(0.26) == "w1"
     rig.beat("w1", 0.27, "prefill", load=msgspec.structs.replace(busy, **more))
-    lane = rig.workers.lane(LANE)
-    assert (len(lane.decodes), lane.prefills.ids) == (0, ["w1"])
+    workers = rig.workers.serving(SERVED)
+    assert (len(workers.decodes), workers.prefills.ids) == (0, ["w1"])
     assert rig.workers._known["w1"].worker.speed == before
-    assert lane.prefills.busy_until[0] > 0.27
+    assert workers.prefills.busy_until[0] > 0.27

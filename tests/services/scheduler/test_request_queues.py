@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.scheduler.backlog import Lane
+from services.scheduler.backlog import QueueKey
 from services.scheduler.request_queues import RequestQueues
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from shared.messages import CancelQueued, Choice, SubmitRequest
@@ -123,12 +123,12 @@ def test_expired_requests_are_removed_in_any_phase() -> None:
     assert order(queue) == ["late"]
 
 
-def test_blocked_lane_does_not_delay_another_model() -> None:
+def test_blocked_queue_does_not_delay_another_model() -> None:
     queue = admission()
     queue.enqueue(submit_of("a0", model="a"), 0.0)
     queue.enqueue(submit_of("b0", model="b"), 0.0)
     queue.enqueue(submit_of("b1", model="b"), 0.0)
-    ticket = queue.pop(0.0, blocked={Lane("a", "r1", 16)})
+    ticket = queue.pop(0.0, blocked={QueueKey("a", "r1", 16)})
     assert ticket is not None
     assert ticket.request.request_id == "b0"
     assert order(queue) == ["a0", "b1"]

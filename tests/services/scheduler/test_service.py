@@ -424,8 +424,8 @@ def test_full_model_does_not_delay_another() -> None:
     scenario(test)
 
 
-def test_blocked_lane_is_forgotten_when_no_request_waits_in_it() -> None:
-    """Lanes differ in regions and contexts: requests that gave up must not leave one each."""
+def test_blocked_queue_is_forgotten_when_no_request_waits_in_it() -> None:
+    """Queues differ in regions and contexts: requests that gave up must not leave one each."""
 
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=NO_ROOM, region="eu")
@@ -765,7 +765,7 @@ def test_request_that_must_not_wait_is_rejected_where_others_wait() -> None:
     scenario(test)
 
 
-def test_request_that_must_not_wait_is_rejected_once_its_lane_is_blocked() -> None:
+def test_request_that_must_not_wait_is_rejected_once_its_queue_is_blocked() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         submits = [submit_of(f"r{number}") for number in range(MAX_PLACING)]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shared
-from shared.engine.token_masks.mask_lanes import AwaitedJob, Job
+from shared.engine.token_masks.mask_threads import AwaitedJob, Job
 from shared.grammar.matcher import Matcher
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary
 
@@ -52,7 +52,7 @@ def walk(matcher: Matcher, random: Random, max_tokens: int = 500) -> list[int] |
     return None
 
 
-class InlineLanes:
+class InlineThreads:
     """Runs jobs at once; `held` ones only with `release`."""
 
     def __init__(self) -> None:

@@ -51,19 +51,19 @@ def of_worker(worker: SimulatedWorker) -> list[str]:
 
 
 def of_scheduler(service: SchedulerService) -> list[str]:
-    admission = service._queues
+    queues = service._queues
     return not_empty(
-        queued=admission._held,
-        lanes=[each for each in admission._lanes.values() if each.usage.num_requests],
-        by_gateway=admission._of_gateway,
-        usage=admission._usage_of_tenant,
+        queued=queues._held,
+        queues=[each for each in queues._backlogs.values() if each.usage.num_requests],
+        by_gateway=queues._of_gateway,
+        usage=queues._usage_of_tenant,
         unserved=service._unserved,
         placing=service._placing,
         sending=service._sending,
         assignments=[
             each for known in service._workers._known.values() for each in known.assignments
         ],
-    ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
+    ) + ([f"queued tokens: {queues.num_tokens}"] if queues.num_tokens else [])
 
 
 def of_registry(service: KvIndexService, store: MemoryStore, *, is_only_writer: bool) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from shared.engine.batching.sequence import Sequence
-from shared.engine.token_masks.mask_lanes import Lanes
+from shared.engine.token_masks.mask_threads import GrammarThreads
 from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.grammar.spec import GrammarSpec
-from tests.shared.grammar.support import EOS, InlineLanes, vocabulary
+from tests.shared.grammar.support import EOS, InlineThreads, vocabulary
 from tests.support.engine.rig import Rig, new_sequence, seeded
 
 TENANT = "tenant-a"
@@ -19,8 +19,8 @@ TENANT = "tenant-a"
 WORDS = GrammarSpec(kind="regex", source="(alpha|beta|gamma|[a-c]{3}) ([0-9]{2} ){4,30}end")
 
 
-def grammars_of(lanes: Lanes | None = None) -> WorkerGrammars:
-    return WorkerGrammars(vocabulary(), InlineLanes() if lanes is None else lanes)
+def grammars_of(threads: GrammarThreads | None = None) -> WorkerGrammars:
+    return WorkerGrammars(vocabulary(), InlineThreads() if threads is None else threads)
 
 
 def constrained(

@@ -16,7 +16,7 @@ from shared.messages import SamplingParams
 from tests.shared.engine.executors.test_steps_in_flight import CheckedExecutor, Worker
 from tests.shared.engine.test_engine_operations import VOCAB_SIZE as SMALL_VOCAB
 from tests.shared.engine.token_masks.support import TENANT, grammars_of, rig_of
-from tests.shared.grammar.support import EOS, InlineLanes, allowed, compiled, encode, vocabulary
+from tests.shared.grammar.support import EOS, InlineThreads, allowed, compiled, encode, vocabulary
 from tests.support.engine.planned_rig import PlannedRig
 from tests.support.engine.rig import VOCAB_SIZE, Rig, greedy, new_sequence, prompt, seeded
 from tests.support.world.clock import run
@@ -190,16 +190,16 @@ def test_resumed_grammar_gives_the_same_tokens(spec: GrammarSpec, num_before: in
 
 def test_what_a_grammar_waits_for_is_waited_for() -> None:
     """A mask that is late, a failure and a required start are those of the grammar."""
-    lanes = InlineLanes()
-    lanes.is_holding = True
-    grammar = grammars_of(lanes).start(TENANT, WITHIN)
+    threads = InlineThreads()
+    threads.is_holding = True
+    grammar = grammars_of(threads).start(TENANT, WITHIN)
     budget = ThinkingBudget(max_tokens=0, closes=((END,),), is_open=True)
     output = BudgetedOutput(budget, vocabulary().vocab_size, grammar)
     mask = output.mask()
     assert mask is not None and mask.wait(0.0) is None
     output.sit_out()
     assert (output.is_stalled, output.num_late_masks, output.num_free_tokens) == (True, 1, 0)
-    lanes.release()
+    threads.release()
     assert not output.is_stalled
     words = mask.wait(0.0)
     assert words is not None and allowed(words) == [133]

@@ -9,11 +9,11 @@ import jsonschema_rs
 import pytest
 
 from shared.engine.batching.sequence import SequenceState
-from shared.engine.token_masks.mask_lanes import MaskLanes
+from shared.engine.token_masks.mask_threads import MaskThreads
 from shared.errors import GrammarFailed
 from shared.grammar.spec import GrammarSpec
 from tests.shared.engine.token_masks.support import WORDS, constrained, grammars_of, rig_of
-from tests.shared.grammar.support import HOSTILE_REGEX, InlineLanes, compiled, vocabulary
+from tests.shared.grammar.support import HOSTILE_REGEX, InlineThreads, compiled, vocabulary
 from tests.support.engine.rig import Rig, new_sequence, prompt, seeded, solo
 
 PROMPT = prompt(11)
@@ -26,10 +26,10 @@ SCHEMA = {
 
 
 @pytest.fixture
-def lanes() -> Iterator[MaskLanes]:
-    lanes = MaskLanes()
-    yield lanes
-    lanes.close()
+def threads() -> Iterator[MaskThreads]:
+    threads = MaskThreads()
+    yield threads
+    threads.close()
 
 
 def undisturbed(spec: GrammarSpec = WORDS, **fields: int) -> list[int]:
@@ -43,7 +43,7 @@ def check_complete(token_ids: list[int], spec: GrammarSpec = WORDS) -> None:
 
 
 def run_threaded(rig: Rig, max_steps: int = 200_000) -> None:
-    """With lanes on threads: a step without rows waits for a mask."""
+    """With threads on threads: a step without rows waits for a mask."""
     for _ in range(max_steps):
         if not (rig.engine.batcher.waiting or rig.engine.batcher.running):
             return
@@ -125,8 +125,8 @@ def test_grammar_after_a_start_constrains_what_follows_it() -> None:
     assert vocabulary().decode(output[index:]) == b"abc"
 
 
-def test_threads_give_the_same_tokens(lanes: MaskLanes) -> None:
-    rig, grammars = rig_of(), grammars_of(lanes)
+def test_threads_give_the_same_tokens(threads: MaskThreads) -> None:
+    rig, grammars = rig_of(), grammars_of(threads)
     each = [rig.add(constrained(PROMPT, WORDS, grammars, seed=seed)) for seed in range(6)]
     run_threaded(rig)
     for seed, sequence in enumerate(each):
@@ -135,24 +135,24 @@ def test_threads_give_the_same_tokens(lanes: MaskLanes) -> None:
 
 def test_late_mask_stalls_only_its_own_row() -> None:
     """The others go on, with the tokens that they have alone."""
-    lanes = InlineLanes()
+    threads = InlineThreads()
     rig = rig_of()
-    late = rig.add(constrained(PROMPT, WORDS, grammars_of(lanes), seed=9))
+    late = rig.add(constrained(PROMPT, WORDS, grammars_of(threads), seed=9))
     rig.step()
-    lanes.is_holding = True
+    threads.is_holding = True
     others = [rig.add(constrained(PROMPT, WORDS, grammars_of(), seed=seed)) for seed in range(3)]
     for _ in range(300):
         rig.step()
     assert [rig.output(other) for other in others] == [undisturbed(seed=n) for n in range(3)]
     assert len(rig.output(late)) <= 2
     assert not rig.step()  # nothing to do until the mask is there
-    lanes.release()
+    threads.release()
     rig.run()
     assert rig.output(late) == undisturbed(seed=9)
 
 
-def test_grammar_that_fails_ends_only_its_own_sequence(lanes: MaskLanes) -> None:
-    rig, grammars = rig_of(), grammars_of(lanes)
+def test_grammar_that_fails_ends_only_its_own_sequence(threads: MaskThreads) -> None:
+    rig, grammars = rig_of(), grammars_of(threads)
     hostile = GrammarSpec(kind="regex", source=HOSTILE_REGEX)
     failing = rig.add(constrained(PROMPT, hostile, grammars, max_tokens=1000))
     other = rig.add(constrained(PROMPT, WORDS, grammars))

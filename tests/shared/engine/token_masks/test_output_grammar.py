@@ -12,19 +12,19 @@ from shared.errors import GrammarFailed, GrammarReplayFailed, InvalidRequest
 from shared.grammar.spec import GrammarSpec
 from shared.messages import WorkerLoad
 from tests.shared.engine.token_masks.support import TENANT, grammars_of
-from tests.shared.grammar.support import EOS, InlineLanes, allowed, encode
+from tests.shared.grammar.support import EOS, InlineThreads, allowed, encode
 
 OPEN = 11
 
 
 @pytest.fixture
-def lanes() -> InlineLanes:
-    return InlineLanes()
+def threads() -> InlineThreads:
+    return InlineThreads()
 
 
 @pytest.fixture
-def grammars(lanes: InlineLanes) -> WorkerGrammars:
-    return grammars_of(lanes)
+def grammars(threads: InlineThreads) -> WorkerGrammars:
+    return grammars_of(threads)
 
 
 def spec_of(source: str = "(a|b)b", **fields: Any) -> GrammarSpec:
@@ -82,33 +82,35 @@ def test_required_start_bans_the_end(grammars: WorkerGrammars) -> None:
 
 
 def test_masks_of_one_step_are_filled_together(
-    lanes: InlineLanes, grammars: WorkerGrammars
+    threads: InlineThreads, grammars: WorkerGrammars
 ) -> None:
     each = [grammars.start(TENANT, spec_of()) for _ in range(5)]
     for grammar in each:
         grammar.mask()
     for grammar in each:
         grammar.accept(encode("a")[0])
-    assert lanes.num_batches == 0
+    assert threads.num_batches == 0
     for grammar in each:
         grammar.mask()
-    assert lanes.num_batches == 1
-    assert lanes.num_slow == 1  # compiled once
+    assert threads.num_batches == 1
+    assert threads.num_slow == 1  # compiled once
 
 
-def test_compiled_grammars_are_of_one_tenant(lanes: InlineLanes, grammars: WorkerGrammars) -> None:
+def test_compiled_grammars_are_of_one_tenant(
+    threads: InlineThreads, grammars: WorkerGrammars
+) -> None:
     for tenant_id in ("a", "b", "a"):
         grammars.start(tenant_id, spec_of())
     grammars.start("a", spec_of("c"))
-    assert lanes.num_slow == 3
+    assert threads.num_slow == 3
 
 
 def test_grammar_that_is_being_compiled_is_late_and_then_stalls(
-    lanes: InlineLanes, grammars: WorkerGrammars
+    threads: InlineThreads, grammars: WorkerGrammars
 ) -> None:
     ready: list[bool] = []
     grammars.on_ready(lambda: ready.append(True))
-    lanes.is_holding = True
+    threads.is_holding = True
     grammar = grammars.start(TENANT, spec_of())
     assert not grammar.is_stalled  # the step's forward pass may take longer
     mask = grammar.mask()
@@ -117,7 +119,7 @@ def test_grammar_that_is_being_compiled_is_late_and_then_stalls(
     grammar.sit_out()
     assert grammar.is_stalled
     assert not ready
-    lanes.release()
+    threads.release()
     assert not grammar.is_stalled
     assert ready
     assert EOS not in next_tokens(grammar)
@@ -125,7 +127,7 @@ def test_grammar_that_is_being_compiled_is_late_and_then_stalls(
 
 
 def test_wake_up_is_not_lost_when_the_mask_comes_before_it_is_awaited(
-    lanes: InlineLanes, grammars: WorkerGrammars
+    threads: InlineThreads, grammars: WorkerGrammars
 ) -> None:
     ready: list[bool] = []
     grammars.on_ready(lambda: ready.append(True))
@@ -148,14 +150,14 @@ def test_replayed_output_continues_as_if_never_interrupted(
     assert counts(grammars) == (0, 0)
 
 
-def test_replay_stalls_until_it_is_done(lanes: InlineLanes, grammars: WorkerGrammars) -> None:
+def test_replay_stalls_until_it_is_done(threads: InlineThreads, grammars: WorkerGrammars) -> None:
     """Whether the output is free is not known before."""
-    lanes.is_holding = True
+    threads.is_holding = True
     spec = spec_of(starts_after=((OPEN,),), repeats=True)
     output = [30, OPEN, *encode("ab"), 31]
     grammar = grammars.start(TENANT, spec, output)
     assert grammar.is_stalled
-    lanes.release()
+    threads.release()
     assert not grammar.is_stalled
     assert grammar.mask() is None
     assert not grammar.bans_stop
@@ -200,14 +202,14 @@ def test_invalid_grammar_fails_every_choice(grammars: WorkerGrammars) -> None:
 
 
 def test_nothing_is_computed_for_a_choice_that_has_ended(
-    lanes: InlineLanes, grammars: WorkerGrammars
+    threads: InlineThreads, grammars: WorkerGrammars
 ) -> None:
     grammar = grammars.start(TENANT, spec_of())
-    lanes.is_holding = True
+    threads.is_holding = True
     accept(grammar, *encode("a"))
     grammar.mask()
-    (job,) = lanes.held
+    (job,) = threads.held
     del grammar
-    lanes.release()
+    threads.release()
     assert job.is_done
     assert job.error is not None

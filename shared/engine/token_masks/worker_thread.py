@@ -1,4 +1,4 @@
-"""Threads beside the event loop that run jobs: one at a time, in turns of tenants.
+"""A thread beside the event loop that runs jobs one at a time, in turns of tenants.
 
 A job in native code cannot be stopped. When it takes longer than `takeover_s`, another thread runs
 the jobs behind it, and its own yields the processor; after `MAX_JOB_S` it fails, and its thread
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 MAX_JOB_S = 2.0
 MAX_THREADS = 8  # with those whose job is slow
-SLOW_NICENESS = 5  # of a thread that was replaced, beyond the lane's
+SLOW_NICENESS = 5  # of a thread that was replaced, added to its own
 CLOSE_S = 0.2
 
 
@@ -30,31 +30,31 @@ class Job(Protocol):
     def tenant_id(self) -> str: ...
 
     def run(self) -> None:
-        """Called once, on a thread of the lane; must not raise."""
+        """Called once, on the worker thread; must not raise."""
         ...
 
     def time_out(self) -> None:
-        """It has taken MAX_JOB_S, and may still be running."""
+        """Called when the job has taken MAX_JOB_S. It may still be running."""
         ...
 
 
-class JobLane:
+class WorkerThread:
     def __init__(
         self, name: str, *, takeover_s: float, niceness: int = 0, max_job_s: float = MAX_JOB_S
     ) -> None:
-        self.num_abandoned = 0  # threads, since the start
+        self.num_abandoned = 0  # threads given up since the start
         self._name = name
         self._takeover_s = takeover_s
         self._niceness = niceness
         self._max_job_s = max_job_s
         self._changed = threading.Condition()
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, the next one first
-        self._active: _Runner | None = None  # the one that takes jobs
-        self._slow: list[_Runner] = []  # those that it has replaced, until they end
+        self._active: _Runner | None = None  # it takes jobs
+        self._slow: list[_Runner] = []  # replaced threads, until they end
         self._is_closed = False
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Wakes the lane once for all of them."""
+        """Adds jobs, and wakes the thread once for all of them."""
         has_runner = True
         with self._changed:
             for job in jobs:
@@ -129,7 +129,7 @@ class JobLane:
             job = None  # it holds the memory of a sequence
 
     def _next(self, runner: _Runner) -> Job | None:
-        """Waits for a job. None: this thread ends."""
+        """Waits for a job. Returns None if this thread must end."""
         with self._changed:
             runner.job, runner.is_abandoned = None, False
             while self._active is runner and not self._jobs and not self._is_closed:
@@ -161,12 +161,12 @@ class _Runner:
         self.is_abandoned = False
 
     def age_s(self, now: float) -> float:
-        """How long its job has been running."""
+        """Returns how long the job has been running."""
         return 0.0 if self.job is None else now - self.began_at
 
 
 def _be_nice(niceness: int, thread_id: int | None) -> None:
-    """Of this thread alone, where the system has threads with their own priorities."""
+    """Sets the niceness of one thread, if the system has priorities of threads."""
     if niceness and thread_id is not None and hasattr(os, "setpriority"):
         try:
             os.setpriority(os.PRIO_PROCESS, thread_id, niceness)

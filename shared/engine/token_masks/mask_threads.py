@@ -1,6 +1,6 @@
-"""The threads that compile grammars and fill masks: a fast and a slow lane, and one that watches.
+"""The threads that compile grammars and fill masks: a fast one, a slow one, and one that watches.
 
-The fast lane fills the masks of a step. The slow lane compiles, replays, and fills the masks of
+The fast thread fills the masks of a step. The slow thread compiles, replays, and fills the masks of
 grammars whose last one took long; its threads yield the processor to the model's.
 """
 
@@ -12,11 +12,11 @@ from typing import Protocol
 
 import structlog
 
-from shared.engine.token_masks.job_lane import MAX_JOB_S, Job, JobLane
+from shared.engine.token_masks.worker_thread import MAX_JOB_S, Job, WorkerThread
 
 log = structlog.get_logger(__name__)
 
-SLOW_MASK_S = 5e-3  # of CPU time: the next mask of the sequence is filled in the slow lane
+SLOW_MASK_S = 5e-3  # of CPU time: the next mask of the sequence is filled in the slow thread
 SLOW_TAKEOVER_S = 0.1
 NICENESS = 5
 WATCH_S = 5e-3
@@ -27,29 +27,29 @@ class AwaitedJob(Job, Protocol):
     def is_done(self) -> bool: ...
 
 
-class Lanes(Protocol):
+class GrammarThreads(Protocol):
     @property
     def num_abandoned_threads(self) -> int:
-        """Since the start: their job took longer than MAX_JOB_S."""
+        """Threads since the start whose job took longer than MAX_JOB_S."""
         ...
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Runs them beside the next step's forward pass."""
+        """Runs the jobs beside the next step's forward pass."""
         ...
 
     def submit_slow(self, job: Job) -> None: ...
 
     def watch(self, job: AwaitedJob) -> None:
-        """Somebody waits for it: it may not take long without being noticed."""
+        """Watches a job that a sequence waits for, and takes over if it is slow."""
         ...
 
     def close(self) -> None: ...
 
 
-class MaskLanes:
+class MaskThreads:
     def __init__(self, *, max_job_s: float = MAX_JOB_S) -> None:
-        self._fast = JobLane("fast", takeover_s=SLOW_MASK_S, max_job_s=max_job_s)
-        self._slow = JobLane(
+        self._fast = WorkerThread("fast", takeover_s=SLOW_MASK_S, max_job_s=max_job_s)
+        self._slow = WorkerThread(
             "slow", takeover_s=SLOW_TAKEOVER_S, niceness=NICENESS, max_job_s=max_job_s
         )
         self._changed = threading.Condition()
@@ -75,7 +75,7 @@ class MaskLanes:
             self._changed.notify()
 
     def _started_watch(self) -> threading.Thread | None:
-        """None: the system starts no thread now; the next job tries again."""
+        """Returns None if the system starts no thread now: the next job tries again."""
         thread = threading.Thread(target=self._watch, name="grammar-watch", daemon=True)
         try:
             thread.start()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.engine.token_masks.job_lane import MAX_THREADS, SLOW_NICENESS, JobLane
+from shared.engine.token_masks.worker_thread import MAX_THREADS, SLOW_NICENESS, WorkerThread
 
 WAIT_S = 10.0
 
@@ -43,64 +43,64 @@ def opened(tenant_id: str, log: list[str]) -> Gate:
 
 
 @pytest.fixture
-def lane() -> Iterator[JobLane]:
-    lane = JobLane("test", takeover_s=0.0, max_job_s=3600.0)
-    yield lane
-    lane.close()
+def thread() -> Iterator[WorkerThread]:
+    thread = WorkerThread("test", takeover_s=0.0, max_job_s=3600.0)
+    yield thread
+    thread.close()
 
 
-def test_tenants_take_turns(lane: JobLane) -> None:
+def test_tenants_take_turns(thread: WorkerThread) -> None:
     log: list[str] = []
     first = Gate("a", log)
-    lane.submit([first])
+    thread.submit([first])
     assert first.began.wait(WAIT_S)
     jobs = [opened(tenant, log) for tenant in "aaaabbc"]
-    lane.submit(jobs)
+    thread.submit(jobs)
     first.opened.set()
     assert all(job.ended.wait(WAIT_S) for job in jobs)
     assert "".join(log) == "aabcabaa"
 
 
-def test_another_thread_runs_the_jobs_behind_a_slow_one(lane: JobLane) -> None:
+def test_another_thread_runs_the_jobs_behind_a_slow_one(thread: WorkerThread) -> None:
     slow, after = Gate("a"), opened("a", [])
-    lane.submit([slow, after])
+    thread.submit([slow, after])
     assert slow.began.wait(WAIT_S)
     assert not after.began.is_set()
-    lane.check()
+    thread.check()
     assert after.ended.wait(WAIT_S)
     slow.opened.set()
     assert slow.ended.wait(WAIT_S)
-    last = opened("a", [])  # the lane goes on
-    lane.submit([last])
+    last = opened("a", [])  # the thread goes on
+    thread.submit([last])
     assert last.ended.wait(WAIT_S)
 
 
-def test_thread_of_a_slow_job_yields_the_processor(lane: JobLane) -> None:
+def test_thread_of_a_slow_job_yields_the_processor(thread: WorkerThread) -> None:
     """It shares the cores with the model's threads."""
     slow, after = Gate("a"), opened("a", [])
-    lane.submit([slow, after])
+    thread.submit([slow, after])
     assert slow.began.wait(WAIT_S)
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, slow.thread_id) == own
-    lane.check()
+    thread.check()
     assert os.getpriority(os.PRIO_PROCESS, slow.thread_id) == own + SLOW_NICENESS
     assert after.ended.wait(WAIT_S)
     slow.opened.set()
     last = opened("a", [])  # by a thread that yields nothing
-    lane.submit([last])
+    thread.submit([last])
     assert last.ended.wait(WAIT_S)
     assert last.thread_id == after.thread_id != slow.thread_id
 
 
-def test_slow_jobs_take_a_limited_number_of_threads(lane: JobLane) -> None:
+def test_slow_jobs_take_a_limited_number_of_threads(thread: WorkerThread) -> None:
     slow = [Gate("a") for _ in range(MAX_THREADS)]
     for gate in slow:
-        lane.submit([gate])
+        thread.submit([gate])
         assert gate.began.wait(WAIT_S)
-        lane.check()
+        thread.check()
     after = opened("a", [])
-    lane.submit([after])
-    lane.check()
+    thread.submit([after])
+    thread.check()
     assert not after.began.is_set()
     slow[0].opened.set()  # its thread ends; that of the last one still takes no other job
     slow[-1].opened.set()
@@ -110,32 +110,32 @@ def test_slow_jobs_take_a_limited_number_of_threads(lane: JobLane) -> None:
 
 
 def test_job_over_the_limit_times_out_once_and_its_thread_is_abandoned() -> None:
-    lane = JobLane("test", takeover_s=0.0, max_job_s=0.0)
+    thread = WorkerThread("test", takeover_s=0.0, max_job_s=0.0)
     slow, after = Gate("a"), opened("a", [])
-    lane.submit([slow])
+    thread.submit([slow])
     assert slow.began.wait(WAIT_S)
-    lane.check()
-    lane.check()
-    assert slow.num_time_outs == lane.num_abandoned == 1
-    lane.submit([after])
+    thread.check()
+    thread.check()
+    assert slow.num_time_outs == thread.num_abandoned == 1
+    thread.submit([after])
     assert after.ended.wait(WAIT_S)
     slow.opened.set()
-    lane.close()
+    thread.close()
 
 
-def test_closed_lane_runs_nothing_more() -> None:
-    lane, log = JobLane("test", takeover_s=0.0), list[str]()
+def test_closed_thread_runs_nothing_more() -> None:
+    thread, log = WorkerThread("test", takeover_s=0.0), list[str]()
     job = opened("a", log)
-    lane.submit([job])
+    thread.submit([job])
     assert job.ended.wait(WAIT_S)
-    lane.close()
-    lane.submit([opened("b", log)])
+    thread.close()
+    thread.submit([opened("b", log)])
     assert log == ["a"]
     assert not [each for each in threading.enumerate() if each.name == "grammar-test"]
 
 
 def test_jobs_run_though_a_thread_cannot_start(
-    lane: JobLane, monkeypatch: pytest.MonkeyPatch
+    thread: WorkerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -143,16 +143,16 @@ def test_jobs_run_though_a_thread_cannot_start(
     log: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        lane.submit([opened("a", log), opened("b", log)])
+        thread.submit([opened("a", log), opened("b", log)])
     assert log == ["a", "b"]
     job = Gate("c", log)
-    lane.submit([job])
+    thread.submit([job])
     assert job.began.wait(WAIT_S), "the lane has a thread again"
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        lane.check()
+        thread.check()
     job.opened.set()
     assert job.ended.wait(WAIT_S)
     after = opened("d", log)
-    lane.submit([after])
+    thread.submit([after])
     assert after.ended.wait(WAIT_S), "the thread that could not be replaced takes jobs"

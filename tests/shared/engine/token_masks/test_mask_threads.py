@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from shared.engine.token_masks.compile_cache import CompileCache, CompiledGrammar
-from shared.engine.token_masks.mask_lanes import MaskLanes
+from shared.engine.token_masks.mask_threads import MaskThreads
 from shared.errors import GrammarFailed
 from shared.grammar.matcher import Matcher
 from shared.grammar.spec import GrammarSpec
@@ -20,10 +20,10 @@ SLOW = "(a{900}){900}"  # 1 s for its first mask, without the limits of the seam
 
 
 @pytest.fixture
-def lanes() -> Iterator[MaskLanes]:
-    lanes = MaskLanes(max_job_s=0.25)
-    yield lanes
-    lanes.close()
+def threads() -> Iterator[MaskThreads]:
+    threads = MaskThreads(max_job_s=0.25)
+    yield threads
+    threads.close()
 
 
 TOKENIZER = LLTokenizer((MODEL_DIR / "tokenizer.json").read_text(), eos_token=[EOS])
@@ -40,11 +40,11 @@ def waited(compiled: CompiledGrammar) -> CompiledGrammar:
     return compiled
 
 
-def test_slow_grammar_fails_and_others_are_compiled_meanwhile(lanes: MaskLanes) -> None:
-    cache = CompileCache(unlimited, lanes)
+def test_slow_grammar_fails_and_others_are_compiled_meanwhile(threads: MaskThreads) -> None:
+    cache = CompileCache(unlimited, threads)
     slow = cache.get("a", GrammarSpec(kind="regex", source=SLOW))
     assert isinstance(waited(slow).error, GrammarFailed)
-    assert lanes.num_abandoned_threads == 1
+    assert threads.num_abandoned_threads == 1
     other = waited(cache.get("b", GrammarSpec(kind="regex", source="x")))
     assert other.error is None
     again = waited(cache.get("a", GrammarSpec(kind="regex", source=SLOW)))
