@@ -228,7 +228,7 @@ def linear(
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """The product with a dense weight, packed or not. On CUDA the library multiplies, unless a
+    """The GEMM with a dense weight, packed or not. On CUDA the library multiplies, unless a
     row's bits must not depend on the others.
     """
     if _is_for_library(x, is_batch_invariant=is_batch_invariant):
@@ -321,7 +321,7 @@ def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None 
     return y
 
 
-def product_row_counts(
+def gemm_row_counts(
     weights: Iterable[tuple[Weight, SumLanes | None]],
     dtype: torch.dtype,
     max_rows: int,
@@ -358,7 +358,7 @@ def packed_form(weight: LaneWeight | CpuCompressed | QuantizedWeight) -> Any:
         return None
     if isinstance(weight, QuantizedWeight) and not _has_loops(weight):
         return None
-    return _cpu("gemm.packed_linear").for_products(weight)
+    return _cpu("gemm.packed_linear").for_gemm(weight)
 
 
 def packed_logits(x: Tensor, packed: Any) -> Tensor:
@@ -514,7 +514,7 @@ def lane_parts(weight: object) -> tuple[Tensor | None, ...]:
 def compress_weight(weight: Tensor) -> Compressed | None:
     """weight [N, K] in a smaller, lossless form for `linear` and `select_rows`.
 
-    None if that would save nothing, or the device has no product for it.
+    None if that would save nothing, or the device has no GEMM for it.
     """
     if _is_for_triton(weight.device):
         return split_weight(weight)

@@ -1,4 +1,4 @@
-"""The lanes in which a row-parallel product sums over K, as its kernels take them.
+"""The lanes in which a row-parallel GEMM sums over K, as its kernels take them.
 
     lane sum[l]  = Σ_{k in lane l} x[m, k] · weight[n, k]      in FP32
     product      = ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7)), rounded once

@@ -29,7 +29,7 @@ from kernels.ops import cpu_host
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.step import StepInputs
 
 VOCABULARY = 8192
@@ -117,7 +117,7 @@ def bytes_of_layers(executor: LocalExecutor) -> int:
     if report.num_quantized:
         return report.num_quantized_bytes
     layers = executor.computer.model.layers
-    linears = (each for each in layers.modules() if isinstance(each, ProductModule))
+    linears = (each for each in layers.modules() if isinstance(each, MatmulModule))
     return sum(each.weight.numel() * 2 for each in linears)
 
 

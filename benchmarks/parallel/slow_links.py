@@ -83,7 +83,7 @@ class Case:
     query_lens: tuple[int, ...]
     activations: Activations = "plain"
     shape: tuple[int, int] | None = None  # None: the planner's choice
-    has_products: bool = True  # False: the sums of its layers alone, without waits for products
+    has_gemm: bool = True  # False: the sums of its layers alone, without waits for products
 
     @property
     def link(self) -> Link:
@@ -96,8 +96,8 @@ CASES = (
     Case("decode of 8, shared layers", 0.01, DECODE, shape=(2, 1)),
     Case("prefill of 512, plain", 0.0002, PREFILL, shape=(2, 1)),
     Case("prefill of 512, BF16 exchange", 0.0002, PREFILL, "bf16-exchange", (2, 1)),
-    Case("its sums, plain", 0.0002, PREFILL, "plain", (2, 1), has_products=False),
-    Case("its sums, BF16 exchange", 0.0002, PREFILL, "bf16-exchange", (2, 1), has_products=False),
+    Case("its sums, plain", 0.0002, PREFILL, "plain", (2, 1), has_gemm=False),
+    Case("its sums, BF16 exchange", 0.0002, PREFILL, "bf16-exchange", (2, 1), has_gemm=False),
 )
 
 
@@ -284,7 +284,7 @@ def measured(case: Case, shape: MeshShape, folder: str, rounds: int) -> tuple[li
         "folder": folder,
         "activations": case.activations,
         "query_lens": case.query_lens,
-        "has_products": case.has_products,
+        "has_products": case.has_gemm,
         "rounds": rounds,
     }
     with ranks(options) as first:
@@ -320,7 +320,7 @@ def row_of(case: Case, plan: ParallelPlan, turns: list[tuple[list[Any], float]])
         else round(statistics.median(each for _, each in times) * 1e3, 2),
         "planned_exchange_ms": round(plan.exchange_s * 1e3, 2),
         "bytes_per_step": round(num_bytes),
-        "planned_bytes": round(plan.num_bytes) if case.has_products else None,
+        "planned_bytes": round(plan.num_bytes) if case.has_gemm else None,
     }
 
 

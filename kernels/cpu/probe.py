@@ -107,13 +107,13 @@ def _reason(status: int, errors: str) -> str:
 def main() -> int:
     """Compiles this CPU's best form of GEMM and runs it. Returns 0 if the result is right."""
     from kernels.cpu.gemm.linear import pack_weight
-    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+    from kernels.cpu.gemm.packed_linear import for_gemm, packed_linear
     from kernels.cpu.layer.rms_norm import rms_norm
 
     is_bf16 = cpu_features.has_pair_products() or cpu_features.has_amx()
     x = (torch.arange(4 * 32) % 7 - 3).view(4, 32).to(torch.bfloat16 if is_bf16 else torch.float32)
     weight = (torch.arange(32 * 32) % 5 - 2).view(32, 32).to(x.dtype)
-    packed = for_products(pack_weight(weight))
+    packed = for_gemm(pack_weight(weight))
     if packed is not None:
         return int(not torch.equal(packed_linear(x, packed).float(), x.float() @ weight.float().T))
     ones = torch.ones_like(x)

@@ -73,7 +73,7 @@ def compile_layers(plan: CompilePlan) -> None:
     from kernels.cpu.gemm.argmax import packed_argmax
     from kernels.cpu.gemm.compressed_weight import CompressedWeight
     from kernels.cpu.gemm.decompress_rows import select_rows
-    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+    from kernels.cpu.gemm.packed_linear import for_gemm, packed_linear
 
     if plan.has_experts:
         _compile_single_operations(plan)
@@ -81,7 +81,7 @@ def compile_layers(plan: CompilePlan) -> None:
     if plan.is_blocked:
         _Layer(plan).run(_FEW)
         head, x = _weight(plan, _BLOCK, _BLOCK), _zeros(plan, _FEW, _BLOCK)
-        packed = for_products(head)
+        packed = for_gemm(head)
         packed_linear(x, packed, dtype=torch.float32)
         packed_argmax(x, packed)
         if isinstance(head, CompressedWeight):
@@ -89,7 +89,7 @@ def compile_layers(plan: CompilePlan) -> None:
     elif not plan.has_experts:
         _compile_single_operations(plan)
     if plan.has_experts or plan.has_latents or plan.has_fp8_kv:
-        _compile_products(plan)
+        _compile_gemms(plan)
 
 
 def _compile_single_operations(plan: CompilePlan) -> None:
@@ -106,14 +106,14 @@ def _compile_single_operations(plan: CompilePlan) -> None:
     (gelu_and_mul if plan.has_gelu else silu_and_mul)(_zeros(plan, _FEW, 2 * _BLOCK))
 
 
-def _compile_products(plan: CompilePlan) -> None:
+def _compile_gemms(plan: CompilePlan) -> None:
     """Of layers without a kernel for all of their operations, and of the output head."""
     from kernels.cpu.gemm.argmax import packed_argmax
     from kernels.cpu.gemm.lane_linear import lane_linear
-    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+    from kernels.cpu.gemm.packed_linear import for_gemm, packed_linear
 
     x, lanes = _zeros(plan, _FEW, _BLOCK), SumLanes.of((0, _BLOCK))
-    packed = for_products(_weight(plan, _BLOCK, _BLOCK))
+    packed = for_gemm(_weight(plan, _BLOCK, _BLOCK))
     if packed is not None:
         packed_linear(x, packed, dtype=torch.float32)
         packed_argmax(x, packed)
@@ -121,7 +121,7 @@ def _compile_products(plan: CompilePlan) -> None:
     for each in _packable(plan, output, down):
         lane_linear(x, each, lanes=lanes)
     for each in _packable(plan, qkv, gate_up, "dense"):
-        packed_linear(x, for_products(each))
+        packed_linear(x, for_gemm(each))
 
 
 def _compile_experts(plan: CompilePlan) -> None:
@@ -140,14 +140,14 @@ def _compile_experts(plan: CompilePlan) -> None:
 
 def _packable(plan: CompilePlan, *kinds: QuantizedKind) -> list[Any]:
     """A weight of each kind that the compiled loops multiply with."""
-    from kernels.cpu.gemm.packed_linear import for_products
+    from kernels.cpu.gemm.packed_linear import for_gemm
 
     shape = _BLOCK, _BLOCK
     found = [
         _weight(plan, *shape) if kind == "dense" else _quantized_weight(kind, shape)
         for kind in sorted(set(kinds))
     ]
-    return [each for each in found if for_products(each) is not None]
+    return [each for each in found if for_gemm(each) is not None]
 
 
 def compile_layers_by_rows(plan: CompilePlan) -> None:

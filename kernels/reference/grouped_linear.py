@@ -1,4 +1,4 @@
-"""Products of rows with the weights of experts, summed over K in lanes."""
+"""GEMMs of rows with the weights of experts, summed over K in lanes."""
 
 from __future__ import annotations
 

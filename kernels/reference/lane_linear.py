@@ -1,4 +1,4 @@
-"""A product summed over K in lanes; the formula is in `kernels/sum_lanes.py`."""
+"""A GEMM summed over K in lanes; the formula is in `kernels/sum_lanes.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BF16 products on AMX tiles: four tiles accumulate a block of 32 x 32 outputs."""
+"""BF16 GEMMs on AMX tiles: four tiles accumulate a block of 32 x 32 outputs."""
 
 from __future__ import annotations
 

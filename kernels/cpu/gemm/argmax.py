@@ -1,4 +1,4 @@
-"""The largest column of each row of x · weightᵀ, without the product in memory.
+"""The largest column of each row of x · weightᵀ, without that product in memory.
 
 For 32,000 columns and 64 rows the product takes 8 MB; writing and rereading them takes longer than
 comparing the columns in registers.

@@ -1,4 +1,4 @@
-"""BF16 products on AVX-512's dot products of pairs, for CPUs without AMX: eight rows by 32 columns
+"""BF16 GEMMs on AVX-512's dot products of pairs, for CPUs without AMX: eight rows by 32 columns
 at a time, with the sums in registers.
 
 An instruction adds two products to each of 16 sums, in FP32; subnormals count as 0. (Intel 64

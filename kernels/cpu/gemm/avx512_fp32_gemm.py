@@ -1,4 +1,4 @@
-"""FP32 products on AVX-512: twelve rows by 32 columns at a time, with the sums in registers."""
+"""FP32 GEMMs on AVX-512: twelve rows by 32 columns at a time, with the sums in registers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the instructions for BF16 products on this machine: AMX, else AVX-512 BF16 pairs."""
+"""Chooses the instructions for BF16 GEMMs on this machine: AMX, else AVX-512 BF16 pairs."""
 
 from __future__ import annotations
 

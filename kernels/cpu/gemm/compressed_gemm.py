@@ -1,4 +1,4 @@
-"""Products with a compressed weight; the counterpart of `amx_products` and `pair_products`.
+"""GEMMs with a compressed weight; the counterpart of `amx_gemm` and `avx512_bf16_gemm`.
 
 A block of the weight is decoded into a core's L1 cache just before it is multiplied, and summed in
 the same order: the bits equal those of the dense weight.
@@ -156,7 +156,7 @@ def _sum_on_tiles(
     lanes, scratch = opened
     verbatim_at = cursor if cursor else planes.verbatim.ctypes.data + planes.starts[strip]
     lanes_at, scratch_at, configured = lanes.ctypes.data, scratch.ctypes.data, 0
-    # With many rows there is time to prefetch the next part during their products.
+    # With many rows there is time to prefetch the next part during their GEMMs.
     num_others = num_row_blocks - 1
     num_ahead = (RECORD_LINES + num_others - 1) // num_others if num_others >= MIN_OTHERS else 0
     for piece in range(num_pieces):

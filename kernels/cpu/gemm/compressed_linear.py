@@ -1,6 +1,6 @@
 """y = x · weightᵀ + bias with a compressed weight: bit-identical to `linear` with the dense one.
 
-Where this package has BF16 products, see compressed_gemm.py. Elsewhere a part of the weight's rows
+Where this package has BF16 GEMMs, see compressed_gemm.py. Elsewhere a part of the weight's rows
 is decoded, and the library multiplies by it.
 """
 
@@ -14,7 +14,7 @@ from kernels.cpu.codec.bf16_codec import BLOCK
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import decode_strips
 from kernels.cpu.gemm.linear import linear
-from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+from kernels.cpu.gemm.packed_linear import for_gemm, packed_linear
 from kernels.cpu.gemm.row_pieces import row_pieces
 
 
@@ -30,7 +30,7 @@ def compressed_linear(
     Raises BadTensor.
     """
     expect("x", x, (None, weight.shape[1]), dtype=torch.bfloat16, device=weight.memory.device)
-    planes = for_products(weight)
+    planes = for_gemm(weight)
     y = _by_pieces(x, weight) if planes is None else packed_linear(x, planes)
     return y if bias is None else y.add_(bias)
 

@@ -1,7 +1,7 @@
 """A lossless BF16 weight [N, K] in about 11.4 bits per element (see bf16_codec.py).
 
 It is cut into blocks of 32 x 32; the blocks of 32 rows, over all of K, are a *strip* and share a
-stream of verbatim bytes. A block's words are in the order that the product needs: "tiles" is that
+stream of verbatim bytes. A block's words are in the order that the GEMM needs: "tiles" is that
 of a packed weight (`pack_halves`), "rows" that of the weight. Each row of N has the base that gives
 the fewest verbatim bytes.
 """

@@ -1,4 +1,4 @@
-"""Products of rows with a packed weight, a block of 32 columns at a time, summed in FP32.
+"""GEMMs of rows with a packed weight, a block of 32 columns at a time, summed in FP32.
 
 `num_blocks`, `num_steps`, `open_block` and `sum_steps` have one overload for each form of a weight:
 
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 def num_blocks(weight: Any) -> Any:
-    """The number of blocks of 32 columns of the product; `weight` as for `sum_steps`."""
+    """The number of blocks of 32 columns of the GEMM; `weight` as for `sum_steps`."""
     return len(weight if isinstance(weight, np.ndarray) else weight[0])
 
 
@@ -129,7 +129,7 @@ def plain_rows(address: int, num_columns: int, itemsize: int) -> Any:
 
 @compiled()
 def work_rows(address: int, num_columns: int, itemsize: int) -> Any:
-    """Rows in the layout that products read fastest, in `work_bytes` of memory.
+    """Rows in the layout that GEMMs read fastest, in `work_bytes` of memory.
 
     BF16: [T / 32, K / 32, 32, 32], as tiles are loaded, one step after the other. FP32: row-major
     with one extra cache line per row: rows of 4 KB would all map to the same lines of the L1 cache.

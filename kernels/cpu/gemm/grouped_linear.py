@@ -1,8 +1,8 @@
-"""Products of rows with the weights of experts; the formula is in kernels/reference.
+"""GEMMs of rows with the weights of experts; the formula is in kernels/reference.
 
 The weights of all experts are one weight [E · N, K], packed like any other. The work is cut into
 blocks of 32 columns of the experts that have rows: a step of few tokens reads only their weights.
-Weights that are not packed for this package's products are multiplied by the library, expert by
+Weights that are not packed for this package's GEMMs are multiplied by the library, expert by
 expert.
 """
 
@@ -31,7 +31,7 @@ from kernels.cpu.gemm.gemm_common import (
 )
 from kernels.cpu.gemm.lane_linear import LaneWeight, is_blocked, lane_steps, library_sums
 from kernels.cpu.gemm.linear import is_packed, library_linear, pack_weight
-from kernels.cpu.gemm.packed_linear import for_products
+from kernels.cpu.gemm.packed_linear import for_gemm
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.dtype_convert import rounded_as, store_numbers
 from kernels.cpu.simd.f32x32 import load_floats
@@ -89,7 +89,7 @@ def grouped_sums(
 
 
 def _packed(weight: LaneWeight, lanes: SumLanes) -> Any:
-    return for_products(weight) if is_blocked(lanes) else None
+    return for_gemm(weight) if is_blocked(lanes) else None
 
 
 def _library_rows(own: Tensor, offsets: Tensor, weight: LaneWeight, lanes: SumLanes) -> Tensor:

@@ -1,8 +1,8 @@
 """y = x · weightᵀ + bias, summed over K in lanes; the formula is in `kernels/sum_lanes.py`.
 
-Weights that are packed for this package's products are summed by `sum_lanes`. For others the
+Weights that are packed for this package's GEMMs are summed by `sum_lanes`. For others the
 library computes each lane in FP32: of an FP32 weight the lanes are packed once (`LibraryLanes`); of
-a BF16 or FP16 weight a part of its rows is widened for each product.
+a BF16 or FP16 weight a part of its rows is widened for each GEMM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kernels.cpu.gemm.gemm_common import (
     sum_lanes,
 )
 from kernels.cpu.gemm.linear import is_packed, library_linear, pack_for_library, pack_weight
-from kernels.cpu.gemm.packed_linear import for_products
+from kernels.cpu.gemm.packed_linear import for_gemm
 from kernels.cpu.gemm.row_pieces import row_pieces
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.dtype_convert import rounded_as, store_numbers
@@ -107,7 +107,7 @@ def _packed(weight: LaneWeight, lanes: SumLanes) -> Any:
     """The weight as `sum_steps` takes it; None if the library multiplies."""
     if isinstance(weight, LibraryLanes) or not is_blocked(lanes):
         return None
-    return for_products(weight)
+    return for_gemm(weight)
 
 
 def _multiply(x: Tensor, packed: Any, lanes: SumLanes, sums: Tensor) -> None:
@@ -180,7 +180,7 @@ def library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int) 
     """FP32 [num_sums, T, N]"""
     rows = x.float()
     if isinstance(weight, LibraryLanes):
-        return add_lanes(_lane_products(rows, weight.parts, lanes, weight.shape[0]), num_sums)
+        return add_lanes(_lane_gemms(rows, weight.parts, lanes, weight.shape[0]), num_sums)
     sums = x.new_empty((num_sums, len(x), weight.shape[0]), dtype=torch.float32)
     assert not isinstance(weight, QuantizedWeight)
     for low, high, dense in _dense_pieces(weight):
@@ -188,11 +188,11 @@ def library_sums(x: Tensor, weight: LaneWeight, lanes: SumLanes, num_sums: int) 
             pack_for_library(dense[:, first:end].float()) if end > first else None
             for first, end in lanes.ranges
         ]
-        sums[:, :, low:high] = add_lanes(_lane_products(rows, parts, lanes, high - low), num_sums)
+        sums[:, :, low:high] = add_lanes(_lane_gemms(rows, parts, lanes, high - low), num_sums)
     return sums
 
 
-def _lane_products(rows: Tensor, parts: Any, lanes: SumLanes, num_columns: int) -> Tensor:
+def _lane_gemms(rows: Tensor, parts: Any, lanes: SumLanes, num_columns: int) -> Tensor:
     sums = rows.new_zeros((lanes.num, len(rows), num_columns))
     for lane, ((first, end), part) in enumerate(zip(lanes.ranges, parts, strict=True)):
         if part is not None:

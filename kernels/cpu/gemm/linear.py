@@ -6,7 +6,7 @@ the same for 64, and 1.0 to 1.3 of it for 1,000 (a Xeon, one thread, N and K fro
 BF16 without AMX takes 0.5 to 0.9 for one row, and 0.9 to 1.1 for 16 and more (an EPYC, one thread,
 N up to 32,000).
 
-Others are packed into oneDNN's blocked layout; otherwise every product rearranges the full weight
+Others are packed into oneDNN's blocked layout; otherwise every GEMM rearranges the full weight
 first. Measured on an EPYC with AVX-512 BF16, 768 x 4096: 2.3 times as fast for one row and 1.6
 times for 64 in BF16. A row's bits are the same for any number of rows from two on and any number of
 threads, and for a single row if K <= SPLIT_K (measured, K up to 11,008): above it, one row uses
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kernels.cpu.gemm.avx512_fp32_gemm import can_pack_floats, pack_floats
 from kernels.cpu.gemm.bf16_gemm import can_pack_halves, pack_halves
-from kernels.cpu.gemm.packed_linear import is_packed_for_products, packed_linear
+from kernels.cpu.gemm.packed_linear import is_packed_for_gemm, packed_linear
 from kernels.cpu.simd.intrinsics import array
-from kernels.cpu.simd.library_level import has_amx_products, has_bf16_products
+from kernels.cpu.simd.library_level import has_amx_gemm, has_bf16_gemm
 
 SPLIT_K = 1024
 # Unpacked weights: below PLAIN_ROWS rows are padded to a multiple; above, any count is valid.
@@ -74,7 +74,7 @@ def library_packs(dtype: torch.dtype) -> bool:
 
 
 def is_packed(weight: Tensor) -> bool:
-    return weight.is_mkldnn or is_packed_for_products(weight)
+    return weight.is_mkldnn or is_packed_for_gemm(weight)
 
 
 def linear(
@@ -85,7 +85,7 @@ def linear(
     The bias is added after the product is rounded: fusing it changes the kernel that runs.
     A row does not depend on the number of rows, with or without `is_batch_invariant`.
     """
-    if is_packed_for_products(weight):
+    if is_packed_for_gemm(weight):
         y = packed_linear(x, array(weight))
     else:
         y = library_linear(x, weight)
@@ -93,7 +93,7 @@ def linear(
 
 
 def library_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The product with a weight that is not packed, or packed for the library."""
+    """The GEMM with a weight that is not packed, or packed for the library."""
     if x.shape[0] > AMX_ROWS and _is_on_amx(weight):
         return torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])
     return _product(x, weight)
@@ -112,12 +112,12 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_on_amx(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and has_amx_products()
+    return weight.dtype == torch.bfloat16 and has_amx_gemm()
 
 
 def _has_kernel_for_one_row(weight: Tensor) -> bool:
     """BF16 without instructions for it: measured with a Xeon limited to avx512_core."""
-    is_emulated = weight.dtype == torch.bfloat16 and not has_bf16_products()
+    is_emulated = weight.dtype == torch.bfloat16 and not has_bf16_gemm()
     return weight.shape[1] > SPLIT_K or is_emulated or _is_on_amx(weight)
 
 

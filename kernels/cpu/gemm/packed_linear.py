@@ -1,4 +1,4 @@
-"""y = x · weightᵀ with a weight packed for this package's products; see gemm_common.py."""
+"""y = x · weightᵀ with a weight packed for this package's GEMMs; see gemm_common.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels.cpu.gemm.gemm_common import (
     plain_rows,
     sum_products,
 )
-from kernels.cpu.gemm.quantized.quantized_gemm import planes_for_products
+from kernels.cpu.gemm.quantized.quantized_gemm import planes_for_gemm
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.dtype_convert import rounded_as, store_numbers
 from kernels.cpu.simd.f32x32 import load_floats
@@ -30,18 +30,18 @@ from kernels.cpu.simd.tasks import num_tasks
 from kernels.quantized_weight import QuantizedWeight
 
 
-def for_products(weight: Any) -> Any:
+def for_gemm(weight: Any) -> Any:
     """A weight as `sum_products` takes it; None if it is not in one of this package's forms."""
     if isinstance(weight, CompressedWeight):
         return planes_for_tiles(weight)
     if isinstance(weight, QuantizedWeight):
-        return planes_for_products(weight)
-    is_packed = isinstance(weight, Tensor) and is_packed_for_products(weight)
+        return planes_for_gemm(weight)
+    is_packed = isinstance(weight, Tensor) and is_packed_for_gemm(weight)
     return array(weight) if is_packed else None
 
 
-def is_packed_for_products(weight: Tensor) -> bool:
-    """Whether a dense weight is packed for this package's products."""
+def is_packed_for_gemm(weight: Tensor) -> bool:
+    """Whether a dense weight is packed for this package's GEMMs."""
     return is_packed_halves(weight) or is_packed_floats(weight)
 
 

@@ -1,4 +1,4 @@
-"""Products with a quantized weight: bit-identical to those with the dequantized one.
+"""GEMMs with a quantized weight: bit-identical to those with the dequantized one.
 
 Where the compiled loops cannot decode it, a part of its rows is dequantized at a time, and
 multiplied as a dense weight of these rows is.
@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cpu.gemm.gemm_common import BLOCK
 from kernels.cpu.gemm.lane_linear import is_blocked, lane_linear, lane_sums, pack_lanes
 from kernels.cpu.gemm.linear import linear, pack_for_library, pack_weight
-from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+from kernels.cpu.gemm.packed_linear import for_gemm, packed_linear
 from kernels.cpu.gemm.row_pieces import row_pieces
 from kernels.quantized_weight import QuantizedWeight
 from kernels.sum_lanes import SumLanes
@@ -24,7 +24,7 @@ def quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, has_kernels: bool
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in the dtype of x."""
-    planes = for_products(weight) if has_kernels else None
+    planes = for_gemm(weight) if has_kernels else None
     if planes is not None:
         y = packed_linear(x, planes)
         return y if bias is None else y.add_(bias)
@@ -72,8 +72,8 @@ def quantized_lane_sums(
 
 
 def _is_decoded(weight: QuantizedWeight, lanes: SumLanes) -> bool:
-    """Whether the compiled loops decode it next to the product."""
-    return is_blocked(lanes) and for_products(weight) is not None
+    """Whether the compiled loops decode it next to the GEMM."""
+    return is_blocked(lanes) and for_gemm(weight) is not None
 
 
 def _pieces(weight: QuantizedWeight) -> Iterator[tuple[slice, Tensor]]:

@@ -8,7 +8,7 @@ import torch
 
 from kernels.cpu.codec.bf16_codec import BLOCK
 
-# The library splits K among threads if a product has few columns: a part of a weight needs this
+# The library splits K among threads if a GEMM has few columns: a part of a weight needs this
 # many rows per thread to give the bits of the full weight (measured: 1 and 2 threads, K <= 14,336).
 THREAD_ROWS = 128
 MIN_PIECE_ROWS = 256

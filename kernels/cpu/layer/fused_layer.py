@@ -2,8 +2,8 @@
 
 One call computes everything before attention and one everything after it, instead of one call per
 operation. With many rows each thread computes a share of the rows through all operations: a chunk
-of rows stays in its core's L2 cache from one product to the next. With few rows, reading the
-weights dominates, so the threads share each product's columns. A row has the same bits both ways,
+of rows stays in its core's L2 cache from one GEMM to the next. With few rows, reading the
+weights dominates, so the threads share each GEMM's columns. A row has the same bits both ways,
 equal to those of the single operations (`linear`, `add_rms_norm`, `rotate_and_store`, `gated`).
 """
 
@@ -33,7 +33,7 @@ from kernels.cpu.gemm.gemm_common import (
     work_rows,
 )
 from kernels.cpu.gemm.lane_linear import is_blocked, lane_steps
-from kernels.cpu.gemm.packed_linear import for_products, multiply_rows
+from kernels.cpu.gemm.packed_linear import for_gemm, multiply_rows
 from kernels.cpu.layer.layer_rows import (
     add_normed,
     add_or_keep,
@@ -160,14 +160,14 @@ def packed_layer(
     has_unit_offset: bool,
     activation: str,
 ) -> PackedLayer | None:
-    """`weights`: QKV; output; gate and up; down. None if one of them is not packed for products.
+    """`weights`: QKV; output; gate and up; down. None if one of them is not packed for GEMMs.
 
     `lanes` of the sums over K: output; down.
 
     `norms`: before attention and before the MLP, [hidden]; `head_norms` [D] of queries and keys, or
     none; `post_norms` [hidden] of the outputs of attention and of the MLP, or none.
     """
-    found = [for_products(each) for each in weights]
+    found = [for_gemm(each) for each in weights]
     if any(each is None for each in found) or not all(map(is_blocked, lanes)):
         return None
     none = array(norms[0][:0])

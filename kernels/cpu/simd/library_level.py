@@ -98,14 +98,14 @@ def onednn_level() -> str:
 
 
 @cache
-def has_amx_products() -> bool:
+def has_amx_gemm() -> bool:
     """Whether the library multiplies BF16 with tiles."""
     has_level = onednn_level().startswith(("avx512_amx", "avx10_2"))
     return has_level and "amx-bf16" in host_features()
 
 
 @cache
-def has_bf16_products() -> bool:
+def has_bf16_gemm() -> bool:
     """Whether the library multiplies BF16 without conversion to FP32."""
     return "avx512_bf16" in _contained(onednn_level())
 

@@ -23,7 +23,7 @@ from kernels.gpu.gemm.linear_tile import (
     MAX_STAGES,
     Tiling,
     add_lane,
-    expect_product,
+    expect_matmul,
     lane_tiling,
     lane_total,
     multiply,
@@ -59,7 +59,7 @@ def compressed_linear(
     kernels.reference.lane_linear. Raises BadTensor.
     """
     num_columns, width = weight.shape
-    expect_product(x, weight.shape, bias)
+    expect_matmul(x, weight.shape, bias)
     expect_split(weight, x)
     out = torch.empty((len(x), num_columns), dtype=x.dtype, device=x.device)
     if not out.numel():

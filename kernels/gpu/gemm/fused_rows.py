@@ -1,4 +1,4 @@
-"""The number of rows up to which a product with a split weight decodes the weight in the kernel.
+"""The number of rows up to which a GEMM with a split weight decodes the weight in the kernel.
 
 `compressed_linear` decodes each tile of the weight once for every tile of rows, and streams three
 quarters of the bytes; beyond some number of rows it is faster to decompress the weight once and to
@@ -53,7 +53,7 @@ class FusedRows:
 
 
 def max_fused_rows(is_fused_faster: Callable[[int], bool]) -> int:
-    """The last of NUM_ROWS before the fused product becomes slower; 0: it is never faster."""
+    """The last of NUM_ROWS before the fused GEMM becomes slower; 0: it is never faster."""
     most = 0
     for num_rows in NUM_ROWS:
         if not is_fused_faster(num_rows):
@@ -65,9 +65,9 @@ def max_fused_rows(is_fused_faster: Callable[[int], bool]) -> int:
 def fused_rows(
     weight_shape: tuple[int, int], device: torch.device, mode: str, fused: Product, dense: Product
 ) -> int:
-    """The number for products with BF16 rows; `fused` and `dense` are the two implementations.
+    """The number for GEMMs with BF16 rows; `fused` and `dense` are the two implementations.
 
-    `mode` distinguishes products whose times differ for other reasons.
+    `mode` distinguishes GEMMs whose times differ for other reasons.
     """
     measured_on = computing_device(device)
     if measured_on.type != "cuda":

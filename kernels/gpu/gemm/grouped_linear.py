@@ -1,4 +1,4 @@
-"""Products of rows with the weights of experts, summed over K in lanes: the formula is in
+"""GEMMs of rows with the weights of experts, summed over K in lanes: the formula is in
 kernels/reference.
 
 Rows are sorted by expert and cut into tiles of `BLOCK_M` rows of one expert. The number of programs

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.check_tensor import expect
 from kernels.gpu.gemm.linear import launch
-from kernels.gpu.gemm.linear_tile import Tiling, expect_product, has_even_lanes, lane_tiling
+from kernels.gpu.gemm.linear_tile import Tiling, expect_matmul, has_even_lanes, lane_tiling
 from kernels.sum_lanes import SumLanes, add_lanes
 
 SPLIT_ROWS = 512  # whose sums of uneven lanes are in memory at a time
@@ -45,7 +45,7 @@ def lane_sums(x: Tensor, weight: Tensor, *, lanes: SumLanes, num_sums: int = 1) 
 
 
 def _tiling(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: SumLanes) -> Tiling:
-    expect_product(x, (len(weight), x.shape[-1]), bias)
+    expect_matmul(x, (len(weight), x.shape[-1]), bias)
     expect("weight", weight, (None, x.shape[-1]), dtype=x.dtype, device=x.device)
     lanes.check(weight.shape[1], 1)
     return lane_tiling((len(x), len(weight), x.shape[-1]), x.dtype, lanes)

@@ -1,4 +1,4 @@
-"""y = x · weightᵀ + bias for few rows: a dense tiled product, the baseline of compressed weights.
+"""y = x · weightᵀ + bias for few rows: a dense tiled GEMM, the baseline of compressed weights.
 
     product[m, n] = Σ_s Σ_{k in segment s} x[m, k] · weight[n, k],   y = round(product) + bias
 
@@ -25,7 +25,7 @@ from kernels.check_tensor import expect
 from kernels.gpu.gemm.linear_tile import (
     Tiling,
     add_lane,
-    expect_product,
+    expect_matmul,
     lane_total,
     multiply,
     segment_steps,
@@ -42,7 +42,7 @@ def linear(
 ) -> Tensor:
     """Like kernels.reference.linear. Raises BadTensor."""
     num_rows, width, num_columns = len(x), x.shape[-1], len(weight)
-    expect_product(x, (num_columns, width), bias)
+    expect_matmul(x, (num_columns, width), bias)
     expect("weight", weight, (None, width), dtype=x.dtype, device=x.device)
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     if not out.numel():

@@ -1,4 +1,4 @@
-"""The common part of products of few rows by a weight in any storage format: their tiles, the cuts
+"""The common part of GEMMs of few rows by a weight in any storage format: their tiles, the cuts
 of K, and the path of the sums to y. kernels/gpu/gemm/linear.py gives the reasons.
 """
 
@@ -42,7 +42,7 @@ class Tiling:
     is_split: bool  # each of a tile's segments is computed by one program
 
 
-def expect_product(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+def expect_matmul(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
     """Checks that x [M, K] and bias [N] fit a weight of `shape`. Raises BadTensor."""
     expect("x", x, (None, None), dtype=FLOATS)
     if bias is not None:
@@ -81,7 +81,7 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
 
 
 def lane_tiling(shape: tuple[int, int, int], dtype: torch.dtype, lanes: SumLanes) -> Tiling:
-    """The tiling of a product that sums in lanes. Its steps are those of every rank's part, and its
+    """The tiling of a GEMM that sums in lanes. Its steps are those of every rank's part, and its
     tiles are narrow: four of them, of sums that wait for their siblings, stay in the registers.
     """
     tiled = tiling(shape, dtype, is_batch_invariant=True)
@@ -108,7 +108,7 @@ def row_counts(
     *,
     is_batch_invariant: bool,
 ) -> list[int]:
-    """The least numbers of rows, up to `max_rows`, that between them need every kernel of products
+    """The least numbers of rows, up to `max_rows`, that between them need every kernel of GEMMs
     with weights of these shapes [N, K], some of which sum in lanes.
     """
     unique, counts = set(shapes), []
@@ -157,7 +157,7 @@ def multiply(
     lanes: SumLanes | None = None,
     **constants: int,
 ) -> None:
-    """Fills y with `kernel`'s products of x, the first operand, and a weight, the others. A second
+    """Fills y with `kernel`'s GEMMs of x, the first operand, and a weight, the others. A second
     kernel adds split segments, or lanes. For y of FP32 [L, M, N], only the lanes are computed.
     """
     (num_rows, num_columns), width = out.shape[-2:], operands[0].shape[1]
@@ -312,7 +312,7 @@ def _add_segments_kernel(
     IS_LANED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sums [NUM, M, N] -> out [M, N], flat. Only small products are split, so 32 bits suffice."""
+    """sums [NUM, M, N] -> out [M, N], flat. Only small GEMMs are split, so 32 bits suffice."""
     size = num_rows * num_columns
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < size

@@ -1,4 +1,4 @@
-"""y[t, h] = x[t, h] · weight[h]ᵀ: the products of all heads in one launch.
+"""y[t, h] = x[t, h] · weight[h]ᵀ: the GEMMs of all heads in one launch.
 
 A head is one more axis of the grid. Tiles, steps and segments of K are those of the batch-invariant
 `kernels/gpu/gemm/linear.py`, whose bits a head's rows have.

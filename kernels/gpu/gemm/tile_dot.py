@@ -1,4 +1,4 @@
-"""A tile product that is correct on every device."""
+"""A tile GEMM that is correct on every device."""
 
 from __future__ import annotations
 

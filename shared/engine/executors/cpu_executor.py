@@ -35,7 +35,7 @@ from shared.engine.executors.step_computer import StepComputer
 from shared.engine.executors.step_threads import StepThreads
 from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.kv.kv_dtype import resolve_kv_dtype
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.step import StepInputs, StepOutput
@@ -172,5 +172,5 @@ def _warm_up(computer: StepComputer) -> None:
     computer.model.argmax_tokens(hidden[:1])
 
 
-def _products(model: nn.Module) -> Iterator[ProductModule]:
-    return (each for each in model.modules() if isinstance(each, ProductModule))
+def _products(model: nn.Module) -> Iterator[MatmulModule]:
+    return (each for each in model.modules() if isinstance(each, MatmulModule))

@@ -26,7 +26,7 @@ class Quantizable(Protocol):
 
 def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
     """`layer` is unset, and has no quantized weights yet. Raises CheckpointError for layers that
-    are one product here and have different formats in the checkpoint, and for groups that do not
+    are one GEMM here and have different formats in the checkpoint, and for groups that do not
     fit.
     """
     if formats is None:
@@ -49,8 +49,8 @@ def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
 
 
 def _linears(layer: nn.Module) -> Iterator[tuple[Quantizable, dict[str, int], int | None]]:
-    """Each product with the checkpoint's linear layers that it consists of: path -> output rows;
-    and their columns, None: the product's.
+    """Each GEMM with the checkpoint's linear layers that it consists of: path -> output rows;
+    and their columns, None: the GEMM's.
     """
     for path, parent in layer.named_modules():
         if isinstance(parent, Experts):

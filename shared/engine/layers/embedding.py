@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import argmax
-from shared.engine.layers.linear import MatrixModule, ProductModule, unset_parameter
+from shared.engine.layers.linear import MatmulModule, MatrixModule, unset_parameter
 
 
 class TokenEmbedding(MatrixModule):
@@ -29,11 +29,11 @@ class TokenEmbedding(MatrixModule):
         return vectors if self.scale is None else vectors.mul_(self.scale)
 
 
-class OutputHead(ProductModule):
+class OutputHead(MatmulModule):
     """Hidden states [R, hidden] -> logits [R, vocab_size] FP32; a tied head shares the weight.
 
     `softcap` maps a logit to cap · tanh(logit / cap).
-    The embedding needs the dense weight and the product a packed one, so a packed tied model has
+    The embedding needs the dense weight and the GEMM a packed one, so a packed tied model has
     both; a compressed weight serves both.
     """
 

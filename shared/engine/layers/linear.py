@@ -25,7 +25,7 @@ class MatrixModule(nn.Module):
 
     weight: Weight
     method: LinearMethod
-    lanes: SumLanes | None = None  # of a row-parallel product
+    lanes: SumLanes | None = None  # of a row-parallel GEMM
     is_batch_invariant = True
 
     def set_parameter(self, parameter: nn.Parameter) -> None:
@@ -54,10 +54,10 @@ class MatrixModule(nn.Module):
         )
 
 
-class ProductModule(MatrixModule):
+class MatmulModule(MatrixModule):
     """A module that multiplies with its weight. `share`: the part that a token uses.
 
-    `store`: of a quantized weight. The parameter is then its memory, and no product uses it.
+    `store`: of a quantized weight. The parameter is then its memory, and no GEMM uses it.
     """
 
     is_compressible = True
@@ -84,10 +84,10 @@ class ProductModule(MatrixModule):
         return pack_weight(weight) if self.lanes is None else pack_lanes(weight, self.lanes)
 
 
-class Linear(ProductModule):
+class Linear(MatmulModule):
     """y = x · weightᵀ + bias over x [T, in_features].
 
-    `lane_borders`: of a row-parallel product, which sums over K in lanes. A rank's part of one is
+    `lane_borders`: of a row-parallel GEMM, which sums over K in lanes. A rank's part of one is
     joined to a mesh, which sums it over all ranks before the bias.
     """
 
@@ -114,7 +114,7 @@ class Linear(ProductModule):
         return self.parameter.shape[0]
 
     def join(self, mesh: Mesh, lanes: SumLanes) -> None:
-        """The weight is one rank's part. `lanes`: those that it holds of the whole product's."""
+        """The weight is one rank's part. `lanes`: those that it holds of the whole GEMM's."""
         self.mesh, self.lanes = mesh, lanes
         self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
         self._choose()

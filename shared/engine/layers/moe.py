@@ -2,7 +2,7 @@
 
     y = Σ_e weight[e] · down_e(activation(gate_e(x)) · up_e(x)) + shared(x)
 
-The products of all experts are one operation. The row of each chosen expert is rounded to the
+The GEMMs of all experts are one operation. The row of each chosen expert is rounded to the
 model's dtype, then the rows of a token are added in FP32 in the order of expert ids, the shared
 expert last, and rounded once: a token's bits depend neither on other tokens nor on where experts
 are.
@@ -27,7 +27,7 @@ from kernels.ops import (
     sort_by_expert,
 )
 from shared.engine.layers.destinations import child_destinations
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.layers.methods.expert_method import ExpertMethod, choose_expert_method
 from shared.engine.layers.mlp import GATES, GatedMlp
 from shared.engine.layers.router import Router, zero_parameter
@@ -41,7 +41,7 @@ from shared.engine.parallel.mesh import LocalMesh, Mesh
 _GATED = ("gate_proj", "up_proj")
 
 
-class ExpertLinear(ProductModule):
+class ExpertLinear(MatmulModule):
     """One weight of all experts, [E · N, K]; N and K are full blocks of 32."""
 
     method: ExpertMethod  # type: ignore[assignment]
@@ -96,7 +96,7 @@ class Experts(nn.Module):
     travels to an expert. Or all ranks add the sums of their columns.
     """
 
-    adds: Mesh | None = None  # sums over lanes; None: the product does
+    adds: Mesh | None = None  # sums over lanes; None: the GEMM does
     gathers: Mesh | None = None  # rows of all ranks' experts
     num_sums = 1
 

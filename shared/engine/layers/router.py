@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import ExpertChoice, route
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
 
 ALIGNMENT = 64  # bytes, as torch's
 
 
-class Router(ProductModule):
+class Router(MatmulModule):
     """Logits in FP32 from weights in FP32, summed in an order that no other token changes.
 
     The weight [E, K] has rows and columns of zeros up to full blocks.

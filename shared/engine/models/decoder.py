@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
         return x, self.mlp(normed)
 
     def join(self, mesh: Mesh, output: SumLanes, down: SumLanes) -> None:
-        """The layer is one rank's part, which holds these lanes of its row-parallel products.
+        """The layer is one rank's part, which holds these lanes of its row-parallel GEMMs.
 
         `down`: of a dense MLP.
         """

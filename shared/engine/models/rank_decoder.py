@@ -58,7 +58,7 @@ class RankDecoder(LayerStack):
             self._join(config)
 
     def _join(self, config: ModelConfig) -> None:
-        """Sums row-parallel products over the ranks of the stage, in the lanes of the whole."""
+        """Sums row-parallel GEMMs over the ranks of the stage, in the lanes of the whole."""
         shape, rank = self._mesh.shape, self._mesh.rank
         lanes = rank_lanes(shape.place(rank)[1], shape.tp)
         output = SumLanes.of(head_lanes(config.num_heads, config.output_dim)).part(*lanes)

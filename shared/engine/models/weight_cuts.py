@@ -47,7 +47,7 @@ class WeightCuts:
         self._layers = config.layers
 
     def of(self, name: str) -> Cut:
-        """Norms are whole, as are the biases of row-parallel products: they follow the sum."""
+        """Norms are whole, as are the biases of row-parallel GEMMs: they follow the sum."""
         if name in (_EMBEDDING, _HEAD):
             return self._vocabulary
         path, _, kind = name.removeprefix("model.layers.").rpartition(".")

@@ -2,7 +2,7 @@
 
 Column-parallel weights are cut by rows: heads of QKV, columns of the MLP, tokens of the
 vocabulary. Row-parallel weights are cut by columns of K, at the borders of sum lanes. One rank of
-1, 2, 4 or 8 holds aligned lanes; all cuts follow from `lane_borders`, so that what one product
+1, 2, 4 or 8 holds aligned lanes; all cuts follow from `lane_borders`, so that what one GEMM
 writes is what the next one reads.
 """
 

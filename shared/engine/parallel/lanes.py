@@ -1,6 +1,6 @@
-"""Sum lanes: the fixed order in which a row-parallel product sums over K.
+"""Sum lanes: the fixed order in which a row-parallel GEMM sums over K.
 
-The product of `o_proj` or `down_proj` is cut along K into eight lanes, the same at every number of
+The GEMM of `o_proj` or `down_proj` is cut along K into eight lanes, the same at every number of
 ranks. A lane is summed in FP32, the lanes are added as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)),
 and the sum is rounded once. A rank of 1, 2, 4 or 8 holds a subtree of this tree, so the bits of a
 result do not depend on the number of ranks.

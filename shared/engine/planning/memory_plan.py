@@ -164,7 +164,7 @@ def _weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
 
 
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:
-    """Hidden states before and after a layer, a layer's widest products, and all logits."""
+    """Hidden states before and after a layer, a layer's widest GEMMs, and all logits."""
     columns = max(len(part.columns), *(_expert_columns(layer.moe) for layer in config.layers))
     widest = max(_attention_width(config, part), 3 * columns) * item_bytes
     hidden = config.hidden_size * (3 * item_bytes + FP32_BYTES)

@@ -1,6 +1,6 @@
 """Pipeline stages: contiguous layers whose slowest stage is as fast as possible. Pure.
 
-The embedding belongs to the first stage and the vocabulary's product to the last. In Kimi K2 the
+The embedding belongs to the first stage and the vocabulary's GEMM to the last. In Kimi K2 the
 latter costs as much as 2.4 layers: equal numbers of layers would make the last stage slowest.
 """
 

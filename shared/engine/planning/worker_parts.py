@@ -37,11 +37,11 @@ def stages_of(config: ModelConfig, num_stages: int) -> list[range]:
 def model_costs(config: ModelConfig) -> ModelCosts:
     """The multiplications of a token. Looking up the embedding multiplies nothing."""
     hidden, attention = config.hidden_size, attention_weights(config)
-    layers = (attention + _mlp_products(config, layer.moe) * hidden for layer in config.layers)
+    layers = (attention + _mlp_width(config, layer.moe) * hidden for layer in config.layers)
     return ModelCosts(tuple(layers), lm_head=config.vocab_size * hidden)
 
 
-def _mlp_products(config: ModelConfig, moe: MoeConfig | None) -> int:
+def _mlp_width(config: ModelConfig, moe: MoeConfig | None) -> int:
     """The multiplications of a token in an MLP or its experts, for each element of its input."""
     if moe is None:
         return 3 * config.intermediate_size

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kernels.ops import Compressed, compress_weight
 from shared.engine.layers.embedding import TokenEmbedding
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.weights.load import fill
 from shared.engine.weights.weight_source import WeightSource
 
@@ -28,7 +28,7 @@ class WeightRegion:
     name: str
     num_bytes: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    linears: dict[str, ProductModule] = field(default_factory=dict)
+    linears: dict[str, MatmulModule] = field(default_factory=dict)
     embeddings: dict[str, TokenEmbedding] = field(default_factory=dict)
     destinations: dict[str, Tensor] = field(default_factory=dict)
     has_other_readers: bool = False
@@ -86,7 +86,7 @@ def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Wei
 
 
 def _add_reader(region: WeightRegion, name: str, module: nn.Module, tensor: Tensor) -> None:
-    if isinstance(module, ProductModule) and tensor is module.weight:
+    if isinstance(module, MatmulModule) and tensor is module.weight:
         region.linears[name] = module
     elif isinstance(module, TokenEmbedding):
         region.embeddings[name] = module

@@ -14,7 +14,7 @@ from shared.engine.executors.loading.kv_scales import set_kv_scales
 from shared.engine.executors.loading.model_loading import finish_model, kv_layout_of
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.kv.kv_cache import allocate_kv_cache
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.kv_layout import FP8
@@ -152,5 +152,5 @@ def computer_of(folder: Path, case: str) -> StepComputer:
 
 def _split(model: Decoder) -> None:
     for module in model.modules():
-        if isinstance(module, ProductModule):
+        if isinstance(module, MatmulModule):
             module.replace_weight(empty_split(*module.parameter.shape))

@@ -1,4 +1,4 @@
-"""Products with weights of four or eight bits: a part of a strip is decoded into a core's L1 cache,
+"""GEMMs with weights of four or eight bits: a part of a strip is decoded into a core's L1 cache,
 multiplied by all rows and summed as the dense weight is, so the bits equal those of the dense one.
 """
 
@@ -39,11 +39,11 @@ from kernels.quantized_weight import Int4Layout, QuantizedWeight
 AHEAD = 4  # tiles that are prefetched before they are decoded
 
 
-def planes_for_products(weight: QuantizedWeight) -> Int4Planes | Fp8Planes | None:
+def planes_for_gemm(weight: QuantizedWeight) -> Int4Planes | Fp8Planes | None:
     """None if this CPU, or the compiled loops, cannot decode the weight."""
     is_whole = all(size % BLOCK == 0 for size in weight.shape)
-    has_products = has_amx() or has_pair_products()
-    if not (is_whole and has_products and weight.dtype == torch.bfloat16):
+    has_gemm = has_amx() or has_pair_products()
+    if not (is_whole and has_gemm and weight.dtype == torch.bfloat16):
         return None
     planes = {name: array(plane) for name, plane in weight.planes.items()}
     layout = weight.layout
@@ -180,7 +180,7 @@ def _multiply(
     sums_at: int,
     is_first: bool,
 ) -> None:
-    """Like `multiply_piece`, with this CPU's products."""
+    """Like `multiply_piece`, with this CPU's GEMMs."""
     raise NotImplementedError("compiled code only")
 
 

@@ -16,7 +16,7 @@ from kernels.ops import (
     Weight,
     copy_blocks,
     gather_blocks,
-    product_row_counts,
+    gemm_row_counts,
     scatter_blocks,
 )
 from shared.engine.executors.cuda.meta_model import META, distinct_layers, meta_model
@@ -25,7 +25,7 @@ from shared.engine.executors.loading.warm_up import COPIES, warm_up_steps
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.layers.latent_attention import LatentExpansion
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
@@ -51,7 +51,7 @@ class StepKernels:
         self.twin = meta_model(model, self.layers)
 
     def steps(self) -> Iterator[StepInputs]:
-        row_counts = product_row_counts(
+        row_counts = gemm_row_counts(
             list(_multiplied(self.twin)),
             self.twin.norm.weight.dtype,
             self.options.max_batch_tokens,
@@ -83,9 +83,9 @@ def compile_kernels(kernels: StepKernels) -> None:
 
 
 def _multiplied(twin: Decoder) -> Iterator[tuple[Weight, SumLanes | None]]:
-    """The weights of products whose kernels depend on the number of rows."""
+    """The weights of GEMMs whose kernels depend on the number of rows."""
     for each in twin.modules():
-        if isinstance(each, ProductModule) and not isinstance(each, ExpertLinear):
+        if isinstance(each, MatmulModule) and not isinstance(each, ExpertLinear):
             yield each.weight, each.lanes
         elif isinstance(each, LatentExpansion):
             for weight in each.matrices():

@@ -13,7 +13,7 @@ from kernels.device import on_triton_compile
 from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.cuda_device import CudaDevice
-from shared.engine.executors.cuda.first_step import measure_products, run_largest_step
+from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
 from shared.engine.executors.cuda.meta_model import META
 from shared.engine.executors.loading.kv_scales import load_kv_scales
 from shared.engine.executors.loading.kv_sizing import num_blocks_for, num_blocks_in
@@ -129,7 +129,7 @@ class CudaExecutor(LocalExecutor):
         finish_model(
             model, options.mode, is_compressed=is_compressed, activations=options.activations
         )
-        measure_products(model)
+        measure_gemms(model)
         device.release_cached()
         computer = StepComputer(
             model,

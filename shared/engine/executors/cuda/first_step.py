@@ -10,19 +10,19 @@ from kernels.ops import SplitWeight
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import largest_step, logprobs_step, sampled_steps
 from shared.engine.executors.step_computer import StepComputer
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import DeviceStepOutput
 
 
 @torch.inference_mode()
-def measure_products(model: Decoder) -> None:
+def measure_gemms(model: Decoder) -> None:
     """Multiplies a row with a split weight of each shape: up to how many rows its kernel is the
     faster one is measured the first time, in memory that no step needs.
     """
     split = {}
     for module in model.modules():
-        if isinstance(module, ProductModule) and isinstance(weight := module.weight, SplitWeight):
+        if isinstance(module, MatmulModule) and isinstance(weight := module.weight, SplitWeight):
             split[weight.shape, module.lanes is None] = module, weight
     for module, weight in split.values():
         module.method(torch.zeros(1, weight.shape[1], dtype=model.dtype, device=weight.device))

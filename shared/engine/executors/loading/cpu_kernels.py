@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 _BLOCK = 32
-# A part of each product -> its name where the checkpoint has it as one.
+# A part of each GEMM -> its name where the checkpoint has it as one.
 _PARTS = {
     "self_attn.q_proj": "self_attn.qkv_proj",
     "self_attn.o_proj": "self_attn.o_proj",

@@ -15,7 +15,7 @@ import torch
 from shared.config import LOAD_FORMATS
 from shared.engine.layers.attention import PagedAttention
 from shared.engine.layers.latent_attention import LatentExpansion
-from shared.engine.layers.linear import MatrixModule, ProductModule, weights_unset_on
+from shared.engine.layers.linear import MatmulModule, MatrixModule, weights_unset_on
 from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.checkpoint_files import Reading
@@ -151,7 +151,7 @@ def finish_model(
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
     for module in model.modules():
-        if isinstance(module, ProductModule | LatentExpansion):
+        if isinstance(module, MatmulModule | LatentExpansion):
             module.pack()
     if model.layer_config.is_quantized:
         report = weights_report(model)

@@ -37,7 +37,7 @@ def warm_up_steps(
     max_sequences: int,
     num_groups: int = 1,
 ) -> Iterator[StepInputs]:
-    """`row_counts`: numbers of rows for which products have kernels of their own."""
+    """`row_counts`: numbers of rows for which GEMMs have kernels of their own."""
     num_rows = min(max_sequences, max_batch_tokens)
     idle = partial(idle_step, block_size, num_groups=num_groups)
     counts = {*row_counts, 1, max_batch_tokens, *_batch_sizes(max_batch_tokens), num_rows}
@@ -108,7 +108,7 @@ def idle_step(
 
 
 def _batch_sizes(limit: int) -> Iterator[int]:
-    """Powers of 2 with their successors: there decode attention, and products with compressed
+    """Powers of 2 with their successors: there decode attention, and GEMMs with compressed
     weights, change to another kernel.
     """
     size = 1

@@ -22,7 +22,7 @@ from shared.engine.layers.methods.split_weight_method import Split12Method
 def choose_method(
     weight: Weight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
 ) -> LinearMethod:
-    """`is_batch_invariant`: a row's bits must not depend on the other rows. `lanes`: the product
+    """`is_batch_invariant`: a row's bits must not depend on the other rows. `lanes`: the GEMM
     is row-parallel, and sums over K in lanes.
     """
     if isinstance(weight, SplitWeight):

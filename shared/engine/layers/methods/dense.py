@@ -1,4 +1,4 @@
-"""A dense weight, plain or packed for the CPU's products."""
+"""A dense weight, plain or packed for the CPU's GEMMs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernels.ops import (
 class DenseMethod:
     """`weight` [N, K], or the result of `pack_weight`; a plain one may be filled later.
 
-    With `lanes` the product sums in them, and `weight` may be the result of `pack_lanes`.
+    With `lanes` the GEMM sums in them, and `weight` may be the result of `pack_lanes`.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class ExpertMethod(Protocol):
 
 
 class DenseExperts:
-    """A dense weight, plain or packed for the CPU's products, or in 11.4 bits for these."""
+    """A dense weight, plain or packed for the CPU's GEMMs, or in 11.4 bits for these."""
 
     def __init__(self, weight: Tensor | CpuCompressed, lanes: SumLanes) -> None:
         self._weight = weight
@@ -98,7 +98,7 @@ class QuantizedExperts:
     def _by_expert(
         self, x: Tensor, rows: Tensor | None, offsets: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The rows of each expert that has some, their offsets, and its weight for products."""
+        """The rows of each expert that has some, their offsets, and its weight for GEMMs."""
         own = x if rows is None else x.index_select(0, rows)
         bounds = _bounds(offsets, len(own))
         num_strips = self._weight.shape[0] // BLOCK // (len(bounds) - 1)
@@ -119,7 +119,7 @@ def _bounds(offsets: Tensor, num_rows: int) -> list[int]:
 
 
 def choose_expert_method(weight: Weight, lanes: SumLanes) -> ExpertMethod:
-    """Raises ValueError for a form that has no product for experts."""
+    """Raises ValueError for a form that has no GEMM for experts."""
     if isinstance(weight, QuantizedWeight):
         return QuantizedExperts(weight, lanes)
     if isinstance(weight, Tensor) or is_cpu_compressed(weight):

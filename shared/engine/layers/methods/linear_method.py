@@ -26,15 +26,15 @@ class LinearMethod(Protocol):
         ...
 
     def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
-        """The sums of a row-parallel product by subtrees of its lanes: FP32 [num_sums, T, N].
+        """The sums of a row-parallel GEMM by subtrees of its lanes: FP32 [num_sums, T, N].
 
         A rank's sum of one subtree is what other ranks add to theirs. Raises ValueError for a
-        weight whose product does not sum in lanes.
+        weight whose GEMM does not sum in lanes.
         """
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """The product as FP32: [T, K] -> [T, N]."""
+        """The GEMM as FP32: [T, K] -> [T, N]."""
         ...
 
     def argmax(self, x: Tensor) -> Tensor:

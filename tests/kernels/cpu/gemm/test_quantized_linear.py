@@ -98,12 +98,12 @@ def test_subnormal_and_huge_scales_are_multiplied_as_with_dense_weights() -> Non
 
 @pytest.mark.skipif(not HAS_PAIRS, reason="this CPU has no products of BF16")
 def test_whole_blocks_are_decoded_beside_the_product() -> None:
-    kinds = [type(packed_linear.for_products(weight)) for weight, _ in weights((64, 128), BF16)]
+    kinds = [type(packed_linear.for_gemm(weight)) for weight, _ in weights((64, 128), BF16)]
     assert kinds == [Int4Planes, Int4Planes, Int4Planes, Fp8Planes]
     for weight, _ in (*weights((33, 96), BF16), *weights((64, 128), torch.float32)):
-        assert packed_linear.for_products(weight) is None
+        assert packed_linear.for_gemm(weight) is None
     tiny = random_int4(64, 128, 32, has_zeros=False, scales=(2.0**-110,))[0]
-    assert packed_linear.for_products(tiny) is None
+    assert packed_linear.for_gemm(tiny) is None
 
 
 def test_without_compiled_loops_the_library_multiplies() -> None:

@@ -12,7 +12,7 @@ from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rotary import rotary
 from shared.engine.layers.attention_inputs import AttentionInputs, PrefillRows
 from shared.engine.layers.latent_attention import NORM_EPS, LatentAttention
-from shared.engine.layers.linear import ProductModule
+from shared.engine.layers.linear import MatmulModule
 from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from tests.support.engine.families import FAMILIES
@@ -38,7 +38,7 @@ def _layer(config: ModelConfig, dtype: torch.dtype) -> LatentAttention:
 def _pack(layer: LatentAttention) -> None:
     layer.kv_b_proj.pack()
     for module in layer.modules():
-        if isinstance(module, ProductModule):
+        if isinstance(module, MatmulModule):
             module.pack()
 
 
