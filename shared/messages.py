@@ -84,7 +84,7 @@ Name = Annotated[str, Meta(max_length=256)]
 FeatureNames = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 GroupId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
-Epoch = Annotated[int, Meta(ge=0)]  # drawn when a process starts
+Epoch = Annotated[int, Meta(ge=0)]  # random, of each start of a process
 ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 # W3C Trace Context without its version: trace id, parent span id, flags
@@ -411,7 +411,7 @@ class DataPlaneAddress(Message, frozen=True, kw_only=True):
     host: Name
     port: Annotated[int, Meta(ge=0, le=65535)]
     unix_path: Annotated[str, Meta(max_length=4096)]
-    instance_id: InstanceId  # drawn at start; the handshake rejects a port that was reused
+    instance_id: InstanceId  # random at each start; the handshake rejects a port that was reused
 
 
 class KvTarget(Message, frozen=True, kw_only=True):
@@ -427,7 +427,7 @@ KvTargets = Annotated[tuple[KvTarget, ...], Meta(max_length=MAX_KV_TARGETS)]
 
 
 class LinkKey(Message, frozen=True, kw_only=True):
-    """Seals KV over TCP between one prefill and one decode worker, which draws it."""
+    """Seals KV over TCP between one prefill and one decode worker, which generates it."""
 
     key_id: Annotated[bytes, Meta(min_length=LINK_KEY_ID_BYTES, max_length=LINK_KEY_ID_BYTES)]
     key: Annotated[bytes, Meta(min_length=LINK_KEY_BYTES, max_length=LINK_KEY_BYTES)]
@@ -898,7 +898,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Sent every `interval_s` by the loop that does the work, so it proves progress."""
 
     process_id: ProcessId
-    epoch: Epoch  # drawn at start
+    epoch: Epoch  # random at each start
     sequence_number: Count
     roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=8)]
     state: ProcessState

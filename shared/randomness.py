@@ -1,4 +1,4 @@
-"""The randomness seam: all ids and seeds are drawn here, so a simulation can fix them."""
+"""The randomness seam: all ids and seeds come from here, so a simulation can fix them."""
 
 from __future__ import annotations
 

@@ -252,17 +252,17 @@ class Engine:
         self._finish(sequence)
 
     def schedule(
-        self, *, draws_ahead: bool = False, num_stages: int = 1
+        self, *, samples_ahead: bool = False, num_stages: int = 1
     ) -> tuple[list[ScheduledSequence], list[StepProgress]]:
         """Returns the rows of the next step (empty: no work), prefills that need no step, and
         sequences that failed between two steps.
 
-        `draws_ahead`: a row may compute the token that a step in flight draws for it, because the
-        device holds that token before the host. `num_stages`: see Batcher.schedule.
+        With `samples_ahead` a row may compute the token that a step in flight samples for it: the
+        device holds that token before the host does. `num_stages` is as in `Batcher.schedule`.
         """
         failed = self._end_failed()
-        if draws_ahead:
-            rows, found = self.batcher.schedule(self._may_draw_ahead)
+        if samples_ahead:
+            rows, found = self.batcher.schedule(self._may_sample_ahead)
         else:
             rows, found = self.batcher.schedule(num_stages=num_stages)
         for row in rows:
@@ -450,17 +450,17 @@ class Engine:
             self._ending.discard(sequence)
             self.batcher.give_back(sequence)
 
-    def _may_draw_ahead(self, sequence: Sequence) -> bool:
-        """Its next inputs do not depend on the token being drawn, and it goes on after that token,
-        unless that is a stop token.
+    def _may_sample_ahead(self, sequence: Sequence) -> bool:
+        """Whether the next inputs do not depend on the token being sampled, and only a stop token
+        could end the sequence there.
         """
         params = sequence.sampling
         if params is None or params.bad_words or params.is_penalized:
             return False
         num_tokens = sequence.next_num_tokens
         if sequence.grammar is not None:
-            num_drawn = num_tokens - len(sequence.token_ids)
-            if sequence.grammar.num_free_tokens <= num_drawn:
+            num_sampled = num_tokens - len(sequence.token_ids)
+            if sequence.grammar.num_free_tokens <= num_sampled:
                 return False
         is_long = num_tokens - sequence.num_prompt_tokens >= params.max_tokens
         limit = min(self.model_context_tokens - 1, self.max_context_tokens)

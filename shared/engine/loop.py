@@ -59,7 +59,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, executor: Executor, clock: Clock) -> None:
         self.engine = engine
         self.executor = executor
-        self._draws_ahead = executor.depth > 1 and executor.num_stages == 1
+        self._samples_ahead = executor.depth > 1 and executor.num_stages == 1
         self._in_flight: deque[SubmittedStep] = deque()
         self._answered_at = 0.0  # the last step
         self.reported_began_at = 0.0  # of the step whose progress the listeners get
@@ -165,7 +165,7 @@ class EngineLoop:
             if self.engine.pool.has_retired:
                 await self._give_back()
             rows, progress = self.engine.schedule(
-                draws_ahead=self._draws_ahead, num_stages=self.executor.num_stages
+                samples_ahead=self._samples_ahead, num_stages=self.executor.num_stages
             )
             if progress:
                 self._report(progress)

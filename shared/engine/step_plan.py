@@ -1,6 +1,6 @@
 """What one step changes, as one message for every rank of a worker, and the answer to it.
 
-A plan carries differences: a rank keeps the rows, their block tables and their last drawn tokens
+A plan carries differences: a rank keeps the rows, their block tables and their last sampled tokens
 (`executors/rank_state.py`), so a decode step costs some bytes for each row, whatever its context.
 All ranks get the same bytes. Plans are numbered; they apply in order, without a gap.
 
@@ -76,7 +76,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     rows: bytes  # [S] in batch order
     starts: bytes  # [S] position of the first token that the row computes
     num_tokens: bytes  # [S] that the row computes
-    completes: bytes  # [S] flags: it computes the last token of its sequence, so it may draw
+    completes: bytes  # [S] flags: it computes the last token of its sequence, so it may sample
     ended: bytes = b""  # rows that are free from now on
     new: tuple[NewRow, ...] = ()
     grown: tuple[Grown, ...] = ()
@@ -84,7 +84,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[tuple[int, int], ...] = ()  # (source, destination) blocks, before any write
     successors: tuple[Successors, ...] = ()
     pooled: tuple[PooledBefore, ...] = ()
-    masked: bytes = b""  # rows that draw under a token mask; the masks follow in this order
+    masked: bytes = b""  # rows that sample under a token mask; the masks follow in this order
     bans_stop: bytes = b""  # rows whose grammar bans the stop tokens without a mask
 
 

@@ -1,6 +1,6 @@
 """Checks, before a process serves, that no other process uses its id.
 
-Two processes with one id would both execute every command to it. Names drawn at each start never
+Two processes with one id would both execute every command to it. Random names of each start never
 meet one; a fixed name does after a copied environment file, or a restart before the old process has
 gone.
 """

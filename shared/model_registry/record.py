@@ -5,7 +5,7 @@ them.
     hearth:model:catalogue:version  a counter that every change increments
 
 A name has one revision, or more while it moves from one to another (`revisions.py`). The revision
-of a request is drawn by weight; its worker is found by name and digest.
+of a request is sampled by weight; its worker is found by name and digest.
 """
 
 from __future__ import annotations

@@ -33,15 +33,15 @@ from shared.model_registry.record import MAX_REVISIONS, RegisteredModel, Registe
 Revisions = tuple[RegisteredRevision, ...]
 
 
-def choose_revision(model: RegisteredModel, draw: float) -> RegisteredRevision | None:
-    """The revision of a request, by weight; `draw` is uniform in [0, 1). None if no revision with a
-    weight has a digest yet.
+def choose_revision(model: RegisteredModel, sample: float) -> RegisteredRevision | None:
+    """Returns the revision of a request, by weight, or None if no revision with a weight has a
+    digest yet. `sample` is uniform in [0, 1).
     """
     loaded = [each for each in model.revisions if each.digest and each.weight > 0]
     if not loaded:
         return None
     bounds = list(accumulate(each.weight for each in loaded))
-    chosen = (i for i, bound in enumerate(bounds) if draw * bounds[-1] < bound)
+    chosen = (i for i, bound in enumerate(bounds) if sample * bounds[-1] < bound)
     return loaded[next(chosen, len(loaded) - 1)]
 
 

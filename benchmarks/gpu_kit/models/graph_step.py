@@ -158,7 +158,7 @@ def _times(session: Session, executor: StepComputer, batch: int, context: int) -
     from shared.engine.models.device_step import device_step
 
     step = decode_step(batch, context, executor.kv_layout.block_size)
-    inputs = executor.device_inputs(step, is_drawn=True)
+    inputs = executor.device_inputs(step, samples_on_device=True)
     call = partial(device_step, executor.model, executor.kv_slots(), inputs)
     launches = count_launches(call)
     of_host = host_time(session, call, sum(launches.values()))

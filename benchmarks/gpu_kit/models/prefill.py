@@ -50,7 +50,7 @@ def measure(session: Session, executor: StepComputer, mode: Mode, chunk: int) ->
     set_mode(executor.model, mode)
     shapes, slots = session.shapes, executor.kv_slots()
     steps = prefill_steps(shapes.prompt, chunk, executor.kv_layout.block_size)
-    inputs = [executor.device_inputs(step, is_drawn=True) for step in steps]
+    inputs = [executor.device_inputs(step, samples_on_device=True) for step in steps]
 
     def call() -> None:
         for each in inputs:

@@ -12,7 +12,7 @@ in the order of noisy logits that meets this, so no limit is computed beyond tes
             tokens, and enough groups' largest tokens have top_p of the weight
     gather  one per piece: lists the tokens within, or without such a bound samples the piece's
             token from all
-    draw    one per row: samples from the list, or from all, until the token meets all limits
+    sample    one per row: samples from the list, or from all, until the token meets all limits
 
 A list helps if few tokens may be sampled; if many may, the first sample is most likely valid.
 Each row is computed by a fixed order of operations that depends only on the row. Logits are read
@@ -43,7 +43,7 @@ PIECE = 4096
 GROUP = 64
 CAPACITY = 128  # of a piece's list: beyond it the row is sampled from all tokens
 BLOCK = 4096  # of the program that samples
-DRAW_REGISTERS = 128  # the limit for 16 warps; otherwise the assembler spills to use fewer
+SAMPLE_REGISTERS = 128  # the limit for 16 warps; otherwise the assembler spills to use fewer
 SLACK = 1.0 + 2.0**-13  # of the sums of a bound, in addition to their rounding errors
 
 
@@ -136,7 +136,7 @@ def sample(
         BLOCK_PIECES=triton.next_power_of_2(num_pieces),
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
         num_warps=16,
-        maxnreg=DRAW_REGISTERS,
+        maxnreg=SAMPLE_REGISTERS,
         enable_fp_fusion=True,
     )
     return tokens

@@ -18,8 +18,8 @@ into a block with other holders gets a copy of it, made before the step's writes
 writes in place.
 
 Steps may be in flight, submitted and not yet applied. A sequence in one of them joins the next step
-only with the next chunk of its prompt, or where `may_draw_ahead` allows it with the token that is
-being drawn. It is not preempted: its blocks are in use. If only that would make room, the step
+only with the next chunk of its prompt, or where `may_sample_ahead` allows it with the token that is
+being sampled. It is not preempted: its blocks are in use. If only that would make room, the step
 stays short, so that one of the next steps can preempt it.
 """
 
@@ -116,18 +116,18 @@ class Batcher:
             self.waiting.remove(sequence)
 
     def schedule(
-        self, may_draw_ahead: Callable[[Sequence], bool] = _never, num_stages: int = 1
+        self, may_sample_ahead: Callable[[Sequence], bool] = _never, num_stages: int = 1
     ) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Returns the step's rows, and prefills that were completely cached (HELD).
 
-        `may_draw_ahead`: whether a sequence whose next token is being drawn may already compute it.
-        In a pipeline of `num_stages`, where none may, running rows are spread over as many steps.
+        A sequence whose next token is being sampled may compute it already if `may_sample_ahead`
+        says so. A pipeline of `num_stages` allows none: it spreads running rows over as many steps.
         """
         scheduled: dict[Sequence, ScheduledSequence] = {}
         max_rows = -(-len(self.running) // num_stages)
         budget = self._max_batch_tokens
         num_preempted = 0
-        for sequence, num_computable in self._running_by_turns(may_draw_ahead):
+        for sequence, num_computable in self._running_by_turns(may_sample_ahead):
             if budget == 0 or len(scheduled) == max_rows:
                 break
             if sequence.state is not SequenceState.RUNNING:
@@ -165,7 +165,7 @@ class Batcher:
                 scheduled[sequence] = msgspec.structs.replace(row, block_copies=tuple(copies))
 
     def _running_by_turns(
-        self, may_draw_ahead: Callable[[Sequence], bool]
+        self, may_sample_ahead: Callable[[Sequence], bool]
     ) -> list[tuple[Sequence, int]]:
         """Running sequences with the number of tokens to compute: first those with one, then those
         with more; both oldest first. A sequence that lacks only the token that it is stalled at is
@@ -174,7 +174,7 @@ class Batcher:
         computable = [
             (
                 each,
-                _num_ahead(each, may_draw_ahead)
+                _num_ahead(each, may_sample_ahead)
                 if each.in_flight
                 else len(each.token_ids)
                 - each.num_computed_tokens
@@ -363,10 +363,10 @@ class Batcher:
         return self.needs.end(group, num_computed, sequence.next_num_tokens)
 
 
-def _num_ahead(sequence: Sequence, may_draw_ahead: Callable[[Sequence], bool]) -> int:
+def _num_ahead(sequence: Sequence, may_sample_ahead: Callable[[Sequence], bool]) -> int:
     """The number of tokens that a sequence in flight can compute in the next step."""
     if sequence.is_aborted:
         return 0
-    if sequence.next_num_tokens > len(sequence.token_ids):  # one is being drawn
-        return int(may_draw_ahead(sequence))
+    if sequence.next_num_tokens > len(sequence.token_ids):  # one is being sampled
+        return int(may_sample_ahead(sequence))
     return len(sequence.token_ids) - sequence.next_position - sequence.is_stalled

@@ -18,7 +18,7 @@ from shared.numerics import Numerics
 
 class Executor(Protocol):
     depth: int  # steps in flight
-    num_stages: int  # of a pipeline; only with one are drawn tokens where the next step needs them
+    num_stages: int  # of a pipeline; with one, sampled tokens are where the next step needs them
 
     kv_layout: KvLayout  # of the whole model
     numerics: Numerics

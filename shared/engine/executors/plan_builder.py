@@ -17,14 +17,14 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.step import TokenMask
 from shared.engine.step_plan import Fed, Grown, NewRow, PooledBefore, StepPlan, Successors, pack
 
-NOT_DRAWN = -1
+NOT_SAMPLED = -1
 
 
 class _Row:
     """It does not keep its sequence: between two steps one may end."""
 
     __slots__ = (
-        *("drawn_at", "num_all_blocks", "num_blocks", "num_preemptions", "number", "sequence"),
+        *("sampled_at", "num_all_blocks", "num_blocks", "num_preemptions", "number", "sequence"),
     )
 
     def __init__(self, number: int, sequence: Sequence) -> None:
@@ -33,15 +33,15 @@ class _Row:
         self.num_preemptions = sequence.num_preemptions
         self.num_blocks = list(map(len, sequence.block_tables))
         self.num_all_blocks = sum(self.num_blocks)
-        self.drawn_at = NOT_DRAWN  # position of the token that the device holds, not yet computed
+        self.sampled_at = NOT_SAMPLED  # position of a token on the device that is not computed yet
 
 
 class PlanBuilder:
-    def __init__(self, *, feeds_drawn: bool = False) -> None:
-        """`feeds_drawn`: plans carry every token, also those that a rank has drawn: the first stage
-        of a pipeline draws none.
+    def __init__(self, *, feeds_sampled: bool = False) -> None:
+        """With `feeds_sampled` plans carry every token, also those that a rank has sampled: the
+        first stage of a pipeline samples none.
         """
-        self._feeds_drawn = feeds_drawn
+        self._feeds_sampled = feeds_sampled
         self._rows: dict[int, _Row] = {}  # by identity of the sequence
         self._free: list[int] = []
         self._ended: list[int] = []  # rows that the next plan ends
@@ -97,13 +97,13 @@ class PlanBuilder:
                 new.append(_new_row(row.number, sequence))
             elif each.block_copies or row.num_all_blocks != sum(map(len, sequence.block_tables)):
                 grown += _grown(row, each)
-            if count != 1 or row.drawn_at != start:
+            if count != 1 or row.sampled_at != start:
                 token_ids = sequence.token_ids[start : start + count]
                 fed.append(Fed(row.number, pack(token_ids)))
                 if sequence.pooled is not None and start and start == sequence.num_computed_tokens:
                     pooled.append(PooledBefore(row.number, sequence.pooled.tobytes()))
-            is_drawn = each.completes and not self._feeds_drawn
-            row.drawn_at = start + count if is_drawn else NOT_DRAWN
+            holds_sample = each.completes and not self._feeds_sampled
+            row.sampled_at = start + count if holds_sample else NOT_SAMPLED
             rows.append(row.number)
             starts.append(start)
             counts.append(count)

@@ -34,7 +34,7 @@ from shared.messages import SamplingParams
 
 _ROW = np.dtype(
     [
-        ("last_id", np.int64),  # drawn last
+        ("last_id", np.int64),  # sampled last
         ("num_prompt_tokens", np.int64),
         ("samples", np.bool_),
         ("has_extras", np.bool_),
@@ -52,7 +52,7 @@ class RankState:
         self._num_groups = num_groups
         self._clear()
         self._special: dict[int, SpecialRow] = {}
-        self._drawn = np.zeros(0, dtype=np.int64)  # rows of the last plan that sample
+        self._sampled_rows = np.zeros(0, dtype=np.int64)  # rows of the last plan that sample
         self._pooled: dict[int, tuple[int, int]] = {}  # index in the last plan -> row, its tokens
         self._next_step = 0
 
@@ -79,9 +79,9 @@ class RankState:
         return inputs
 
     def record(self, output: StepOutput) -> None:
-        """What the last plan's step drew and pooled, before the next plan."""
+        """What the last plan's step sampled and pooled, before the next plan."""
         if output.token_ids:  # else another rank samples
-            self._rows["last_id"][self._drawn] = output.token_ids
+            self._rows["last_id"][self._sampled_rows] = output.token_ids
         for index, (row, num_tokens) in self._pooled.items():
             special = self._special[row]
             special.pooled, special.num_pooled_tokens = output.pooled.get(index), num_tokens
@@ -230,7 +230,7 @@ class RankState:
         if len(sampled) < len(rows):
             rows, kept, last = rows[sampled], kept.take(sampled), last[sampled]
             context_lens = context_lens[sampled]
-        self._drawn, packed = rows, kept["sampling"]
+        self._sampled_rows, packed = rows, kept["sampling"]
         requesting = self._requesting(plan, masks, kept["has_extras"])
         packed["output_position"] = context_lens - kept["num_prompt_tokens"]
         extras = sampling_extras(requesting) if requesting else {}
@@ -245,7 +245,7 @@ class RankState:
         bans_stop = set(unpack(plan.bans_stop).tolist())
         requesting: list[SampledRow] = []
         for index in np.flatnonzero(has_extras).tolist():
-            row = int(self._drawn[index])
+            row = int(self._sampled_rows[index])
             special = self._special[row]
             assert special.sampling is not None
             special.mask, special.bans_stop = mask_of.get(row), row in bans_stop
@@ -296,7 +296,7 @@ def _prompt_logprobs(plan: StepPlan, rows: Integers) -> dict[int, PromptSuccesso
 
 
 def _feed(input_ids: Integers, fed: tuple[Fed, ...], rows: Integers, ends: Integers) -> None:
-    """Writes the tokens that rows have not drawn."""
+    """Writes the tokens that rows have not sampled."""
     if not fed:
         return
     end_of = dict(zip(rows.tolist(), ends.tolist(), strict=True))

@@ -59,7 +59,9 @@ class StepComputer(KvCopies):
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:
         began_at = self._clock.now()
-        done = device_step(*self._operands(inputs, is_drawn=self._is_drawn(inputs)))
+        done = device_step(
+            *self._operands(inputs, samples_on_device=self._samples_on_device(inputs))
+        )
         return self.output(done, inputs, began_at)
 
     @torch.inference_mode()
@@ -87,9 +89,13 @@ class StepComputer(KvCopies):
         """Hidden states of all tokens, before the final norm: [T, hidden_size]."""
         return hidden_states(*self._operands(inputs))
 
-    def device_inputs(self, inputs: StepInputs, *, is_drawn: bool = False) -> DeviceStepInputs:
+    def device_inputs(
+        self, inputs: StepInputs, *, samples_on_device: bool = False
+    ) -> DeviceStepInputs:
         kinds = self._kinds, self.kind_of_layer
-        return DeviceStepInputs.build(inputs, self._device, *kinds, is_drawn=is_drawn)
+        return DeviceStepInputs.build(
+            inputs, self._device, *kinds, samples_on_device=samples_on_device
+        )
 
     def kv_slots(self) -> list[Tensor]:
         """The cache of each layer."""
@@ -112,22 +118,22 @@ class StepComputer(KvCopies):
 
     @torch.inference_mode()
     def _operands(
-        self, inputs: StepInputs, *, is_drawn: bool = False
+        self, inputs: StepInputs, *, samples_on_device: bool = False
     ) -> tuple[Model, list[Tensor], DeviceStepInputs, Tensor | None]:
         """Those of `device_step`. Copies blocks first."""
         self._check_thread()
         if inputs.block_copies:
             copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
             copy_blocks(self.kv_cache, *copies.to(self._device))
-        own = self.device_inputs(inputs, is_drawn=is_drawn)
+        own = self.device_inputs(inputs, samples_on_device=samples_on_device)
         return self.model, self.kv_slots(), own, self._entering(inputs)
 
     def _entering(self, inputs: StepInputs) -> Tensor | None:
         """What enters the first layer, if it is not the embedding of the tokens."""
         return None
 
-    def _is_drawn(self, inputs: StepInputs) -> bool:
-        """Whether the step draws its tokens on the device, before anything is read."""
+    def _samples_on_device(self, inputs: StepInputs) -> bool:
+        """Whether the step samples its tokens on the device, before anything is read."""
         return inputs.sampling.is_plain
 
     def _tokens(

@@ -105,7 +105,7 @@ class TimingExecutor:
         self._cost = StepCost() if cost is None else cost
         self._kv = np.zeros((self.max_blocks * block_size, STATE_BYTES), dtype=np.uint8)
         self._states = self._kv.data.cast("B")  # a flat view
-        self._plans = PlanBuilder(feeds_drawn=num_stages > 1)
+        self._plans = PlanBuilder(feeds_sampled=num_stages > 1)
         self._state = RankState(block_size, len(groups))
         self._runs_ahead = depth > 1  # else a step starts when its result is awaited
         self._inputs: StepInputs | None = None  # of a step in flight that has not started

@@ -1,4 +1,4 @@
-"""A step of a model as one function on its device: embed, layers, choice of rows, head, draw.
+"""A step of a model as one function on its device: embed, layers, choice of rows, head, sample.
 
 All inputs are on the device before it begins, and a dense model's step waits for nothing there, so
 it can be captured in a CUDA graph. The eager step is the same function. On the CPU, and elsewhere
@@ -36,7 +36,7 @@ class DeviceStepInputs:
     positions: Tensor  # [T]
     attention: tuple[AttentionInputs, ...]  # of each layer
     logits_rows: Tensor | None  # [R] of the batch; None: nothing is sampled
-    is_drawn: bool  # here; False: the host draws from the logits
+    samples_on_device: bool  # False: the host samples from the logits
     sampling: list[Tensor] | None  # [R] each; None: all rows are greedy
 
     @classmethod
@@ -47,11 +47,13 @@ class DeviceStepInputs:
         kinds: Sequence[LayerKind],
         kind_of_layer: Sequence[int],
         *,
-        is_drawn: bool,
+        samples_on_device: bool,
     ) -> Self:
-        """Copies them to the device. `is_drawn`: only if nothing else changes the logits."""
+        """Copies `inputs` to the device. `samples_on_device` requires that nothing else changes the
+        logits.
+        """
         sampling, columns = inputs.sampling, None
-        if is_drawn and not sampling.is_plain_greedy:
+        if samples_on_device and not sampling.is_plain_greedy:
             columns = sampling_columns(sampling, device)
         has_rows = sampling.num_rows > 0
         of_kinds = build_attention_inputs(inputs, device, kinds)
@@ -60,7 +62,7 @@ class DeviceStepInputs:
             positions=torch.from_numpy(inputs.positions).to(device),
             attention=tuple(of_kinds[kind] for kind in kind_of_layer),
             logits_rows=torch.from_numpy(sampling.logits_indices).to(device) if has_rows else None,
-            is_drawn=is_drawn,
+            samples_on_device=samples_on_device,
             sampling=columns,
         )
 
@@ -68,7 +70,7 @@ class DeviceStepInputs:
 class DeviceStepOutput(NamedTuple):
     hidden: Tensor  # [T, hidden_size] before the final norm
     sampled: Tensor | None = None  # [R, hidden_size] the rows that sample
-    logits: Tensor | None = None  # [R, vocab_size] FP32, if the host draws
+    logits: Tensor | None = None  # [R, vocab_size] FP32, if the host samples
     token_ids: Tensor | None = None  # [R] int64, if the device does; MISROUTED for such rows
     is_misrouted: Tensor | None = None  # [R] bool, of a model with experts
 
@@ -86,9 +88,9 @@ def device_step(
         return DeviceStepOutput(hidden)
     sampled = hidden.index_select(0, inputs.logits_rows)
     is_misrouted = _is_misrouted(model, sampled)
-    if not inputs.is_drawn:
+    if not inputs.samples_on_device:
         return DeviceStepOutput(hidden, sampled, model.logits(sampled), None, is_misrouted)
-    token_ids = _draw(model, sampled, inputs.sampling)
+    token_ids = _sample(model, sampled, inputs.sampling)
     if is_misrouted is not None:
         token_ids = token_ids.masked_fill(is_misrouted, MISROUTED)
     return DeviceStepOutput(hidden, sampled, None, token_ids, is_misrouted)
@@ -115,7 +117,7 @@ def hidden_states(
     return model.run_layers(x, inputs.positions, kv_slots, inputs.attention)
 
 
-def _draw(model: Model, sampled: Tensor, columns: list[Tensor] | None) -> Tensor:
+def _sample(model: Model, sampled: Tensor, columns: list[Tensor] | None) -> Tensor:
     """[R] token ids."""
     if columns is None:
         return model.argmax_tokens(sampled)

@@ -1,4 +1,4 @@
-"""Decode's keys of its KV links: one for each prefill worker, drawn on first use.
+"""Decode's keys of its KV links: one for each prefill worker, generated on first use.
 
 A prefill worker receives its key in `RunPrefill` and names it in the Hello of a connection.
 """
@@ -24,12 +24,12 @@ class LinkKeys:
         """The same key until it is forgotten."""
         link_key = self._of_worker.get(prefill_worker_id)
         if link_key is None:
-            link_key = self._draw(prefill_worker_id)
+            link_key = self._new_key(prefill_worker_id)
         self._of_worker.move_to_end(prefill_worker_id)
         return link_key
 
     def adopt(self, prefill_worker_id: str, link_key: LinkKey) -> None:
-        """Accepts a key that the leader of this process has drawn."""
+        """Accepts a key that the leader of this process has generated."""
         if self._of_worker.get(prefill_worker_id) != link_key:
             self.forget(prefill_worker_id)
             self._add(prefill_worker_id, link_key)
@@ -44,7 +44,7 @@ class LinkKeys:
         if link_key is not None:
             del self._by_id[link_key.key_id]
 
-    def _draw(self, prefill_worker_id: str) -> LinkKey:
+    def _new_key(self, prefill_worker_id: str) -> LinkKey:
         link_key = LinkKey(
             key_id=self.randomness.bytes(LINK_KEY_ID_BYTES),
             key=self.randomness.bytes(LINK_KEY_BYTES),

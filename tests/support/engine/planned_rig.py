@@ -33,7 +33,7 @@ class PlannedRig(Rig):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.builders = (PlanBuilder(), PlanBuilder(feeds_drawn=True))
+        self.builders = (PlanBuilder(), PlanBuilder(feeds_sampled=True))
         num_groups = len(self.executor.kv_layout.groups)
         self.ranks = (RankState(BLOCK_SIZE, num_groups), RankState(BLOCK_SIZE, num_groups))
         self.num_plan_bytes: list[int] = []

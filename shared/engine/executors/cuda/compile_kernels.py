@@ -76,7 +76,7 @@ def compile_kernels(kernels: StepKernels) -> None:
     slots = computer.kv_slots()
     with compiling_on_meta():
         for step in kernels.steps():
-            inputs = computer.device_inputs(step, is_drawn=step.sampling.is_plain)
+            inputs = computer.device_inputs(step, samples_on_device=step.sampling.is_plain)
             own = replace(inputs, attention=tuple(inputs.attention[layer] for layer in layers))
             device_step(kernels.twin, [slots[layer] for layer in layers], own)
         _compile_copies(computer.kv_cache)

@@ -29,7 +29,7 @@ def measure_gemms(model: Decoder) -> None:
 
 
 def run_largest_step(computer: StepComputer, options: LoadOptions) -> None:
-    """Also draws with every option of sampling, whose results the host reads, and reports the
+    """Also samples with every option of sampling, whose results the host reads, and reports the
     log-probabilities of as many rows as there can be.
     """
     layout, config = computer.kv_layout, computer.model.config

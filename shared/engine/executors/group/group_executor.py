@@ -85,8 +85,8 @@ class GroupExecutor:
         self.has_head = has_head
         self.revision = revision
         self._steps = steps
-        # only the answering rank has the tokens that it draws
-        self._plans = PlanBuilder(feeds_drawn=True)
+        # only the answering rank has the tokens that it samples
+        self._plans = PlanBuilder(feeds_sampled=True)
         self._clock = clock
         self._budget = StepBudget()
         self._in_flight: dict[int, _StepInFlight] = {}

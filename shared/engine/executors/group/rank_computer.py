@@ -88,8 +88,10 @@ class RankComputer(StepComputer):
         shape = len(inputs.input_ids), self.model.config.hidden_size
         return self._mesh.recv(shape, self.model.dtype)
 
-    def _is_drawn(self, inputs: StepInputs) -> bool:
-        """Samples of other rows are drawn after the last exchange, where an error is harmless."""
+    def _samples_on_device(self, inputs: StepInputs) -> bool:
+        """Whether the device samples. Other rows are sampled after the last exchange, where an error is
+        harmless.
+        """
         return self._answers and inputs.sampling.is_plain_greedy
 
     def _tokens(

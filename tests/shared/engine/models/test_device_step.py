@@ -89,7 +89,7 @@ def computer_of(folder: Path, family: str, **options: Any) -> StepComputer:
 
 def step_function(computer: StepComputer, **batch: Any) -> Callable[[], object]:
     step = idle_step(16, num_groups=len(computer.kv_layout.groups), **batch)
-    inputs, slots = computer.device_inputs(step, is_drawn=True), computer.kv_slots()
+    inputs, slots = computer.device_inputs(step, samples_on_device=True), computer.kv_slots()
     return lambda: device_step(computer.model, slots, inputs)
 
 
@@ -119,12 +119,16 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("is_drawn", [True, False])
-def test_routers_are_checked_after_tokens_are_read(is_drawn: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("samples_on_device", [True, False])
+def test_routers_are_checked_after_tokens_are_read(samples_on_device: bool, tmp_path: Path) -> None:
     """Nothing waits for the flags: they come with the tokens, or are read after them."""
     computer = computer_of(tmp_path, "qwen3 moe")
     step, events = idle_step(16, [1, 1]), list[str]()
-    operands = computer.model, computer.kv_slots(), computer.device_inputs(step, is_drawn=is_drawn)
+    operands = (
+        computer.model,
+        computer.kv_slots(),
+        computer.device_inputs(step, samples_on_device=samples_on_device),
+    )
     hidden = torch.zeros(2, SHAPE["hidden_size"], dtype=torch.bfloat16)
     hidden[1, 3] = torch.nan
     with patch("shared.engine.models.device_step.hidden_states", lambda *_: hidden):
@@ -132,7 +136,7 @@ def test_routers_are_checked_after_tokens_are_read(is_drawn: bool, tmp_path: Pat
     sampling = patch.object(computer, "_sample_logits", lambda *_: events.append("tokens"))
     with sampling, Reads(events), pytest.raises(FloatingPointError, match="router's logits"):
         computer._tokens(done, step, 0.0)
-    assert events == ([] if is_drawn else ["tokens", "read"])
+    assert events == ([] if samples_on_device else ["tokens", "read"])
 
 
 def test_wait_of_quantized_experts_is_named(launched: list[str], tmp_path: Path) -> None:
@@ -175,7 +179,7 @@ def test_tokens_of_the_device_are_those_of_the_host(temperature: float, tmp_path
     plain = msgspec.structs.replace(step, sampling=sampling)
     with_logprobs = msgspec.structs.replace(sampling, raw_logprobs={0: 1})
     drawn = device_step(
-        computer.model, computer.kv_slots(), computer.device_inputs(plain, is_drawn=True)
+        computer.model, computer.kv_slots(), computer.device_inputs(plain, samples_on_device=True)
     ).token_ids
     assert drawn is not None
     by_host = computer.run(msgspec.structs.replace(step, sampling=with_logprobs)).token_ids

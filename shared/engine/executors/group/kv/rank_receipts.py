@@ -38,7 +38,7 @@ class RankReceipts:
         on_ended: Callable[[bytes, str | None], None],
     ) -> RankReceipts:
         """Raises ConfigError for an address that is not this host's."""
-        # it draws no key: the leader sends those that it has drawn
+        # it generates no key: the leader sends its own
         link_keys = LinkKeys("aead", SystemRandomness()) if command.is_sealed else None
         try:
             receiver = await KvServer.start(
