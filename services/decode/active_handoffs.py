@@ -47,7 +47,7 @@ class ActiveHandoffs:
         self._on_failed = on_failed
         self._background = Background()
         self._under_way: dict[Handoff, None] = {}
-        self._awaiting_phases: dict[bytes, RunningRequest] = {}  # by the id of the prefill
+        self._awaiting_phases: dict[bytes, RunningRequest] = {}  # key: id of the prefill
         self._num_accepted = 0
         self._num_failed = 0
         self._ack_s = 0.0
@@ -127,7 +127,7 @@ class ActiveHandoffs:
     async def _run(self, placement: RunningRequest, handoff: Handoff) -> None:
         num_held = placement.prompt.num_computed_tokens
         try:
-            await self._worker.loop.zero_freed_blocks()  # before frames are written into them
+            await self._worker.loop.zero_freed_blocks()  # frames are written into them next
             placement.delivery = await handoff.run()
             num_held = placement.delivery.num_held_tokens
             if placement.delivery.prefill_worker_id is not None:

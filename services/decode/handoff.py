@@ -47,8 +47,8 @@ class Handoff:
         request_prefill: Callable[[str, bytes, int], Awaitable[object]],
         abandon: Callable[[str, bytes], None],
     ) -> None:
-        """`request_prefill(worker_id, placement_id, first_token)` sends RunPrefill, or raises;
-        `abandon(worker_id, placement_id)` aborts the prefill on a worker.
+        """Calls `request_prefill(worker_id, placement_id, first_token)` to send RunPrefill, which
+        may raise, and `abandon(worker_id, placement_id)` to abort the prefill on a worker.
         """
         self.current: tuple[str, bytes] | None = None  # worker and placement id of this attempt
         self.lease: tuple[str, bytes] | None = None  # `current` once accepted

@@ -1,4 +1,4 @@
-"""When the phases of one placement began and ended, by the worker's clock. No I/O."""
+"""Begin and end of the phases of one placement, on the worker's clock. No I/O."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shared.messages import DecodePhases, PrefillPhases
 
 @dataclass(slots=True, kw_only=True)
 class PhaseTimes:
-    """`accepted_at`, `complete_at`: of the prefill at another worker that sent the KV. None: not
-    yet, or never.
+    """`accepted_at` and `complete_at` are times of the prefill at another worker that sent the KV.
+    A time is None if the event has not happened.
     """
 
     started_at: float

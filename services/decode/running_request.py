@@ -38,7 +38,7 @@ class RunningRequest:
     request: Request
     prompt: Sequence  # a single choice serves as the prompt
     choices: dict[int, Sequence]  # unfinished choices by choice_index
-    numerics: Numerics  # of this worker
+    numerics: Numerics  # the worker's numerics
     deadline_at: float
     flushed_at: float  # time of the last update to its gateway
     times: PhaseTimes

@@ -46,7 +46,7 @@ from shared.transport.bus import failure_of
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
-ORPHAN_S = 3.0  # from the loss of a gateway to the abort of its placements
+ORPHAN_S = 3.0  # time from the loss of a gateway to the abort of its placements
 RESEND_S = 2.0  # interval of resending a placement without new tokens, or its finish
 UNACKNOWLEDGED_S = 30.0
 MAX_WAITING = 64
@@ -69,7 +69,7 @@ class DecodeService:
         port: ReceivePort,
         grammars: WorkerGrammars | None = None,
     ) -> None:
-        """`grammars`: None on a worker that does not announce the feature."""
+        """`grammars` is None on a worker that does not announce the feature."""
         self._worker = worker
         self._grammars = ChoiceGrammars(worker, grammars)
         self._engine = worker.loop.engine

@@ -18,7 +18,7 @@ from shared.messages import TokenBatch, TokenEntry
 from shared.subjects import tokens
 
 INTERVAL_S = 0.002
-ENTRY_INTERVAL_S = 20e-6  # per waiting entry, if the sum is more
+ENTRY_INTERVAL_S = 20e-6  # interval per waiting entry, if the sum is longer
 
 
 class TokenFlusher:
@@ -29,7 +29,9 @@ class TokenFlusher:
         self._has_updates = asyncio.Event()
 
     def step_ended(self, *, is_idle: bool) -> None:
-        """`is_idle`: no further step will sample a token."""
+        """Sends waiting updates if they are due, or if the engine `is_idle`: no further step will
+        sample a token.
+        """
         if is_idle or self._worker.clock.now() >= self._due_at():
             self.flush()
         else:

@@ -22,7 +22,7 @@ class QueueKey(NamedTuple):
     block_size: int
     regions: tuple[str, ...] = ()
     context_tokens: int = 0  # the smallest of a live worker that held it when it was queued
-    numerics: Numerics | None = None  # of the output of a request that is resumed
+    numerics: Numerics | None = None  # the numerics that a resumed output was computed with
     needs: tuple[str, ...] = ()  # features of its workers
 
     @classmethod
@@ -61,7 +61,7 @@ class QueuedRequest:
     deadline_at: float
     is_removed: bool = False  # removed: tasks that still process it must stop
     is_placing: bool = False  # popped from the queue
-    unservable_since: float | None = None  # since when no live worker serves it
+    unservable_since: float | None = None  # time since which no live worker serves it
     waits_for_host: bool = False  # that can wake its model
     unfit_workers: set[str] = field(default_factory=set)  # that answered WorkerUnfit
     silent_since: float | None = None  # when the first start without a reply was sent
@@ -122,7 +122,9 @@ class ServiceRate:
         self.counted_at = now
 
     def per_s(self) -> float | None:
-        """None until requests have waited for MIN_BACKLOG_S within the window."""
+        """Returns tokens per second, or None until requests have waited for MIN_BACKLOG_S in the
+        window.
+        """
         return self.tokens / self.backlog_s if self.backlog_s >= MIN_BACKLOG_S else None
 
 
@@ -130,7 +132,7 @@ class ServiceRate:
 class TenantShareOfQueue:
     """One tenant's requests in a queue."""
 
-    weight: float  # of the tenant times its class
+    weight: float  # the tenant's weight times its class's
     usage: QueuedTokens = field(default_factory=QueuedTokens)
 
 

@@ -15,7 +15,7 @@ from shared.messages import Heartbeat
 
 class BlockedQueues:
     def __init__(self) -> None:
-        self._smallest: dict[QueueKey, RequestSize] = {}  # of the requests without room, by queue
+        self._smallest: dict[QueueKey, RequestSize] = {}  # smallest request without room, by queue
         self._probing: set[QueueKey] = set()  # may try one request: its success unblocks the queue
 
     def __contains__(self, queue: QueueKey) -> bool:

@@ -49,11 +49,11 @@ class Candidates:
         return self._has_worker(ticket, num_context_tokens(ticket.request), excluded)
 
     def has_excluded(self, ticket: QueuedRequest) -> bool:
-        """Of a request without a worker: whether one could decode it that is never tried for it."""
+        """Whether a worker that is never tried for the request could decode it."""
         return self._has_worker(ticket, num_context_tokens(ticket.request), excluded=())
 
     def is_too_long(self, ticket: QueuedRequest, now: float) -> bool:
-        """Of a request without a worker: whether one could decode a shorter request."""
+        """Whether some worker could decode a shorter request."""
         return self._has_worker(ticket, 0, self._starts.excluded(ticket, now))
 
     def error(self, ticket: QueuedRequest, now: float) -> NoCapacity:
@@ -79,9 +79,10 @@ class Candidates:
 
 
 def _unserved(request: Request, *, has_capable: bool) -> NoCapacity:
-    """`has_capable`: a live worker has what the request needs, but is excluded.
+    """Returns the error of a request that no live worker serves. With `has_capable` a worker has
+    what the request needs, but is excluded.
 
-    The log is the audit record of data residency: it names the rejected request, no prompt.
+    The log is the audit record of data residency: it names the rejected request, and no prompt.
     """
     where = ""
     if request.allowed_regions:

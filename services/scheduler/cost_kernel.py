@@ -27,11 +27,11 @@ NUM_FLOATS, NUM_CODES = 11, 4
 FORMAT, REGION, NAME, NUMERICS = range(NUM_CODES)  # FORMAT: equal for workers that may share KV
 
 CLOSED_S = 1e6  # added to the cost of workers with enough work, to rank others first
-MAX_FORMATS = 4  # per model; with more, a kind of decode worker may be computed twice
+MAX_FORMATS = 4  # formats per model; with more, a kind of decode worker may be computed twice
 
 
 class WorkerColumns(NamedTuple):
-    """Only the first `size` rows are in use."""
+    """The columns of all workers. The first `size` rows are in use."""
 
     floats: NDArray[np.float64]  # [NUM_FLOATS, rows]
     codes: NDArray[np.uint64]  # [NUM_CODES, rows]
@@ -43,8 +43,8 @@ class RoleWorkers(NamedTuple):
 
     columns: WorkerColumns
     holders: NDArray[np.int64]  # rows with a cached prefix
-    held_tokens: NDArray[np.float64]  # of the prompt, by holder
-    is_allowed: NDArray[np.bool_]  # by row; empty: all rows
+    held_tokens: NDArray[np.float64]  # tokens of the prompt, by holder
+    is_allowed: NDArray[np.bool_]  # one flag a row; empty: all rows
 
 
 class RequestTerms(NamedTuple):
@@ -52,7 +52,7 @@ class RequestTerms(NamedTuple):
 
     num_tokens_to_compute: float  # tokens to compute before the last
     num_tokens: float
-    num_context_tokens: float  # of the longest choice at its end
+    num_context_tokens: float  # tokens of the longest choice at its end
     free_local_tokens: float
     max_local_tokens: float
     handoff_overhead_s: float
@@ -61,7 +61,7 @@ class RequestTerms(NamedTuple):
 
 # Source of a child process that fills numba's cache: compiling would block other threads.
 FILL_CACHE = f"import os; os.nice(19); from {__name__} import load; load()"
-DIGEST_FILE = "cost_kernel.digest"  # in the cache folder: of the source that was compiled
+DIGEST_FILE = "cost_kernel.digest"  # in the cache: the digest of the source that was compiled
 
 
 class _Loops(NamedTuple):
@@ -262,7 +262,7 @@ _loops = _Loops(_costs_of_decodes, _nearest_prefills)
 
 @contextmanager
 def _alone(folder: str | None) -> Iterator[None]:
-    """Of several processes that start at once, one compiles and the others load its code.
+    """Lets one of several processes that start at once compile; the others load its code.
 
     numba's cache supports one writer: two writers could refer to each other's code in the index,
     and a concurrent reader could load code of an older source. The kernel frees the lock of a
@@ -277,8 +277,8 @@ def _alone(folder: str | None) -> Iterator[None]:
 
 
 def _digest() -> str:
-    """Of all that the machine code depends on, except for the CPU. Not the time of the file: a
-    checkout writes it again, unchanged.
+    """Returns the digest of all that the machine code depends on, except for the CPU. It leaves out
+    the time of the file, which a checkout changes without changing the file.
     """
     versions = f"{sys.version} {version('numba')}"
     return blake2b(Path(__file__).read_bytes() + versions.encode(), digest_size=16).hexdigest()

@@ -35,7 +35,7 @@ from shared.transport.timed_requests import TimedRequests
 log = structlog.get_logger(__name__)
 
 START_TIMEOUT_S = 0.1  # and the round trip
-SILENT_GRACE_S = 3.0  # since the request's first start that no worker answered
+SILENT_GRACE_S = 3.0  # time after the request's first start that no worker answered
 NUM_PLACEMENT_ID_BYTES = 16
 
 
@@ -50,8 +50,8 @@ class DecodeStarts:
         on_late: Callable[[QueuedRequest, Target, bytes], None],
         abandon: Callable[[str, bytes], None],
     ) -> None:
-        """`on_late(ticket, target, placement_id)`: a worker has started the request after its
-        timeout. `abandon(worker_id, placement_id)` aborts a placement.
+        """Calls `on_late(ticket, target, placement_id)` when a worker has started the request after
+        its timeout, and `abandon(worker_id, placement_id)` to abort a placement.
         """
         self._requests = requests
         self._workers = workers

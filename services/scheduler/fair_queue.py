@@ -25,7 +25,7 @@ SLACK = 64  # outdated entries that a heap may hold beyond its number of valid e
 
 
 class Queueable(Protocol):
-    """`sequence_number` is the unique position in the order of arrival."""
+    """A request of the queue. `sequence_number` is its position in the order of arrival."""
 
     @property
     def tenant_id(self) -> str: ...
@@ -156,7 +156,8 @@ class FairQueue(Generic[Q]):
     def __init__(self) -> None:
         self._classes: dict[int, _Class[Q]] = {}
         self._present = 0.0  # virtual time of the class that was served last
-        # before the last `pop`: the sequence number of its request, `_present`, `waits_since`
+        # State before the last `pop`: the sequence number of its request, `_present`,
+        # `waits_since`.
         self._before_pop = (-1, 0.0, 0.0)
 
     def __len__(self) -> int:

@@ -67,7 +67,7 @@ class _ModelTables:
             self.prefills.put(known.worker)
 
     def leave_roles(self, worker_id: str) -> None:
-        """Its speed is the same in another role."""
+        """Removes a worker from both tables. Its speed stays: it is the same in another role."""
         self.decodes.remove(worker_id)
         self.prefills.remove(worker_id)
 
@@ -97,7 +97,9 @@ class WorkerFleet:
         return Speed() if known is None else known.worker.speed
 
     def num_requests(self, worker_id: str) -> int | None:
-        """That the worker has, as far as known; None unless it is live and accepts requests."""
+        """Returns the number of requests of the worker, as far as known, or None unless it is live
+        and accepts requests.
+        """
         known = self._known.get(worker_id)
         return None if known is None else known.worker.num_running + known.worker.num_waiting
 
@@ -145,7 +147,7 @@ class WorkerFleet:
         )
 
     def smallest_context(self, model: ModelKey, num_tokens: int) -> int:
-        """Of the live decode workers' contexts of at least `num_tokens`; 0 if there is none."""
+        """Returns the smallest context of at least `num_tokens` of a live decode worker, or 0."""
         workers = self._models.get(model)
         return 0 if workers is None else workers.decodes.smallest_context(num_tokens)
 

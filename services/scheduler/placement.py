@@ -1,4 +1,5 @@
-"""Which worker decodes, and which workers may prefill for it: a pure function of its arguments.
+"""Chooses the worker that decodes, and those that may prefill for it: a pure function of its
+arguments.
 
 All costs are in seconds, from the measured speeds of the workers:
 
@@ -45,8 +46,9 @@ RandomBelow = Callable[[int], int]  # uniform in [0, limit)
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """`num_tokens` counts tokens with KV before the first new token: prompt, received outputs.
-    `num_context_tokens` counts those of the longest choice at its end; its last needs no KV.
+    """Sizes of a request. `num_tokens` counts tokens with KV before the first new token: prompt,
+    received outputs. `num_context_tokens` counts those of the longest choice at its end, except for
+    its last token, which needs no KV.
     """
 
     num_prompt_tokens: int
@@ -54,7 +56,7 @@ class RequestSize:
     affinity_key: str = ""
     allowed_regions: tuple[str, ...] = ()  # empty: all
     num_context_tokens: int = 0
-    features: tuple[str, ...] = ()  # of its workers
+    features: tuple[str, ...] = ()  # features that its workers must have
 
     def num_blocks(self, block_size: int) -> int:
         return -(-(self.num_tokens + 1) // block_size)
@@ -75,7 +77,7 @@ class Target:
     decode_id: str
     prefill_candidates: tuple[str, ...]  # best first; empty: local prefill
     num_blocks: int
-    num_uncached_tokens: int  # on the worker that computes the prompt
+    num_uncached_tokens: int  # tokens to compute on the worker that computes the prompt
     has_unlike_prefill: bool = False  # local prefill, as decode may use no prefill worker's KV
 
 
@@ -155,8 +157,8 @@ class Decision:
         return int(rows[self._random_below(len(rows))])
 
     def _preferred(self, cost: NDArray[np.float64]) -> int | None:
-        """Of the workers with about the longest prefix, the one that the affinity key names, else
-        the cheapest; without a cached prefix, the affinity key's worker.
+        """Returns a worker with about the longest prefix: the one that the affinity key names, else
+        the cheapest. Without a cached prefix it is the affinity key's worker.
         """
         holders, held_tokens = self._decode_side.holders, self._decode_side.held_tokens
         if not len(holders):

@@ -99,7 +99,7 @@ class RequestQueues:
             ticket = backlog.queue.pop(now)
             if ticket is not None:
                 ticket.is_placing = True
-                self._backlogs[key] = self._backlogs.pop(key)  # to the end
+                self._backlogs[key] = self._backlogs.pop(key)  # moves it to the end
                 return ticket
         return None
 
@@ -163,7 +163,7 @@ class RequestQueues:
         return Overloaded(message, retry_after_s=backlog.retry_after_s())
 
     def oldest_wait_s(self, now: float) -> float:
-        """Of the requests held, waiting or being placed; 0 without any."""
+        """Returns the age of the oldest request held, waiting or being placed, or 0 without any."""
         first = next(iter(self._held.values()), None)  # they are in order of arrival
         return 0.0 if first is None else now - first.queued_at
 

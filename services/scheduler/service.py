@@ -68,7 +68,7 @@ log = structlog.get_logger(__name__)
 MATCH_TIMEOUT_S = 0.02  # each and the round trip
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
-ROLES_S = 0.25  # between two decisions about roles
+ROLES_S = 0.25  # interval of decisions about roles
 MIN_CLOSED_S = 0.002  # a queue is not retried sooner
 DRAIN_S = 5.0
 MAX_PLACING = 32
@@ -115,7 +115,7 @@ class SchedulerService:
         )
         self._candidates = Candidates(self._workers, self._starts)
         self._blocked = BlockedQueues()
-        self._opening: set[QueueKey] = set()  # with a scheduled probe
+        self._opening: set[QueueKey] = set()  # queues with a scheduled probe
         self._wake = asyncio.Event()
         self._background = Background()
         self._residency = ResidencyKeeper(
@@ -345,8 +345,9 @@ class SchedulerService:
     def _best_target(
         self, ticket: QueuedRequest, num_cached_blocks: Mapping[str, int], tried: set[str]
     ) -> Target | None:
-        """None after requeueing the ticket, or if it waits for a worker to serve it. Raises
-        NoCapacity or Overloaded for one that must not wait, or that is too long for all workers.
+        """Returns the best target, or None after requeueing the ticket, or if it waits for a worker
+        to serve it. Raises NoCapacity or Overloaded for one that must not wait, or that is too long
+        for all workers.
         """
         now = self._clock.now()
         needs = size_of(ticket)
@@ -380,7 +381,7 @@ class SchedulerService:
             raise self._queues.busy(queue)
         decodes = self._workers.serving(queue.served).decodes
         opens_in_s = decodes.opens_at(queue.regions, queue.needs) - now
-        # with workers that have long been open, the queue lacks room, not time
+        # If workers have long been open, the queue lacks room, not time.
         if -MIN_CLOSED_S < opens_in_s < TICK_S and queue not in self._opening:
             self._opening.add(queue)
             probing = self._probe_after(queue, max(opens_in_s, MIN_CLOSED_S))

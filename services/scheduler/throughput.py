@@ -25,11 +25,11 @@ DECAY = 0.97  # factor of earlier observations, per heartbeat that reports work
 MIN_BUSY_S = 0.01  # smaller differences are added to those of later heartbeats
 MIN_MEASURED_TOKENS = 256.0
 MAX_OVER_EXPECTED = 4.0  # a worker that is slower by more is learned in several observations
-MIN_LIMIT_S = 0.05  # of the seconds of an observation: an estimate of 0 can grow
+MIN_LIMIT_S = 0.05  # lower bound of the seconds of an observation: an estimate of 0 can grow
 POOL_SHARE = 0.05  # how much one fit moves the mean
 # The prior weighs as much as so many steps, prompt tokens and sampled tokens, measured alone.
 PRIOR_WEIGHTS = (1.0, 128.0, 8.0)
-MAX_STEP_COUNT = 10_000_000  # of steps or tokens between two heartbeats
+MAX_STEP_COUNT = 10_000_000  # steps or tokens between two heartbeats
 MIN_TOKEN_S, MAX_S = 1e-9, 60.0
 MAX_ACK_S = 1.0  # decode waits no longer for a prefill worker's reply
 SAMPLED_S = 1e-4
@@ -48,7 +48,7 @@ class Speed:
     step_s: float = 0.005
     token_s: float = 1e-4
     push_token_s: float = 5e-6
-    is_measured: bool = False  # by work of this worker, not only of its peers
+    is_measured: bool = False  # work of this worker has been measured, not only that of its peers
 
 
 class RunningRatio:

@@ -51,7 +51,7 @@ class UnservedRequests:
         self._waiting[ticket] = None
 
     def retry(self, now: float, served: ModelKey | None = None) -> None:
-        """`served`: only the requests for this model."""
+        """Retries the waiting requests: all, or those for the model `served`."""
         for ticket in list(self._waiting):
             if served is None or ticket.queue.served == served:
                 self._retry(ticket, now)

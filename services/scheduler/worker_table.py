@@ -42,7 +42,7 @@ MAX_AHEAD_S = 0.1  # maximum work queued at a worker; other requests wait in the
 MAX_MASKS = 64  # one for each combination of features that requests need
 FIRST_ROWS = 16
 _NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.int64), np.zeros(0)
-_EVERYONE = np.zeros(0, dtype=np.bool_)  # in place of a mask
+_EVERYONE = np.zeros(0, dtype=np.bool_)  # stands for a mask
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class WorkerTable:
     def __init__(self, workers: Iterable[WorkerRow] = ()) -> None:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
-        self._features: list[frozenset[str]] = []  # by row
+        self._features: list[frozenset[str]] = []  # one set a row
         self._with_features: dict[tuple[str, ...], NDArray[np.bool_]] = {}  # masks, until a change
         self._floats = np.zeros((NUM_FLOATS, FIRST_ROWS))
         self._codes = np.zeros((NUM_CODES, FIRST_ROWS), dtype=np.uint64)
@@ -150,7 +150,7 @@ class WorkerTable:
         self._codes[REGION, row] = code_of(worker.region)
         self._codes[NUMERICS, row] = code_of(worker.numerics)
         block_size = worker.block_size
-        self._floats[:, row] = (  # in the order of the columns
+        self._floats[:, row] = (  # values in the order of the columns
             block_size,
             -1 if worker.is_avoided else worker.num_free_blocks * block_size,
             worker.num_total_blocks * block_size,
@@ -165,8 +165,8 @@ class WorkerTable:
         )
 
     def opens_at(self, regions: Collection[str] = (), features: tuple[str, ...] = ()) -> float:
-        """When the first worker in `regions` with `features` accepts requests again, by estimated
-        work; inf for no workers.
+        """Returns the estimated time at which the first worker in `regions` with `features` accepts
+        requests again, or inf without workers.
         """
         closed_until = self.columns.floats[CLOSED_UNTIL, : len(self)]
         is_allowed = self.allowed(regions, features)
@@ -225,7 +225,7 @@ class WorkerTable:
         return bool(usable.any())
 
     def smallest_context(self, num_tokens: int) -> int:
-        """Of the contexts of at least `num_tokens`; 0 if there is none."""
+        """Returns the smallest context of at least `num_tokens`, or 0 if there is none."""
         fitting = self.context_tokens[self.context_tokens >= num_tokens]
         return int(fitting.min()) if len(fitting) else 0
 

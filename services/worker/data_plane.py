@@ -96,7 +96,7 @@ class GroupDataPlane:
 
 
 def link_keys_of(security: DataPlaneSecurity, randomness: Randomness) -> LinkKeys | None:
-    """None: links are not sealed."""
+    """Returns the keys of links, or None if links are not sealed."""
     return None if security == "none" else LinkKeys(security, randomness)
 
 

@@ -22,7 +22,9 @@ log = structlog.get_logger(__name__)
 async def listening_for_ranks(
     config: WorkerConfig, role: Role
 ) -> AsyncIterator[HostListener | None]:
-    """None if all ranks are this host's. Raises ConfigError for an address that is not."""
+    """Yields a listener for ranks of other hosts, or None if all ranks are this host's. Raises
+    ConfigError for an address that is not this host's.
+    """
     if not config.remote_ranks:
         yield None
         return

@@ -21,7 +21,7 @@ from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
 
-ENDED_STATUS = 3  # of the process: a supervisor starts it again, as it does the worker
+ENDED_STATUS = 3  # exit status of the process: a supervisor starts it again, as it does the worker
 ERROR_STATUS = 2
 REPLY_S, PAUSE_S = 5.0, 0.5
 

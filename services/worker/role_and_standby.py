@@ -36,7 +36,7 @@ POLL_S = 0.02
 
 
 class Handler(Protocol):
-    """Of prefills or of placements."""
+    """Runs prefills, or placements."""
 
     @property
     def num_unfinished(self) -> int: ...

@@ -41,7 +41,7 @@ from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
 
-DEVICE_LOST_STATUS = 3  # of the process: a supervisor starts it again, with growing pauses
+DEVICE_LOST_STATUS = 3  # exit status: a supervisor starts the process again, with growing pauses
 
 
 class WorkerProcess:
@@ -76,7 +76,9 @@ class WorkerProcess:
 
 
 def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> Executor:
-    """`hosts`: those of the last ranks. Raises CheckpointError, ConfigError."""
+    """Loads the model. `hosts` listens for ranks of other hosts. Raises CheckpointError,
+    ConfigError.
+    """
     # torch: other executors do not need it
     from shared.engine.executors.load import load_executor
 
@@ -104,7 +106,7 @@ def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
 def load_grammars(
     config: WorkerConfig, executor: Executor, roles: tuple[Role, ...]
 ) -> WorkerGrammars | None:
-    """None for a worker that samples no tokens, or whose vocabulary grammars cannot use."""
+    """Returns None for a worker that samples no tokens, or whose vocabulary grammars cannot use."""
     if "decode" not in roles:
         return None
     try:

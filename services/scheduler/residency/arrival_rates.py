@@ -8,7 +8,7 @@ from math import exp, inf
 from services.scheduler.residency.view import ModelId
 
 WINDOW_S = 120.0
-MAX_MODELS = 4096  # beyond, the model that was unused for longest is forgotten
+MAX_MODELS = 4096  # more models: the one that was unused for longest is forgotten
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class ArrivalRates:
 
     def record(self, model: ModelId, now: float) -> None:
         arrivals = self._arrivals.pop(model, None) or _Arrivals()
-        self._arrivals[model] = arrivals  # to the end: the least recent one comes first
+        self._arrivals[model] = arrivals  # moves it to the end: the least recent model comes first
         arrivals.count = 1.0 + arrivals.count * exp((arrivals.last_at - now) / WINDOW_S)
         arrivals.last_at = now
         if len(self._arrivals) > MAX_MODELS:

@@ -1,4 +1,4 @@
-"""Which models are hot, by expected demand: fewer wakes than plain least recent use.
+"""Decides by expected demand which models are hot, with fewer wakes than plain least recent use.
 
 A waiting model is woken where that is cheapest: from standby before cold, with free memory before
 parking others, idle ones before busy ones. Where a model must be parked for it, that is the one
@@ -36,15 +36,15 @@ PRIORITY_WEIGHT = 4.0
 MAX_PRIORITY = 4
 MIN_HOT_S = 0.25
 MIN_HOT_PER_WAKE = 1.0  # a model is hot for at least so many times its wake
-SAFETY = 1.5  # of expected wakes, before a deadline
+SAFETY = 1.5  # factor of expected wakes, before a deadline
 SLACK_S = 0.5
-EARLY_S = 0.25  # before it is due, a wake begins if it finds the models to park idle
+EARLY_S = 0.25  # a wake begins so much before it is due if the models to park are idle
 GAIN_RATIO = 4.0
 LATE_S = 0.5
 TURN_S = 0.5
 BUSY_RATE = 2.0  # arrivals per second
 REPLICA_AGE_S = 0.5  # a queue with an older request wants another replica
-REPLICA_QUEUE = 4  # of at least so many requests
+REPLICA_QUEUE = 4  # requests that wait before a model gets another replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class _Option:
     device: Device
     target: Resident
     victims: tuple[Resident, ...]
-    cost: float  # of parking the victims
-    num_busy: int  # of the victims
+    cost: float  # cost of parking the victims
+    num_busy: int  # victims that are busy
 
     @property
     def order(self) -> tuple[bool, int, bool, bool, float, int]:
@@ -153,7 +153,7 @@ class _Decision:
         return self._is_busy(resident), self._cost(resident), resident.num_running
 
     def _is_busy(self, resident: Resident) -> bool:
-        """Also a model that is used so often that it is idle for moments only."""
+        """Whether the model serves requests, or is used so often that it is hardly ever idle."""
         demand = self._demands.get(resident.model, UNUSED)
         is_used = resident.num_running > 0 or demand.num_queued > 0
         return is_used or demand.expected_rate(self._now) >= BUSY_RATE
@@ -207,7 +207,7 @@ class _Decision:
         return any(each.is_under_way or each.is_hot for _, each in self._residents[model])
 
     def _alone_due_at(self, model: ModelId) -> float:
-        """When its wake must begin: to reach the target, or the earliest deadline."""
+        """Returns when the wake must begin to reach the target, or the earliest deadline."""
         patience_s = max(0.0, self._ttft_target_s - SAFETY * self._wake_s(model))
         target_at = self._demands[model].oldest_at + patience_s
         return min(target_at, self._last_moment(model))

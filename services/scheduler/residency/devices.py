@@ -11,7 +11,7 @@ from services.scheduler.residency.view import Device, ModelId, Resident
 from shared.messages import HostedModel
 
 Identify = Callable[[HostedModel], ModelId]
-NumRunning = Callable[[str], int | None]  # of a worker; None: it does not accept requests
+NumRunning = Callable[[str], int | None]  # argument: a worker; None: it does not accept requests
 
 
 def devices_of(
@@ -22,7 +22,7 @@ def devices_of(
     num_running: NumRunning,
     now: float,
 ) -> list[Device]:
-    """`num_running`: requests that a worker runs."""
+    """Returns the devices of live hosts. `num_running` counts the requests that a worker runs."""
     return [
         device for host in hosts for device in _devices_of(host, orders, model_of, num_running, now)
     ]
@@ -63,7 +63,7 @@ def _resident_of(
     elif state in ("hot", "waking"):  # its worker has not joined yet, or is gone
         orders.wake_seen(key, hosted.wake_s, now)
         state = "standby"
-    elif state == "starting":  # to hot or to standby
+    elif state == "starting":  # it becomes hot or goes to standby
         state = "cold"
     wake = orders.wake_of(key)
     is_leaving = state in ("parking", "stopping")

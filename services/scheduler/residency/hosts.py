@@ -39,13 +39,15 @@ class Hosts:
 
     def __init__(self) -> None:
         self._known: dict[str, KnownHost] = {}
-        self._digests: dict[tuple[str, str], str] = {}  # by name and revision of hosts
+        self._digests: dict[tuple[str, str], str] = {}  # key: name and revision of hosts
 
     def __len__(self) -> int:
         return len(self._known)
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
-        """Of any process; ignores an old one, and the last one of a process that stops."""
+        """Records the heartbeat of any process. Ignores an old one, and the last one of a process
+        that stops.
+        """
         load, known = heartbeat.host, self._known.get(heartbeat.process_id)
         is_new = known is None or known.is_before(heartbeat)
         if load is None or not is_new or heartbeat.state == "stopped":
@@ -60,7 +62,7 @@ class Hosts:
         return name, self._digests.get((name, revision), revision)
 
     def revision_of(self, host_id: str, model: ModelId) -> str:
-        """As the host names it."""
+        """Returns the model's revision as the host names it."""
         known = self._known.get(host_id)
         models = () if known is None else known.load.models
         found = (each.revision for each in models if self.model_of(each) == model)
@@ -71,7 +73,7 @@ class Hosts:
             self._known[host_id].lost_at = now
 
     def live(self) -> list[KnownHost]:
-        """Those that carry out wakes."""
+        """Returns the hosts that carry out wakes."""
         known = self._known.values()
         return [each for each in known if each.lost_at is None and each.heartbeat.state == "ready"]
 

@@ -56,14 +56,14 @@ class ResidencyKeeper:
         num_running: NumRunning,
         start: Start,
     ) -> None:
-        """`num_running`: of a worker that accepts requests, else None. `start` starts a task,
-        and calls back if it raises.
+        """`num_running` counts the requests of a worker that accepts requests, and is None for
+        others. `start` starts a task, and calls back if it raises.
         """
         self._requests, self._policy, self._clock = requests, policy, clock
         self._num_running, self._start = num_running, start
         self._hosts, self._orders, self._rates = Hosts(), Orders(), ArrivalRates()
         self._acting: dict[Place, list[Action]] = {}  # not answered yet
-        self._wanted: dict[ModelId, float] = {}  # by requests that must not wait: until when
+        self._wanted: dict[ModelId, float] = {}  # end of the demand of requests that must not wait
 
     # ── hosts and requests ───────────────────────────────────────────────────────────────────────
 
@@ -119,7 +119,9 @@ class ResidencyKeeper:
     def decide(
         self, held: Iterable[QueuedRequest], unserved: Iterable[QueuedRequest], now: float
     ) -> None:
-        """`held`: all requests that are not placed; `unserved`: those that no worker serves."""
+        """Sends the policy's wakes and parks to hosts. `held` are all requests that are not placed;
+        `unserved` are those that no worker serves.
+        """
         if not len(self._hosts):
             return
         self._orders.expire(now)

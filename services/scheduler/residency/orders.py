@@ -22,17 +22,17 @@ log = structlog.get_logger(__name__)
 
 PATIENCE = 3.0
 SLACK_S = 2.0
-AVOIDED_S = 10.0  # after a wake that did not end in time
-SILENT_S = 2.0  # after a request without a reply
-BUSY_S = 0.5  # after a host could not park a model because it served
-REFUSED_S = 5.0  # without a time of the host's own
+AVOIDED_S = 10.0  # pause after a wake that did not end in time
+SILENT_S = 2.0  # pause after a request without a reply
+BUSY_S = 0.5  # pause after a host could not park a model because it served
+REFUSED_S = 5.0  # pause after a refusal without a time of the host's own
 
 Key = tuple[str, ModelId]  # host, model
 
 
 @dataclass(slots=True)
 class WakeOrder:
-    """`ready_at`: expected; `limit_at`: when its time is up."""
+    """A requested wake: `ready_at` is its expected end, `limit_at` the end of its time."""
 
     ready_at: float
     limit_at: float
@@ -52,12 +52,14 @@ class RefusedWake:
 class Orders:
     def __init__(self) -> None:
         self._wakes: dict[Key, WakeOrder] = {}
-        self._avoided: dict[Key, float] = {}  # until when
+        self._avoided: dict[Key, float] = {}  # end of the pause
         self._refused: dict[Key, RefusedWake] = {}
-        self._parking: dict[Key, float] = {}  # until when they count as under way
+        self._parking: dict[Key, float] = {}  # end of the time in which they count as under way
 
     def wake_planned(self, key: Key, expected_s: float, park_s: float, now: float) -> None:
-        """It is asked for once other models are parked, which takes at most `park_s`."""
+        """Records a wake that is requested once other models are parked, which takes at most
+        `park_s`.
+        """
         order = WakeOrder.of(expected_s, now)
         self._wakes[key] = WakeOrder(order.ready_at, order.limit_at + park_s)
 
@@ -65,7 +67,7 @@ class Orders:
         self._wakes[key] = WakeOrder.of(expected_s, now)
 
     def wake_seen(self, key: Key, expected_s: float, now: float) -> None:
-        """Its host reports that it is on its way to hot."""
+        """Records that a host reports a model on its way to hot."""
         if key not in self._wakes and not self.is_avoided(key, now):
             self._wakes[key] = WakeOrder.of(expected_s, now)
 
@@ -83,7 +85,7 @@ class Orders:
         self._avoided[key] = now + SILENT_S
 
     def wake_dropped(self, key: Key) -> None:
-        """It was not asked for, in the end."""
+        """Forgets a planned wake that was not requested."""
         self._wakes.pop(key, None)
 
     def hot(self, key: Key) -> None:
@@ -128,7 +130,7 @@ class Orders:
         return key in self._refused
 
     def ready_at(self, model: ModelId) -> float:
-        """When the first of its wakes is expected to end; inf if none is under way."""
+        """Returns the first expected end of the model's wakes, or inf if none is under way."""
         found = (order.ready_at for key, order in self._wakes.items() if key[1] == model)
         return min(found, default=inf)
 

@@ -1,4 +1,4 @@
-"""Which hot models are parked so that another one can be woken on their device."""
+"""Chooses the hot models that are parked so that another one can be woken on their device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a residency policy sees, and what it decides. Bytes and seconds."""
+"""The input and the decisions of a residency policy. Units are bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.messages import ModelState
 
 ModelId = tuple[str, str]  # the name and the digest of its weights
 
-USUAL_GAPS = 3.0  # of 20 gaps between Poisson arrivals, 19 are shorter than so many mean gaps
-UNKNOWN_START_S = 10.0  # of a model that was never started
+USUAL_GAPS = 3.0  # 19 of 20 gaps between Poisson arrivals are shorter than so many mean gaps
+UNKNOWN_START_S = 10.0  # assumed start of a model that was never started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ UNUSED = ModelDemand()
 
 class Policy(Protocol):
     def decide(self, devices: Sequence[Device], demands: Demands, now: float) -> list[Action]:
-        """What to send to the hosts now, in order: parks come before the wake that they make room
-        for. At most one wake for each device.
+        """Returns the actions to send to hosts now, in order: parks come before the wake that they
+        make room for. There is at most one wake for each device.
         """
         ...

@@ -1,4 +1,4 @@
-"""How many workers the work of one model asks for, by role: a pure function of measurements.
+"""Computes the workers that one model's work needs, by role: a pure function of measurements.
 
     prefill = Σ over workers of prompt tokens/s · token_s
               + (tokens in flight + queued tokens · uncached share) · token_s / CLEAR_S
@@ -21,12 +21,12 @@ from services.scheduler.throughput import Speed
 
 CLEAR_S = 2.0  # a backlog shall be done within so long
 FULL = 0.95  # a decoding worker with this load has no room or time for another stream
-MIN_SPAN_S = 1e-3  # of the target ITL above a step's fixed time
+MIN_SPAN_S = 1e-3  # smallest difference of the target ITL and a step's fixed time
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerWork:
-    """What one worker has done lately, and holds."""
+    """Recent work of one worker, and the requests that it holds."""
 
     worker_id: str
     roles: tuple[str, ...]
@@ -41,7 +41,9 @@ class WorkerWork:
     num_total_blocks: int
 
     def decode_load(self, target_itl_s: float) -> float:
-        """Of this worker, 1 if it has as many streams as its blocks or the target allow."""
+        """Returns the worker's share of its limit: 1 with as many streams as its blocks or the
+        target allow.
+        """
         held = self.num_used_blocks / max(1, self.num_total_blocks)
         if not self.num_running:
             return held
@@ -55,7 +57,7 @@ class QueuedWork:
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
-    num_blocks: int = 0  # of their prompts
+    num_blocks: int = 0  # blocks of their prompts
     uncached_share: float = 1.0
 
 

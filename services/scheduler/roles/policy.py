@@ -22,8 +22,9 @@ from math import ceil, inf
 from services.scheduler.roles.demand import WorkerDemand, WorkerWork
 from shared.messages import WorkerRole
 
-MIN_USAGE = 0.6  # below it no change is wanted: streams accumulate for seconds after it is passed
-TARGET_USAGE = 0.8  # of the workers that an autoscaler is advised to have
+# No change is wanted below MIN_USAGE: streams accumulate for seconds after it is passed.
+MIN_USAGE = 0.6
+TARGET_USAGE = 0.8  # usage of the workers that an autoscaler is advised to have
 MIN_GAIN = 1.15  # the usage before a change over that after it
 HOLD_S = 1.0
 ROLES: tuple[WorkerRole, WorkerRole] = ("prefill", "decode")
@@ -33,7 +34,7 @@ ROLES: tuple[WorkerRole, WorkerRole] = ("prefill", "decode")
 class RoleChange:
     worker_id: str
     role: WorkerRole
-    min_s: float = 0.0  # since the worker's last change
+    min_s: float = 0.0  # time since the worker's last change
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ class Split:
         )
 
     def after(self, role: WorkerRole) -> Split:
-        """After one worker has changed to this role from the other one."""
+        """Returns the split after one worker has changed to this role from the other one."""
         step = 1 if role == "prefill" else -1
         return Split(self.num_prefill + step, self.num_decode - step, self.num_both)
 
 
 class RolePolicy:
-    """Of one model."""
+    """Decides the changes of role of one model's workers."""
 
     def __init__(self, *, min_s: float, min_workers: int) -> None:
         self._min_s = min_s
@@ -120,12 +121,12 @@ def split_of(workers: Sequence[WorkerWork]) -> Split:
 
 
 def wanted_workers(busy: float, min_workers: int) -> int:
-    """That are used by at most TARGET_USAGE each."""
+    """Returns the number of workers at which each is used by at most TARGET_USAGE."""
     return max(min_workers, ceil(busy / TARGET_USAGE))
 
 
 def _held_work(worker: WorkerWork) -> tuple[float, str]:
-    """What the worker still has to do in its old role, the least first."""
+    """Sort key: the work that the worker still has in its old role."""
     held = worker.num_used_blocks / max(1, worker.num_total_blocks)
     return held + worker.prefill_tokens_in_flight * worker.speed.token_s, worker.worker_id
 

@@ -39,7 +39,7 @@ from shared.transport.timed_requests import TimedRequests
 log = structlog.get_logger(__name__)
 
 CHANGE_TIMEOUT_S = 0.5  # and the round trip
-MAX_MODELS = 64  # in a heartbeat
+MAX_MODELS = 64  # models in a heartbeat
 
 
 class RoleChanges:
@@ -51,7 +51,7 @@ class RoleChanges:
         self._requests = requests
         self._rates = WorkerRates(workers.speed)
         self._policies: dict[ModelKey, RolePolicy] = {}
-        self._demands: dict[str, list[RoleDemand]] = {}  # by model name
+        self._demands: dict[str, list[RoleDemand]] = {}  # key: model name
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         """Call after the fleet of workers has processed the heartbeat."""
@@ -64,7 +64,7 @@ class RoleChanges:
         self._rates.lost(worker_id)
 
     def load(self) -> SchedulerLoad:
-        """As of the last decision."""
+        """The demands of the last decision."""
         demands = [each for name in sorted(self._demands) for each in self._demands[name]]
         return SchedulerLoad(demands=tuple(demands[: 2 * MAX_MODELS]))
 

@@ -1,4 +1,4 @@
-"""What workers have done lately, from the counters in their heartbeats of the last seconds."""
+"""Computes the rates of workers from the counters in their heartbeats of the last seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class _Measured:
 
     def add(self, load: WorkerLoad, now: float) -> None:
         loads = self.loads
-        if loads and load.num_busy_steps < loads[-1][1].num_busy_steps:  # of another process
+        # Another process counts its steps anew.
+        if loads and load.num_busy_steps < loads[-1][1].num_busy_steps:
             loads.clear()
         loads.append((now, load))
         while now - loads[0][0] > WINDOW_S:
@@ -41,7 +42,7 @@ class WorkerRates:
         self._measured: dict[str, _Measured] = {}
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Of a live worker that accepts requests."""
+        """Records the heartbeat of a live worker that accepts requests."""
         card, load = heartbeat.model, heartbeat.load
         if card is None or load is None:
             return
@@ -62,7 +63,7 @@ class WorkerRates:
         return [self._work_of(each) for each in self._of(model)]
 
     def uncached_share(self, model: ModelKey) -> float:
-        """Of prompt tokens admitted lately; 1 without any."""
+        """Returns the uncached share of prompt tokens admitted lately, or 1 without any."""
         num_prompt = num_cached = 0
         for each in self._of(model):
             _, first, last = each.ends

@@ -60,18 +60,20 @@ class Batcher:
     def __init__(
         self, pool: BlockPool, *, max_batch_tokens: int, max_sequences: int, watermark: float = 0.01
     ) -> None:
-        """`watermark` is the share of blocks that admission leaves free for running sequences."""
+        """The pool leaves the share `watermark` of its blocks free for running sequences when it
+        admits others.
+        """
         self.pool = pool
         self.needs = BlockNeeds(pool.reaches, pool.block_size, max_batch_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_admitted_tokens = 0  # since the start, each sequence once
+        self.num_admitted_tokens = 0  # tokens since the start; each sequence counts once
         self.num_preemptions = 0
         self.num_admitted_cached_tokens = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._watermark = watermark
-        # of the step being scheduled: (source, destination) blocks
+        # Copies of the step being scheduled: (source, destination) blocks.
         self._block_copies: dict[Sequence, list[tuple[int, int]]] = {}
         self._awaited: Sequence | None = None  # its steps in flight keep the blocks that are needed
 
@@ -274,7 +276,8 @@ class Batcher:
         self._wait_first(sequence)
 
     def _wait_first(self, sequence: Sequence) -> None:
-        # after those that hold blocks: before them it could wait for the blocks that they hold
+        # It goes behind those that hold blocks: before them it could wait for the blocks that they
+        # hold.
         num_holders = sum(bool(each.block_tables) for each in self.waiting)
         self.waiting.insert(num_holders, sequence)
 

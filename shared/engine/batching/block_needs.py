@@ -1,4 +1,4 @@
-"""How many blocks of each group of layers a sequence needs. Pure arithmetic."""
+"""Computes the blocks of each group of layers that a sequence needs. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ ROUNDING_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class BlockNeeds:
-    """`reaches` [G]. A group that sees all keys has blocks for all tokens of a sequence; a bounded
-    one for those it still sees and for the largest next step.
+    """Blocks of a sequence by group of layers. `reaches` has one entry for each group. A group that
+    sees all keys has blocks for all tokens of a sequence; a bounded one for those that it still
+    sees and for the largest next step.
     """
 
     reaches: tuple[Reach, ...]

@@ -45,8 +45,8 @@ class BlockPool:
         reaches: tuple[Reach, ...] = (None,),
         notes_freed: bool = False,
     ) -> None:
-        """`reaches`: of each group of layers. `notes_freed`: the owner of the cache clears freed
-        blocks, see `take_freed`.
+        """`reaches` has one entry for each group of layers. With `notes_freed` the owner of the
+        cache clears freed blocks, see `take_freed`.
         """
         self.reaches = reaches
         self.num_blocks = num_blocks
@@ -56,7 +56,7 @@ class BlockPool:
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._last_evictable: OrderedDict[int, None] = OrderedDict()  # likewise, of pinned ones
-        # of each group by block hash, cached or not
+        # Pinned block hashes of each group, cached or not.
         self._pins: list[Counter[bytes]] = [Counter() for _ in reaches]
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: list[dict[bytes, int]] = [{} for _ in reaches]
@@ -64,7 +64,7 @@ class BlockPool:
         self._freed: set[int] = set()
         self._has_retired = False
         self._events: list[KvEvent] = []
-        self._removed: list[CachedBlock] = []  # after the last of `_events`
+        self._removed: list[CachedBlock] = []  # blocks removed after the last of `_events`
         self.on_event: Callable[[], None] = lambda: None  # called when `take_events` has events
 
     @property
@@ -145,7 +145,7 @@ class BlockPool:
         return match_prefix(self._block_ids, self.reaches, block_hashes, self.block_size)
 
     def num_evictable_in(self, block_ids: Iterable[int]) -> int:
-        """How many of these are free now and would not be once held."""
+        """Returns how many of these blocks are free now and would not be once held."""
         return sum(self.ref_counts[block_id] == 0 for block_id in block_ids)
 
     def hold(self, block_ids: Iterable[int]) -> None:

@@ -23,7 +23,8 @@ def match_prefix(
     block_hashes: Sequence[bytes],
     block_size: int,
 ) -> CachedPrefix:
-    """`known`, `reaches` [G]: block ids by hash, and the reach of each group.
+    """Returns the longest cached prefix. Each group has block ids by hash in `known` and a reach in
+    `reaches`.
 
     A prefix of n blocks needs, of each group, those that the token at n · block_size sees.
     """

@@ -83,7 +83,7 @@ class SequenceGrammar(Protocol):
 
     @property
     def num_free_tokens(self) -> int:
-        """How many of the next tokens have no mask and no ban, whatever they are."""
+        """The number of next tokens that have no mask and no ban, whatever they are."""
         ...
 
     def mask(self) -> TokenMask | None:
@@ -95,7 +95,7 @@ class SequenceGrammar(Protocol):
         ...
 
     def sit_out(self) -> None:
-        """Its mask was late for a step: `is_stalled` until the mask is ready."""
+        """Skips a step for which the mask was late: `is_stalled` until the mask is ready."""
         ...
 
 
@@ -126,7 +126,7 @@ class Sequence:
     sampling: SamplingParams | None = None
     pooling: Pooling | None = None
     choice_index: int = 0
-    kv_quota_tokens: int = 0  # of the cache, for the whole tenant; 0: unlimited
+    kv_quota_tokens: int = 0  # tokens of the cache, for the whole tenant; 0: unlimited
     stop_token_ids: frozenset[int] = frozenset()
     grammar: SequenceGrammar | None = None
     # number of top tokens to return at each prompt position; None: no logprobs. Also in `sampling`;
@@ -137,7 +137,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     # one for each group of layers, or none
     block_tables: list[array[int]] = field(default_factory=list)
-    # of each group: earlier entries of its table are not held, as no later token sees them
+    # First held entry of each group's table: later tokens see no earlier ones.
     first_blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0  # leading blocks that are in the prefix cache
@@ -145,11 +145,11 @@ class Sequence:
     num_writable_tokens: int = 0
     num_cached_tokens: int = 0  # cached at the first admission
     num_preemptions: int = 0
-    in_flight: list[RowInFlight] = field(default_factory=list)  # of steps not applied yet
+    in_flight: list[RowInFlight] = field(default_factory=list)  # rows of steps not applied yet
     is_aborted: bool = False  # or has ended: what its steps in flight compute is dropped
-    # of the second to the last computed prompt token; None: not requested, or already returned
+    # Logprobs of the second to the last computed prompt token; None: not requested, or returned.
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
-    pooled: NDArray[np.float64] | None = field(default=None, init=False)  # of computed tokens
+    pooled: NDArray[np.float64] | None = field(default=None, init=False)  # sum over computed tokens
 
     def __post_init__(self) -> None:
         if self.sampling is not None:
@@ -217,12 +217,12 @@ class Sequence:
 
     @property
     def next_position(self) -> int:
-        """Of the first token that no step computes or has computed."""
+        """The position of the first token that no step computes or has computed."""
         return self.num_computed_tokens + sum(row.num_scheduled_tokens for row in self.in_flight)
 
     @property
     def next_num_tokens(self) -> int:
-        """`num_tokens` once the steps in flight have sampled."""
+        """The value of `num_tokens` once the steps in flight have sampled."""
         return len(self.token_ids) + sum(row.samples for row in self.in_flight)
 
     @property

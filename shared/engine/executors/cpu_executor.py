@@ -98,7 +98,7 @@ class CpuExecutor(LocalExecutor):
         kv_dtype = resolve_kv_dtype(options.kv_dtype, dtype, config, _CPU)
         kv_layout = kv_layout_of(config, kv_dtype, options.block_size)
         plan = None
-        if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
+        if not IS_INTERPRETED:  # the plan determines the layout of packed weights
             plan = compile_plan(config, dtype, kv_layout, is_compressed=is_compressed)
             compile_kernels(plan)
         given = options.kv_cache_bytes
@@ -124,7 +124,7 @@ class CpuExecutor(LocalExecutor):
         if plan is not None:
             # a ready worker has all its kernels compiled
             load_kernels(plan, lambda: _warm_up(loaded.computer))
-            if options.has_row_kernels and options.activations == "plain":  # of fused layers
+            if options.has_row_kernels and options.activations == "plain":  # fused layers use it
                 loaded._row_kernels = RowKernels(plan)
                 loaded._row_kernels.start()
         return loaded

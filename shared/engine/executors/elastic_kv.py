@@ -21,7 +21,8 @@ class ElasticKv:
     def __init__(
         self, engine: Engine, executor: Executor, zero_freed: Callable[[], Awaitable[None]]
     ) -> None:
-        """`zero_freed` returns once all blocks freed so far are zeroed, if the engine requires it.
+        """Changes the size of the KV cache while the engine runs. `zero_freed` returns once all
+        blocks freed so far are zeroed, if the engine requires it.
 
         An executor that is not elastic changes the size only from 0 and to 0.
         """
@@ -32,15 +33,16 @@ class ElasticKv:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks, including those that are about to retire."""
+        """Bytes of all blocks, including those that are about to retire."""
         pool = self._engine.pool
         num_blocks = pool.num_blocks + pool.num_retiring_blocks
         return num_blocks * self._executor.kv_layout.block_bytes
 
     async def resize(self, num_bytes: int) -> None:
-        """To as many blocks as `num_bytes` hold. Raises InvalidRequest for a size outside of the
-        engine's and executor's bounds, or one that the executor cannot change to now; NoCapacity if
-        the device has too little memory; ValueError for 0 while sequences are left.
+        """Changes the cache to as many blocks as `num_bytes` hold. Raises InvalidRequest for a size
+        outside of the engine's and executor's bounds, or one that the executor cannot change to
+        now; NoCapacity if the device has too little memory; ValueError for 0 while sequences are
+        left.
         """
         num_blocks = num_bytes // self._executor.kv_layout.block_bytes
         if num_bytes and not num_blocks:

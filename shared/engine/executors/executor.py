@@ -18,15 +18,16 @@ from shared.numerics import Numerics
 
 class Executor(Protocol):
     depth: int  # steps in flight
-    num_stages: int  # of a pipeline; with one, sampled tokens are where the next step needs them
+    # Stages of a pipeline; with one, sampled tokens are where the next step needs them
+    num_stages: int
 
-    kv_layout: KvLayout  # of the whole model
+    kv_layout: KvLayout  # layout of the whole model
     numerics: Numerics
-    num_blocks: int  # of its KV cache at the start, if it does not start parked
+    num_blocks: int  # blocks of its KV cache at the start, if it does not start parked
     max_blocks: int  # the largest size of that cache
     is_elastic: bool  # whether that size may change while it holds KV
 
-    max_context_tokens: int  # of the model
+    max_context_tokens: int  # the model's limit
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     has_head: bool  # False: the model gives embeddings only
@@ -44,7 +45,7 @@ class Executor(Protocol):
 
     @property
     def step_extension_s(self) -> float:
-        """What has been added to that budget since: the step compiles a kernel."""
+        """The time added to that budget since, because the step compiles a kernel."""
         ...
 
     def submit(self, rows: list[ScheduledSequence]) -> int:

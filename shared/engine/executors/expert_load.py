@@ -14,7 +14,9 @@ LEAST_MEAN = 16.0  # tokens an expert; of fewer, chance alone makes some experts
 
 
 class ExpertLoad:
-    """`counts` [layers, experts]: tokens of the last minutes, older ones with less weight."""
+    """Counts tokens by expert. `counts` [layers, experts]: tokens of the last minutes, older ones
+    with less weight.
+    """
 
     def __init__(self) -> None:
         self.counts: NDArray[np.float64] | None = None
@@ -34,7 +36,7 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """Of the worst layer; 0 as long as too few tokens are counted."""
+        """The imbalance of the worst layer, or 0 as long as too few tokens are counted."""
         if self.counts is None:
             return 0.0
         means = self.counts.mean(axis=1)

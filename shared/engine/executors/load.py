@@ -39,9 +39,9 @@ def resolve_device(name: str) -> torch.device:
 def load_executor(
     model_dir: Path | str, device: str = "cpu", *, mode: ModeChoice = "exact", **options: Any
 ) -> LocalExecutor:
-    """`options` are the other fields of `LoadOptions`; blocks have the device's size if none is
-    given. Raises CheckpointError for a bad checkpoint,
-    ConfigError for a bad option.
+    """Loads the model. `options` are the other fields of `LoadOptions`; blocks have the device's
+    size if none is given. Raises CheckpointError for a bad checkpoint, ConfigError for a bad
+    option.
     """
     model_dir, target = Path(model_dir), resolve_device(device)
     if options.get("block_size") is None:

@@ -77,7 +77,7 @@ class LocalExecutor:
         self._plans = PlanBuilder()
         self._state = RankState(self.kv_layout.block_size, len(self.kv_layout.groups))
         self._step = -1
-        self._inputs: StepInputs | None = None  # of the step in flight
+        self._inputs: StepInputs | None = None  # inputs of the step in flight
         self._budget = StepBudget()
         self._clock = MonotonicClock()
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
@@ -166,7 +166,9 @@ class LocalExecutor:
 
 
 def _log_groups(layout: KvLayout) -> None:
-    """Of several groups of layers, the short ones leave slots of their blocks unused."""
+    """Logs the slots that stay unused: with several groups of layers, short ones do not fill
+    blocks.
+    """
     if len(layout.groups) > 1:
         log.info(
             "kv_groups",

@@ -23,8 +23,8 @@ MAX_COST = 1.25
 
 
 class MeasuredDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`cost`: the time in the exact mode over that in the fast one, the largest of decode at batch
-    1, decode at batch 64 and a prefill of 8k tokens.
+    """Measurements of a device. `cost` is the time in the exact mode over that in the fast one: the
+    largest of decode at batch 1, decode at batch 64 and a prefill of 8k tokens.
     """
 
     device: str

@@ -21,7 +21,9 @@ NOT_SAMPLED = -1
 
 
 class _Row:
-    """It does not keep its sequence: between two steps one may end."""
+    """State of a row in the last plan. It does not keep its sequence, which may end between two
+    steps.
+    """
 
     __slots__ = (
         *("sampled_at", "num_all_blocks", "num_blocks", "num_preemptions", "number", "sequence"),
@@ -42,7 +44,7 @@ class PlanBuilder:
         first stage of a pipeline samples none.
         """
         self._feeds_sampled = feeds_sampled
-        self._rows: dict[int, _Row] = {}  # by identity of the sequence
+        self._rows: dict[int, _Row] = {}  # key: identity of the sequence
         self._free: list[int] = []
         self._ended: list[int] = []  # rows that the next plan ends
         self._ended_before: list[int] = []  # those that the last plan has ended
@@ -196,8 +198,8 @@ def _successors_of(sequence: Sequence, first: int, num_tokens: int) -> list[int]
 
 
 def _grown(row: _Row, scheduled: ScheduledSequence) -> list[Grown]:
-    """For each group with new blocks; also blocks that have been replaced by copies, in which the
-    row writes first.
+    """Returns the new blocks of each group that has some, and blocks that copies have replaced
+    because the row writes in them first.
     """
     tables = scheduled.sequence.block_tables
     copied = {destination for _, destination in scheduled.block_copies}

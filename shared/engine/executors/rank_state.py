@@ -1,4 +1,4 @@
-"""What a rank knows of its rows. Applies plans, and builds the inputs of each step from them.
+"""Keeps the rows of a rank: applies plans, and builds the inputs of each step from them.
 
 Pure: no device, no clock. Every rank that applies the same plans, and records the same tokens,
 builds the same inputs. An executor in one process is the only rank of its plans.
@@ -224,7 +224,9 @@ class RankState:
         last: Integers,
         context_lens: Integers,
     ) -> SamplingInputs:
-        """`kept`: [S] what is kept of the rows; `last`: [S] index of each row's last token."""
+        """Builds the inputs of sampling. `kept` [S] is the state of the rows; `last` [S] is the
+        index of each row's last token.
+        """
         samples = np.frombuffer(plan.completes, dtype=np.bool_) & kept["samples"]
         sampled = np.flatnonzero(samples)
         if len(sampled) < len(rows):
@@ -316,7 +318,7 @@ def _blocks_of(tables: Integers, row_of_token: Integers, block_indices: Integers
 
 
 def _with_length(values: np.ndarray, length: int, *, axis: int = 0) -> np.ndarray:
-    """`values`, or a copy at least twice as long with zeros at its end."""
+    """Returns `values`, or a copy at least twice as long with zeros at its end."""
     missing = length - values.shape[axis]
     if missing <= 0:
         return values

@@ -120,7 +120,7 @@ class StepComputer(KvCopies):
     def _operands(
         self, inputs: StepInputs, *, samples_on_device: bool = False
     ) -> tuple[Model, list[Tensor], DeviceStepInputs, Tensor | None]:
-        """Those of `device_step`. Copies blocks first."""
+        """Copies blocks, and returns the operands of `device_step`."""
         self._check_thread()
         if inputs.block_copies:
             copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
@@ -129,7 +129,7 @@ class StepComputer(KvCopies):
         return self.model, self.kv_slots(), own, self._entering(inputs)
 
     def _entering(self, inputs: StepInputs) -> Tensor | None:
-        """What enters the first layer, if it is not the embedding of the tokens."""
+        """Returns the input of the first layer, if it is not the embedding of the tokens."""
         return None
 
     def _samples_on_device(self, inputs: StepInputs) -> bool:

@@ -8,7 +8,7 @@ from shared.engine.step import StepInputs
 
 FLOOR_S = 1.0
 SLACK = 10.0
-COMPILE_S = 30.0  # for one kernel: 1 to 5 s on an idle host
+COMPILE_S = 30.0  # limit for one kernel: 1 to 5 s on an idle host
 # Costs of a step, in units of one token's linear layers.
 STEP_UNITS = 16
 CONTEXT_TOKENS_PER_UNIT = 256
@@ -21,13 +21,15 @@ def step_units(inputs: StepInputs) -> float:
 
 
 def units_of(num_tokens: int, num_ranked: int, num_pairs: int) -> float:
-    """Of a step's tokens, those of them whose logprobs are ranked, and pairs of query and key."""
+    """Returns the units of a step's tokens, tokens with ranked logprobs, and pairs of query and
+    key.
+    """
     return STEP_UNITS + num_tokens + num_ranked + num_pairs / CONTEXT_TOKENS_PER_UNIT
 
 
 class StepBudget:
-    """Of steps measured in `step_units`. Tracks the slowest recent pace: a slower step sets it, a
-    faster one lowers it by 1 %.
+    """Computes the budgets of steps measured in `step_units`. Tracks the slowest recent pace: a
+    slower step sets it, a faster one lowers it by 1 %.
 
     A kernel that is compiled during a step extends this step's budget, and the step says nothing
     about the pace.
@@ -35,7 +37,7 @@ class StepBudget:
 
     def __init__(self, seconds_per_unit: float = 0.02) -> None:
         self._seconds_per_unit = seconds_per_unit
-        self._num_compiled = 0  # in the current step
+        self._num_compiled = 0  # kernels compiled in the current step
 
     def seconds(self, units: float) -> float:
         """Call before each step."""

@@ -40,7 +40,7 @@ from shared.messages import TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
 STATE_BYTES = 16
-FIRST_TOKEN_ID = 16  # below it are the special tokens, which the formula never samples
+FIRST_TOKEN_ID = 16  # special tokens are below it: the formula never samples them
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class TimingExecutor:
         depth: int = 1,
         num_stages: int = 1,
     ) -> None:
-        """`max_blocks`: None: `num_blocks`. Executors with another `variant` compute other bits, as
-        on another kind of device. The model has one layer for each of `reaches`, in a group of its
-        own.
+        """`max_blocks` is `num_blocks` by default. Executors with another `variant` compute other
+        bits, as on another kind of device. The model has one layer for each of `reaches`, in a
+        group of its own.
         """
         self.depth = depth
         self.num_stages = num_stages
@@ -108,8 +108,8 @@ class TimingExecutor:
         self._plans = PlanBuilder(feeds_sampled=num_stages > 1)
         self._state = RankState(block_size, len(groups))
         self._runs_ahead = depth > 1  # else a step starts when its result is awaited
-        self._inputs: StepInputs | None = None  # of a step in flight that has not started
-        self._steps: dict[int, asyncio.Task[bytes]] = {}  # in flight, by number
+        self._inputs: StepInputs | None = None  # inputs of a step in flight that has not started
+        self._steps: dict[int, asyncio.Task[bytes]] = {}  # steps in flight, by number
         self._last: asyncio.Task[bytes] | None = None
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
@@ -351,7 +351,7 @@ def _logprob(rank: int) -> float:
 
 
 def _masked_logprobs(ranked: NDArray[np.int64], num_top_logprobs: int) -> TokenLogprobs:
-    """Of the first of these tokens."""
+    """Returns the logprobs of the first of these tokens."""
     top = tuple(ranked[:num_top_logprobs].tolist())
     return TokenLogprobs(_logprob(0), top, tuple(_logprob(rank) for rank in range(len(top))))
 

@@ -15,12 +15,12 @@ from shared.kv_layout import KvLayout, KvShard
 
 
 def any_thread() -> None:
-    """On the CPU any thread may compute."""
+    """Accepts any thread, as computing on the CPU does."""
 
 
 class KvCopies:
-    """`kv_cache` [num_slots, planes, num_blocks, heads, block_size, dim]. A `shard` is a part of
-    one group's layers and heads in this cache; None: all of them.
+    """Copies KV to and from the cache `kv_cache` [num_slots, planes, num_blocks, heads, block_size,
+    dim]. A `shard` is a part of one group's layers and heads in this cache; None: all of them.
 
     `check_thread` raises if the calling thread would launch on another device; it runs before each
     operation on the device.

@@ -45,7 +45,9 @@ class PushCounts:
 
 
 class PushedSequence(Protocol):
-    """What a sender reads of a prefill: its blocks, and the tokens found in the prefix cache."""
+    """The state of a prefill that a sender reads: its blocks, and the tokens of the
+    cached prefix.
+    """
 
     @property
     def num_tokens(self) -> int: ...
@@ -58,9 +60,10 @@ class PushedSequence(Protocol):
 
 
 class KvSender:
-    """`run` returns True once the receiver holds the KV that continues the prompt, False after
-    `cancel`: of each group of layers, the tokens from `first_sent` on. `shard`, by the layers of
-    the model: the part that `memory` has and the receiver takes; None: the whole.
+    """Sends a prompt's KV. `run` returns True once the receiver holds the KV that continues the
+    prompt, and False after `cancel`. It sends the tokens from `first_sent` on, of each group of
+    layers. `memory` has, and the receiver takes, the part `shard` of the model's layers; None: the
+    whole.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class KvSender:
         shard: KvShard | None = None,
         num_target_cells: int | None = None,
     ) -> None:
-        """`num_target_cells`: layers × heads that all targets of the push take, this sender's and
-        others'; None: those of the model.
+        """`num_target_cells` counts the layers × heads that all targets of the push take, this
+        sender's and others'; None: those of the model.
         """
         self._placement_id = placement_id
         self._sequence = sequence
@@ -87,7 +90,7 @@ class KvSender:
         self._shards = in_groups(layout, layout.whole if shard is None else shard)
         self._shares = [each.num_cells / num_target_cells for each in self._shards]
         self._parts = parts_of_groups(layout, self._shards)
-        # of each group; the last tokens of a bounded one suffice
+        # First token to send of each group; the last tokens of a bounded one suffice.
         self._sent = [
             max(first_token, first_sent(reach, sequence.num_tokens, layout.hash_tokens))
             if shard.num_cells
@@ -100,10 +103,10 @@ class KvSender:
         self._counts = counts
         self._num_computed_tokens = 0
         self._num_frames = 0
-        self.num_bytes = 0  # of acknowledged frames
+        self.num_bytes = 0  # bytes of acknowledged frames
         self._changed = asyncio.Event()
         self._is_cancelled = False
-        self._sends: list[asyncio.Task[None]] = []  # of unacknowledged frames, in order
+        self._sends: list[asyncio.Task[None]] = []  # unacknowledged frames, in order
 
     def computed(self, num_computed_tokens: int) -> None:
         """Records that KV of the first `num_computed_tokens` is in the cache."""

@@ -15,7 +15,9 @@ from shared.kv_wire.shards import in_groups
 
 
 class ReservedSequence(Protocol):
-    """What a writer reads of a sequence: its reserved blocks, and the tokens to receive."""
+    """The state of a sequence that a writer reads: its reserved blocks, and the tokens
+    to receive.
+    """
 
     @property
     def num_prefill_tokens(self) -> int: ...

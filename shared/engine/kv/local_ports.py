@@ -76,7 +76,7 @@ class LocalReceivePort:
         counts: ReceiverCounts | None = None,
         shard: KvShard | None = None,
     ) -> None:
-        """`link_keys`: of the links to `receiver`; None: they are not sealed."""
+        """`link_keys` seal the links to `receiver`; None: they are not sealed."""
         self.counts = ReceiverCounts() if counts is None else counts
         self._receiver = receiver
         self._memory = memory

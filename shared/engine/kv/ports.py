@@ -17,7 +17,7 @@ class Push(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the KV that the targets have acknowledged; 0 if other processes send it."""
+        """Bytes of KV that the targets have acknowledged; 0 if other processes send it."""
         ...
 
     def computed(self, num_computed_tokens: int) -> None: ...
@@ -99,11 +99,11 @@ class ReceivePort(Protocol):
         ...
 
     def link_key(self, prefill_worker_id: str) -> LinkKey | None:
-        """None: links are not sealed."""
+        """Returns the key of the links from this worker, or None if links are not sealed."""
         ...
 
     def forget_worker(self, prefill_worker_id: str) -> None:
-        """Its link key is not used again."""
+        """Forgets a worker, whose link key is not used again."""
         ...
 
     async def close(self) -> None: ...

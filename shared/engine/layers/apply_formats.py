@@ -25,9 +25,9 @@ class Quantizable(Protocol):
 
 
 def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
-    """`layer` is unset, and has no quantized weights yet. Raises CheckpointError for layers that
-    are one GEMM here and have different formats in the checkpoint, and for groups that do not
-    fit.
+    """Gives a layer the formats of its quantized weights, which it must not have yet; it is unset.
+    Raises CheckpointError for linear layers of one GEMM that have different formats in the
+    checkpoint, and for groups that do not fit.
     """
     if formats is None:
         return

@@ -15,7 +15,7 @@ from shared.engine.parallel.cuts import head_lanes
 
 
 class PagedAttention(nn.Module):
-    """Which tokens a token attends to is part of the step's inputs.
+    """Attends to the tokens that the step's inputs name for each token.
 
     `value_dim`: values are the first elements of their keys, see kernels.reference.
     """

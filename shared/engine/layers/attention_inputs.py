@@ -96,7 +96,9 @@ def lower_bounds(reach: Reach, positions: NDArray[np.int64]) -> NDArray[np.int32
 def query_factors(
     temperature: QueryTemperature | None, positions: NDArray[np.int64]
 ) -> NDArray[np.float32] | None:
-    """Of the shape of `positions`; rounded once, so that they do not depend on the host."""
+    """Returns factors of the shape of `positions`. They are rounded once, so that they do not
+    depend on the host.
+    """
     if temperature is None:
         return None
     growth = np.log1p((positions + 1) // temperature.floor_scale)

@@ -19,8 +19,8 @@ class HasDestinations(Protocol):
 def child_destinations(
     module: nn.Module, fused: Mapping[str, Mapping[str, int]] | None = None
 ) -> dict[str, Tensor]:
-    """Of all children, each under its name. `fused`: children that a checkpoint has as several
-    linear layers, which are named like it: their names and output rows.
+    """Collects the destinations of all children by name. `fused` children are several linear layers
+    in a checkpoint: their names and output rows.
     """
     found: dict[str, Tensor] = {}
     for name, child in module.named_children():

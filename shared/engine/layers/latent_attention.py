@@ -32,7 +32,9 @@ NORM_EPS = 1e-6
 
 
 class LatentAttention(PagedAttention):
-    """`q_proj`, or a product of low rank: `q_a_proj`, norm, `q_b_proj`."""
+    """Attention over latents. The query is `q_proj`, or a product of low rank: `q_a_proj`, norm,
+    `q_b_proj`.
+    """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__(config)
@@ -114,7 +116,7 @@ class LatentExpansion(nn.Module):
 
     @property
     def num_rows(self) -> int:
-        """Of the unset weight."""
+        """Output rows of the unset weight."""
         assert self.weight is not None, "packed"
         return self.weight.shape[0]
 

@@ -25,7 +25,7 @@ class MatrixModule(nn.Module):
 
     weight: Weight
     method: LinearMethod
-    lanes: SumLanes | None = None  # of a row-parallel GEMM
+    lanes: SumLanes | None = None  # lanes of a row-parallel GEMM
     is_batch_invariant = True
 
     def set_parameter(self, parameter: nn.Parameter) -> None:
@@ -110,7 +110,7 @@ class Linear(MatmulModule):
 
     @property
     def num_rows(self) -> int:
-        """Of the unset weight."""
+        """Output rows of the unset weight."""
         return self.parameter.shape[0]
 
     def join(self, mesh: Mesh, lanes: SumLanes) -> None:
@@ -126,7 +126,9 @@ class Linear(MatmulModule):
         return found if self.bias is None else {**found, "bias": self.bias}
 
     def part_destinations(self, rows: Mapping[str, int]) -> dict[str, Tensor]:
-        """Of the linear layers that a checkpoint has instead of this one: name -> output rows."""
+        """Returns the destinations of the linear layers that a checkpoint has instead of this one:
+        name -> output rows.
+        """
         sizes = list(rows.values())
         if self.store is None:
             weights = [{"weight": each} for each in self.parameter.split(sizes)]

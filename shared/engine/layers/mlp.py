@@ -18,7 +18,7 @@ class GatedMlp(nn.Module):
     def __init__(
         self, config: ModelConfig, inner: int | None = None, *, dtype: torch.dtype
     ) -> None:
-        """`inner`: the intermediate size, by default the model's."""
+        """The intermediate size is `inner`, by default the model's."""
         super().__init__()
         hidden, has_bias = config.hidden_size, config.has_mlp_bias
         inner = config.intermediate_size if inner is None else inner

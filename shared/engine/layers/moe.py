@@ -50,7 +50,7 @@ class ExpertLinear(MatmulModule):
     def __init__(
         self, shape: tuple[int, int, int], lanes: SumLanes, share: float, *, dtype: torch.dtype
     ) -> None:
-        """`shape`: E, N, K. `share`: the part of the experts that a token uses."""
+        """The weights have the shape E, N, K. A token uses the part `share` of the experts."""
         super().__init__()
         num_experts, num_columns, width = shape
         self.lanes = lanes
@@ -162,7 +162,9 @@ class Experts(nn.Module):
     def _held_rows(
         self, x: Tensor, choice: ExpertChoice, rows: ExpertRows, first: int, offsets: Tensor
     ) -> Tensor:
-        """Those of the experts held, from row `first` on; `offsets` are relative to it."""
+        """Returns the rows of the experts held, from row `first` on; `offsets` are
+        relative to it.
+        """
         own = slice(first, first + int(offsets[-1])) if self.gathers else slice(None)
         tokens: Tensor | None = rows.tokens[own]
         assert tokens is not None

@@ -37,7 +37,8 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedStore:
-    """Of linear layers with `rows` output rows each, one below the other, of `width` columns.
+    """The quantized weights of linear layers with `rows` output rows each, one below the other, of
+    `width` columns.
 
     A checkpoint fills `memory`; the kernels' form is made from it and replaces it. `dtype` is that
     of the dequantized weight.

@@ -20,7 +20,7 @@ from shared.engine.model_config.model_config import (
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """[rotary_dim / 2] FP32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
-    wavelengths = rope.theta**exponents  # over 2π
+    wavelengths = rope.theta**exponents  # divided by 2π
     match rope.scaling:
         case LinearScaling():
             return 1.0 / wavelengths / rope.scaling.factor

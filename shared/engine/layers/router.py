@@ -50,8 +50,8 @@ def zero_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """On a CPU memory that takes pages when it is written: a model is built before its weights are
-    mapped, and zeros of all experts are as large as the dense model.
+    """Returns zeros. CPU memory takes pages only when it is written: a model is built before its
+    weights are mapped, and zeros of all experts are as large as the dense model.
     """
     if torch.get_default_device().type != "cpu":
         return torch.zeros(shape, dtype=dtype)

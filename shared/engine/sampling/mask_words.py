@@ -14,7 +14,7 @@ from shared.engine.step import TokenMasks
 Words = NDArray[np.int32]  # [⌈vocab_size / 32⌉]: bit t % 32 of word t // 32 is set if t is allowed
 
 MIN_WAIT_S = 1e-3
-WAIT_SHARE = 0.1  # of the forward pass
+WAIT_SHARE = 0.1  # share of the forward pass
 MAX_FEW = 4096  # tokens of a row
 
 
@@ -90,7 +90,9 @@ class FewTokens:
 
 
 def few_tokens(words: Mapping[int, Words], vocab_size: int) -> FewTokens | None:
-    """Of the rows whose masks allow at most MAX_FEW tokens; None: there are none."""
+    """Returns the tokens of the rows whose masks allow at most MAX_FEW, or None without
+    such rows.
+    """
     if not words:
         return None
     rows, masks = np.array(list(words)), np.concatenate(list(words.values()))
@@ -101,7 +103,7 @@ def few_tokens(words: Mapping[int, Words], vocab_size: int) -> FewTokens | None:
         rows, masks = rows[is_candidate], masks[is_candidate]
     word = np.flatnonzero(masks)
     bit = np.flatnonzero(np.unpackbits(masks.ravel()[word].view(np.uint8), bitorder="little"))
-    place = word[bit >> 5] * 32 + (bit & 31)  # in the rows, one after the other
+    place = word[bit >> 5] * 32 + (bit & 31)  # place in the rows, one after the other
     starts = np.searchsorted(place, np.arange(len(rows)) * width)
     counts = np.diff(starts, append=len(place))
     index = np.repeat(np.arange(len(rows)), counts)

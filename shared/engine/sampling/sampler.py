@@ -111,8 +111,8 @@ def _adjust(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) 
 
 
 def _few(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) -> FewTokens | None:
-    """Of the rows that are sampled from them alone: on the CPU, without top-k, top-p and processed
-    logprobs.
+    """Returns the few tokens of rows that are sampled from them alone: on the CPU, without top-k,
+    top-p and processed logprobs.
     """
     if not logits.is_cpu:
         return None
@@ -141,7 +141,7 @@ def _sample(
 
 
 def _sample_few(logits: Tensor, inputs: SamplingInputs, few: FewTokens) -> list[int]:
-    """Also the other rows, among all their tokens."""
+    """Samples rows among their few tokens, and the other rows among all tokens."""
     sampled, rows = np.empty(len(logits), np.int64), few.rows
     own = inputs.rows.take(rows)
     names = ("temperature", "min_p", "seed", "choice_index", "output_position")
@@ -172,7 +172,7 @@ def _add_logprobs(
     requested: Mapping[int, int],
     token_ids: list[int],
 ) -> None:
-    """`logits`: of the rows that request logprobs, in their order."""
+    """Adds the logprobs of the rows that request them; `logits` has these rows, in their order."""
     sampled = torch.tensor([token_ids[row] for row in requested], device=logits.device)
     each = token_logprobs(logits, sampled, list(requested.values()))
     for row, logprobs in zip(requested, each, strict=True):

@@ -22,7 +22,9 @@ class TokenCounts:
         self._num_counted = 0
 
     def advance(self, token_ids: list[int], num_prompt_tokens: int) -> None:
-        """`token_ids` are those of the last call, and what has been appended since."""
+        """Counts new tokens. `token_ids` are those of the last call, and what has been appended
+        since.
+        """
         for token_id in token_ids[self._num_counted : num_prompt_tokens]:
             self._index(token_id)
         for token_id in token_ids[max(self._num_counted, num_prompt_tokens) :]:

@@ -30,8 +30,8 @@ class CudaDriver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """`tensors_on`: the device of tensors, `torch.device("cuda", index)` except in tests.
-    `try_kernel` runs a kernel there, or raises TritonUnusable.
+    """A CUDA device. `tensors_on` is `torch.device("cuda", index)` except in tests. `try_kernel`
+    runs a kernel there, or raises TritonUnusable.
     """
 
     index: int

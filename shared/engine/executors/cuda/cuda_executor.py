@@ -74,7 +74,7 @@ class CudaExecutor(LocalExecutor):
         KV.
         """
         device.bind()
-        device.check_kernels()  # before reading the model, which takes minutes
+        device.check_kernels()  # reading the model, which follows, takes minutes
         target, config = device.tensors_on, read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, target, options.load_format)
         dtype = resolve_dtype(options.dtype, target)
@@ -153,7 +153,9 @@ class CudaExecutor(LocalExecutor):
         )
 
     def _resize_kv(self, num_blocks: int) -> None:
-        """Only the computer refers to the cache, so its memory is free once it has another one."""
+        """Replaces the cache. Only the computer refers to the old one, so its memory is
+        free then.
+        """
         computer, target = self.computer, self._device.tensors_on
         computer.kv_cache = allocate_kv_cache(self.kv_layout, 0, target)
         self._device.release_cached()

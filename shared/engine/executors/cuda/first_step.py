@@ -29,8 +29,8 @@ def measure_gemms(model: Decoder) -> None:
 
 
 def run_largest_step(computer: StepComputer, options: LoadOptions) -> None:
-    """Also samples with every option of sampling, whose results the host reads, and reports the
-    log-probabilities of as many rows as there can be.
+    """Runs the largest step, with every option of sampling, whose results the host reads, and with
+    the log-probabilities of as many rows as there can be.
     """
     layout, config = computer.kv_layout, computer.model.config
     num_groups = len(layout.groups)
@@ -52,7 +52,7 @@ def run_largest_step(computer: StepComputer, options: LoadOptions) -> None:
 
 @torch.inference_mode()
 def _unset_output(computer: StepComputer, num_rows: int) -> DeviceStepOutput:
-    """Of tokens that no layer has seen, as many of which sample as there are rows."""
+    """Returns the output of tokens that no layer has seen; `num_rows` of them sample."""
     model, device = computer.model, computer.kv_cache.device
     hidden = model.embed(torch.zeros(num_rows + 1, dtype=torch.int64, device=device))
     rows = hidden[:num_rows]

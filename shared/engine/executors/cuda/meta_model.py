@@ -44,7 +44,7 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is Tensor.clone:  # of a parameter
+        if function is Tensor.clone:  # its argument is a parameter
             return _twin(args[0])
         if function is Tensor.__deepcopy__:
             tensor, memo = args
@@ -61,7 +61,9 @@ def _twin(tensor: Tensor) -> Tensor:
 
 
 def _weights(layer: nn.Module) -> list[object]:
-    """What tells one layer's kernels from another's of the same config."""
+    """Returns what distinguishes one layer's kernels from those of another layer with the same
+    config.
+    """
     tensors = chain(layer.named_parameters(), layer.named_buffers())
     found: list[object] = [(name, *_form(each)) for name, each in tensors]
     for name, module in layer.named_modules():

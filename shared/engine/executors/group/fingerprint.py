@@ -14,7 +14,9 @@ NUM_SAMPLED_ROWS = 1
 
 
 def fingerprint(tensors: WeightSource, described: bytes) -> str:
-    """`described`: the config. Raises CheckpointError."""
+    """Returns a digest of the config `described` and of samples of all tensors. Raises
+    CheckpointError.
+    """
     digest = xxhash.xxh3_128(described)
     for name in sorted(tensors.names()):
         dtype, shape = tensors.info(name)

@@ -49,8 +49,8 @@ class _StepInFlight:
 
 
 class GroupExecutor:
-    """`revision`, `kv_layout` and `numerics` are those of the whole model. `kv_links`: to the data
-    planes of all ranks.
+    """Runs steps on several ranks. `revision`, `kv_layout` and `numerics` are those of the whole
+    model. `kv_links` lead to the data planes of all ranks.
     """
 
     is_elastic = True
@@ -98,12 +98,12 @@ class GroupExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """Of the rank processes."""
+        """Process ids of the ranks."""
         return self._steps.group.pids
 
     @property
     def links(self) -> tuple[RankLink, ...]:
-        """That the ranks measured as they joined."""
+        """Links that the ranks measured as they joined."""
         return self._steps.group.links
 
     @property

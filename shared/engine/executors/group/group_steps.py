@@ -21,12 +21,12 @@ from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.step import TokenMask
 from shared.errors import DeviceFailed
 
-COMMAND_TIMEOUT_S = 30.0  # of a check, a copy, or zeroing
+COMMAND_TIMEOUT_S = 30.0  # limit of a check, a copy, or zeroing
 
 
 class GroupSteps:
-    """`masks`: a channel to the answering rank. `parent_thread` has started the group, which ends
-    with it.
+    """Sends steps to a group of ranks. `masks` is a channel to the answering rank. `parent_thread`
+    has started the group, which ends with that thread.
     """
 
     def __init__(

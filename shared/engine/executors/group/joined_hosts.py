@@ -16,8 +16,9 @@ from shared.engine.parallel.transport.collectives import serve_store
 
 @dataclass(frozen=True)
 class JoinedHosts:
-    """`rendezvous`: where all ranks find each other; `address`: of the leader's host. Empty without
-    other hosts. `store` serves the rendezvous as long as it is referenced.
+    """Connections to the other hosts of a group. All ranks find each other at `rendezvous`;
+    `address` is that of the leader's host. Both are empty without other hosts. `store` serves the
+    rendezvous as long as it is referenced.
     """
 
     hosts: tuple[HostConnections, ...] = ()
@@ -43,8 +44,9 @@ class JoinedHosts:
 
 @dataclass(frozen=True)
 class RankChannels:
-    """`kv`: to the data plane of each rank; `masks`: to the answering one. `rank_kv`, `rank_masks`:
-    the descriptors that ranks of this host inherit; -1: of a rank of another host.
+    """Channels from the leader to ranks: `kv` to the data plane of each rank, `masks` to the
+    answering one. `rank_kv` and `rank_masks` are the descriptors that ranks of this host inherit;
+    -1 stands for a rank of another host.
     """
 
     kv: tuple[socket.socket, ...]

@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 def link_table(hosts: Sequence[str], links: Sequence[RankLink]) -> LinkTable:
-    """`hosts`: of each rank."""
+    """Returns the table of links between hosts. `hosts` names each rank's host."""
     inside = {hosts[each.first]: each.link for each in links if _is_inside(hosts, each)}
     names = list(dict.fromkeys(hosts))
     found = [

@@ -41,8 +41,8 @@ from shared.engine.weights.load import matched_names
 from shared.errors import CheckpointError, ConfigError
 
 LOAD_TIMEOUT_S = 1800.0
-# Between ranks: a first start compiles, which one of them may do long after another. Once steps
-# run, their budgets end a group much earlier.
+# Ranks wait so long for each other: a first start compiles, which one of them may do long after
+# another. Once steps run, their budgets end a group much earlier.
 WAIT_S = 300.0
 CPU = torch.device("cpu")
 
@@ -54,9 +54,9 @@ def load_group(
     hosts: HostListener | None = None,
     **given_options: Any,
 ) -> GroupExecutor:
-    """`given_options` are the fields of `LoadOptions`; `hosts`: those of the last ranks. Raises
-    CheckpointError for a bad checkpoint, or one that ranks see differently, and ConfigError for a
-    model that cannot be cut like this.
+    """Starts a group of ranks. `given_options` are the fields of `LoadOptions`; `hosts` listens for
+    the last ranks. Raises CheckpointError for a bad checkpoint, or one that ranks see differently,
+    and ConfigError for a model that cannot be cut like this.
     """
     model_dir, options = Path(model_dir), LoadOptions(**given_options)
     if resolve_device(device).type != "cpu":

@@ -1,4 +1,4 @@
-"""What a leader and its ranks send each other about steps.
+"""Messages between a leader and its ranks about steps.
 
     ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, ReturnFreedMemory,
              CountExperts ──▶ every rank; the answering rank ──output──▶ leader
@@ -32,7 +32,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
-    """`plan`: see step_plan.py."""
+    """A step to run. Its `plan` is encoded as in step_plan.py."""
 
     plan: bytes
 
@@ -60,7 +60,7 @@ class GiveBackBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReturnFreedMemory(msgspec.Struct, frozen=True, tag=True):
-    """Of steps: the worker is being parked."""
+    """Returns the memory of steps to the system: the worker is being parked."""
 
 
 class CountExperts(msgspec.Struct, frozen=True, tag=True):
@@ -68,7 +68,7 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExpertCounts(msgspec.Struct, frozen=True):
-    """`counts`: int64 [number of layers, num_experts]."""
+    """Tokens by expert: `counts` is int64 [number of layers, num_experts]."""
 
     num_experts: int
     counts: bytes

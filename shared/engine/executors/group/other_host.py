@@ -27,8 +27,8 @@ def run_host_ranks(
     model_dir: Path,
     num_threads: int,
 ) -> NoReturn:
-    """`address`, `key`: of the leader; `model_dir`: this host's copy of the checkpoint;
-    `num_threads`: of this host. Always raises GroupLost, which says why the group has ended.
+    """Runs the ranks of one host. `address` and `key` are the leader's; `model_dir` is this host's
+    copy of the checkpoint. Always raises GroupLost, which says why the group has ended.
     """
     host = open_connections(address, key, name, ranks, shape)
     own_address = host.steps.getsockname()[0]

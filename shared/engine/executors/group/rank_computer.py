@@ -60,7 +60,7 @@ class RankComputer(StepComputer):
         self._is_first = stage == 0
         self._is_last = stage + 1 == mesh.shape.pp
         self._answers = mesh.rank == mesh.shape.answering_rank
-        self.failure = ""  # of the last step
+        self.failure = ""  # failure of the last step
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:
@@ -89,9 +89,7 @@ class RankComputer(StepComputer):
         return self._mesh.recv(shape, self.model.dtype)
 
     def _samples_on_device(self, inputs: StepInputs) -> bool:
-        """Whether the device samples. Other rows are sampled after the last exchange, where an error is
-        harmless.
-        """
+        """Whether the device samples: if not, sampling follows the last exchange of ranks."""
         return self._answers and inputs.sampling.is_plain_greedy
 
     def _tokens(
@@ -102,7 +100,7 @@ class RankComputer(StepComputer):
         return [], [], frozenset()
 
     def _check_routing(self, is_misrouted: bool) -> None:
-        """After the last exchange with other ranks: it fails this step alone."""
+        """Fails this step alone: the check follows the last exchange with other ranks."""
         try:
             super()._check_routing(is_misrouted)
         except FloatingPointError as error:
@@ -111,7 +109,7 @@ class RankComputer(StepComputer):
     def _sample_logits(
         self, logits: Tensor, inputs: StepInputs, began_at: float
     ) -> tuple[list[int], list[TokenLogprobs | None], frozenset[int]]:
-        """What raises here, after the last exchange with other ranks, fails this step alone."""
+        """Samples after the last exchange with other ranks: an error fails this step alone."""
         try:
             return super()._sample_logits(logits, inputs, began_at)
         except Exception as error:
@@ -122,7 +120,7 @@ class RankComputer(StepComputer):
 
 @dataclass(frozen=True)
 class LoadedRank:
-    """`sent`: the part of `memory` that this rank pushes, see sent_shards."""
+    """A loaded rank. It pushes the part `sent` of `memory`, see sent_shards."""
 
     computer: RankComputer
     identity: RankIdentity
@@ -141,7 +139,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     kv_dtype = resolve_kv_dtype(options.kv_dtype, options.dtype, config, CPU)
     layout = kv_layout_of(config, kv_dtype, options.block_size)
     kv_layout = rank_layout(layout, part)
-    if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
+    if not IS_INTERPRETED:  # the plan determines the layout of packed weights
         compile_kernels(compile_plan(local, options.dtype, kv_layout, is_compressed=False))
     model = RankDecoder(
         config,

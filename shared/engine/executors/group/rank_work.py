@@ -1,4 +1,4 @@
-"""What a rank process computes: its part of each step. Its data plane runs beside it."""
+"""Computes a rank process's part of each step. Its data plane runs beside it."""
 
 from __future__ import annotations
 

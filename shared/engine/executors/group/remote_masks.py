@@ -54,8 +54,8 @@ class RemoteMask:
 
 
 def mask_words(masks: Sequence[TokenMask], timeout_s: float, clock: Clock) -> list[bytes | None]:
-    """At the leader: the words of all masks of a step; None for those not ready within `timeout_s`
-    together.
+    """Returns the words of all masks of a step, at the leader; None for those not ready within
+    `timeout_s` together.
     """
     deadline = clock.now() + timeout_s
     words = [mask.wait(max(0.0, deadline - clock.now())) for mask in masks]

@@ -76,7 +76,7 @@ def compile_plan(
 def _quantized_kinds(
     config: ModelConfig, dtype: str, paths: Mapping[str, str]
 ) -> tuple[QuantizedKind, ...]:
-    """Of the last layer: the first ones of some models differ."""
+    """Returns the kinds of the last layer: the first ones of some models differ."""
     formats = config.layers[-1].formats
     if formats is None or dtype != "bfloat16":
         return ()

@@ -35,7 +35,7 @@ def device_numerics(
         name = f"sm{compute_capability(device)}"
     else:
         name = "cpu-interpreted" if IS_INTERPRETED else _cpu_name(dtype)
-    # In the fast mode of CUDA the library multiplies, unless nodes of the lane tree are rounded.
+    # The library multiplies in the fast mode of CUDA, unless nodes of the lane tree are rounded.
     has_lanes = device.type == "cpu" or mode == "exact" or activations == "bf16-exchange"
     lanes = NUM_LANES if has_lanes else 1
     kernels = "-".join(parts)
@@ -55,5 +55,5 @@ def _cpu_name(dtype: str) -> str:
 
 
 def _release(package: str) -> str:
-    """Its major and minor version."""
+    """Returns the package's major and minor version."""
     return ".".join(version(package).split(".")[:2])

@@ -1,4 +1,4 @@
-"""What glibc does with memory that is freed. Other C libraries do as they do."""
+"""Controls what glibc does with freed memory. Other C libraries keep their defaults."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 _PLANES = {"k": (0,), "v": (1,), "kv": (0, 1)}
 _DTYPES = ("F32", "BF16", "F16")
-# Beyond these every key saturates or becomes zero: |x| up to 448 · scale is stored in steps of at
+# Every key saturates or becomes zero beyond these: |x| up to 448 · scale is stored in steps of at
 # least 2^-9 · scale.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**16
 
@@ -86,7 +86,7 @@ def _read(tensors: WeightSource, name: str, num_kv_heads: int) -> Tensor:
 
 
 def _use_scales_of_keys(scales: Tensor) -> None:
-    """Of latents. Changes `scales`."""
+    """Uses the scales of keys for values of latents. Changes `scales`."""
     keys, values = scales.unbind(1)
     num_other = int(((values != 1) & (values != keys)).any(1).sum())
     if num_other:

@@ -12,21 +12,22 @@ from shared.numerics import Activations, KvDtype, Mode
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA a share of the free memory after loading.
-    `kv_ceiling_bytes`: the most that the KV cache may get later; None: no more than at the start.
-    `is_parked`: it takes no memory before it gets a size. `max_context_tokens`: at most; None: the
-    model's.
+    """Options of loading a model.
 
-    `mode` exact: a token's bits depend neither on its batch nor on chunking, so that a resumed
+    The KV cache has `kv_cache_bytes`: by default 1 GiB on the CPU, and on CUDA a share of the free
+    memory after loading. It may grow to `kv_ceiling_bytes`; None: no more than at the start. If the
+    worker `is_parked` it takes no memory before it gets a size. `kv_dtype`: see `resolve_kv_dtype`.
+    A sequence has at most `max_context_tokens`; None: the model's limit.
+
+    In the `mode` exact a token's bits depend neither on its batch nor on chunking, so a resumed
     response continues identically. On the CPU this always holds, at no cost; "fast" only declares
     the worker's KV usable by other hardware in that mode.
-    `activations`: how sums of lanes cross ranks, rounded alike by a worker of one rank.
-    `kv_dtype`: see `resolve_kv_dtype`.
-    `experts`: how ranks share a model's experts, with the same bits.
-    `weights`: see weight_form.py; in the exact mode all forms yield the same bits.
+    The form in which sums of lanes cross ranks is set by `activations`; a worker of one rank rounds
+    alike. Ranks share a model's experts as `experts` says, with the same bits. The forms of
+    `weights` are in weight_form.py; in the exact mode all forms yield the same bits.
     `max_batch_tokens` and `max_sequences` bound the size of the steps.
-    `has_row_kernels`: compile the CPU's kernels for long prompts after loading; without them such
-    prompts take more time, with the same bits.
+    With `has_row_kernels` the CPU's kernels for long prompts are compiled after loading; without
+    them such prompts take more time, with the same bits.
     """
 
     dtype: str = "auto"

@@ -50,7 +50,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
 
 
 def kv_layout_of(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
-    """`dtype`: of stored KV. Raises ConfigError."""
+    """Returns the layout of a cache that stores KV as `dtype`. Raises ConfigError."""
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
     states = [_layer_state(config, layer, dtype) for layer in config.layers]
@@ -65,7 +65,7 @@ def _layer_state(config: ModelConfig, layer: LayerConfig, dtype: str) -> LayerSt
 
 
 def _bounded_reach(config: ModelConfig, reach: Reach) -> Reach:
-    """None if the reach is longer than every context."""
+    """Returns the reach, or None if it is longer than every context."""
     if reach is not None and reach.tokens >= config.max_position_embeddings:
         return None
     return reach
@@ -114,7 +114,9 @@ def open_weights(
     staging: WeightStaging | None = None,
     readers: Executor | None = None,
 ) -> Iterator[OpenedWeights]:
-    """`readers` compute digests. Raises CheckpointError, and ConfigError for an unknown format."""
+    """Opens the model's weights; `readers` compute digests. Raises CheckpointError, and ConfigError
+    for an unknown format.
+    """
     described = msgspec.json.encode(config)
     if load_format not in LOAD_FORMATS:
         raise ConfigError(

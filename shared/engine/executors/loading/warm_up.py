@@ -26,7 +26,7 @@ from shared.engine.step import (
 # More tokens than one segment of attention: parts of a context are computed apart, and joined.
 LONG_CONTEXT = 2048
 MAX_TOP_LOGPROBS = 20
-COPIES = (1, 9, 65)  # of blocks, for each size of the kernel
+COPIES = (1, 9, 65)  # numbers of blocks, one for each size of the kernel
 
 
 def warm_up_steps(
@@ -37,7 +37,9 @@ def warm_up_steps(
     max_sequences: int,
     num_groups: int = 1,
 ) -> Iterator[StepInputs]:
-    """`row_counts`: numbers of rows for which GEMMs have kernels of their own."""
+    """Yields steps that compile all kernels. `row_counts` are numbers of rows for which GEMMs have
+    kernels of their own.
+    """
     num_rows = min(max_sequences, max_batch_tokens)
     idle = partial(idle_step, block_size, num_groups=num_groups)
     counts = {*row_counts, 1, max_batch_tokens, *_batch_sizes(max_batch_tokens), num_rows}

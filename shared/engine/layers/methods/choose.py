@@ -22,8 +22,8 @@ from shared.engine.layers.methods.split_weight_method import Split12Method
 def choose_method(
     weight: Weight, *, is_batch_invariant: bool, lanes: SumLanes | None = None
 ) -> LinearMethod:
-    """`is_batch_invariant`: a row's bits must not depend on the other rows. `lanes`: the GEMM
-    is row-parallel, and sums over K in lanes.
+    """Chooses the method for a weight. With `is_batch_invariant` a row's bits must not depend on
+    the other rows. With `lanes` the GEMM is row-parallel, and sums over K in them.
     """
     if isinstance(weight, SplitWeight):
         return Split12Method(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)

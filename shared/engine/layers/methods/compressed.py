@@ -19,7 +19,9 @@ from kernels.ops import (
 
 
 class CompressedMethod:
-    """On CPUs a row's bits never depend on the other rows."""
+    """Multiplies with a weight that is compressed for CPUs. A row's bits never depend on other
+    rows.
+    """
 
     def __init__(self, weight: CpuCompressed, *, lanes: SumLanes | None = None) -> None:
         self.weight = weight

@@ -18,7 +18,8 @@ from kernels.ops import (
 
 
 class DenseMethod:
-    """`weight` [N, K], or the result of `pack_weight`; a plain one may be filled later.
+    """Multiplies with `weight` [N, K], or the result of `pack_weight`. A weight that is not packed
+    may be filled later.
 
     With `lanes` the GEMM sums in them, and `weight` may be the result of `pack_lanes`.
     """

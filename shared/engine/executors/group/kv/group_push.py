@@ -35,7 +35,7 @@ class GroupPush:
         self._ranks = ranks
         self._placement_id = command.placement_id
         self._sequence = sequence
-        self._block_tables: list[list[int]] | None = None  # as the ranks know them
+        self._block_tables: list[list[int]] | None = None  # state that the ranks have
         self._calls = [links.call(rank, command) for rank in ranks]
 
     def computed(self, num_computed_tokens: int) -> None:

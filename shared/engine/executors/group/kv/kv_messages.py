@@ -1,4 +1,4 @@
-"""What a leader and its ranks send each other about pushes and receipts of KV.
+"""Messages between a leader and its ranks about pushes and receipts of KV.
 
     leader ── Call(number, command) ──▶ rank      several may be under way
            ◀── Answer, CallFailed ────            of a push: once it has ended
@@ -75,7 +75,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class Computed(msgspec.Struct, frozen=True, tag=True):
-    """`block_tables`: None if they are as they were last sent."""
+    """The progress of a prefill. `block_tables` is None if they are as they were last sent."""
 
     placement_id: bytes
     num_computed_tokens: int
@@ -110,7 +110,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag=True):
-    """`code`: of a HearthError."""
+    """A failed call, with the code of its HearthError."""
 
     number: int
     code: str
@@ -118,7 +118,9 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReceiptEnded(msgspec.Struct, frozen=True, tag=True):
-    """`reason`: of the failure; None: the rank holds all of its part."""
+    """The end of a receipt. `reason` is that of the failure; None: the rank holds all
+    of its part.
+    """
 
     placement_id: bytes
     reason: str | None

@@ -51,7 +51,7 @@ from shared.messages import DataPlaneAddress
 
 log = structlog.get_logger(__name__)
 
-COUNT_S = 0.25  # between two messages of counts, if they change
+COUNT_S = 0.25  # interval of messages of counts, if they change
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 

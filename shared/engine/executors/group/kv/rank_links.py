@@ -33,8 +33,9 @@ Listener = Callable[[int, ReceiptEnded | Counted | None], None]
 
 
 class RankLinks:
-    """`shards`: what each rank holds, by the layers of the model. A rank whose link has ended is
-    lost, and its group with it: calls to it fail with LinkLost.
+    """Connections from the leader to the ranks' data planes. `shards` are the parts of the model's
+    KV that the ranks hold. A rank whose link has ended is lost, and its group with it: calls to it
+    fail with LinkLost.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], shards: Sequence[KvShard]) -> None:
@@ -52,14 +53,14 @@ class RankLinks:
         return range(len(self.shards))
 
     async def open(self) -> None:
-        """On the event loop that uses the links from now on. Idempotent."""
+        """Opens the links on the event loop that uses them from now on. Idempotent."""
         if self._channels:
             return
         self._channels = [await KvChannel.open(each, _decoder) for each in self._sockets]
         self._readers = [start_awaited(self._read(rank)) for rank in self.ranks]
 
     def listen(self, listener: Listener) -> None:
-        """`listener(rank, event)` gets each event, and None when the rank is lost."""
+        """Calls `listener(rank, event)` for each event, and with None when the rank is lost."""
         self._listeners.append(listener)
 
     def call(self, rank: int, command: Command) -> asyncio.Future[Result]:

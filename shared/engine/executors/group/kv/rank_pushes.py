@@ -16,7 +16,7 @@ from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 
 
 class RankPushes:
-    """`sent`: the part of the rank's KV that it pushes; other ranks push the rest."""
+    """Pushes the part `sent` of the rank's KV; other ranks push the rest."""
 
     def __init__(
         self, memory: RankKvMemory, sent: KvShard, clock: Clock, command: OpenSender
