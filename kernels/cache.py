@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """`$HEARTH_CACHE_DIR`, or `hearth` in the user's cache directory."""
+    """Returns `$HEARTH_CACHE_DIR`, or `hearth` in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("HEARTH_CACHE_DIR") or Path(home) / "hearth")

@@ -80,7 +80,7 @@ def check_triton(device: torch.device) -> None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             _compiled_increment()[(1,)](counts, NUM=_CHECKED, enable_fp_fusion=True)
         found = counts.tolist()
-    except Exception as error:  # of the compiler, the loader or the driver
+    except Exception as error:  # raised by the compiler, the loader or the driver
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise TritonUnusable(
             f"Triton cannot run a kernel on {device}: {reason}. It needs a C compiler (Debian: gcc "

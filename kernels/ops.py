@@ -140,7 +140,7 @@ CPU_MODULES = {
 CPU_WITHOUT_LOOPS = frozenset(
     {"grouped_linear", "grouped_sums", "lane_linear", "lane_sums", "linear"}
 )
-LANED_ROWS = 64  # above, a split weight that sums in lanes is decompressed first
+LANED_ROWS = 64  # limit of rows; with more, a split weight that sums in lanes is decompressed first
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
     from kernels.gpu.gemm.compressed_linear import compressed_linear as _fused_linear
@@ -265,7 +265,7 @@ def lane_linear(
     lanes: SumLanes,
     is_batch_invariant: bool = True,
 ) -> Tensor:
-    """`linear` that sums over K in lanes, with any weight of the CPU. On CUDA the library
+    """Computes `linear` with sums over K in lanes, with any weight of the CPU. On CUDA the library
     multiplies, without lanes, unless a row's bits must not depend on the others.
     """
     if _is_for_library(x, is_batch_invariant=is_batch_invariant):
@@ -292,7 +292,7 @@ def grouped_linear(
     *,
     lanes: SumLanes,
 ) -> Tensor:
-    """`lane_linear` of the rows of each expert with its part of a weight [E · N, K], see
+    """Computes `lane_linear` of the rows of each expert with its part of a weight [E · N, K], see
     kernels.reference.grouped_linear.
     """
     multiply: Any = _grouped_linear
@@ -316,7 +316,7 @@ def grouped_sums(
 
 
 def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None = None) -> Tensor:
-    """`linear` with a compressed weight of the CPU."""
+    """Computes `linear` with a compressed weight of the CPU."""
     y: Tensor = _cpu("gemm.compressed_linear").compressed_linear(x, weight, bias)
     return y
 
@@ -362,7 +362,7 @@ def packed_form(weight: LaneWeight | CpuCompressed | QuantizedWeight) -> Any:
 
 
 def packed_logits(x: Tensor, packed: Any) -> Tensor:
-    """`linear` with a `packed_form`, as FP32."""
+    """Computes `linear` with a `packed_form`, as FP32."""
     y: Tensor = _cpu("gemm.packed_linear").packed_linear(x, packed, dtype=torch.float32)
     return y
 
@@ -388,9 +388,9 @@ def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
 def compressed_linear(
     x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
-    """`linear` with a split weight. For few rows the kernel decodes it; for many it is decompressed
-    into temporary memory, and `linear` multiplies. In the batch-invariant mode both ways give the
-    bits of `linear`.
+    """Computes `linear` with a split weight. For few rows the kernel decodes it; for many it is
+    decompressed into temporary memory, and `linear` multiplies. In the batch-invariant mode both
+    ways give the bits of `linear`.
     """
     if not _is_for_triton(x.device):
         return reference_compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
@@ -409,7 +409,7 @@ def compressed_linear(
 def compressed_lane_linear(
     x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, lanes: SumLanes
 ) -> Tensor:
-    """`lane_linear` with a split weight, bit-identical to that with the dense one."""
+    """Computes `lane_linear` with a split weight, bit-identical to that with the dense one."""
     if _is_for_triton(x.device) and len(x) <= LANED_ROWS and _fits_lanes(lanes):
         return _fused_linear(x, weight, bias, lanes=lanes)
     return lane_linear(x, decompress(weight), bias, lanes=lanes)
@@ -422,8 +422,8 @@ def quantized_linear(
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """`linear` with a quantized weight, of the bits of the dequantized one. On CPUs a part of it is
-    decoded at a time; elsewhere it is dequantized into temporary memory.
+    """Computes `linear` with a quantized weight, with the bits of the dequantized one. On CPUs a
+    part of it is decoded at a time; elsewhere it is dequantized into temporary memory.
     """
     if _is_for_loops(weight.memory):
         module = _cpu("gemm.quantized_linear")
@@ -440,7 +440,7 @@ def quantized_lane_linear(
     lanes: SumLanes,
     is_batch_invariant: bool = True,
 ) -> Tensor:
-    """`lane_linear` with a quantized weight."""
+    """Computes `lane_linear` with a quantized weight."""
     if _is_for_loops(weight.memory):
         mode = {"lanes": lanes, "has_kernels": cpu_host().has_kernels}
         y: Tensor = _cpu("gemm.quantized_linear").quantized_lane_linear(x, weight, bias, **mode)
@@ -452,7 +452,7 @@ def quantized_lane_linear(
 def quantized_lane_sums(
     x: Tensor, weight: QuantizedWeight, *, lanes: SumLanes, num_sums: int = 1
 ) -> Tensor:
-    """`lane_sums` with a quantized weight."""
+    """Computes `lane_sums` with a quantized weight."""
     if _is_for_loops(weight.memory):
         mode = {"lanes": lanes, "num_sums": num_sums, "has_kernels": cpu_host().has_kernels}
         sums: Tensor = _cpu("gemm.quantized_linear").quantized_lane_sums(x, weight, **mode)

@@ -30,7 +30,7 @@ FP8_BLOCK = 128  # rows and columns that share a scale
 PIECE_ROWS = 256  # that are transcoded at a time
 # Products of smaller scales may be subnormal: the CPU's conversion to BF16 rounds these to 0.
 LEAST_SCALE = 2.0**-100
-SYMMETRIC_ZERO = 8  # of int4
+SYMMETRIC_ZERO = 8  # zero point of int4
 
 
 PlaneShape = tuple[torch.dtype, tuple[int, int, int]]
@@ -38,7 +38,9 @@ PlaneShape = tuple[torch.dtype, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Int4Layout:
-    """`group`: columns that share a scale; a multiple of 32, or all. Scales are FP32 or BF16."""
+    """Layout of 4-bit weights. `group` columns share a scale: a multiple of 32, or all. Scales are
+    FP32 or BF16.
+    """
 
     shape: tuple[int, int]
     group: int
@@ -57,7 +59,9 @@ class Int4Layout:
 
 @dataclass(frozen=True)
 class Fp8Layout:
-    """`scale_rows`: rows of a strip that share a scale: all 32, or 1 where a block ends in it."""
+    """Layout of FP8 weights. `scale_rows` rows of a strip share a scale: all 32, or 1 where a block
+    ends in it.
+    """
 
     shape: tuple[int, int]
     scale_rows: int
@@ -93,7 +97,9 @@ class Fp8Part(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """`memory` [num_bytes] uint8 holds all planes; `dtype` is that of the dense weight."""
+    """A quantized weight. `memory` [num_bytes] uint8 holds all planes; `dtype` is that of the dense
+    weight.
+    """
 
     layout: QuantizedLayout
     memory: Tensor

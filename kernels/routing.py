@@ -1,4 +1,4 @@
-"""What the operations of a mixture of experts pass to each other.
+"""Types that the operations of a mixture of experts exchange.
 
 scores   s = softmax(logits) or sigmoid(logits), FP32
 choice   the k best experts by logits, or by s + bias; with groups, those of the best groups by

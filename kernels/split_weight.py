@@ -226,7 +226,9 @@ def _by_group(rows: Tensor, padding: int) -> Tensor:
 def _with_side_table(
     sign_mantissa: Tensor, exponents: Tensor, base: Tensor, is_wide: Tensor, table: Tensor
 ) -> SplitWeight:
-    """`is_wide` [N, groups] bool; `table` has the wide groups in order."""
+    """Returns the split weight. `is_wide` [N, groups] is bool; `table` has the wide groups in
+    order.
+    """
     num_rows, num_groups = is_wide.shape
     padded = torch.nn.functional.pad(is_wide, (0, -num_groups % WORD_GROUPS))
     bits = padded.view(num_rows, padded.shape[1] // WORD_GROUPS, WORD_GROUPS).long()

@@ -20,8 +20,9 @@ from kernels.check_tensor import BadTensor
 
 @dataclass(frozen=True, slots=True)
 class SumLanes:
-    """`borders`: the first column of each lane of a weight [N, K], and K. `alignment` divides the
-    borders of all ranks: a kernel chooses its steps by it, so that they are the same for each rank.
+    """The lanes of a weight [N, K]. `borders` has the first column of each lane, and K. `alignment`
+    divides the borders of all ranks: a kernel chooses its steps by it, so that they are the same
+    for each rank.
     """
 
     borders: tuple[int, ...]

@@ -30,12 +30,12 @@ TASK_FAILED = "a background task failed"
 CANCEL_AGAIN_S = 1.0  # longer than any task needs to end after its cancellation
 T = TypeVar("T")
 _awaited: set[asyncio.Future[Any]] = set()
-_failed = Counter[str]()  # by event
+_failed = Counter[str]()  # key: event
 
 
 class Background:
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[None], None] = {}  # in start order
+        self._tasks: dict[asyncio.Task[None], None] = {}  # tasks in start order
 
     def start_own(self, loop: Coroutine[object, object, None]) -> asyncio.Task[None]:
         """Starts a loop, or a step in the life, of the process itself."""

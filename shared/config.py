@@ -45,15 +45,15 @@ _SUBJECT_TOKEN = re.compile(r"[^\s.*>]+")
 _PROCESS_ID = re.compile(rf"{_SUBJECT_TOKEN.pattern}(\.{_SUBJECT_TOKEN.pattern})?")
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCH_TOKENS = 512
-# On CUDA a step of 512 tokens is bound by kernel launches, not by arithmetic. Decode has a smaller
+# A CUDA step of 512 tokens is bound by kernel launches, not by arithmetic. Decode has a smaller
 # limit because its steps also generate tokens that users wait for.
 CUDA_BATCH_TOKENS = 2048
 CUDA_PREFILL_BATCH_TOKENS = 8192
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`nats_url` carries the credential; its user name is the first part of the process id. It may
-    be a comma list of servers.
+    """Configuration of a process. `nats_url` carries the credential, whose user name is the first
+    part of the process id. It may be a comma list of servers.
     """
 
     nats_url: str
@@ -65,7 +65,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     region: str = ""
     drain_timeout_s: float = 60.0  # requests still running then are returned or end with an error
     metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0  # of probes and metrics; 0: none
+    metrics_port: int = 0  # port of probes and metrics; 0: none
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
@@ -114,12 +114,14 @@ class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
 
 
 class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
-    """`model_dir` is the gateway's own model; None: it serves the models of the registry alone."""
+    """Configuration of a gateway. `model_dir` is its own model; None: it serves the models of the
+    registry alone.
+    """
 
     redis_url: str
     model_dir: Path | None = None
     model_name: str = ""
-    max_loaded_models: int = 16  # of the registry: tokenizers and templates, beside those in use
+    max_loaded_models: int = 16  # tokenizers and templates of the registry, beside those in use
     redis_read_url: str = ""  # a near replica, for API keys; empty: none
     redis_ca: str = ""  # PEM files, for rediss:// URLs
     redis_cert: str = ""
@@ -134,26 +136,28 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     preparations_per_tenant: int = 2  # requests that are rendered and tokenized at once
     default_max_tokens: int = 1024
     cluster_secret: str = ""  # the same for all gateways and the index; workers have none
-    lame_duck_s: float = 5.0  # after SIGTERM, while balancers see /ready; then come drain and stop
-    write_timeout_s: float = 30.0  # without a byte taken by the client
+    # Time after SIGTERM in which balancers see /ready; then come drain and stop
+    lame_duck_s: float = 5.0
+    write_timeout_s: float = 30.0  # time without a byte taken by the client
     keep_alive_s: float = 10.0  # silence of a stream before its head and each comment
-    max_unsent_bytes: int = 8 * 1024 * 1024  # of one stream: text and packed logprobs
-    max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # of all responses of a tenant
+    max_unsent_bytes: int = 8 * 1024 * 1024  # text and packed logprobs of one stream
+    max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # bytes of all responses of a tenant
     metrics_token: str = ""  # required to read /metrics; empty: none is required
     operator_token: str = ""  # required to read /v1/cluster; empty: nobody may
-    page: bool = True  # at /
+    page: bool = True  # serves a page at /
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
-    response_ttl_s: float = 24 * 3600.0  # of stored responses (Responses API)
-    max_stored_response_bytes: int = 0  # of Redis, for all tenants; 0: half of its maxmemory
+    response_ttl_s: float = 24 * 3600.0  # life of stored responses (Responses API)
+    max_stored_response_bytes: int = 0  # part of Redis for all tenants; 0: half of its maxmemory
     max_stored_prefix_bytes: int = 0  # the same of named prefixes; 0: a quarter
-    padding: bool = True  # of the events of Workers AI's streams, whose sizes show tokens otherwise
+    # Pads the events of Workers AI's streams: their sizes show tokens otherwise
+    padding: bool = True
     # origins such as https://example.com whose pages may call, or * for all; empty: none
     cors_origin: tuple[str, ...] = ()
 
     @property
     def served_name(self) -> str:
-        """Empty without a model of its own."""
+        """The name of the gateway's own model; empty without one."""
         if self.model_dir is None:
             return ""
         return self.model_name or self.model_dir.resolve().name
@@ -164,7 +168,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
 
     @property
     def leave_timeout_s(self) -> float:
-        """From SIGTERM to the stop."""
+        """Seconds from SIGTERM to the stop."""
         return self.lame_duck_s + self.drain_timeout_s
 
     def problems(self) -> Iterator[str]:
@@ -206,7 +210,7 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     max_local_prefill_tokens: int = 1_000_000  # the limit where no prefill worker can take it
     automatic_roles: str = "off"  # on: workers with both handlers change their roles with the work
     min_role_workers: int = 1  # that automatic changes leave in each role
-    role_change_min_s: float = 15.0  # between two automatic changes of one model
+    role_change_min_s: float = 15.0  # time between two automatic changes of one model
     target_itl_s: float = 0.05  # a decode worker with longer steps counts as full
     residency: Residency = "demand"  # which models hosts keep hot: by expected demand, or lru
     # requests of a parked model gather as long as this time to first token allows, if waking it
@@ -240,7 +244,7 @@ class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
     redis_ca: str = ""  # PEM files, for rediss:// URLs
     redis_cert: str = ""
     redis_key: str = ""
-    cluster_secret: str = ""  # of the gateways
+    cluster_secret: str = ""  # secret of the gateways
     max_prefixes_per_tenant: int = 1000
     prefix_ttl_s: int = 86_400
 
@@ -262,8 +266,8 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
     # DEVICE=SIZE; empty: half of this machine's memory, or 0.9 of what is free on its CUDA devices
     budget: tuple[str, ...] = ()
     state_dir: str = ""  # cards, digests, times and logs; empty: a folder of this user's state
-    num_threads: int = 0  # of each worker; 0: all cores, which few workers use at once
-    data_plane_host: str = "127.0.0.1"  # of its workers
+    num_threads: int = 0  # threads of each worker; 0: all cores, which few workers use at once
+    data_plane_host: str = "127.0.0.1"  # address of its workers
     data_plane_advertised_host: str = ""
     data_plane_security: str = "aead"
 
@@ -315,9 +319,9 @@ def expert_split(text: str) -> ExpertSplit:
 class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
-    announce: str = ""  # of the roles that it handles: prefill, decode or both; empty: all
+    announce: str = ""  # subset of the roles that it handles: prefill, decode or both; empty: all
     dtype: str = "auto"
-    kv_dtype: KvDtype = "auto"  # of stored KV: fp8 holds twice the tokens of bf16
+    kv_dtype: KvDtype = "auto"  # dtype of stored KV: fp8 holds twice the tokens of bf16
     device: str = "auto"  # CUDA if a device is present
     load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
     weights: str = "auto"  # dense, or compressed in memory: bit-identical, fewer bytes
@@ -325,7 +329,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     tp: int = 1  # ranks that share each layer: 1, 2, 4 or 8
     pp: int = 1  # pipeline stages
     experts: ExpertSplit = "auto"  # ep: ranks hold whole experts; tp: columns of all of them
-    remote_ranks: int = 0  # of tp x pp, the last ones, which `hearth rank` runs on other hosts
+    remote_ranks: int = 0  # the last ranks of tp x pp, which `hearth rank` runs on other hosts
     rank_host: str = "127.0.0.1"  # where those join; this host's ranks advertise it
     is_trusted_network: bool = False  # what ranks of several hosts send is not encrypted
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
@@ -335,16 +339,19 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     kv_floor_bytes: int | None = None  # it never has less while it serves; None: what it needs
     kv_ceiling_bytes: int | None = None  # nor more; None: kv_cache_bytes
     is_parked: bool = False  # starts in standby, without a KV cache
-    max_context_tokens: int | None = None  # of a sequence, at most; None: the model's
+    max_context_tokens: int | None = None  # limit of a sequence; None: the model's
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
     max_sequences: int = 256
     max_reserved_share: float = 0.5
     zero_freed_blocks: bool = False
-    max_pinned_share: float = 0.25  # of the cache, for pinned prefixes
+    max_pinned_share: float = 0.25  # share of the cache for pinned prefixes
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
     data_plane_advertised_host: str = ""  # address that prefill workers dial; default: the same
-    kv_compression: str = "auto"  # of BF16 KV to other hosts: if it is faster; or "off"
-    # of KV over TCP: encrypted and authenticated, only authenticated, or neither
+    kv_compression: str = (
+        "auto"  # auto: compresses BF16 KV to other hosts if it is faster; or "off"
+    )
+    # KV over TCP is encrypted and authenticated (aead), only authenticated (mac), or neither
+    # (none).
     data_plane_security: str = "aead"
 
     @property
@@ -453,7 +460,7 @@ class RankConfig(ModelProcessConfig, frozen=True, kw_only=True):
     worker: str = ""  # its process id; empty: the only process of the credential
     ranks: int = 1
     num_threads: int = 0  # 0: all cores of this host
-    is_trusted_network: bool = False  # as of the worker
+    is_trusted_network: bool = False  # as configured on the worker
 
     @property
     def leader_id(self) -> str:
@@ -528,7 +535,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_on_loopback(url: str) -> bool:
-    """False for a URL without a valid host."""
+    """Whether the URL's host is on loopback; False for a URL without a valid host."""
     try:
         return is_loopback(urlsplit(url).hostname or "")
     except ValueError:

@@ -55,7 +55,7 @@ class HearthError(Exception):
 
     @property
     def public_message(self) -> str:
-        """What a gateway's clients see: differs where `message` is for operators."""
+        """The message for a gateway's clients. It differs where `message` is for operators."""
         return self.message
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 FP8 = "float8_e4m3fn"
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1, "uint8": 1}
-MAX_PADDING = 0.08  # of a block's bytes, so that groups have equally many layers
+MAX_PADDING = 0.08  # share of a block's bytes, so that groups have equally many layers
 MAX_GROUPS = 16
 ShardIndex = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
@@ -107,7 +107,7 @@ class KvShard(msgspec.Struct, frozen=True):
         return self.num_layers * self.num_heads
 
     def crossing(self, other: KvShard) -> KvShard:
-        """What both contain; it may be empty."""
+        """Returns the part that both contain, which may be empty."""
         return KvShard.of(_crossing(self.layers, other.layers), _crossing(self.heads, other.heads))
 
     def relative_to(self, outer: KvShard) -> KvShard:
@@ -202,20 +202,20 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def cell_bytes(self) -> int:
-        """Of one token in one layer and head."""
+        """Bytes of one token in one layer and head."""
         planes, _, dim = self.state.row
         return planes * dim * ITEM_BYTES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers."""
+        """Bytes of one token in all layers."""
         return self.num_layers * self._row_bytes
 
     def group_bytes_per_token(self, group: int) -> int:
         return len(self.groups[group].layers) * self._row_bytes
 
     def growing_bytes_per_token(self) -> int:
-        """Of the layers that see all keys."""
+        """Bytes of one token in the layers that see all keys."""
         growing = (group for group in self.groups if group.state.reach is None)
         return sum(len(group.layers) for group in growing) * self._row_bytes
 

@@ -51,7 +51,7 @@ def configure_logging(process_id: str, *, level: str = "info") -> None:
 
 
 class LineLogger:
-    """What structlog calls with a rendered line."""
+    """Writes rendered lines for structlog."""
 
     def __init__(self, writer: LineWriter) -> None:
         self._writer = writer
@@ -63,7 +63,9 @@ class LineLogger:
 
 
 def _error_fd() -> int:
-    """Of standard error; a new /dev/null if that is closed or no file."""
+    """Returns the descriptor of standard error, or of a new /dev/null if that is closed
+    or no file.
+    """
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):

@@ -39,7 +39,7 @@ from shared.telemetry.timeline import Timeline
 
 Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "host"]
 WorkerRole = Literal["prefill", "decode"]
-# by the name that operators use
+# Roles by the name that operators use.
 WORKER_ROLES: dict[str, tuple[WorkerRole, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
@@ -48,9 +48,9 @@ WORKER_ROLES: dict[str, tuple[WorkerRole, ...]] = {
 IndexState = Literal["exact", "degraded"]
 # standby: a worker without a KV cache, whose weights and kernels are ready
 ProcessState = Literal["starting", "ready", "standby", "draining", "stopped"]
-# of a model on a host. hot: its worker serves. standby: its worker keeps only the weights. cold: no
-# process. The others are on their way: starting and waking to hot, parking to standby, stopping to
-# cold. failed: its last start failed, and `failure` says why.
+# State of a model on a host. hot: its worker serves. standby: its worker keeps only the weights.
+# cold: no process. The others are on their way: starting and waking to hot, parking to standby,
+# stopping to cold. failed: its last start failed, and `failure` says why.
 ModelState = Literal[
     "cold", "starting", "standby", "waking", "hot", "parking", "stopping", "failed"
 ]
@@ -61,7 +61,7 @@ LogprobsMode = Literal["raw", "processed"]
 Pooling = Literal["last", "mean"]
 AbortReason = Literal["client_gone", "stop", "superseded", "fenced", "deadline", "failed"]
 
-# of KV over TCP: aead encrypts and authenticates, mac only authenticates
+# Security of KV over TCP: aead encrypts and authenticates, mac only authenticates.
 LinkSecurity = Literal["aead", "mac"]
 
 PLACEMENT_ID_BYTES = 16
@@ -80,7 +80,7 @@ InstanceId = Annotated[bytes, Meta(min_length=1, max_length=64)]
 _TOKEN = r"[^\s.*>\x00-\x1f\x7f]+"
 ProcessId = Annotated[str, Meta(max_length=256, pattern=rf"\A{_TOKEN}(\.{_TOKEN})?\Z")]
 Name = Annotated[str, Meta(max_length=256)]
-# of a worker, with a version, such as `grammar/1`; compared as plain strings
+# Features of a worker, each with a version, such as `grammar/1`; compared as plain strings.
 FeatureNames = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 GroupId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
@@ -133,9 +133,9 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    repetition_penalty: float = 1.0  # over prompt and output; 1 is off
-    frequency_penalty: float = 0.0  # over the output, by count
-    presence_penalty: float = 0.0  # over the output, once
+    repetition_penalty: float = 1.0  # covers prompt and output; 1 is off
+    frequency_penalty: float = 0.0  # covers the output, by count
+    presence_penalty: float = 0.0  # covers the output, once
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, value added to its logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
     num_logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the top k
@@ -167,7 +167,7 @@ class Request(Message, frozen=True, kw_only=True):
     revision: Name
     cache_root: Digest  # parent of the first block hash of this tenant
     prompt_token_ids: bytes
-    block_hashes: bytes  # of the prompt's full blocks
+    block_hashes: bytes  # hashes of the prompt's full blocks
     num_public_blocks: Count = 0  # how many of these are a public prefix, shared by all tenants
     sampling: SamplingParams
     choices: tuple[Choice, ...]
@@ -175,14 +175,16 @@ class Request(Message, frozen=True, kw_only=True):
     priority: int = 0
     weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0  # its tenant's share of the queue
     allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # empty: all
-    kv_quota_tokens: Count = 0  # of one worker's cache, for the whole tenant; 0: unlimited
+    kv_quota_tokens: Count = 0  # tokens of one worker's cache, for the whole tenant; 0: unlimited
     is_zero_retention: bool = False  # no data of it is retained after its end, except cached KV
     pooling: Pooling | None = None  # an embedding is requested, and no token is sampled
-    block_size: BlockSize = 16  # of `block_hashes`; the default is that of workers on CPUs
+    # Tokens of a block in `block_hashes`; the default is that of workers on CPUs
+    block_size: BlockSize = 16
     public_root: Digest | None = None  # parent of the first public block, if there is any
-    numerics: Numerics | None = None  # of the worker that generated the output so far, if any
+    # Numerics of the worker that generated the output so far, if any
+    numerics: Numerics | None = None
     needs: FeatureNames = ()  # every worker that decodes or prefills it has these
-    traceparent: Traceparent | None = None  # of the gateway's span; None: not traced
+    traceparent: Traceparent | None = None  # the gateway's span; None: not traced
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -240,9 +242,10 @@ class Placed(Message, frozen=True, kw_only=True):
     worker_id: ProcessId
     # live prefill workers may not share KV with this one, which therefore computes the prompt
     has_unlike_prefill: bool = False
-    needs: FeatureNames = ()  # of the request, as its scheduler knows them: an older one drops them
-    queued_s: Duration = 0.0  # at the scheduler, until it chose a worker
-    placement_s: Duration = 0.0  # from the choice to the worker's reply
+    # The request's features, as its scheduler knows them: an older one drops them
+    needs: FeatureNames = ()
+    queued_s: Duration = 0.0  # time at the scheduler, until it chose a worker
+    placement_s: Duration = 0.0  # time from the choice to the worker's reply
     scheduler_id: ProcessId | None = None
 
 
@@ -261,7 +264,9 @@ class PlacementFailed(Message, frozen=True, kw_only=True):
 
 
 class StartDecode(Message, frozen=True, kw_only=True):
-    """`prefill_candidates` are worker ids, best first; none means local prefill."""
+    """Starts a request on a decode worker. `prefill_candidates` are worker ids, best first; none
+    means local prefill.
+    """
 
     placement_id: PlacementId
     request: Request
@@ -282,9 +287,9 @@ class PrefillPhases(Message, frozen=True, kw_only=True):
 
     placement_id: PlacementId
     prefill_worker_id: ProcessId
-    queued_s: Duration = 0.0  # from the command to its first step
-    compute_s: Duration = 0.0  # from there to the last step
-    push_s: Duration = 0.0  # from there to the last byte of KV that was sent
+    queued_s: Duration = 0.0  # time from the command to its first step
+    compute_s: Duration = 0.0  # then to the last step
+    push_s: Duration = 0.0  # then to the last byte of KV that was sent
     num_pushed_bytes: Count = 0
 
     @property
@@ -298,23 +303,25 @@ class DecodePhases(msgspec.Struct, frozen=True, kw_only=True):
     the first token.
     """
 
-    reserve_s: Duration = 0.0  # from the command to blocks and, if remote, an accepted prefill
-    prefill_wait_s: Duration = 0.0  # from there to complete KV; 0: computed here
-    first_step_s: Duration = 0.0  # from there to the first token
-    decode_s: Duration = 0.0  # from there to the last token
+    reserve_s: Duration = 0.0  # time from the command to blocks and, if remote, an accepted prefill
+    prefill_wait_s: Duration = 0.0  # then to complete KV; 0: computed here
+    first_step_s: Duration = 0.0  # then to the first token
+    decode_s: Duration = 0.0  # then to the last token
     num_steps: Count = 0
     num_late_masks: Count = 0
     prefill: PrefillPhases | None = None  # None: computed here, or not yet known
 
 
 class Served(Message, frozen=True, kw_only=True):
-    """Which worker did the prefill and the cost of the request, for usage records and operators."""
+    """The worker that did the prefill, and the cost of the request, for usage records and
+    operators.
+    """
 
     num_cached_tokens: Count  # prompt tokens whose KV did not have to be computed
     prefill_worker_id: ProcessId | None  # None: the decode worker computed the prompt
     num_pushed_tokens: Count = 0  # tokens whose KV arrived over the data plane
     num_preemptions: Count = 0
-    numerics: Numerics | None = None  # of the decode worker
+    numerics: Numerics | None = None  # the decode worker's
     phases: DecodePhases | None = None
 
 
@@ -331,7 +338,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     order.
     """
 
-    logprob: float  # of the token at this position
+    logprob: float  # logprob of the token at this position
     top_token_ids: tuple[TokenId, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 
@@ -354,7 +361,7 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
     served: Served | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token onwards
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token from the second
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
@@ -381,7 +388,7 @@ class AckFinished(Message, frozen=True, kw_only=True):
 
 
 class ReadTimeline(Message, frozen=True, kw_only=True):
-    """Of an observer, to a gateway."""
+    """Asks a gateway for a timeline. Observers send it."""
 
     request_id: Name
 
@@ -391,7 +398,7 @@ class TimelineRead(Message, frozen=True, kw_only=True):
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
-    """`choice_index`: abort only this choice (it reached a stop string); the others continue."""
+    """Aborts a placement, or only the choice `choice_index`, which reached a stop string."""
 
     placement_id: PlacementId
     reason: AbortReason
@@ -406,7 +413,9 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class DataPlaneAddress(Message, frozen=True, kw_only=True):
-    """Where a decode worker receives KV. A peer that can open `unix_path` is on the same host."""
+    """The address at which a decode worker receives KV. A peer that can open `unix_path` is on the
+    same host.
+    """
 
     host: Name
     port: Annotated[int, Meta(ge=0, le=65535)]
@@ -415,7 +424,9 @@ class DataPlaneAddress(Message, frozen=True, kw_only=True):
 
 
 class KvTarget(Message, frozen=True, kw_only=True):
-    """What one process of a decode worker receives: `shard` counts the layers of the model."""
+    """The part of the KV that one process of a decode worker receives: `shard` counts the layers of
+    the model.
+    """
 
     shard: KvShard
     address: DataPlaneAddress
@@ -434,7 +445,7 @@ class LinkKey(Message, frozen=True, kw_only=True):
     security: LinkSecurity
 
     def __repr__(self) -> str:
-        """Without the key: logs may contain it."""
+        """Leaves out the key: logs may contain the text."""
         return f"LinkKey(key_id={self.key_id.hex()}, security={self.security})"
 
 
@@ -462,7 +473,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     deadline_s: Duration
     link_key: LinkKey | None = None  # None: KV over TCP is neither encrypted nor authenticated
     public_root: Digest | None = None  # copied from the request
-    numerics: Numerics  # of the decode worker
+    numerics: Numerics  # the decode worker's
     request_id: Name  # copied from the request: another try has another placement id
     needs: FeatureNames = ()  # copied from the request
     traceparent: Traceparent | None = None  # copied from the request
@@ -506,7 +517,7 @@ class BlocksStored(Message, frozen=True, kw_only=True):
     parent_hash: Digest
     first_block_index: Count
     block_hashes: bytes
-    group: GroupId = 0  # of layers
+    group: GroupId = 0  # group of layers
 
 
 class BlocksRemoved(Message, frozen=True, kw_only=True):
@@ -541,7 +552,9 @@ class ListBlocks(Message, frozen=True, kw_only=True):
 
 
 class BlockPage(Message, frozen=True, kw_only=True):
-    """`sequence_number`: of the last event included in this page's state."""
+    """A page of a worker's blocks. `sequence_number` is that of the last event included in its
+    state.
+    """
 
     worker_id: ProcessId
     epoch: Epoch
@@ -568,9 +581,9 @@ class PinPrefix(Message, frozen=True, kw_only=True):
     revision: Name
     cache_root: Digest  # the root of the public prefix, if it is one
     token_ids: bytes
-    block_hashes: bytes  # of all the tokens
+    block_hashes: bytes  # hashes of all the tokens
     num_public_blocks: Count = 0  # all or none
-    lease_s: Duration  # from when the worker receives it; KeepPins renews it
+    lease_s: Duration  # starts when the worker receives it; KeepPins renews it
 
 
 class PrefixPinned(Message, frozen=True, kw_only=True):
@@ -594,7 +607,7 @@ class MatchPrefix(Message, frozen=True, kw_only=True):
     model: Name
     revision: Name
     block_hashes: bytes
-    is_counted: bool = True  # as a use of the matched blocks, in the records of prefixes
+    is_counted: bool = True  # counts as a use of the matched blocks, in the records of prefixes
 
 
 class PrefixMatch(Message, frozen=True, kw_only=True):
@@ -614,7 +627,7 @@ class IndexLoad(Message, frozen=True, kw_only=True):
     num_blocks: Count = 0
     num_workers: Count = 0
     num_inexact_workers: Count = 0
-    num_resyncs: Count = 0  # since its start
+    num_resyncs: Count = 0  # resyncs since its start
     num_matches: Count = 0
     num_pending_records: Count = 0  # changes of prefix records not yet written to Redis
     num_pinned_prefixes: Count = 0
@@ -643,10 +656,10 @@ class StoreLoad(Message, frozen=True, kw_only=True):
 
 
 class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """What one scheduler measures of a model and role. Queued requests wait for this role.
+    """One scheduler's measurements of a model and role. Queued requests wait for this role.
 
-    `work_s`: seconds of one worker that their prompts take. `num_workers`: live ones that have the
-    role. `num_wanted_workers`: as many as the work of the whole fleet and of this queue asks for.
+    Their prompts take `work_s` seconds of one worker. `num_workers` live ones have the role. The
+    work of the whole fleet and of this queue asks for `num_wanted_workers`.
     """
 
     model: Name
@@ -714,8 +727,8 @@ class ModelCard(Message, frozen=True, kw_only=True):
     max_context_tokens: NumTokens
     vocab_size: NumTokens
     kv_bytes_per_token: Count = 0
-    kv_reaches: tuple[Reach, ...] = (None,)  # of the groups of layers
-    # of the model, whatever this worker's KV cache holds; None: not reported
+    kv_reaches: tuple[Reach, ...] = (None,)  # reaches of the groups of layers
+    # The model's limit, whatever this worker's KV cache holds; None: not reported.
     model_context_tokens: NumTokens | None = None
     numerics: Numerics
     features: FeatureNames = ()  # that requests may need of this worker
@@ -736,7 +749,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_reserved_blocks: Count = 0
     prefill_tokens_in_flight: Count = 0
     decode_tokens_in_flight: Count = 0
-    # since the process started: differences between heartbeats give speeds
+    # Counters since the process started: differences between heartbeats give speeds.
     num_generated_tokens: Count = 0
     num_computed_prompt_tokens: Count = 0
     num_busy_steps: Count = 0  # steps that computed something, and their total time
@@ -750,8 +763,9 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_pushed_tokens: Count = 0  # tokens whose KV this worker pushed, and the time of the frames
     push_s: TotalSeconds = 0.0
     saved_kv_bytes: Count = 0  # bytes not pushed because the KV was compressed
-    num_prompt_tokens: Count = 0  # of admitted sequences, with the output of earlier attempts
-    num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
+    # Prompt tokens of admitted sequences, with the output of earlier attempts
+    num_prompt_tokens: Count = 0
+    num_cached_prompt_tokens: Count = 0  # those found in this worker's cache
     num_kv_events: Count = 0  # sequence number of its last KvEvents: reveals a lost last message
     # KV frames since the process started: accepted, and rejected by cause
     num_kv_frames: Count = 0
@@ -759,7 +773,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_unknown_kv_frames: Count = 0  # late, or for another worker
     num_refused_kv_frames: Count = 0  # duplicate, out of order, or of another format
     num_bad_kv_peers: Count = 0  # connections that violated the protocol, or ended within a frame
-    # of grammars since the process started
+    # Counters of grammars since the process started.
     num_late_masks: Count = 0  # tokens that waited for a later step
     num_failed_grammars: Count = 0  # choices that ended, because theirs could not be followed
     num_abandoned_grammar_threads: Count = 0  # their job took too long
@@ -799,8 +813,8 @@ class ResizeKv(Message, frozen=True, kw_only=True):
 
 
 class KvResized(Message, frozen=True, kw_only=True):
-    """`kv_bytes`: what the cache has now. A smaller one than before may still hold blocks of
-    running requests: it shrinks as they end.
+    """The size of the cache, `kv_bytes`. A smaller one than before may still hold blocks of running
+    requests: it shrinks as they end.
     """
 
     kv_bytes: Count
@@ -857,12 +871,12 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     device: Name
     card: ModelCard | None = None
     worker_id: ProcessId | None = None  # None: it has no process
-    weights_bytes: Count = 0  # in memory, shared by the workers of a host
+    weights_bytes: Count = 0  # bytes in memory, shared by the workers of a host
     kv_bytes: Count = 0  # that it has now
     kv_floor_bytes: Count = 0  # the least that it is woken with
-    wake_s: Duration = 0.0  # from standby to hot
-    start_s: Duration = 0.0  # from cold to hot
-    hot_s: Duration = 0.0  # since it became hot; 0 if it is not
+    wake_s: Duration = 0.0  # time from standby to hot
+    start_s: Duration = 0.0  # time from cold to hot
+    hot_s: Duration = 0.0  # time since it became hot; 0 if it is not
     is_pinned: bool = False
     priority: int = 0
     failure: str = ""
@@ -870,8 +884,9 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostLoad(Message, frozen=True, kw_only=True):
-    """`models`: all, in the process; on the wire those that have changed after the version
-    `changed_since` (`shared/lifecycle/host_models.py`). `removed`: names and revisions.
+    """The state of a host. `models` are all in the process; on the wire those that have changed
+    after the version `changed_since` (`shared/lifecycle/host_models.py`). `removed` has names and
+    revisions.
     """
 
     devices: Annotated[tuple[DeviceMemory, ...], Meta(max_length=64)]
@@ -909,15 +924,15 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     kv_targets: KvTargets = ()  # where a worker receives KV, if it does
     index: IndexLoad | None = None
     num_impostors: Count = 0  # messages rejected since its start for a wrong sender
-    uptime_s: TotalSeconds = 0.0  # of two processes with one id, the younger one leaves
+    uptime_s: TotalSeconds = 0.0  # the younger of two processes with one id leaves
     gateway: GatewayLoad | None = None
     host: HostLoad | None = None
     scheduler: SchedulerLoad | None = None
     possible_roles: tuple[WorkerRole, ...] = ()  # that ChangeRoles may give this worker
-    release: Name = ""  # of the sender's Hearth
-    num_bus_reconnects: Count = 0  # to NATS, since its start
-    num_failed_items: Count = 0  # of others, whose work raised in it, since its start
-    store: StoreLoad | None = None  # of a process that uses Redis
+    release: Name = ""  # version of the sender's Hearth
+    num_bus_reconnects: Count = 0  # reconnects to NATS, since its start
+    num_failed_items: Count = 0  # failed items of others, whose work raised in it, since its start
+    store: StoreLoad | None = None  # state of Redis, if the process uses it
 
     @property
     def sender_id(self) -> str:

@@ -19,7 +19,9 @@ _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[a-z]+://)")  # a password may contain a 
 
 
 class NatsServers(NamedTuple):
-    """`urls` have no credential, unless it is a token: a user without a password or a seed."""
+    """Servers and the credential of a NATS URL. `urls` have none, unless it is a token: a user
+    without a password or a seed.
+    """
 
     urls: list[str]
     user: str | None
@@ -68,7 +70,7 @@ def without_password(text: str) -> str:
 
 
 def authority(host: str, port: int) -> str:
-    """`host:port` as URLs and listen addresses have it: an IPv6 address in brackets (RFC 3986)."""
+    """Formats `host:port` for URLs and listen addresses: an IPv6 address in brackets (RFC 3986)."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

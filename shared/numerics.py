@@ -1,4 +1,4 @@
-"""What determines the bits of a worker's results, besides the model and its weights."""
+"""Names what determines the bits of a worker's results, besides the model and its weights."""
 
 from __future__ import annotations
 

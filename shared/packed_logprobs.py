@@ -14,7 +14,7 @@ from shared.messages import SamplingParams, TokenLogprobs
 
 VALUE_BYTES = 8  # a token id and its logprob
 POSITION_BYTES = 16  # the token at a position: its id, logprob, text offset and number of top ids
-MAX_LOGPROB_BYTES = 64 * 1024 * 1024  # of one request, packed
+MAX_LOGPROB_BYTES = 64 * 1024 * 1024  # packed logprobs of one request
 
 
 def packed_bytes(sampling: SamplingParams, num_choices: int) -> int:
@@ -34,7 +34,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
         self._logprobs = array("f")
         self._top_token_ids = array("I")
         self._top_logprobs = array("f")
-        self._ends = array("I")  # of each position in the two arrays of top tokens
+        self._ends = array("I")  # end of each position in the two arrays of top tokens
         self.extend(logprobs)
 
     @property

@@ -33,13 +33,15 @@ from shared.transport.round_trips import RoundTrip
 STORE_TIMEOUT_S = 0.05
 MAX_STORE_TIMEOUT_S = 0.5
 ABANDONED_S = 5.0  # then a step of a call ends, though its caller has given up before
-NUM_SLICES = 10  # of a wait; one counts the same however late the event loop comes back from it
-NUM_ROUND_TRIPS = 4  # of a call on a new connection: TCP, HELLO, CLIENT SETINFO, the command
+# Slices of a wait; one counts the same however late the event loop comes back from it
+NUM_SLICES = 10
+# Round trips of a call on a new connection: TCP, HELLO, CLIENT SETINFO, the command
+NUM_ROUND_TRIPS = 4
 BREAKER_S = 0.5
 # Redis takes reads alone: it cannot save, has no memory, is a replica, or lacks replicas. Scripts
 # return these codes within other text.
 WRITE_REJECTIONS = ("MISCONF", "OOM", "READONLY", "NOREPLICAS")
-REJECTION_SHOWN_S = 30.0  # since the last such reply: not every successful call writes
+REJECTION_SHOWN_S = 30.0  # time since the last such reply: not every successful call writes
 
 # One write of a batch, in Redis's syntax: ("HSET", key, field, value, …).
 Command = Sequence[str | bytes | int | float]

@@ -148,7 +148,7 @@ def api_cancel(client_id: str, gateway_id: str) -> str:
 
 
 def endpoint_and_client(wire_subject: str) -> tuple[str, str]:
-    """Of a subject of API_REQUESTS, or of `api_cancel`."""
+    """Splits a subject of API_REQUESTS, or of `api_cancel`."""
     endpoint, client_id = wire_subject.split(".", 5)[3:5]
     return endpoint, client_id
 
@@ -333,7 +333,9 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
 
 
 def api_permissions(gateway: str) -> Permissions:
-    """Of a gateway's connection to the API clients, in their account: it sends replies alone."""
+    """Permissions of a gateway's connection to the API clients, in their account: it sends replies
+    alone.
+    """
     any_instance = f"{gateway}.*"
     return Permissions(
         publish=(),

@@ -15,17 +15,17 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of PEM files; an empty `ca` stands for the authorities of the system."""
 
     ca: str = ""
-    cert: str = ""  # with its chain, if the server requires certificates of its clients
+    cert: str = ""  # includes its chain; set if the server requires certificates of its clients
     key: str = ""
 
     @classmethod
     def of_environ(cls, server: str, environ: Mapping[str, str]) -> TlsFiles:
-        """For commands that take the files of a server, "NATS" or "REDIS", from the environment."""
+        """Reads the files of a server, "NATS" or "REDIS", from the environment. Commands use it."""
         names = ("ca", "cert", "key")
         return cls(**{each: environ.get(f"HEARTH_{server}_{each.upper()}", "") for each in names})
 
     def problems(self, name: str) -> Iterator[str]:
-        """`name`: the common prefix of the three options."""
+        """Yields errors of the options, whose names begin with `name`."""
         for part, path in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
             if path and not Path(path).is_file():
                 yield f"{name}_{part} {path} is not a file"

@@ -1,4 +1,6 @@
-"""What determines the machine code for a model, and the files that record that it is compiled."""
+"""Describes what determines the machine code for a model, and the files that record that it is
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,10 @@ class CompilePlan:
     has_plain_attention: bool  # some layer has neither window nor softcap
     has_masked_attention: bool
     has_gelu: bool
-    # Of QKV, output, gate and up, down, if the checkpoint is quantized
+    # Kinds of QKV, output, gate and up, down, if the checkpoint is quantized.
     quantized: tuple[QuantizedKind, ...] = ()
     quantized_experts: tuple[QuantizedKind, ...] = ()  # gate and up, down
-    has_experts: bool = False  # in some layers
+    has_experts: bool = False  # some layers have them
     has_latents: bool = False  # instead of keys and values
     has_fp8_kv: bool = False  # then layers have no kernel of all of their operations
 

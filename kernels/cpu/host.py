@@ -1,4 +1,4 @@
-"""What the engine needs to know about the host's CPU; see `kernels.ops.cpu_host`."""
+"""Describes the host's CPU to the engine; see `kernels.ops.cpu_host`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class CpuHost:
         return linear.is_packed(weight)
 
     def weight_layouts(self) -> tuple[bool, ...]:
-        """What determines the layouts of packed and compressed weights, besides torch."""
+        """Returns what determines the layouts of packed and compressed weights, besides torch."""
         if not self.has_kernels:
             return False, False, False, False
         features = cpu_features

@@ -29,7 +29,7 @@ from kernels.quantized_weight import (
 from kernels.sum_lanes import SumLanes
 
 _FEW, _MANY = 1, 65  # rows: for one thread, and for all
-_BLOCK = 32  # of rows, of columns, and of K
+_BLOCK = 32  # rows, columns, and elements of K
 
 
 def main(part: str, mode: str, plan: CompilePlan) -> None:
@@ -107,7 +107,7 @@ def _compile_single_operations(plan: CompilePlan) -> None:
 
 
 def _compile_gemms(plan: CompilePlan) -> None:
-    """Of layers without a kernel for all of their operations, and of the output head."""
+    """Compiles the GEMMs of layers that are not fused, and of the output head."""
     from kernels.cpu.gemm.argmax import packed_argmax
     from kernels.cpu.gemm.lane_linear import lane_linear
     from kernels.cpu.gemm.packed_linear import for_gemm, packed_linear

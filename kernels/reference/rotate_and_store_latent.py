@@ -50,7 +50,7 @@ def rotate_and_store_normed(
     *,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """`rotate_and_store_latent` with the normed part of `latent`, [T, L]."""
+    """Computes `rotate_and_store_latent` with the normed part of `latent`, [T, L]."""
     key = latent[:, None, normed.shape[1] :]
     rotated = rotary(torch.cat((query, key), dim=1), cos, sin)
     rows = torch.cat((normed, rotated[:, -1]), dim=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP8_LARGEST = 448.0  # of e4m3, which has no infinity
+FP8_LARGEST = 448.0  # largest e4m3, which has no infinity
 
 
 def store_kv(

@@ -19,7 +19,7 @@ from shared.metrics.role_demands import total_demands
 
 WINDOW_S = 2.0
 HITS_WINDOW_S = 60.0
-HITS_SAMPLE_S = 5.0  # between two readings of the counters of hits
+HITS_SAMPLE_S = 5.0  # time between two readings of the counters of hits
 SHOW_LOST_S = 10.0
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
 _ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index", "host")
@@ -30,7 +30,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     process_id: str
     role: str
-    state: str  # as announced, or the kind of loss: silent, stuck, stopped
+    state: str  # announced state, or the kind of loss: silent, stuck, stopped
     region: str = ""
     model: str = ""
     num_running: int | None = None
@@ -39,18 +39,18 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_total_blocks: int | None = None
     generated_per_s: float | None = None
     prefilled_per_s: float | None = None
-    hit_ratio: float | None = None  # since its start
-    recent_hit_ratio: float | None = None  # of the last HITS_WINDOW_S
-    step_age_s: int | None = None  # since its last step, from one full second on
+    hit_ratio: float | None = None  # ratio since its start
+    recent_hit_ratio: float | None = None  # ratio over the last HITS_WINDOW_S
+    step_age_s: int | None = None  # time since its last step, at least one full second
     num_failed_steps: int | None = None
     expert_imbalance: float | None = None  # see WorkerLoad; None: no experts, or too few tokens
     index_state: IndexState | None = None
     num_indexed_blocks: int | None = None
-    # since the start of a gateway: see GatewayLoad
+    # Counters since the start of a gateway: see GatewayLoad.
     num_unlike_prefills: int | None = None
     num_numerics_changes: int | None = None
-    num_open_streams: int | None = None  # of a gateway, now
-    num_queued_requests: int | None = None  # of a scheduler
+    num_open_streams: int | None = None  # a gateway's open streams now
+    num_queued_requests: int | None = None  # a scheduler's queued requests
     oldest_wait_s: float | None = None
     num_handoffs_in_flight: int | None = None
     saved_kv_bytes: int | None = None
@@ -81,8 +81,8 @@ class _KnownProcess:
 
 
 class FleetView:
-    """`fleet`: of a process that observes its peers itself, and calls `lose` (default: an own one,
-    to which `echo` and `tick` belong).
+    """The state of all processes, for display. `fleet` belongs to a process that observes its peers
+    itself, and calls `lose`. By default the view has its own, to which `echo` and `tick` belong.
     """
 
     def __init__(self, fleet: Fleet | None = None) -> None:
@@ -96,7 +96,7 @@ class FleetView:
         if heartbeat.state == "stopped":
             self.lose(heartbeat.process_id, Loss.STOPPED, now)
             return
-        if known is None and not self._is_known(heartbeat.process_id):  # above the peer limit
+        if known is None and not self._is_known(heartbeat.process_id):  # the peer limit is exceeded
             return
         if known is None or loss is Loss.RESTARTED or known.heartbeat.epoch != heartbeat.epoch:
             known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
@@ -131,17 +131,17 @@ class FleetView:
         return sorted(views, key=lambda view: (_rank(view), view.process_id))
 
     def hosts(self) -> list[HostView]:
-        """By name. `rows` has them, too."""
+        """Returns the hosts by name. They are in `rows`, too."""
         return [host_view(each.heartbeat, each.state) for each in self._hosts()]
 
     def models(self) -> list[ModelView]:
-        """Of all hosts."""
+        """Returns the models of all hosts."""
         return in_order(
             model for each in self._hosts() for model in model_views(each.heartbeat, each.state)
         )
 
     def demands(self) -> list[RoleDemand]:
-        """As live schedulers advise."""
+        """Returns the demands that live schedulers advise."""
         live = (each.heartbeat for each in self._known.values() if each.loss is None)
         return total_demands(live)
 
@@ -248,7 +248,7 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
 
 
 def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:
-    """None without a prompt in the window."""
+    """Returns the hit ratio of the window, or None without a prompt in it."""
     if not known.prompts:
         return None
     before = known.prompts[0][1]

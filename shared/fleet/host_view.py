@@ -13,7 +13,9 @@ _STATES = ("hot", "waking", "starting", "parking", "standby", "stopping", "cold"
 
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`state`: as announced, or the kind of loss. `models`: how many are in each state."""
+    """A host for display. `state` is announced, or the kind of loss. `models` counts the models in
+    each state.
+    """
 
     process_id: str
     state: str
@@ -53,7 +55,7 @@ _OF_MODEL = [each for each in HostedModel.__struct_fields__ if each in ModelView
 
 
 def host_view(heartbeat: Heartbeat, state: str) -> HostView:
-    """`state`: of the process."""
+    """Returns the view of a host; `state` is that of its process."""
     load = heartbeat.host
     models = () if load is None else load.models
     counts = ((state, sum(each.state == state for each in models)) for state in _STATES)

@@ -58,7 +58,7 @@ class LinkCompression:
         self._clock = clock
         self._counts = counts
         self._times = WireTimes(round_trip_s)
-        self._buffers: dict[int, memoryview] = {}  # by slot, once it had a compressed frame
+        self._buffers: dict[int, memoryview] = {}  # buffers of slots that had a compressed frame
 
     def buffer_of(self, slot_index: int) -> memoryview:
         """The buffer of this slot's compressed payload, at least TAG_BYTES longer than it."""

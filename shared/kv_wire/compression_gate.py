@@ -20,10 +20,10 @@ from collections import deque
 
 # Smaller frames are neither compressed nor measured: latency dominates their transfer time.
 MIN_FRAME_BYTES = 64 * 1024
-# With 9 times, one or two stalls do not move the median; the difference of a pair is small compared
+# One or two stalls do not move the median of 9 times; the difference of a pair is small compared
 # with the noise of each, so more pairs are needed.
 NUM_RECENT, NUM_PAIRS = 9, 25
-NUM_NEEDED = 3  # of NUM_RECENT, for a first estimate
+NUM_NEEDED = 3  # estimates of NUM_RECENT that a first decision needs
 ON_MARGIN, OFF_MARGIN = 1.5, 1.1
 TRIAL_SHARE = 0.02
 REJECTED_COST = 10  # wire times: a receiver that rejects compressed frames seldom gets one

@@ -1,4 +1,4 @@
-"""Which tokens of a shard have arrived, if each sender pushes a part of it. Pure.
+"""Computes which tokens of a shard have arrived, if each sender pushes a part of it. Pure.
 
 Parts are disjoint, and the tokens of each arrive in order. A token is held once all parts have it.
 """
@@ -9,15 +9,16 @@ from shared.kv_layout import KvShard
 
 
 class Coverage:
-    """Of one group in one receiver: `shard` counts the group's layers. Tokens before `first_token`
-    are held already; `end` is the number of tokens to hold. An empty shard holds all.
+    """Tokens of one group that have arrived at one receiver: `shard` counts the group's layers.
+    Tokens before `first_token` are held already; `end` is the number of tokens to hold. An empty
+    shard holds all.
     """
 
     def __init__(self, shard: KvShard, *, first_token: int, end: int) -> None:
         self._shard = shard
         self._first_token = first_token if shard.num_cells else end
         self._end = end
-        self._taken: dict[KvShard, int] = {}  # by part; includes tokens that are being written
+        self._taken: dict[KvShard, int] = {}  # tokens by part, with those that are being written
         self._held: dict[KvShard, int] = {}
         self._num_free_cells = shard.num_cells
         self.num_held_tokens = self._first_token

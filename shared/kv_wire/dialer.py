@@ -39,7 +39,7 @@ class Dialer:
         clock: Clock | None = None,
         security: DataPlaneSecurity = "none",
     ) -> None:
-        """`security`: the least that TCP links must have."""
+        """Dials receivers of KV. TCP links must have at least `security`."""
         self._security = security
         self._connect_timeout_s = connect_timeout_s
         self._codec = codec
@@ -131,7 +131,8 @@ class Dialer:
             sock.setblocking(False)
             start = self._clock.now()
             await loop.sock_connect(sock, address)  # type: ignore[arg-type]
-            round_trip_s = self._clock.now() - start  # between the kernels, however busy the peer
+            # Measures the kernels, however busy the peer is
+            round_trip_s = self._clock.now() - start
             greeted = await send_hello(sock, instance_id, link_key)
             staging = _staging(sock, greeted.welcome, greeted.fd)
             compression = self._compression(greeted.welcome, round_trip_s)
@@ -146,7 +147,7 @@ class Dialer:
         return link
 
     def _compression(self, welcome: Welcome, round_trip_s: float) -> LinkCompression | None:
-        """None without a common codec; receivers offer none over shared memory."""
+        """Returns None without a common codec; receivers offer none over shared memory."""
         codec = self._codec
         if codec is None or codec.name not in welcome.codecs:
             return None

@@ -21,17 +21,17 @@ log = structlog.get_logger(__name__)
 TakeCopy = Callable[[], Awaitable[tuple[memoryview, int | None]]]
 
 
-MAX_CARRIERS = 1024  # of one placement, one for each part of the layers and heads
+MAX_CARRIERS = 1024  # carriers of one placement, one for each part of the layers and heads
 
 
 @dataclass
 class ReceiverCounts:
     num_frames: int = 0
     num_bytes: int = 0
-    num_unknown: int = 0  # of a placement that is not expected
+    num_unknown: int = 0  # frames of a placement that is not expected
     num_corrupt: int = 0
-    num_rejected: int = 0  # by the sink
-    num_mismatched: int = 0  # of these, with KV of another format or other numerics
+    num_rejected: int = 0  # frames that the sink rejected
+    num_mismatched: int = 0  # rejected frames with KV of another format or other numerics
     num_bad_peers: int = 0  # violated the protocol, failed the handshake or ended within a frame
 
 
@@ -42,7 +42,7 @@ class _Expected:
     carriers: dict[KvShard, object] = field(default_factory=dict)
 
     def carried_by(self, carrier: object, header: FrameHeader) -> None:
-        if len(self.carriers) >= MAX_CARRIERS:  # of parts that no sink accepts
+        if len(self.carriers) >= MAX_CARRIERS:  # the parts are such that no sink accepts them
             self.carriers.pop(next(iter(self.carriers)))
         self.carriers[header.shard] = carrier
 

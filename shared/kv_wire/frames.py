@@ -45,8 +45,9 @@ class ProtocolError(LinkLost):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """`instance_id`: of the receiver that the sender dials. `key_id` names the link's key, or is
-    empty if the link is not sealed; `ciphers` are those of the sender, fastest first.
+    """The first record of a sender. `instance_id` names the receiver that it dials. `key_id` names
+    the link's key, or is empty if the link is not sealed; `ciphers` are those of the sender,
+    fastest first.
     """
 
     instance_id: bytes
@@ -56,8 +57,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """`num_slots` bounds the unacknowledged frames; `codecs` are the names of the codecs that the
-    receiver can decode; `cipher` seals all that follows, or is empty.
+    """The receiver's answer. `num_slots` bounds the unacknowledged frames; `codecs` names the
+    codecs that the receiver can decode; `cipher` seals all that follows, or is empty.
     """
 
     instance_id: bytes
@@ -73,8 +74,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
-    """`slot_index` is None if the payload follows on the stream: uncompressed, or in `coded_bytes`
-    if a codec is named.
+    """A run of KV. `slot_index` is None if the payload follows on the stream: uncompressed, or in
+    `coded_bytes` if a codec is named.
     """
 
     frame_id: int
@@ -90,7 +91,9 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """`held_s`: from the arrival of the frame's last byte to this reply, including `decode_s`."""
+    """The receipt of a frame. `held_s` is the time from the arrival of its last byte to this reply,
+    including `decode_s`.
+    """
 
     frame_id: int
     held_s: float = 0.0

@@ -40,7 +40,9 @@ Receive = Callable[[int], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Greeted:
-    """`fd`: of the receiver's memory; the caller closes it."""
+    """The result of a handshake. `fd` is the descriptor of the receiver's memory; the caller closes
+    it.
+    """
 
     welcome: Welcome
     fd: int | None

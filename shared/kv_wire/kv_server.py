@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 SOCKET = "/kv.sock"
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 1024
-# After a failed accept (out of file descriptors) the listener waits this long before the next.
+# The listener pauses so long after a failed accept (out of file descriptors).
 ACCEPT_PAUSE_S = 0.1
 
 Reception = TcpReception | SharedMemoryReception
@@ -84,8 +84,8 @@ class KvServer:
         clock: Clock | None = None,
         link_keys: LinkKeys | None = None,
     ) -> KvServer:
-        """`advertised_host`: the host that peers dial, `bind_host` if None. `codec`: for frames
-        compressed by peers on TCP. `link_keys`: required of peers on TCP; None: links are not
+        """Listens for peers, which dial `advertised_host`, by default `bind_host`. `codec` decodes
+        frames that peers on TCP compress. Peers on TCP must use `link_keys`; None: links are not
         sealed. Raises OSError.
         """
         loop = asyncio.get_running_loop()

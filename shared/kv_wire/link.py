@@ -47,15 +47,15 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     first_head: int
     num_heads: int
     kv_format: str
-    group: int = 0  # of layers, see KvLayout
-    num_cached_tokens: int  # of the tokens pushed so far, found in the sender's prefix cache
+    group: int = 0  # group of layers, see KvLayout
+    num_cached_tokens: int  # pushed tokens that were in the sender's prefix cache
     payload_bytes: int
     checksum: int = 0  # filled in by the link; 0 on sealed links
-    numerics: Numerics  # of the sender
+    numerics: Numerics  # the sender's
 
     @property
     def shard(self) -> KvShard:
-        """By the layers of `group`."""
+        """The shard of the frame; it counts the layers of `group`."""
         return KvShard(self.first_layer, self.num_layers, self.first_head, self.num_heads)
 
 

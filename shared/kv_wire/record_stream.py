@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 READ_BYTES = 256 * 1024
 # Records are small: with this many unsent bytes of them, the peer does not read.
 MAX_UNSENT_BYTES = 1024 * 1024
-STALL_LIMIT_S = 10.0  # without a byte of a record that has begun to arrive
+STALL_LIMIT_S = 10.0  # time without a byte of a record that has begun to arrive
 
 
 class StreamOwner(Protocol):
@@ -46,7 +46,7 @@ class StreamOwner(Protocol):
         ...
 
     def payload_arrived(self, checksum: int) -> None:
-        """`checksum`: the xxh3-64 of the payload, undefined if the stream has ciphers."""
+        """Called with the xxh3-64 of the payload; it is undefined if the stream has ciphers."""
         ...
 
     def ended(self, error: LinkLost) -> None:

@@ -1,4 +1,4 @@
-"""Which part of the KV each pair of a sending and a receiving process exchanges. Pure.
+"""Computes the part of the KV that each pair of a sending and a receiving process exchanges. Pure.
 
     prefill, 2 ranks          decode, 4 ranks
     heads 0 1 │ 2 3           0 │ 1 │ 2 │ 3        rank 0 pushes to the first two of decode
@@ -15,7 +15,8 @@ from shared.kv_layout import KvLayout, KvShard
 
 
 def sent_shards(held: Sequence[KvShard]) -> list[KvShard]:
-    """What each process sends of what it holds, by rank: no cell twice. A shard may be empty.
+    """Returns the part that each process sends of what it holds, by rank: no cell twice. A shard
+    may be empty.
 
     Ranks with equal layers hold ascending ranges of heads, which may overlap.
     """
@@ -29,7 +30,7 @@ def sent_shards(held: Sequence[KvShard]) -> list[KvShard]:
 
 
 def in_group(layout: KvLayout, group: int, shard: KvShard) -> KvShard:
-    """`shard`, which counts the model's layers, as layers of `group`; it may be empty."""
+    """Converts `shard`, which counts the model's layers, to layers of `group`; it may be empty."""
     layers = layout.groups[group].layers
     first, end = (bisect_left(layers, at) for at in (shard.layers.start, shard.layers.stop))
     return KvShard.of(range(first, end), shard.heads)

@@ -46,8 +46,8 @@ from kernels.cpu.simd.tasks import num_tasks
 
 SEGMENT = 128  # tokens
 MAX_RUN_ROWS = 1024
-MIN_RUNS = 4  # per thread; fewer runs cannot be shared evenly
-LOWEST = np.float32(-1e30)  # of scores; unlike -inf, it can be subtracted from itself
+MIN_RUNS = 4  # minimum per thread; fewer runs cannot be shared evenly
+LOWEST = np.float32(-1e30)  # masks scores; unlike -inf, it can be subtracted from itself
 
 _f32 = np.float32
 
@@ -192,8 +192,8 @@ def _attend_run(
     cache: Any,
     block_table: Any,
     head: int,
-    row: int,  # of the first token, in the batch
-    position: int,  # of the first token
+    row: int,  # the first token's, in the batch
+    position: int,  # the first token's
     num_tokens: int,
     group: int,
     mask: Any,
@@ -201,7 +201,7 @@ def _attend_run(
 ) -> None:
     num_rows = num_tokens * group
     end = position + num_tokens
-    lowest = np.int64(mask.lower[row])  # of all tokens: bounds never decrease
+    lowest = np.int64(mask.lower[row])  # covers all tokens: bounds never decrease
     num_configured = 0  # rows of the tiles; configuring costs as much as a few products
     for segment in range(lowest // SEGMENT * SEGMENT, end, SEGMENT):
         _pack(cache, block_table, head, segment, (lowest, end), scratch)

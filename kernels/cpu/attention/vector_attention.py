@@ -44,8 +44,8 @@ from kernels.cpu.simd.intrinsics import (
 TILE = 64  # keys whose scores are computed together; a multiple of NUM_FLOATS
 LINE_BYTES = 64
 SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
-MAX_RUN_ROWS = 64  # with more rows, loading a key into lanes is a small part of its cost
-MIN_RUNS = 4  # per thread; fewer runs cannot be shared evenly
+MAX_RUN_ROWS = 64  # loading a key into lanes is a small part of the cost of more rows
+MIN_RUNS = 4  # minimum per thread; fewer runs cannot be shared evenly
 FEW_ROWS = 16  # such runs are memory-bound and prefetch; with more rows, memory keeps up anyway
 
 _f32 = np.float32
@@ -90,7 +90,7 @@ class Cache(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """`softcap`: 0 disables it."""
+    """Limits the keys of a token, and their scores. A `softcap` of 0 is disabled."""
 
     lower: Any  # [T] int32: the first visible position of each new token
     softcap: Any
@@ -157,10 +157,10 @@ def _attend(
     num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
-    """`mask` and `direct` are None where a model does not use them. numba compiles a separate
-    variant for None, so that unused code is not compiled.
+    """Attends a batch of runs. `mask` and `direct` are None where a model does not use them. numba
+    compiles a separate variant for None, so that unused code is not compiled.
 
-    `direct`: an FP32 cache of full squares is read in place.
+    With `direct` an FP32 cache of full squares is read in place.
     """
     _, num_kv_heads, group, head_dim = query.shape
     # A literal would compile a second variant of `_scratch`.

@@ -30,8 +30,8 @@ LANES = 64  # bytes of a group
 RECORD_BYTES = 1408
 VERBATIM_READ = 64  # bytes that are read at a time, starting at the next verbatim one
 WINDOW = 4  # magnitudes, starting at the base
-VERBATIM = 0x80  # above the base
-NUM_GROUPS = 16  # per block
+VERBATIM = 0x80  # code of a value above the base
+NUM_GROUPS = 16  # groups of a block
 _BITS_AT, _SIGNS_AT = 1024, 1280
 
 # [2, 32]: the lane of each word of a group's two rows

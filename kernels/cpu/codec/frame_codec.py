@@ -20,7 +20,7 @@ BLOCK_WORDS = BLOCK * BLOCK  # words that share a base
 BLOCK_BYTES = 2 * BLOCK_WORDS
 _ROW_BYTES = 2 * BLOCK
 _SAMPLED_EVERY = 5  # samples every fifth word to choose a base; odd, or it would miss channels
-_NUM_MAGNITUDES = 128  # of an upper byte without its sign
+_NUM_MAGNITUDES = 128  # values of an upper byte without its sign
 _REACH = BLOCK_WORDS + LANES  # no block reads further than this into the verbatim bytes
 
 
@@ -58,7 +58,9 @@ def encode_frame(payload: Any, out: Any) -> int:
 
 @compiled()
 def _copy(source: Any, target: Any) -> None:
-    """Both have one size: numba's assignment compiles the text of an error for others, 1 s."""
+    """Copies arrays of equal size element by element: numba's slice assignment would compile its
+    error path, 1 s.
+    """
     for i in range(source.size):
         target[i] = source[i]
 

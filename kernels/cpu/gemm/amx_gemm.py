@@ -33,8 +33,8 @@ from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import expect_load
 
 NUM_DIMS = 5  # dimensions of a packed weight
-STEP_BYTES = 2048  # of 32 columns, for 32 elements of K
-ROW_BYTES = BLOCK * 2  # of 32 elements of K of a row
+STEP_BYTES = 2048  # 32 columns, for 32 elements of K
+ROW_BYTES = BLOCK * 2  # 32 elements of K of a row
 PIECE_STEPS = 8
 LINE_BYTES = 64
 STEP_LINES = STEP_BYTES // LINE_BYTES

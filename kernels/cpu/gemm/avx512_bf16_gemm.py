@@ -29,7 +29,7 @@ from kernels.cpu.simd.cpu_features import has_pair_products
 from kernels.cpu.simd.intrinsics import Strided, in_groups
 
 NUM_DIMS = 4  # dimensions of a packed weight
-STEP_BYTES = 2048  # of 32 columns, for 32 elements of K
+STEP_BYTES = 2048  # 32 columns, for 32 elements of K
 PIECE_STEPS = 8  # this part of a block of columns stays in the L1 cache for all rows
 MOST_ROWS = 8  # 16 sums in registers saturate the multipliers; more would only add code to compile
 PAIRS = BLOCK // 2
@@ -37,7 +37,8 @@ PAIRS = BLOCK // 2
 _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
 _LANES = 16
 _WORDS, _FLOATS = ir.VectorType(_WORD, _LANES), ir.VectorType(ir.FloatType(), _LANES)
-_HALVES = 0, SUM_BYTES // 2  # of a row's sums, and of a row of columns: each fills a register
+# Halves of a row's sums, and of a row of columns: each fills a register
+_HALVES = 0, SUM_BYTES // 2
 
 
 def can_pack_pairs(weight: Tensor) -> bool:

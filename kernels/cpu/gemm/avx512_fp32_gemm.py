@@ -26,7 +26,7 @@ from kernels.cpu.simd.intrinsics import add_chains
 _f32 = np.float32
 
 NUM_DIMS = 3  # dimensions of a packed weight
-PIECE = 256  # of K: this part of a block of columns stays in the L1 cache for all rows
+PIECE = 256  # elements of K: this part of a block of columns stays in the L1 cache for all rows
 MOST_ROWS = 12  # 24 of the 32 registers hold sums
 
 

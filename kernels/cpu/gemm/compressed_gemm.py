@@ -156,7 +156,7 @@ def _sum_on_tiles(
     lanes, scratch = opened
     verbatim_at = cursor if cursor else planes.verbatim.ctypes.data + planes.starts[strip]
     lanes_at, scratch_at, configured = lanes.ctypes.data, scratch.ctypes.data, 0
-    # With many rows there is time to prefetch the next part during their GEMMs.
+    # There is time to prefetch the next part during the GEMMs of many rows.
     num_others = num_row_blocks - 1
     num_ahead = (RECORD_LINES + num_others - 1) // num_others if num_others >= MIN_OTHERS else 0
     for piece in range(num_pieces):

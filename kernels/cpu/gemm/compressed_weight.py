@@ -60,7 +60,9 @@ class Planes(NamedTuple):
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """`memory` [num_bytes] uint8 holds all planes, each aligned to 64 bytes."""
+    """A compressed weight. `memory` [num_bytes] uint8 holds all planes, each aligned to
+    64 bytes.
+    """
 
     shape: tuple[int, int]  # N, K
     order: WeightLayout

@@ -21,8 +21,8 @@ from kernels.cpu.compile import compiled
 from kernels.cpu.simd.amx_tiles import TILE_BYTES
 from kernels.cpu.simd.f32x32 import load_floats, store_floats
 
-BLOCK = 32  # of rows, of columns, and of K
-SUM_BYTES = BLOCK * 4  # of a row's sums by 32 columns
+BLOCK = 32  # rows, columns, and elements of K
+SUM_BYTES = BLOCK * 4  # a row's sums by 32 columns
 LEVELS = 4  # sums that eight lanes keep at a time
 # Rows that stay in a core's L2 cache while the weight is streamed. FP32 computes twelve at a time.
 HALF_CHUNK_ROWS = 256
@@ -33,9 +33,9 @@ class Rows(NamedTuple):
     """Rows in blocks of 32, cut into steps of 32 columns: their address and strides in bytes."""
 
     address: int
-    row_bytes: int  # between rows of a block
-    step_bytes: int  # between steps
-    block_bytes: int  # between blocks
+    row_bytes: int  # distance of rows of a block
+    step_bytes: int  # distance of steps
+    block_bytes: int  # distance of blocks
 
 
 def num_blocks(weight: Any) -> Any:
@@ -49,7 +49,7 @@ def num_steps(weight: Any) -> Any:
 
 
 def open_block(weight: Any, block: int) -> Any:
-    """What `sum_steps` needs besides the weight, for the steps of one block of columns."""
+    """Returns what `sum_steps` needs besides the weight, for the steps of one block of columns."""
     raise NotImplementedError("compiled code only")
 
 
@@ -75,7 +75,7 @@ def sum_steps(
 
 @compiled()
 def sum_products(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
-    """`sum_steps` over all of K."""
+    """Runs `sum_steps` over all of K."""
     opened = open_block(weight, block)
     sum_steps(rows, num_rows, weight, block, opened, 0, num_steps(weight), 0, sums_at)
 

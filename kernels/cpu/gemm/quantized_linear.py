@@ -43,7 +43,7 @@ def quantized_lane_linear(
     lanes: SumLanes,
     has_kernels: bool,
 ) -> Tensor:
-    """`quantized_linear` that sums over K in lanes."""
+    """Computes `quantized_linear` with sums over K in lanes."""
     if has_kernels and _is_decoded(weight, lanes):
         return lane_linear(x, weight, bias, lanes=lanes)
     y = x.new_empty(len(x), weight.shape[0])

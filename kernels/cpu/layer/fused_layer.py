@@ -46,7 +46,8 @@ from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.tasks import num_tasks
 from kernels.sum_lanes import SumLanes
 
-# Per thread. With fewer, reading all weights in every thread costs more time than it saves.
+# Each thread has at least so many rows. Reading all weights in every thread costs more time than it
+# saves with fewer.
 MANY_ROWS = 160
 
 
@@ -86,7 +87,7 @@ class PackedLayer:
     _before: PreAttention
     _behind: PostAttention
     _weights: Weights
-    _lanes: tuple[Any, Any]  # of the output and down weights: borders [L + 1] in steps of K
+    _lanes: tuple[Any, Any]  # lanes of the output and down weights: borders [L + 1] in steps of K
 
     def pre_attention(
         self,
@@ -160,12 +161,11 @@ def packed_layer(
     has_unit_offset: bool,
     activation: str,
 ) -> PackedLayer | None:
-    """`weights`: QKV; output; gate and up; down. None if one of them is not packed for GEMMs.
+    """Returns a layer with packed weights, or None if one of them is not packed for GEMMs.
 
-    `lanes` of the sums over K: output; down.
-
-    `norms`: before attention and before the MLP, [hidden]; `head_norms` [D] of queries and keys, or
-    none; `post_norms` [hidden] of the outputs of attention and of the MLP, or none.
+    The `weights` are QKV; output; gate and up; down. `lanes` are those of the sums over K of output
+    and down. `norms` [hidden] come before attention and before the MLP; `head_norms` [D] are those
+    of queries and keys, or none; `post_norms` [hidden] follow attention and the MLP, or none.
     """
     found = [for_gemm(each) for each in weights]
     if any(each is None for each in found) or not all(map(is_blocked, lanes)):

@@ -26,7 +26,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """As `silu_and_mul`, with the tanh form of gelu.
+    """Computes `silu_and_mul` with the tanh form of gelu.
 
     g / 2 · (1 + tanh(u)) = g / (1 + e**-2u), u = sqrt(2 / pi) · (g + 0.044715 g³).
     """

@@ -40,7 +40,7 @@ _f32 = np.float32
 
 @compiled()
 def norm_rows(x: Any, low: int, high: int, layer: Any, rows: Any, first: int) -> None:
-    """`rms_norm` of rows [low, high), written to `rows` from `first` on."""
+    """Writes `rms_norm` of rows [low, high) to `rows` from `first` on."""
     hidden, x_at = x.shape[1], x.ctypes.data
     weight_at = layer.norm.ctypes.data
     for row in range(high - low):
@@ -52,8 +52,8 @@ def norm_rows(x: Any, low: int, high: int, layer: Any, rows: Any, first: int) ->
 def norm_row(
     x_at: int, num_columns: int, weight_at: int, layer: Any, y_at: int, step_bytes: int, like: Any
 ) -> None:
-    """`rms_norm` of one row, whose dtype is that of `like`; the result's blocks of 32 have a
-    stride of `step_bytes`.
+    """Computes `rms_norm` of one row, whose dtype is that of `like`; the result's blocks of 32 have
+    a stride of `step_bytes`.
     """
     dtype, size = like.dtype, like.itemsize
     scale = inverse_size(x_at, num_columns, layer.eps, dtype, size)
@@ -119,7 +119,9 @@ def add_or_keep(
     x: Any,
     y: Any,
 ) -> None:
-    """`add_products`; but if the product is normalised first, it is stored in `added` [1, T, N]."""
+    """Runs `add_products`; if the product is normalised first, it is stored in `added`
+    [1, T, N].
+    """
     if added.size:
         multiply_lanes(rows, num_rows, weight, borders, first, end, sums, added, y.dtype)
     else:
@@ -192,7 +194,7 @@ def place_heads(
     key: Any,
     value: Any,
 ) -> None:
-    """`rotate_and_store` of heads [first, end); head 0 belongs to token `low`."""
+    """Runs `rotate_and_store` on heads [first, end); head 0 belongs to token `low`."""
     num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     half, block_size, head_bytes = cos.shape[1], key.shape[2], head_dim * query.itemsize
     num_rotated = num_heads + num_kv_heads

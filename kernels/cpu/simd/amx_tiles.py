@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kernels.cpu.compile import compiled
 
 TILE_ROWS = 16
-TILE_BYTES = 64  # per row
+TILE_BYTES = 64  # bytes of a row
 
 _I8, _I16, _I32, _I64 = (ir.IntType(size) for size in (8, 16, 32, 64))
 _POINTER = _I8.as_pointer()
@@ -124,7 +124,7 @@ def expect_store(_: Any, address: Any) -> Any:
     """Prefetches the cache line at `address`, which will be overwritten."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        hints = _I32(1), _I32(3), _I32(1)  # for writing, into the L1 cache, of data
+        hints = _I32(1), _I32(3), _I32(1)  # hints: write, into the L1 cache, data
         _call(builder, "llvm.prefetch.p0", builder.inttoptr(args[0], _POINTER), *hints)
         return context.get_dummy_value()
 

@@ -30,13 +30,13 @@ def target_cpu() -> str:
 
 @cache
 def has_fma() -> bool:
-    """Without FMA every fused multiply-add is a call of the C library."""
+    """Whether the CPU has FMA: else every fused multiply-add is a call of the C library."""
     return "fma" in target_features()
 
 
 @cache
 def has_avx512() -> bool:
-    """Without AVX-512's more and wider registers the library's FP32 GEMM is faster."""
+    """Whether the CPU has AVX-512: the library's FP32 GEMM is faster without its registers."""
     return "avx512f" in target_features()
 
 

@@ -1,4 +1,4 @@
-"""Up to 32 FP32, BF16 or FP16 numbers of an `array` as one value, on any CPU.
+"""Converts up to 32 FP32, BF16 or FP16 numbers of an `array` as one value, on any CPU.
 
 A dtype is that of the array in compiled code: the type in `BITS` for types that numba lacks.
 """

@@ -23,12 +23,12 @@ LOG2_E = math.log2(math.e)
 # Sums run in this many interleaved chains. LLVM unrolls loops over fewer before it searches for
 # vectors in them, and they end up scalar.
 LANES = 64
-# For cheap operations on up to this many rows, waking the threads costs more than it saves.
+# Waking the threads costs more than it saves for cheap operations on up to this many rows.
 FEW_ROWS = 64
 
 _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
 _NOTHING = _ADDRESS(0)
-SIDE = 16  # of the squares that are transposed
+SIDE = 16  # rows and columns of the squares that are transposed
 
 _f32 = np.float32
 _i32 = np.int32
@@ -139,7 +139,7 @@ def expect_load(_: Any, address: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        hints = _WORD(0), _WORD(3), _WORD(1)  # for reading, into the L1 cache, of data
+        hints = _WORD(0), _WORD(3), _WORD(1)  # hints: read, into the L1 cache, data
         name = "llvm.prefetch.p0"
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(each.type for each in hints)])
         fetch = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)

@@ -73,8 +73,8 @@ VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
 
 
 def library_name(dtype: str = "") -> str:
-    """What determines the bits of the libraries' results in a torch dtype, as words; without a
-    dtype what determines their layouts of weights.
+    """Returns words for what determines the bits of the libraries' results in a torch dtype.
+    Without a dtype they name what determines their layouts of weights.
     """
     capability = torch.backends.cpu.get_cpu_capability().lower()
     parts = [capability, equal_level(onednn_level(), dtype), mkl_path()]

@@ -24,9 +24,9 @@ from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.gemm.tile_dot import dot
 
 MAX_HEAD_DIM = 256
-MAX_LATENT_DIM = 1024  # of which at most 512 are values
+MAX_LATENT_DIM = 1024  # at most 512 of them are values
 SEGMENT = 1024  # tokens summed separately if bits must not depend on chunks and splits
-MOST_LATENT_HEADS = 64  # in a tile
+MOST_LATENT_HEADS = 64  # limit of a tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -103,8 +103,8 @@ def block_n(
 
 
 def heads_per_tile(group: int, value_dim: int | None) -> tuple[int, int]:
-    """How many of the `group` query heads of a KV head a tile holds, and the number of tiles. Over
-    latents a tile of 128 heads would exceed a multiprocessor's shared memory.
+    """Returns how many of the `group` query heads of a KV head a tile holds, and the number of
+    tiles. A tile of 128 heads over latents would exceed a multiprocessor's shared memory.
     """
     most = group if value_dim is None else MOST_LATENT_HEADS
     tiles = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
@@ -165,7 +165,7 @@ def attend(
     tail,  # [BLOCK_M, BLOCK_TAIL], if keys have one
     position,  # [BLOCK_M]: a row attends to tokens up to its own
     span,  # [lowest, stop) is visible; [first_full, end_full), full tiles, is visible to each row
-    paged,  # of one KV head and sequence: key_ptr, value_ptr or None, table_ptr, rows per block
+    paged,  # one KV head and sequence: key_ptr, value_ptr or None, table_ptr, rows per block
     scoring,  # score_scale, softcap, lower: [BLOCK_M], or None
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,

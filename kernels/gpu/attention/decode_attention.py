@@ -155,7 +155,7 @@ def _decode_attention_kernel(
     sums_ptr,
     stride_query_seq,
     stride_query_head,
-    stride_value: tl.int64,  # from a key to its value; of large caches more than 32 bits
+    stride_value: tl.int64,  # distance of a key and its value; more than 32 bits in large caches
     stride_table,
     num_seqs,
     num_splits,
@@ -177,7 +177,7 @@ def _decode_attention_kernel(
     UNIT: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
 ):
-    head = tl.program_id(0)  # of query heads: a tile of GROUP
+    head = tl.program_id(0)  # number of a tile of GROUP query heads
     kv_head, num_kv_heads = head // TILES, tl.num_programs(0) // TILES
     item = tl.program_id(1)
     units, share, ends = _plan(

@@ -97,7 +97,7 @@ def _prefill_attention_kernel(
     done_ptr,
     stride_query_token,
     stride_query_head,
-    stride_value: tl.int64,  # from a key to its value; of large caches more than 32 bits
+    stride_value: tl.int64,  # distance of a key and its value; more than 32 bits in large caches
     stride_table,
     stride_out_token,
     num_seqs,
@@ -118,12 +118,13 @@ def _prefill_attention_kernel(
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     # Heavy tiles first: a sequence's last tokens attend to the most tokens.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)  # of query heads: a tile of GROUP
+    head = tl.program_id(1)  # number of a tile of GROUP query heads
     kv_head, num_kv_heads = head // TILES, tl.num_programs(1) // TILES
     seq = _sequence_of(tile, cu_seqlens_q_ptr, num_seqs, TILE_TOKENS)
     begin = tl.load(cu_seqlens_q_ptr + seq).to(tl.int32)
     query_len = tl.load(cu_seqlens_q_ptr + seq + 1).to(tl.int32) - begin
-    token = (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS  # among the sequence's new ones
+    # Index among the sequence's new tokens
+    token = (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS
     if token >= query_len:
         return
     before = tl.load(context_lens_ptr + seq).to(tl.int32) - query_len

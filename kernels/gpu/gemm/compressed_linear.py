@@ -43,8 +43,8 @@ from kernels.gpu.gemm.tile_dot import dot
 from kernels.split_weight import HALF, SplitWeight
 from kernels.sum_lanes import SumLanes
 
-WEIGHT_BYTES = 2  # per weight of a stage, including the side table of wide groups
-BLOCK_N = 64  # beyond 16 rows: a decoded tile and the sums must fit into the registers
+WEIGHT_BYTES = 2  # one weight of a stage, including the side table of wide groups
+BLOCK_N = 64  # used beyond 16 rows: a decoded tile and the sums must fit into the registers
 
 
 def compressed_linear(
@@ -162,7 +162,7 @@ def _compressed_linear_kernel(
     first, last, steps, base, limit = segment_steps(
         width, borders_ptr, IS_SPLIT, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
     )
-    end = steps  # of the segment
+    end = steps  # end of the segment
     for step in range(first, last):
         start = base + step * BLOCK_K
         k = (start + step_k)[None, :]  # [1, BLOCK_K]

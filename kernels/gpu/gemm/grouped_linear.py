@@ -20,7 +20,7 @@ from kernels.gpu.gemm.linear_tile import INVARIANT_ROWS, add_lane, borders_on, l
 from kernels.gpu.gemm.tile_dot import dot
 from kernels.sum_lanes import SumLanes
 
-# Of K: what a tensor-core product needs, and the longest whose tiles stay in the registers.
+# Steps of K: what a tensor-core product needs, and the longest whose tiles stay in the registers.
 LEAST_STEP, MOST_STEP = 16, 64
 
 

@@ -113,7 +113,7 @@ def _linear_kernel(
     first, last, steps, base, limit = segment_steps(
         width, borders_ptr, IS_SPLIT, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
     )
-    end = steps  # of the segment
+    end = steps  # end of the segment
     for step in range(first, last):
         start = base + step * BLOCK_K
         k = (start + step_k)[None, :]  # [1, BLOCK_K]

@@ -20,15 +20,15 @@ from kernels.sum_lanes import SumLanes
 
 NUM_SEGMENTS = 4
 INVARIANT_ROWS = 64
-NUM_MULTIPROCESSORS = 132  # of an H200; other GPUs have about as many
-# For the stages of one program: all of an A100 multiprocessor's, or half of an H200's.
+NUM_MULTIPROCESSORS = 132  # an H200 has these; other GPUs have about as many
+# The stages of one program may use all of an A100 multiprocessor's memory, or half of an H200's.
 SHARED_BYTES, HALF_SHARED_BYTES = 160 << 10, 112 << 10
 MAX_STAGES = 6
-MAX_REGISTERS = 255  # without this limit the assembler spills to make more programs resident
+MAX_REGISTERS = 255  # the assembler spills without this limit, to make more programs resident
 GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
 REDUCE_BLOCK = 1024
 ROW_TILES, COLUMN_TILES = (16, 32, 64, 128), (32, 64, 128)
-LEAST_STEP = 64  # of K, for lanes that end within a longer one
+LEAST_STEP = 64  # elements of K, for lanes that end within a longer step
 LANE_BLOCK_N = 64
 
 
@@ -67,7 +67,7 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
         block_k = 256 if block_m <= 16 else 128
     num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
     is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
-    is_split = is_idle and width > 2 * block_k  # for less, one program is faster
+    is_split = is_idle and width > 2 * block_k  # one program is faster for less
     num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
     stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
     is_paired = num_programs > NUM_MULTIPROCESSORS and 3 * stage_bytes <= HALF_SHARED_BYTES
@@ -132,7 +132,7 @@ def _breakpoints(columns: Iterable[int], max_rows: int) -> list[int]:
     """Numbers of rows at which a tiling of a weight with one of these numbers of columns can
     change: where its tile of rows does, and where its tiles reach a number that it depends on.
     """
-    # from which the multiprocessors are busy, or have two programs, split or not
+    # Tiles with which the multiprocessors are busy, or have two programs, split or not.
     least_tiles = (
         NUM_MULTIPROCESSORS * 3 // 4,
         NUM_MULTIPROCESSORS + 1,

@@ -86,7 +86,7 @@ def _per_head_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     num_steps = tl.cdiv(width, BLOCK_K)
     steps = tl.cdiv(num_steps, NUM_SEGMENTS)
-    end = steps  # of the segment
+    end = steps  # end of the segment
     for step in range(num_steps):
         k = (step * BLOCK_K + step_k)[None, :]  # [1, BLOCK_K]
         if IS_EVEN_K:

@@ -18,10 +18,10 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _GROUP, _HALF = tl.constexpr(GROUP), tl.constexpr(HALF)
 _WORD_GROUPS = tl.constexpr(WORD_GROUPS)
 
-# For four weights: $2 has their signs and mantissas, $3 and $4 the lower and the upper bits of the
-# codes of both halves, a byte each; $5 and $6 the exponent bits of the base, and $0 and $1 the
-# weights, 16 bits each. code = lower | upper << 4; code · 128 + base has the exponent in bits 7 to
-# 14 and may carry into bit 15; bit 15 and the mantissa come from the other operand.
+# The steps decode four weights: $2 has their signs and mantissas, $3 and $4 the lower and the upper
+# bits of the codes of both halves, a byte each; $5 and $6 the exponent bits of the base, and $0 and
+# $1 the weights, 16 bits each. code = lower | upper << 4; code · 128 + base has the exponent in
+# bits 7 to 14 and may carry into bit 15; bit 15 and the mantissa come from the other operand.
 _LAST_STEPS = """
 prmt.b32 first, code, 0, 0x4140;
 prmt.b32 second, code, 0, 0x4342;

@@ -14,10 +14,10 @@ from kernels.check_tensor import INDICES, expect
 from kernels.gpu.kv.kv_copy import as_words
 from kernels.torch_ops.copy_blocks import copy_blocks as copy_by_way_of_a_buffer
 
-TILE_WORDS = 4096  # of 8 bytes: 16 per thread of eight warps, in its registers
-MAX_WORDS = 1024  # of one block: a few copies are spread over many programs
+TILE_WORDS = 4096  # words of 8 bytes: 16 per thread of eight warps, in its registers
+MAX_WORDS = 1024  # words of one block: a few copies are spread over many programs
 BLOCKS_OF_COPIES = (8, 64, 512)  # few compiled kernels for all numbers of copies
-MAX_COPIES = BLOCKS_OF_COPIES[-1]  # with 64 bytes of each block, two sectors
+MAX_COPIES = BLOCKS_OF_COPIES[-1]  # copies with 64 bytes of each block, two sectors
 WORDS_PER_WARP = 512
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.check_tensor import INDICES, BadTensor, expect
 from kernels.torch_ops.payload_checksum import FACTORS, GOLDEN, WORD_BYTES
 
-TILE_WORDS = 2048  # of 8 bytes: 8 per thread, four loads of 16 bytes
+TILE_WORDS = 2048  # words of 8 bytes: 8 per thread, four loads of 16 bytes
 NUM_WARPS = 8
 
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -120,11 +120,11 @@ def places(
     ROW_WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """For this program's rows: their first words in the cache and in the payload, and a mask of
-    existing rows. [BLOCK_ROWS, 1] each
+    """Returns the first words of this program's rows in the cache and in the payload, and a mask of
+    existing rows: [BLOCK_ROWS, 1] each.
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    plane = tl.program_id(1).to(tl.int64)  # of all layers, one after the other
+    plane = tl.program_id(1).to(tl.int64)  # plane among those of all layers, one after the other
     block_index = first_token // BLOCK_SIZE + row // (NUM_KV_HEADS * BLOCK_SIZE)
     token = block_index * BLOCK_SIZE + row % BLOCK_SIZE - first_token
     is_moved = (row < num_rows) & (token >= 0) & (token < num_tokens)

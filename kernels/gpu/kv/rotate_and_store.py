@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.kv.fp8 import expect_scales, scaled
 
-BLOCK_ELEMENTS = 2048  # per program: 16 per thread, two loads of 16 bytes
+BLOCK_ELEMENTS = 2048  # a program's part: 16 per thread, two loads of 16 bytes
 NUM_WARPS = 4
 
 

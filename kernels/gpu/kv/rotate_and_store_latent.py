@@ -145,7 +145,7 @@ def _rotate_and_store_latent_kernel(
 
 @triton.jit
 def _stored(x, kv_scales_ptr):
-    """As the cache holds it."""
+    """Converts x to the form in the cache."""
     if kv_scales_ptr is not None:
         x = to_fp8(x.to(tl.float32) * tl.div_rn(1.0, tl.load(kv_scales_ptr)))
     return x

@@ -103,7 +103,7 @@ def _route_kernel(
 
 @triton.jit
 def _best(values, is_there, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of the values [BLOCK] are the largest; of equal ones the first."""
+    """Marks the largest COUNT of the values [BLOCK]; of equal ones the first."""
     keys = tl.where(is_there, _ordered(values, tl.arange(0, BLOCK)), -(2**63))
     is_chosen = keys != keys
     for _ in tl.static_range(COUNT):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.check_tensor import FLOATS, BadTensor, expect
 
-BLOCK_COLUMNS = 2048  # per program: 16 per thread, four loads of 16 bytes
+BLOCK_COLUMNS = 2048  # a program's part: 16 per thread, four loads of 16 bytes
 ELEMENTS_PER_WARP = 512
 
 

@@ -41,10 +41,10 @@ from kernels.gpu.sampling.sample_scores import (
 
 PIECE = 4096
 GROUP = 64
-CAPACITY = 128  # of a piece's list: beyond it the row is sampled from all tokens
-BLOCK = 4096  # of the program that samples
+CAPACITY = 128  # length of a piece's list: if it is exceeded, the row is sampled from all tokens
+BLOCK = 4096  # tokens of the program that samples
 SAMPLE_REGISTERS = 128  # the limit for 16 warps; otherwise the assembler spills to use fewer
-SLACK = 1.0 + 2.0**-13  # of the sums of a bound, in addition to their rounding errors
+SLACK = 1.0 + 2.0**-13  # factor of the sums of a bound, in addition to their rounding errors
 
 
 def sample(

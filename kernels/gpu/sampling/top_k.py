@@ -17,7 +17,7 @@ from kernels.check_tensor import expect
 from kernels.torch_ops.top_k import top_k as reference_top_k
 
 PIECE = 4096
-MOST = 64  # for more, taking one at a time is slower than sorting
+MOST = 64  # taking one at a time is slower than sorting for more
 MOST_MERGED = 16_384  # keys per program
 
 _LEAST = tl.constexpr(-(1 << 63))

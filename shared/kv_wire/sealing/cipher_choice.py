@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 TAG_BYTES = 16
-NONCE_BYTES = 32  # of Hello and Welcome
+NONCE_BYTES = 32  # length in Hello and Welcome
 AES, CHACHA = "aes-256-gcm", "chacha20-poly1305"
 
 

@@ -60,7 +60,7 @@ class DirectionCipher:
             return None
 
     def seal_payload(self, frame_id: int, buffer: memoryview) -> None:
-        """In place: the payload is all of the buffer but its last TAG_BYTES.
+        """Seals a payload in place: it is all of the buffer but its last TAG_BYTES.
 
         A `frame_id` must not be used twice.
         """
@@ -71,7 +71,9 @@ class DirectionCipher:
             buffer[-TAG_BYTES:] = self._aead.encrypt(nonce, b"", payload)
 
     def open_payload(self, frame_id: int, buffer: memoryview) -> bool:
-        """In place. False if the buffer is not what the peer sealed for this frame."""
+        """Opens a payload in place. Returns False if the buffer is not what the peer sealed for
+        this frame.
+        """
         payload, nonce = buffer[:-TAG_BYTES], _nonce(_PAYLOAD, frame_id)
         try:
             if self._is_encrypted:
@@ -89,14 +91,14 @@ class DirectionCipher:
 
 @dataclass(frozen=True, slots=True)
 class LinkCiphers:
-    """Both directions of one connection, as one of its ends uses them."""
+    """The ciphers of one end of a connection, one for each direction."""
 
     sealing: DirectionCipher
     opening: DirectionCipher
 
 
 def ciphers_of_sender(link_key: LinkKey, cipher: str, hello: bytes, welcome: bytes) -> LinkCiphers:
-    """`hello` and `welcome` are the bytes of the handshake."""
+    """Returns the sender's ciphers; `hello` and `welcome` are the bytes of the handshake."""
     to_receiver, to_sender = _both_directions(link_key, cipher, hello, welcome)
     return LinkCiphers(sealing=to_receiver, opening=to_sender)
 
@@ -104,7 +106,7 @@ def ciphers_of_sender(link_key: LinkKey, cipher: str, hello: bytes, welcome: byt
 def ciphers_of_receiver(
     link_key: LinkKey, cipher: str, hello: bytes, welcome: bytes
 ) -> LinkCiphers:
-    """`hello` and `welcome` are the bytes of the handshake."""
+    """Returns the receiver's ciphers; `hello` and `welcome` are the bytes of the handshake."""
     to_receiver, to_sender = _both_directions(link_key, cipher, hello, welcome)
     return LinkCiphers(sealing=to_sender, opening=to_receiver)
 

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu.simd.amx_tiles import bf16_of_floats
 
-ROW_BYTES = 64  # of a register, and of half a row of a tile
+ROW_BYTES = 64  # size of a register, and of half a row of a tile
 _LANES, _OCTETS, _PAIRS = 16, 4, 8
 _I8, _I16, _I32, _I64, _F32 = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)

@@ -40,7 +40,7 @@ AHEAD = 4  # tiles that are prefetched before they are decoded
 
 
 def planes_for_gemm(weight: QuantizedWeight) -> Int4Planes | Fp8Planes | None:
-    """None if this CPU, or the compiled loops, cannot decode the weight."""
+    """Returns the planes, or None if this CPU, or the compiled loops, cannot decode the weight."""
     is_whole = all(size % BLOCK == 0 for size in weight.shape)
     has_gemm = has_amx() or has_pair_products()
     if not (is_whole and has_gemm and weight.dtype == torch.bfloat16):
