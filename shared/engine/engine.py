@@ -36,7 +36,7 @@ class StepProgress(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # all, once, with the first sampled token
     embedding: NDArray[np.float32] | None = None  # [hidden_size], when an embedding finishes
-    error: HearthError | None = None  # with finish_reason "failed"
+    error: HearthError | None = None  # set if the finish_reason is "failed"
 
 
 class Engine:
@@ -53,12 +53,13 @@ class Engine:
         zeroes_freed_blocks: bool = False,
         num_floor_blocks: int | None = None,
     ) -> None:
-        """`max_context_tokens`: of the model. A sequence may also be no longer than a pool of
-        `num_floor_blocks` holds, the fewest that it has while it serves; None: `num_blocks`, and 0
-        of these are for an engine that serves after `resize`.
-        `reaches` are those of the executor's groups of layers. With `zeroes_freed_blocks` the owner
-        has the executor zero freed blocks before they are written again: see
-        `EngineLoop.zero_freed_blocks`. Raises ConfigError if the pool is too small.
+        """Schedules sequences on a pool of blocks. `max_context_tokens` is the model's limit.
+
+        A sequence may also be no longer than a pool of `num_floor_blocks` holds, the fewest that it
+        has while it serves; None: `num_blocks`, and 0 of these are for an engine that serves after
+        `resize`. `reaches` are those of the executor's groups of layers. With
+        `zeroes_freed_blocks` the owner has the executor zero freed blocks before they are written
+        again: see `EngineLoop.zero_freed_blocks`. Raises ConfigError if the pool is too small.
         """
         self.pool = BlockPool(
             num_blocks, block_size, reaches=reaches, notes_freed=zeroes_freed_blocks
@@ -74,7 +75,7 @@ class Engine:
                 f"a KV cache of {num_blocks} blocks is smaller than its floor of {floor}",
                 param="kv_cache_bytes",
             )
-        self.num_generated_tokens = 0  # since the start
+        self.num_generated_tokens = 0  # tokens since the start
         self.num_computed_prompt_tokens = 0
         self._bounded = [group for group, reach in enumerate(reaches) if reach is not None]
         self._max_reserved_share = max_reserved_share

@@ -14,7 +14,7 @@ MAX_IN_A_ROW = 3
 
 class FailedSteps:
     def __init__(self) -> None:
-        self.num_failed = 0  # since the start
+        self.num_failed = 0  # steps since the start
         self._in_a_row: dict[str | bytes, str] = {}  # origin -> tenant, since a success
         self._served: set[str] = set()  # two tenants at most: more tell nothing more
 
@@ -25,7 +25,7 @@ class FailedSteps:
         return len(self._in_a_row) >= MAX_IN_A_ROW and (len(tenants) > 1 or not is_shared)
 
     def succeeded(self, row: ScheduledSequence) -> None:
-        """`row`: one that was computed."""
+        """Records a row that was computed."""
         self._in_a_row.clear()
         if len(self._served) < 2:
             self._served.add(row.sequence.tenant_id)

@@ -14,5 +14,7 @@ FEATURES: tuple[str, ...] = (GRAMMAR_FEATURE, THINKING_FEATURE)
 
 
 def features_of(*, has_vocabulary: bool) -> tuple[str, ...]:
-    """Of one worker. `has_vocabulary`: it can sample under a grammar, or samples no tokens."""
+    """Returns the features of a worker. With `has_vocabulary` it can sample under a grammar, or
+    samples no tokens.
+    """
     return FEATURES if has_vocabulary else tuple(f for f in FEATURES if f != GRAMMAR_FEATURE)

@@ -40,9 +40,9 @@ from shared.messages import STEP_TOKENS, WorkerLoad
 log = structlog.get_logger(__name__)
 
 IDLE_TICK_S = 0.1
-STANDBY_TICK_S = 0.5  # without a KV cache there is no work to find
+STANDBY_TICK_S = 0.5  # there is no work to find without a KV cache
 COUNT_EXPERTS_S = 1.0
-ZEROED_BYTES = 64 << 20  # per call: a few milliseconds, then the step counter increases
+ZEROED_BYTES = 64 << 20  # bytes of a call: a few milliseconds, then the step counter increases
 
 Listener = Callable[[list[StepProgress]], None]
 
@@ -62,7 +62,7 @@ class EngineLoop:
         self._samples_ahead = executor.depth > 1 and executor.num_stages == 1
         self._in_flight: deque[SubmittedStep] = deque()
         self._answered_at = 0.0  # the last step
-        self.reported_began_at = 0.0  # of the step whose progress the listeners get
+        self.reported_began_at = 0.0  # begin of the step whose progress the listeners get
         self._clock = clock
         self._listeners: list[Listener] = []
         self._work = asyncio.Event()
@@ -82,11 +82,13 @@ class EngineLoop:
         self.kv = ElasticKv(engine, executor, self.zero_freed_blocks)
 
     def listen(self, listener: Listener) -> None:
-        """`listener` gets every step's progress, on the event loop's thread; it must not block."""
+        """Calls `listener` with every step's progress, on the event loop's thread; it must not
+        block.
+        """
         self._listeners.append(listener)
 
     def on_device_lost(self, handler: Callable[[], None]) -> None:
-        """`handler` is called once, when the device computes no more steps; none follows."""
+        """Calls `handler` once, when the device computes no more steps; none follows."""
         self._on_device_lost = handler
 
     def wake(self) -> None:
@@ -237,7 +239,8 @@ class EngineLoop:
         return await self._result(await self._submit(rows))
 
     async def _compute_in_parts(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
-        """For rows whose step raised. Does not count as a busy step: it says nothing about speed.
+        """Computes rows whose step raised. It does not count as a busy step: it says nothing about
+        speed.
 
         One bad row of N takes at most 2 log2(N) further steps.
         """
@@ -327,7 +330,7 @@ class EngineLoop:
                 num_steps = self._num_busy_steps
                 try:
                     totals = await self.executor.expert_counts()
-                except Exception:  # of a lost device, which the next step reports
+                except Exception:  # the device is lost, which the next step reports
                     log.exception("expert_counts_failed")
                     return
                 if totals is None:

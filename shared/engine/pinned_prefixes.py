@@ -29,12 +29,12 @@ class _Pin:
 
 class PinnedPrefixes:
     def __init__(self, engine: Engine, clock: Clock, *, max_share: float = 0.25) -> None:
-        """`max_share` of the pool's blocks may be pinned."""
+        """Keeps prefixes in the cache. The share `max_share` of the pool's blocks may be pinned."""
         self._engine = engine
         self._clock = clock
         self._max_share = max_share
-        self._pins: dict[bytes, _Pin] = {}  # by the hash of the last block
-        self._computing: dict[bytes, Sequence] = {}  # by sequence id
+        self._pins: dict[bytes, _Pin] = {}  # key: hash of the last block
+        self._computing: dict[bytes, Sequence] = {}  # key: sequence id
 
     def __len__(self) -> int:
         return len(self._pins)

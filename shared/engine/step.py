@@ -98,7 +98,7 @@ class SamplingInputs(msgspec.Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Without changes to the logits and without logprobs."""
+        """Whether nothing changes the logits, and no row has logprobs."""
         is_touched = self.banned or self.bias is not None or self.penalties is not None
         is_touched = is_touched or self.masks is not None
         return not (is_touched or self.raw_logprobs or self.processed_logprobs)
@@ -137,7 +137,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     block_copies: tuple[tuple[int, int], ...] = ()
     # sequence -> the tokens whose logprobs to return
     prompt_logprobs: Mapping[int, PromptSuccessors] = {}
-    pooling: Mapping[int, PoolingInputs] = {}  # by sequence
+    pooling: Mapping[int, PoolingInputs] = {}  # key: sequence
 
 
 class StepOutput(msgspec.Struct, frozen=True):
@@ -149,7 +149,8 @@ class StepOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = {}
     # sequence -> [hidden_size] after the final norm: the sum over its tokens so far, or its last
     pooled: Mapping[int, NDArray[np.float64]] = {}
-    late_rows: frozenset[int] = frozenset()  # of R: their masks came late, their tokens are void
+    # Rows of R whose masks came late: their tokens are void
+    late_rows: frozenset[int] = frozenset()
 
 
 class KvRun(msgspec.Struct, frozen=True):
@@ -168,7 +169,7 @@ class KvRun(msgspec.Struct, frozen=True):
 class KvMemory(Protocol):
     """The paged cache of a process: all of the model's KV, or one rank's part of it."""
 
-    kv_layout: KvLayout  # of the whole model
+    kv_layout: KvLayout  # layout of the whole model
     numerics: Numerics
 
     async def read_kv(self, run: KvRun, out: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""What one step changes, as one message for every rank of a worker, and the answer to it.
+"""Encodes the changes of one step, as one message for every rank of a worker, and the answer to it.
 
 A plan carries differences: a rank keeps the rows, their block tables and their last sampled tokens
 (`executors/rank_state.py`), so a decode step costs some bytes for each row, whatever its context.
@@ -31,7 +31,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[bytes, ...]  # its blocks, by group of layers
     num_prompt_tokens: int
     choice_index: int = 0
-    sampling: SamplingParams | None = None  # without grammar and budget: masks come with each step
+    # Has neither grammar nor budget: masks come with each step
+    sampling: SamplingParams | None = None
     pooling: Pooling | None = None
     stop_token_ids: tuple[int, ...] = ()
     has_grammar: bool = False
@@ -72,7 +73,7 @@ class PooledBefore(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step over S rows. `ended` applies first, then `new`, then `grown`."""
 
-    step: int  # from 0
+    step: int  # starts at 0
     rows: bytes  # [S] in batch order
     starts: bytes  # [S] position of the first token that the row computes
     num_tokens: bytes  # [S] that the row computes
@@ -106,7 +107,7 @@ def unpack(packed: bytes) -> NDArray[np.int64]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):  # of `StepOutput.pooled`
+    if isinstance(value, np.ndarray):  # `StepOutput.pooled`
         return value.tobytes()
     raise NotImplementedError(f"a step's message cannot hold {type(value)}")
 

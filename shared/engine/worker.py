@@ -48,7 +48,7 @@ from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
 EXPIRE_PINS_S = 1.0
-KV_EVENTS_INTERVAL_S = 0.05  # between two messages
+KV_EVENTS_INTERVAL_S = 0.05  # interval of messages
 BLOCKS_PER_PAGE = 20_000
 
 
@@ -77,7 +77,9 @@ class EngineWorker:
         on_device_lost: Callable[[], None],
         max_pinned_share: float = 0.25,
     ) -> None:
-        """`on_device_lost` ends the process, after the worker has left the fleet."""
+        """Runs an engine as a member of the fleet. `on_device_lost` ends the process, after the
+        worker has left the fleet.
+        """
         self.bus = bus
         self.clock = clock
         self.randomness = randomness
@@ -122,7 +124,7 @@ class EngineWorker:
             self.roles.check_accepts(role)
 
     def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
-        """`counter` adds its values to the load in each heartbeat."""
+        """Registers `counter`, which adds its values to the load in each heartbeat."""
         self._counters.append(counter)
 
     def check_model(self, model: str, revision: str) -> None:
@@ -272,7 +274,7 @@ class EngineWorker:
         return reply
 
     def on_parked(self, release: Callable[[], None]) -> None:
-        """`release` frees memory that a worker without requests does not need."""
+        """Registers `release`, which frees memory that a worker without requests does not need."""
         self._releases.append(release)
 
     async def drop_cache(self) -> None:

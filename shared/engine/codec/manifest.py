@@ -29,7 +29,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ManifestTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """`digest`: xxh3-128 of the original bytes; `entropy_bytes`: the size with an ideal code."""
+    """A tensor of the original. `digest` is the xxh3-128 of its bytes; `entropy_bytes` is its size
+    with an ideal code.
+    """
 
     name: str
     dtype: str
@@ -43,7 +45,7 @@ class ManifestTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredShard(msgspec.Struct, frozen=True, kw_only=True):
-    """`path`: of the original file, relative to its folder; `header`: its text."""
+    """An original file: its `path` relative to its folder, and the text of its `header`."""
 
     path: str
     header: str

@@ -23,7 +23,7 @@ from shared.transport.wire_errors import UNREADABLE, one_line
 
 LENGTH = struct.Struct("<Q")
 METADATA = "__metadata__"
-ITEM_BYTES = {  # of the dtypes whose sizes are checked; other dtypes are not checked
+ITEM_BYTES = {  # dtypes whose sizes are checked; others are not
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("BF16", "F16", "U16", "I16"), 2),
     **dict.fromkeys(("F32", "U32", "I32"), 4),
@@ -44,7 +44,7 @@ class ByteSpan(msgspec.Struct, frozen=True):
 
 
 class SafetensorsHeader(msgspec.Struct, frozen=True):
-    """`spans` are in the order of their bytes."""
+    """The header of a safetensors file. `spans` are in the order of their bytes."""
 
     text: str
     spans: dict[str, ByteSpan]

@@ -23,7 +23,7 @@ class KindRow:
     num_bytes: int = 0
     num_stored_bytes: int = 0
     entropy_bytes: int = 0
-    num_raw_bytes: int = 0  # of planes that are not coded
+    num_raw_bytes: int = 0  # bytes of planes that are not coded
 
     def add(self, tensor: ManifestTensor) -> None:
         num_weights = math.prod(tensor.shape)
@@ -52,7 +52,7 @@ class KindRow:
 
     @property
     def excess_over_entropy(self) -> float:
-        """By how much the coded planes are larger than their entropy; 0.02 is 2 %."""
+        """Share by which the coded planes are larger than their entropy; 0.02 is 2 %."""
         coded = self.num_stored_bytes - self.num_raw_bytes
         return coded / max(1, self.entropy_bytes - self.num_raw_bytes) - 1 if coded else 0.0
 
@@ -78,7 +78,9 @@ def total_row(tensors: Iterable[ManifestTensor]) -> KindRow:
 
 
 def kind_of(name: str) -> str:
-    """`model.layers.7.mlp.experts.3.up_proj.weight` is a `mlp.experts.*.up_proj`."""
+    """Returns the kind of a tensor: `model.layers.7.mlp.experts.3.up_proj.weight` is a
+    `mlp.experts.*.up_proj`.
+    """
     name = name.removesuffix(".weight")
     _, _, below_layer = re.sub(r"\.\d+(?=\.)", ".*", name).partition(".*.")
     return below_layer or name

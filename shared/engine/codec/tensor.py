@@ -46,7 +46,9 @@ class EncodedPlane:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """`entropy_bytes`: the size with an ideal bytewise code of the coded planes."""
+    """An encoded tensor. `entropy_bytes` is its size with an ideal bytewise code of the coded
+    planes.
+    """
 
     codec: str
     planes: tuple[EncodedPlane, ...]
@@ -58,7 +60,7 @@ class EncodedTensor:
 
 
 def encode_tensor(data: Bytes, dtype: str, executor: Executor) -> EncodedTensor:
-    """`data` is [num_bytes], `dtype` a safetensors name."""
+    """Encodes `data` [num_bytes], whose `dtype` is a safetensors name."""
     split = _SPLIT_OF_DTYPE.get(dtype)
     if split is None or data.size % 2:
         return _as_is(data)
@@ -86,7 +88,7 @@ def _as_is(data: Bytes) -> EncodedTensor:
 def _split(
     data: Bytes, split: WordPlanes, executor: Executor
 ) -> tuple[tuple[Bytes, Bytes], tuple[float, float]]:
-    """Both planes, and the entropy of each in bits per byte."""
+    """Returns both planes, and the entropy of each in bits per byte."""
     low, high = (np.empty(data.size // 2, np.uint8) for _ in range(2))
 
     def split_chunk(start: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ import msgspec
 from shared.errors import CheckpointError
 
 FP8_BLOCK = 128  # rows and columns that share a scale
-_CODES = 8  # of four bits in an int32
+_CODES = 8  # codes of four bits in an int32
 
 
 class Int4(msgspec.Struct, frozen=True, kw_only=True, tag="int4"):
@@ -40,7 +40,7 @@ WeightFormat = Int4 | Fp8Block
 
 
 class TensorSpec(NamedTuple):
-    """`dtype` is a safetensors name."""
+    """The form of a tensor in a file. `dtype` is a safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ def stored_tensors(form: WeightFormat, num_rows: int, width: int) -> dict[str, T
 
 
 def num_groups(form: Int4, width: int) -> int:
-    """Of a row. Raises CheckpointError if they do not fill it."""
+    """Returns the number of groups of a row. Raises CheckpointError if they do not fill it."""
     if form.group and width % form.group:
         raise CheckpointError(f"rows of {width} columns are no multiple of group_size {form.group}")
     return width // form.group if form.group else 1

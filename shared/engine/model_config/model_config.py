@@ -34,7 +34,9 @@ class LongScaling(msgspec.Struct, frozen=True, tag="longrope"):
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`rotary_dim` elements of a head are rotated; `attention_factor` multiplies cos and sin."""
+    """Rotary positions: `rotary_dim` elements of a head are rotated; `attention_factor` multiplies
+    cos and sin.
+    """
 
     theta: float
     rotary_dim: int
@@ -68,10 +70,10 @@ class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reach`: the tokens that attention sees; `rope_index` indexes `ropes`, None: no rotation;
-    `formats` of the weights, None: dense.
+    """One decoder layer. Its attention sees `reach`; `rope_index` indexes `ropes`, None: no
+    rotation; the weights have `formats`, None: dense.
 
-    `moe`: experts in place of the dense MLP, whose size is the model's `intermediate_size`.
+    Experts (`moe`) replace the dense MLP, whose size is the model's `intermediate_size`.
     """
 
     reach: Reach = None
@@ -83,8 +85,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`max_position_embeddings` is the longest context served, in tokens. Without `has_head` the
-    checkpoint has no output head: it gives embeddings, and its logits mean nothing.
+    """A model's shape. `max_position_embeddings` is the longest context served, in tokens. Without
+    `has_head` the checkpoint has no output head: it gives embeddings, and its logits mean nothing.
 
     The revision of weights depends on the encoded config: a new field needs a default.
     """
@@ -138,7 +140,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def moe(self) -> MoeConfig | None:
-        """That of all layers with experts."""
+        """The experts of all layers that have some."""
         return next((layer.moe for layer in self.layers if layer.moe is not None), None)
 
     @property

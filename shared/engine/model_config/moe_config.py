@@ -25,7 +25,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ExpertPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds: [first, end) of the experts, of the inner columns of each of them, and
+    """The part of one rank: [first, end) of the experts, of the inner columns of each of them, and
     of the columns of the shared expert.
     """
 
@@ -35,8 +35,9 @@ class ExpertPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`intermediate_size` is that of one expert, `shared_intermediate_size` that of the MLP which
-    every token uses beside its experts; 0: none. `part`: of a rank that holds not all of them.
+    """A mixture of experts. `intermediate_size` is that of one expert, `shared_intermediate_size`
+    that of the MLP which every token uses beside its experts; 0: none. `part` is set on a rank that
+    does not hold all of them.
     """
 
     num_experts: int

@@ -26,19 +26,21 @@ class ConfigGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
-    """`groups` have priority in their order."""
+    """The formats of a checkpoint's layers. `groups` have priority in their order."""
 
     groups: tuple[ConfigGroup, ...]
     ignored: tuple[str, ...] = ()
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """Of the linear layer `name`, as the model names it; None: dense."""
+        """Returns the format of the linear layer `name`, as the model names it, or None if it is
+        dense.
+        """
         if any(is_named(name, each) for each in self.ignored):
             return None
         return next((group.form for group in self.groups if group.matches(name)), None)
 
     def reason(self, name: str) -> str:
-        """What quantization_config says of a linear layer, as the end of a sentence."""
+        """Describes what quantization_config does with a linear layer, as the end of a sentence."""
         for each in self.ignored:
             if is_named(name, each):
                 return f"ignores it by {each!r}"
@@ -47,13 +49,13 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerFormats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one decoder layer, whose tensors' names begin with `place`."""
+    """The formats of one decoder layer, whose tensors' names begin with `place`."""
 
     place: str
     quantization: Quantization = msgspec.field(name="quantisation")  # revisions of weights have it
 
     def of(self, path: str) -> WeightFormat | None:
-        """Of the linear layer at `place.path`; None: dense."""
+        """Returns the format of the linear layer at `place.path`, or None if it is dense."""
         return self.quantization.format_of(f"{self.place}.{path}")
 
 

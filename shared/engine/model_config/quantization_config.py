@@ -80,7 +80,7 @@ class _Fp8(msgspec.Struct):
 
 
 class _ModelOpt(msgspec.Struct):
-    """`quantization`: its fields lie in it in older exports."""
+    """ModelOpt's fields. Older exports have them within `quantization`."""
 
     config_groups: dict[str, Any] | None = None
     quant_algo: str | None = None
@@ -90,14 +90,16 @@ class _ModelOpt(msgspec.Struct):
 
 
 class CheckpointFormats(NamedTuple):
-    """`weights` None: dense. `has_fp8_kv`: the checkpoint is made for a KV cache in FP8."""
+    """A checkpoint's formats. `weights` is None if they are dense. `has_fp8_kv`: the checkpoint is
+    made for a KV cache in FP8.
+    """
 
     weights: Quantization | None = None
     has_fp8_kv: bool = False
 
 
 def checkpoint_formats(given: Mapping[str, Any]) -> CheckpointFormats:
-    """`given`: config.json. Raises CheckpointError."""
+    """Reads the formats from config.json. Raises CheckpointError."""
     written = _written(given)
     if written is None:
         return CheckpointFormats()
@@ -114,7 +116,9 @@ def checkpoint_formats(given: Mapping[str, Any]) -> CheckpointFormats:
 
 
 def _written(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of the model or its language model: either may have it, and both if they agree."""
+    """Returns the field of the model or of its language model: either may have it, and both if they
+    agree.
+    """
     text = given.get("text_config")
     inner = text.get(FIELD) if isinstance(text, dict) else None
     found = [each for each in (given.get(FIELD), inner) if each is not None and each != {}]
@@ -154,7 +158,7 @@ def _has_fp8_kv(scheme: _KvCache | None) -> bool:
 
 
 def _modelopt(fields: _ModelOpt) -> CheckpointFormats:
-    """Only of a KV cache."""
+    """Reads ModelOpt's format, which may describe only a KV cache."""
     if fields.quant_algo is not None:
         raise _refused(f"quant_algo {fields.quant_algo!r} of modelopt is not supported")
     if fields.kv_cache_quant_algo not in (None, "FP8"):

@@ -45,7 +45,8 @@ FAMILIES: dict[str, Configure] = {
 }
 
 
-# By `model_type`, which decides in transformers; the architecture names a class of that type.
+# Families by `model_type`, which decides in transformers; the architecture names a class of that
+# type.
 BY_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
@@ -64,7 +65,7 @@ BY_MODEL_TYPE = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
-# Of a class of one of the families: `Qwen3Model`, `LlamaForSequenceClassification`.
+# Names of a family's classes: `Qwen3Model`, `LlamaForSequenceClassification`.
 _STEM = re.compile(r"(\w+?)(Text)?(Model|PreTrainedModel|For[A-Z]\w*)")
 
 

@@ -68,7 +68,9 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
-    """`defaults` are the family's values for fields that its checkpoints may omit."""
+    """Reads the fields of config.json. `defaults` are the family's values for fields that its
+    checkpoints may omit.
+    """
     try:
         fields = msgspec.convert({**defaults, **given}, ConfigFields)
     except msgspec.ValidationError as error:

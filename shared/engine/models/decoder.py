@@ -86,7 +86,7 @@ class DecoderLayer(nn.Module):
 
 
 class SandwichLayer(DecoderLayer):
-    """Also has a norm after attention and one after the MLP."""
+    """A decoder layer that also has a norm after attention and one after the MLP."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__(config, layer, dtype=dtype)
@@ -128,14 +128,14 @@ class LayerStack(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, num_positions: int) -> None:
         super().__init__()
         self.layer_config = config
-        self.dtype = dtype  # of activations
+        self.dtype = dtype  # dtype of activations
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
         self.layers = nn.ModuleList()
         for each in config.layers:
             layer = layer_class(config, each, dtype=dtype)
             apply_formats(layer, each.formats)
             self.layers.append(layer)
-        with torch.device("cpu"):  # for the same bits on all devices
+        with torch.device("cpu"):  # gives the same bits on all devices
             cos, sin = rotary_tables(config.ropes, num_positions)
         device = torch.get_default_device()
         self.register_buffer("cos", cos.to(device), persistent=False)

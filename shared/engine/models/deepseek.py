@@ -110,7 +110,9 @@ def _expect_own_keys(fields: ConfigFields) -> None:
 
 
 def _paired_rows(latent: LatentFields) -> tuple[tuple[str, PairedRows], ...]:
-    """`rope_interleave` false: the rows are in two halves already."""
+    """Returns the rows whose pairs are adjacent. `rope_interleave` false: the rows are in two
+    halves already.
+    """
     if latent.rope_interleave is False:
         return ()
     nope, rope, rank = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.kv_lora_rank

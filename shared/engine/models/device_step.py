@@ -25,7 +25,7 @@ from shared.engine.models.rank_decoder import RankDecoder
 from shared.engine.sampling.sampler import sampling_columns
 from shared.engine.step import StepInputs
 
-MISROUTED = -1  # in place of a token id
+MISROUTED = -1  # stands for a token id
 
 Model: TypeAlias = Decoder | RankDecoder
 
@@ -34,7 +34,7 @@ Model: TypeAlias = Decoder | RankDecoder
 class DeviceStepInputs:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
-    attention: tuple[AttentionInputs, ...]  # of each layer
+    attention: tuple[AttentionInputs, ...]  # one for each layer
     logits_rows: Tensor | None  # [R] of the batch; None: nothing is sampled
     samples_on_device: bool  # False: the host samples from the logits
     sampling: list[Tensor] | None  # [R] each; None: all rows are greedy
@@ -82,7 +82,9 @@ def device_step(
     inputs: DeviceStepInputs,
     entering: Tensor | None = None,
 ) -> DeviceStepOutput:
-    """`kv_slots`: the cache of each layer. `entering`: see `hidden_states`."""
+    """Computes a step. `kv_slots` has the cache of each layer; `entering` is as in
+    `hidden_states`.
+    """
     hidden = hidden_states(model, kv_slots, inputs, entering)
     if inputs.logits_rows is None:
         return DeviceStepOutput(hidden)

@@ -19,7 +19,9 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def windowed_decoder(fields: ConfigFields) -> ModelConfig:
-    """`sliding_window` needs `use_sliding_window`, applies from layer `max_window_layers` on."""
+    """Reads a config whose `sliding_window` needs `use_sliding_window`, and applies from layer
+    `max_window_layers` on.
+    """
     if not fields.use_sliding_window:
         fields = replace(fields, sliding_window=None)
     return decoder_config(

@@ -19,9 +19,10 @@ from shared.engine.parallel.rank_part import RankPart, local_config
 
 
 class RankDecoder(LayerStack):
-    """`config` is the whole model's. The bits are those of `Decoder`, for any number of ranks.
+    """One rank's part of a decoder. `config` is the whole model's. The bits are those of `Decoder`,
+    for any number of ranks.
 
-    `vocabulary`: the tokens of each rank of the stage. `embed_tokens`, `norm` and `lm_head` are
+    `vocabulary` has the tokens of each rank of the stage. `embed_tokens`, `norm` and `lm_head` are
     None on ranks of other stages.
     """
 

@@ -66,7 +66,9 @@ class RopeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rope_fields(written: Mapping[str, Any]) -> RopeFields:
-    """`written` has the names of RopeFields, or `type` for `rope_type`; None means missing."""
+    """Reads rope parameters. `written` has the names of RopeFields, or `type` for `rope_type`; None
+    means missing.
+    """
     known = {name: value for name, value in written.items() if value is not None}
     known.setdefault("rope_type", known.get("type", "default"))
     try:
@@ -181,7 +183,9 @@ def _yarn_attention_factor(fields: RopeFields) -> float:
 
 
 def softmax_mscale(fields: RopeFields) -> float:
-    """What multiplies queries and keys each, besides the factor of cos and sin (DeepSeek V2)."""
+    """Returns the factor of queries and of keys, besides the factor of cos and sin
+    (DeepSeek V2).
+    """
     if fields.rope_type == "default" or not fields.mscale_all_dim:
         return 1.0
     return _mscale(_factor(fields), fields.mscale_all_dim)

@@ -1,4 +1,4 @@
-"""Which part of each tensor of a checkpoint a rank reads."""
+"""Cuts each tensor of a checkpoint to the part that a rank reads."""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ DENSE_ONLY = ("mlp.gate",)  # whatever the config says
 
 
 class Expected(NamedTuple):
-    """`weight`: name and shape of the quantized weight to which the tensor belongs."""
+    """A tensor that a checkpoint must have. `weight` has the name and shape of the quantized weight
+    to which it belongs.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -23,7 +25,9 @@ class Expected(NamedTuple):
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
-    """By the model's names. Raises CheckpointError if groups do not fill a row."""
+    """Returns the expected tensors by the model's names. Raises CheckpointError if groups do not
+    fill a row.
+    """
     found: dict[str, Expected] = {}
     for name, shape in model_tensors(config).items():
         form = _format_of(config, name, shape)

@@ -35,7 +35,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class HeaderTensor(NamedTuple):
-    """`start`: the position of its first byte in the file."""
+    """A tensor of a file. `start` is the position of its first byte."""
 
     path: Path
     name: str

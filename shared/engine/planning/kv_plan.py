@@ -17,8 +17,8 @@ from shared.numerics import KV_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """`reaches`: one for each group. `group_bytes`: of one token in one group. `block_size`: in
-    tokens.
+    """A plan of the KV cache. `reaches` has one entry for each group; `group_bytes` are those of
+    one token in one group; `block_size` is in tokens.
     """
 
     reaches: tuple[Reach, ...]
@@ -45,7 +45,7 @@ class KvPlan:
         return kv_bytes // self.sequence_bytes(num_tokens)
 
     def _live_tokens(self, reach: Reach, num_tokens: int) -> int:
-        """That a sequence holds at most, in whole blocks."""
+        """Returns the tokens that a sequence holds at most, in whole blocks."""
         if reach is None or num_tokens < reach.tokens:
             return self._whole_blocks(num_tokens)
         is_aligned = not isinstance(reach, Window) and reach.tokens % self.block_size == 0
@@ -56,7 +56,9 @@ class KvPlan:
 
 
 def kv_item_bytes(config: ModelConfig, kv_dtype: str, dtype: str) -> int:
-    """Of a value in `--kv-dtype`, beside activations in `dtype`. Raises ConfigError."""
+    """Returns the bytes of a value in `--kv-dtype`, beside activations in `dtype`. Raises
+    ConfigError.
+    """
     if kv_dtype not in KV_DTYPES:
         raise _bad(f"{kv_dtype!r} is none of {', '.join(KV_DTYPES)}")
     if kv_dtype == "bf16" and dtype != "bfloat16":
@@ -70,7 +72,7 @@ def _bad(reason: str) -> ConfigError:
 
 
 def kv_plan(config: ModelConfig, part: RankPart, item_bytes: int, block_size: int) -> KvPlan:
-    """Of a part with layers."""
+    """Returns the plan of a part that has layers."""
     groups = group_layers([_state(config, layer.reach) for layer in config.layers])
     slots = max(len(set(group.layers) & set(part.layers)) for group in groups)
     values = kv_values_per_token(config, part) // len(part.layers)

@@ -1,4 +1,4 @@
-"""What every rank of a worker would hold, from the config alone. No torch.
+"""Computes what every rank of a worker would hold, from the config alone. No torch.
 
 Weights and KV are exact; the workspace is an estimate of the largest step's tensors.
 """
@@ -23,7 +23,7 @@ from shared.engine.planning.rank_bytes import (
 from shared.engine.planning.worker_parts import worker_parts
 from shared.errors import ConfigError
 
-KV_SHARE = 0.9  # of the memory that weights and workspace leave
+KV_SHARE = 0.9  # share of the memory that weights and workspace leave
 FP32_BYTES = 4
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
 
@@ -126,7 +126,7 @@ def _rank_memory(
     step: StepSize,
     weight_bytes: int,
 ) -> RankMemoryPlan:
-    """`item_bytes`: of a value of activations, and of KV."""
+    """Returns the plan of one rank. `item_bytes` are those of a value of activations, and of KV."""
     (stage, tp_rank, part), (value_bytes, kv_item_bytes) = place, item_bytes
     workspace_bytes = _workspace_bytes(config, part, value_bytes, step)
     per_token = kv_values_per_token(config, part) * kv_item_bytes
@@ -183,7 +183,7 @@ def _attention_width(config: ModelConfig, part: RankPart) -> int:
 
 
 def _expert_columns(moe: MoeConfig | None) -> int:
-    """Of the rows that a token has in its experts."""
+    """Returns the columns of a token's rows in its experts."""
     return 0 if moe is None else moe.experts_per_token * whole_blocks(moe.intermediate_size)
 
 

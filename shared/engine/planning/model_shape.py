@@ -1,4 +1,4 @@
-"""What a plan over links needs to know of a model, from its config alone. No torch."""
+"""Describes a model for a plan over links, from its config alone. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks form tensor-parallel groups and which form stages, from a table of links. Pure.
+"""Chooses the ranks of tensor-parallel groups and of stages from a table of links. Pure.
 
 Tensor parallelism exchanges two sums a layer, a pipeline one row a stage: so tensor-parallel groups
 lie inside a host, and links between hosts are crossed by stages alone, unless asked otherwise.
@@ -18,8 +18,8 @@ from shared.engine.planning.step_bytes import StepShape, Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """`compute_s`: of a step on one rank that holds the whole model. `tp_sizes`: those that its
-    heads allow. `layers_of`: layers of each of so many stages.
+    """A model for a plan. `compute_s` is the time of a step on one rank that holds the whole model.
+    Its heads allow `tp_sizes`. `layers_of` returns the layers of each of so many stages.
     """
 
     num_layers: int
@@ -57,7 +57,7 @@ class ParallelPlan:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Of each stage; of a stage on several hosts `a+b`."""
+        """Hosts of each stage; a stage on several hosts is `a+b`."""
         return tuple("+".join(dict.fromkeys(each)) for each in self.stages)
 
     @property
@@ -67,7 +67,7 @@ class ParallelPlan:
 
     @property
     def num_bytes(self) -> float:
-        """What all ranks send."""
+        """Bytes that all ranks send."""
         return sum(self.rank_bytes) * self.tp + self.border_bytes * (self.pp - 1)
 
 
@@ -130,7 +130,7 @@ def _order(table: LinkTable, num_bytes: int) -> tuple[Host, ...]:
     return tuple(hosts[each] for each in order)
 
 
-Stage = tuple[Host, ...]  # of each of its ranks
+Stage = tuple[Host, ...]  # hosts of its ranks
 
 
 @dataclass
@@ -169,7 +169,7 @@ class _Costs:
         link = _slowest([self.table.between(a, b) for a in hosts for b in hosts if a is not b])
         is_between = link is not None
         link = link or hosts[0].inside
-        # Between hosts ranks gather in a ring: each crossing carries what a rank sends.
+        # Ranks gather in a ring between hosts: each crossing carries what a rank sends.
         num_latencies = EXCHANGE_LATENCIES * (self.tp - 1) if is_between else 1
         self.seconds += traffic.num_exchanges * num_latencies * link.latency_s
         self.seconds += traffic.num_bytes / link.bytes_per_s
@@ -193,7 +193,7 @@ class _Costs:
 
 
 def _slowest(links: Sequence[Link]) -> Link | None:
-    """With the worst latency and the worst rate of these."""
+    """Returns a link with the worst latency and the worst rate of these, or None without links."""
     if not links:
         return None
     return Link(max(each.latency_s for each in links), min(each.bytes_per_s for each in links))

@@ -13,8 +13,8 @@ Shape = tuple[str, int, int, int]  # path in the layer, output rows, columns, nu
 
 
 def saved_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
-    """Of a rank's part, over its weights in `item_bytes` each. The expansion of latents is dense in
-    memory.
+    """Returns the bytes that a rank's part saves over weights of `item_bytes` each. The expansion
+    of latents is dense in memory.
     """
     local = local_config(config, part)
     saved = 0

@@ -32,7 +32,7 @@ def kv_values_per_token(config: ModelConfig, part: RankPart) -> int:
 
 
 def num_router_weights(config: ModelConfig, part: RankPart) -> int:
-    """Those of `num_weights` that are FP32 whatever the model's dtype."""
+    """Counts those of `num_weights` that are FP32 whatever the model's dtype."""
     layers = local_config(config, part).layers
     return sum(_router_weights(config, layer.moe) for layer in layers if layer.moe is not None)
 
@@ -52,7 +52,7 @@ def _layer_weights(local: ModelConfig, layer: LayerConfig) -> int:
 
 
 def attention_weights(local: ModelConfig) -> int:
-    """Of the matrices of one layer's attention."""
+    """Counts the weights of the matrices of one layer's attention."""
     hidden, query = local.hidden_size, local.num_heads * local.head_dim
     output, latent = local.num_heads * local.output_dim * hidden, local.latent
     if latent is None:

@@ -28,9 +28,7 @@ FP32_BYTES, BF16_BYTES = 4, 2
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends to other ranks of its stage, and in how many exchanges, one after the
-    other.
-    """
+    """Traffic of one rank to other ranks of its stage: bytes, and exchanges one after the other."""
 
     num_bytes: float = 0.0
     num_exchanges: int = 0
@@ -52,12 +50,12 @@ class StepShape:
     num_tokens: int = 1
     num_sampled: int = 1
     exchange: Exchange = "fp32"
-    moe: MoeConfig | None = None  # of its layers: the first ones of a model may be dense
+    moe: MoeConfig | None = None  # most layers' experts: the first layers of a model may be dense
     experts: ExpertSplit = "auto"
 
     @property
     def border_bytes(self) -> int:
-        """What a rank sends to the next stage."""
+        """Bytes that a rank sends to the next stage."""
         return self.num_tokens * self.hidden_size * self.item_bytes
 
     def stage_traffic(self, tp: int, num_layers: int, *, is_first: bool, is_last: bool) -> Traffic:

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 class _Stored(NamedTuple):
-    """`is_copy`: whether the head has the embedding's content."""
+    """Stored embedding and head. `is_copy` tells whether the head has the embedding's content."""
 
     has_embedding: bool
     has_head: bool
@@ -70,7 +70,7 @@ def _tied(config: ModelConfig, model_dir: Path, stored: _Stored) -> ModelConfig:
 
 
 def _stored(config: ModelConfig, model_dir: Path) -> _Stored | None:
-    """None for a folder without weights."""
+    """Returns None for a folder without weights."""
     if is_bundle(model_dir):
         shards = read_manifest(model_dir).shards
         coded = {each.name: each for shard in shards for each in shard.tensors}

@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold, checked against the model that the config describes. No torch."""
+"""Checks a checkpoint's files against the model that the config describes. No torch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shared.errors import ConfigError
 def worker_parts(
     config: ModelConfig, shape: MeshShape, experts: ExpertSplit = "auto"
 ) -> list[RankPart]:
-    """By rank. Raises ConfigError if the model cannot be cut like this."""
+    """Returns the parts by rank. Raises ConfigError if the model cannot be cut like this."""
     return [
         rank_part(config, tp_rank=tp_rank, tp_size=shape.tp, layers=layers, experts=experts)
         for layers in stages_of(config, shape.pp)

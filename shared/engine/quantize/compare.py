@@ -27,7 +27,7 @@ CHUNK_TOKENS = 64  # whose logits are held at once
 
 @dataclass(slots=True)
 class PromptQuality:
-    """Of each position: KL in nats, and whether both prefer the same token."""
+    """Quality at each position: KL in nats, and whether both prefer the same token."""
 
     kl: list[float] = field(default_factory=list)
     agrees: list[bool] = field(default_factory=list)
@@ -102,7 +102,7 @@ def _add(result: PromptQuality, reference: Tensor, judged: Tensor) -> None:
 
 
 def num_blocks(kv_layout: KvLayout, num_tokens: int) -> int:
-    """That a prompt takes in all groups."""
+    """Returns the blocks that a prompt takes in all groups."""
     return len(kv_layout.groups) * -(-num_tokens // kv_layout.block_size)
 
 

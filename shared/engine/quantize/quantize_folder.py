@@ -36,7 +36,7 @@ from shared.errors import CheckpointError, ConfigError
 CONFIG = "config.json"
 # Linear layers of a decoder layer: attention, MLP and experts.
 _LINEAR = re.compile(r"(.*\.)?layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])$")
-# Besides layers that the user names: the head, and linear layers that choose experts.
+# Dense layers, besides those that the user names: the head, and linear layers that choose experts.
 DENSE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*block_sparse_moe\.gate$")
 
 
@@ -49,7 +49,9 @@ class _Written:
     form: WeightFormat
 
     def described(self, name: str) -> dict[str, TensorSpec]:
-        """What the tensor `name` becomes, in the order of `content`. Raises CheckpointError."""
+        """Returns what the tensor `name` becomes, in the order of `content`. Raises
+        CheckpointError.
+        """
         dtype, shape = self.tensors.info(name)
         layer = name.removesuffix(".weight")
         if not self._is_quantized(name):
@@ -177,7 +179,9 @@ def _write_header(file: IO[bytes], tensors: dict[str, TensorSpec]) -> None:
 def _quantization_config(
     form: WeightFormat, patterns: Sequence[str], dense: Sequence[str]
 ) -> dict[str, Any]:
-    """`dense`: the layers that the patterns match, by name, as fp8 lists them."""
+    """Returns the config of the new checkpoint. `dense` has the layers that the patterns match, by
+    name, as fp8 lists them.
+    """
     if isinstance(form, Fp8Block):
         return {
             "quant_method": "fp8",

@@ -15,7 +15,7 @@ from torch import Tensor
 from shared.engine.model_config.formats import FP8_BLOCK, Fp8Block, Int4, WeightFormat, num_groups
 
 _LARGEST_E4M3 = 448.0
-_CODES = 8  # of four bits in an int32
+_CODES = 8  # codes of four bits in an int32
 
 
 def quantized_tensors(weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 from shared.numerics import KvDtype
 
 BLOCK_TOKENS = 16
-DTYPE = "bfloat16"  # of activations: what quantized models are compared in
+DTYPE = "bfloat16"  # dtype of activations in which quantized models are compared
 JUDGED, PLAIN, ORIGINAL = "judged", "plain", "original"
 
 
@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Comparisons:
-    """`pairs`: what differs -> names of variants, reference first."""
+    """Variants to compare. `pairs` maps a difference to names of variants, the reference first."""
 
     variants: Mapping[str, Variant]
     pairs: Mapping[str, tuple[str, str]]
@@ -75,7 +75,9 @@ class Comparisons:
     def loaded(
         self, num_tokens: int, *, device: str, load_format: str
     ) -> Iterator[dict[str, LocalExecutor]]:
-        """By name; all at once. Raises CheckpointError, ConfigError."""
+        """Loads all variants at once. Yields executors by name. Raises CheckpointError,
+        ConfigError.
+        """
         executors: dict[str, LocalExecutor] = {}
         try:
             for name, variant in self.variants.items():

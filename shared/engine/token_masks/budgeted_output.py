@@ -24,7 +24,9 @@ class BudgetedOutput:
         grammar: SequenceGrammar | None = None,
         output_ids: Iterable[int] = (),
     ) -> None:
-        """`output_ids`: the output so far, of another worker, which `grammar` has too."""
+        """Limits the thinking of an output. `output_ids` is the output so far, of another worker,
+        which `grammar` has too.
+        """
         self._position = ThinkingPosition(budget, output_ids)
         self._num_words = -(-vocab_size // 32)
         self._grammar = grammar

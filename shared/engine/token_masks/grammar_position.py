@@ -12,11 +12,11 @@ from shared.grammar.spec import GrammarSpec
 
 
 class GrammarPosition:
-    """Not for two threads at the same time."""
+    """The position of an output in its grammar. Not for two threads at the same time."""
 
     def __init__(self, spec: GrammarSpec, new_matcher: Callable[[], Matcher]) -> None:
-        """`new_matcher` returns one before its first token; it is called with the first mask, or
-        the first token under the grammar.
+        """Starts at the first token. `new_matcher` returns a matcher before its first token; it is
+        called with the first mask, or the first token under the grammar.
         """
         self.is_free = bool(spec.starts_after)
         self.bans_stop = self.is_free and spec.is_required

@@ -27,8 +27,8 @@ class MaskJob:
         is_wanted: Callable[[], bool] = lambda: True,
         refusal: type[HearthError] = GrammarFailed,
     ) -> None:
-        """`token_ids`: the output's next ones; `refusal`: the error if the grammar does not allow
-        one of them. The job computes nothing if it is not wanted by then.
+        """Computes a mask after the output's next `token_ids`. `refusal` is the error if the
+        grammar does not allow one of them. The job computes nothing if it is not wanted by then.
         """
         self.tenant_id = tenant_id
         self.error: HearthError | None = None
@@ -47,7 +47,7 @@ class MaskJob:
         self.is_done = False
 
     def wait(self, timeout_s: float) -> NDArray[np.int32] | None:
-        """As of `TokenMask`; also None after a failure."""
+        """Waits as `TokenMask.wait` does. Also returns None after a failure."""
         if not self.is_done:
             if timeout_s <= 0 or not self._running.acquire(timeout=timeout_s):
                 return None
@@ -83,8 +83,8 @@ class MaskJob:
         self.end(error=GrammarFailed("the grammar takes too long for one token"))
 
     def end(self, words: bytes | None = None, error: HearthError | None = None) -> None:
-        """`words`: of the mask; None: all tokens are allowed. The first end counts: a job that has
-        timed out may still return.
+        """Ends the job with the `words` of the mask; None: all tokens are allowed. The first end
+        counts: a job that has timed out may still return.
         """
         if not self._has_ended.acquire(blocking=False):
             return

@@ -16,7 +16,8 @@ from shared.engine.token_masks.worker_thread import MAX_JOB_S, Job, WorkerThread
 
 log = structlog.get_logger(__name__)
 
-SLOW_MASK_S = 5e-3  # of CPU time: the next mask of the sequence is filled in the slow thread
+# CPU time after which the next mask of the sequence is filled in the slow thread
+SLOW_MASK_S = 5e-3
 SLOW_TAKEOVER_S = 0.1
 NICENESS = 5
 WATCH_S = 5e-3

@@ -28,8 +28,8 @@ class OutputGrammar:
         jobs: MaskJobs,
         output_ids: Sequence[int] = (),
     ) -> None:
-        """`output_ids`: the output so far, of another worker. The first mask may still be compiled
-        when the prompt is computed: then it is late.
+        """The grammar of one output. `output_ids` is the output so far, of another worker. The
+        first mask may still be compiled when the prompt is computed: then it is late.
         """
         self._compiled = compiled
         self._jobs = jobs
@@ -103,7 +103,7 @@ class OutputGrammar:
         )
         if self._compiled.is_done:
             _begin(job, token_ids, self._compiled, self._jobs, is_slow=is_slow)
-        else:  # without a reference to this object, which may end first
+        else:  # holds no reference to this object, which may end first
             compiled, jobs = self._compiled, self._jobs
             compiled.when_done(lambda: _begin(job, token_ids, compiled, jobs, is_slow=True))
 

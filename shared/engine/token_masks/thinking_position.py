@@ -24,13 +24,13 @@ class ThinkingPosition:
         self._is_thinking = budget.is_open
         self._num_left = budget.max_tokens
         self._longest = max(map(len, (*budget.opens, *budget.closes)))
-        self._recent: list[int] = []  # since the last mark: as many as the longest mark has
+        self._recent: list[int] = []  # tokens since the last mark: as many as the longest mark has
         for token_id in output_ids:
             self.advance(token_id)
 
     @property
     def num_free_tokens(self) -> int:
-        """How many of the next tokens are not forced, whatever they are."""
+        """The number of next tokens that are not forced, whatever they are."""
         if self._is_thinking:
             return self._num_left
         return 1 + self._num_left if self._budget.opens else UNLIMITED
@@ -57,7 +57,7 @@ class ThinkingPosition:
 
 
 def _num_begun(recent: Sequence[int], mark: tuple[int, ...]) -> int:
-    """How many of the mark's first tokens are the last ones."""
+    """Returns how many of the mark's first tokens are the last ones of `recent`."""
     longest = min(len(mark) - 1, len(recent))
     return next((n for n in range(longest, 0, -1) if tuple(recent[-n:]) == mark[:n]), 0)
 

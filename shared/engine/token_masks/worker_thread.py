@@ -20,8 +20,8 @@ import structlog
 log = structlog.get_logger(__name__)
 
 MAX_JOB_S = 2.0
-MAX_THREADS = 8  # with those whose job is slow
-SLOW_NICENESS = 5  # of a thread that was replaced, added to its own
+MAX_THREADS = 8  # includes those whose job is slow
+SLOW_NICENESS = 5  # niceness of a replaced thread, added to its own
 CLOSE_S = 0.2
 
 
@@ -48,7 +48,7 @@ class WorkerThread:
         self._niceness = niceness
         self._max_job_s = max_job_s
         self._changed = threading.Condition()
-        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, the next one first
+        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # key: tenant, the next one first
         self._active: _Runner | None = None  # it takes jobs
         self._slow: list[_Runner] = []  # replaced threads, until they end
         self._is_closed = False

@@ -33,7 +33,7 @@ from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, che
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import one_line
 
-CHECKED_BYTES = 256 << 20  # of the tensor that shows whether remembered digests are a file's
+CHECKED_BYTES = 256 << 20  # bytes of the tensor that shows whether remembered digests are a file's
 
 
 class TensorFile(Protocol):
@@ -65,7 +65,7 @@ class SafetensorsFile:
         self._reading = reading or Reading()
         self._digests: dict[str, str] = {}
         self._found: dict[str, str] | None = None
-        self._lock = Lock()  # of `_found`
+        self._lock = Lock()  # guards `_found`
         try:
             self._ctime_ns = path.stat().st_ctime_ns
             self._source = FileIdentity.of(path)
@@ -93,7 +93,7 @@ class SafetensorsFile:
             self._bytes.read_into(name, DTYPES[dtype], shape, cut, out)
 
     def row_cuts(self, name: str) -> Sequence[Cut]:
-        """Of a slot each, or a row."""
+        """Returns cuts of a slot each, or of a row."""
         shape = self.info(name).shape
         with self._named(name):
             return row_cuts(shape, self._bytes.size(name), self._reading.staging.num_bytes)
@@ -181,7 +181,7 @@ class BundledFile:
         return (WHOLE,)
 
     def content(self, name: str) -> Content:
-        """From the bundle's manifest; every read is verified against it."""
+        """Returns the content in the bundle's manifest; every read is verified against it."""
         return Content(*self.info(name), self._shard.tensors[name].digest)
 
     def check_unchanged(self) -> None:

@@ -36,7 +36,7 @@ def read_index(model_dir: Path) -> dict[str, str] | None:
 
 
 def has_single_file(model_dir: Path) -> bool:
-    """Also in a bundle."""
+    """Whether the weights are one file, also in a bundle."""
     return any((model_dir / name).exists() for name in (SINGLE_FILE, bundle_path(SINGLE_FILE)))
 
 

@@ -89,8 +89,8 @@ class FormedTensors:
         return self._tensors.row_cuts(self._source[name])
 
     def _paired_rows(self, name: str) -> PairedRows | None:
-        """Of a tensor whose rows are those of its layer. Raises CheckpointError where scales or
-        zeros of a quantized weight cannot follow its rows.
+        """Returns the pairs of a tensor whose rows are those of its layer. Raises CheckpointError
+        where scales or zeros of a quantized weight cannot follow its rows.
         """
         layer, _, kind = name.rpartition(".")
         plain = f"{layer}.weight" if kind.startswith("weight_") else name

@@ -20,7 +20,7 @@ from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.load import CODE_DTYPES
 from shared.engine.weights.weight_source import Content, TensorInfo, check_part
 
-VERSION = 1  # of the formula: a change changes weights and revisions
+VERSION = 1  # version of the formula: a change changes weights and revisions
 CHUNK_ELEMENTS = 1 << 22
 _SUM_MEAN = 4 * 127.5
 _INT4_STD = math.sqrt((16**2 - 1) / 12)
@@ -39,7 +39,9 @@ class DummyTensors:
         norm_weight: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """`norm_weight` makes a norm's scale 1: it is 0 for norms that add 1 to their weight."""
+        """Generates random weights. `norm_weight` makes a norm's scale 1: it is 0 for norms that
+        add 1 to their weight.
+        """
         self._path = model_dir / "config.json"
         self._shapes = {name: tuple(tensor.shape) for name, tensor in destinations.items()}
         self._codes = {

@@ -30,7 +30,7 @@ from shared.engine.weights.weight_source import Content, TensorInfo, WeightSourc
 from shared.errors import CheckpointError
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # of quantized weights
+CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # dtypes of quantized weights
 log = structlog.get_logger(__name__)
 
 
@@ -43,7 +43,7 @@ class CheckpointTensors:
         path_of: Mapping[str, Path],
         others: Iterable[Path] = (),
     ) -> None:
-        """`others` are further files that determine the tensors."""
+        """Reads tensors of several files. `others` are further files that determine the tensors."""
         self._files = files
         self._path_of = path_of
         self._others = tuple(others)

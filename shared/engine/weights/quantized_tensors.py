@@ -20,7 +20,7 @@ from shared.errors import CheckpointError
 FLOATS = ("BF16", "F16", "F32")
 SHAPE = "weight_shape"
 SCALES = ("weight_scale", "weight_scale_inv")
-_CODES = 8  # of four bits in an int32
+_CODES = 8  # codes of four bits in an int32
 # What a tensor beside a layer, or instead of its weight, tells of the layer.
 _FOREIGN = {
     "weight_g_idx": "an order of columns (weight_g_idx, actorder)",
@@ -166,7 +166,7 @@ def _check_groups(quantization: Quantization, layers: Mapping[str, set[str]]) ->
 
 
 def _check_shape(tensors: WeightSource, layer: str, destinations: Mapping[str, Tensor]) -> None:
-    """`weight_shape` is that of the weight before packing."""
+    """Checks `weight_shape`, the shape of the weight before packing."""
     packed = destinations.get(f"{layer}.weight_packed")
     if packed is None:
         return

@@ -175,7 +175,7 @@ class PayloadWriter:
         return self._digest.hexdigest()
 
     def append(self, name: str, data: Tensor, form: StoredForm | None = None) -> None:
-        """`data` is [num_bytes] uint8."""
+        """Appends `data`, [num_bytes] uint8."""
         self._write(bytes(-self.num_bytes % ALIGNMENT))
         self.spans[name] = RegionSpan(offset=self.num_bytes, num_bytes=data.numel(), form=form)
         self._write(data.numpy().data)

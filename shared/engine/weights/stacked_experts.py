@@ -13,7 +13,9 @@ from shared.engine.weights.weight_source import WeightSource
 def read_stacked(
     part: StackedPart, tensors: WeightSource, name: str, cut: Cut, out: Tensor
 ) -> None:
-    """`cut`: of the weight [N, K]. The expert's rows of its columns K are read."""
+    """Reads the part of an expert. `cut` is that of the weight [N, K]. The expert's rows of its
+    columns K are read.
+    """
     full = tensors.info(name).shape
     shape = part.shape(full)
     low, high = cut.columns or (0, shape[1])

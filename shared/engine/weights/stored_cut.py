@@ -6,7 +6,7 @@ from shared.engine.model_config.formats import FP8_BLOCK, Int4, WeightFormat
 from shared.engine.parallel.cuts import Cut, Range
 from shared.errors import CheckpointError
 
-_CODES = 8  # of four bits in an int32
+_CODES = 8  # codes of four bits in an int32
 
 
 def stored_cut(name: str, form: WeightFormat, cut: Cut) -> Cut:

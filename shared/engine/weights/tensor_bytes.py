@@ -23,7 +23,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class TensorBytes:
-    """`file` is a valid safetensors file: the length of a JSON header, the header, the data.
+    """Reads a safetensors file: the length of a JSON header, the header, the data.
 
     Format: https://github.com/huggingface/safetensors#format.
     """
@@ -109,7 +109,7 @@ class TensorBytes:
 
 
 def row_cuts(shape: tuple[int, ...], num_bytes: int, most_bytes: int) -> list[Cut]:
-    """Of a tensor of `num_bytes`: rows of `most_bytes` at most, or one row."""
+    """Cuts a tensor of `num_bytes` into rows of `most_bytes` at most, or of one row."""
     if num_bytes <= most_bytes or not shape:
         return [WHOLE]
     blocks = _row_blocks(shape, WHOLE, num_bytes // shape[0], most_bytes)

@@ -24,7 +24,7 @@ from shared.errors import ConfigError
 
 
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`bits_per_weight` and `verbatim_share` are of the compressed weights.
+    """Counts weights by form. `bits_per_weight` and `verbatim_share` are of the compressed weights.
 
     A weight that would not become smaller, or is not BF16, stays dense.
     """

@@ -102,7 +102,7 @@ def _readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # on the meta device all addresses are 0
+    return tensor.untyped_storage()._cdata  # all addresses on the meta device are 0
 
 
 def filled_bytes(

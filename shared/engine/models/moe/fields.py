@@ -21,7 +21,7 @@ CHOICES = ("noaux_tc",)
 
 
 class DeepseekFields(msgspec.Struct, frozen=True, kw_only=True):
-    """As DeepSeek-V3, Kimi K2 and GLM-4-MoE name them."""
+    """Fields as DeepSeek-V3, Kimi K2 and GLM-4-MoE name them."""
 
     num_experts_per_tok: NumExperts
     moe_intermediate_size: Width

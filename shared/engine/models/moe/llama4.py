@@ -53,8 +53,8 @@ Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """`no_rope_layers`: 0 for a layer without rope; if empty, by `no_rope_layer_interval`.
-    `intermediate_size`: of experts.
+    """Fields of Llama 4. `no_rope_layers` has 0 for a layer without rope; if it is empty,
+    `no_rope_layer_interval` decides. `intermediate_size` is that of experts.
     """
 
     intermediate_size: Width = 8192
@@ -130,7 +130,9 @@ def _ropes(own: _Fields, num_layers: int) -> list[bool]:
 
 
 def _experts(own: _Fields) -> MoeConfig:
-    """Of several experts per token, the outputs are added. transformers computes these too."""
+    """Returns the experts' config. The outputs of several experts of a token are added, as
+    transformers does too.
+    """
     return MoeConfig(
         num_experts=own.num_local_experts,
         experts_per_token=own.num_experts_per_tok,

@@ -29,7 +29,7 @@ from shared.transport.wire_errors import UNREADABLE, one_line
 
 log = structlog.get_logger(__name__)
 
-LEAST_AGE_S = 2.0  # of a file's last change: longer than the steps of any file system's clock
+LEAST_AGE_S = 2.0  # age of a file's last change: longer than the steps of any file system's clock
 MAX_BYTES = 64 << 20
 _CHECKSUM_BYTES = 16
 
@@ -62,7 +62,7 @@ class DigestCache:
         return entry.digests if is_same else {}
 
     def remember(self, source: FileIdentity, ctime_ns: int, digests: dict[str, str]) -> None:
-        """`ctime_ns`: of the file before it was read."""
+        """Stores digests. `ctime_ns` is the file's before it was read."""
         changed_s = max(source.mtime_ns, ctime_ns) / 1e9
         if self._now() - changed_s < LEAST_AGE_S or not source.is_current:
             return

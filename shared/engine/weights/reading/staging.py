@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS, SLOT_BYTES = 8, 32 << 20
-LOCAL_BYTES = 1 << 20  # at once, so that they stay in the processor's cache until they are copied
+# Bytes read at once, so that they stay in the processor's cache until they are copied
+LOCAL_BYTES = 1 << 20
 LEAST_READERS, MOST_READERS = 4, 8
 
 Wait = Callable[[], object]
@@ -35,7 +36,7 @@ class Slot(Protocol):
 
 
 class WeightStaging(Protocol):
-    num_bytes: int  # of a slot
+    num_bytes: int  # size of a slot
 
     @contextmanager
     def slot(self) -> Iterator[Slot]: ...
@@ -64,12 +65,14 @@ class _LocalSlot:
 
 
 class StagingRing:
-    """`record` is called after a copy has begun, and returns a function that waits for its end."""
+    """A ring of slots. `record` is called after a copy has begun, and returns a function that waits
+    for its end.
+    """
 
     def __init__(
         self, slots: list[Tensor], record: Callable[[], Wait], num_bytes: int = SLOT_BYTES
     ) -> None:
-        """`slots` [num_bytes] uint8 each."""
+        """The slots are [num_bytes] uint8 each."""
         self.num_bytes = num_bytes
         self._num_slots = len(slots)
         self._free: SimpleQueue[_RingSlot] = SimpleQueue()
