@@ -39,7 +39,7 @@ from shared.config import (
 from shared.errors import ConfigError, HearthError
 from shared.messages import Role
 
-# By its version, typer bundles click or uses the installed one; this finds the one in use.
+# Typer bundles click or uses the installed one, by its version; this finds the one in use.
 UsageError: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "UsageError")
 SERVICES = "One process of a cluster"
 

@@ -1,4 +1,4 @@
-"""What options of several commands share: panels of the help, words of values, files they name."""
+"""Shared parts of options: panels of the help, words of values, files that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print, as tables or JSON, and one Redis connection for what they show."""
+"""Prints results as tables or JSON, and opens one Redis connection for them."""
 
 from __future__ import annotations
 

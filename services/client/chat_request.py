@@ -19,7 +19,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 
 class RequestedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """`arguments`: as the model wrote them, which should be JSON."""
+    """A call of a tool. `arguments` are as the model wrote them, which should be JSON."""
 
     id: str
     name: str
@@ -27,7 +27,7 @@ class RequestedCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def record(self) -> dict[str, Any]:
-        """As the chat API takes it in the history."""
+        """The call as the chat API accepts it in the history."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -123,8 +123,8 @@ async def stream_chat(
     on_text: Callable[[str], None],
     **options: Any,
 ) -> ChatReply:
-    """`options` are fields of the request. Raises HearthError if the gateway rejects the request
-    or the stream fails.
+    """Streams an answer. `options` are fields of the request. Raises HearthError if the gateway
+    rejects the request or the stream fails.
     """
     body = {
         "model": model,

@@ -23,7 +23,7 @@ ALIVE_TIMEOUT_S = 1.0
 async def receives_heartbeat(
     nats_url: str, process_id: str, *, timeout_s: float, is_on_this_host: bool = False
 ) -> bool:
-    """True once a `ready` heartbeat arrives from `process_id`, or from a process of that
+    """Returns True once a `ready` heartbeat arrives from `process_id`, or from a process of that
     credential. Raises DependencyUnavailable.
     """
     bus = await NatsBus.connect(

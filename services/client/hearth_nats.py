@@ -43,13 +43,13 @@ class ResponseLost(Exception):
 
 class HearthClient:
     def __init__(self, connection: Client, client_id: str) -> None:
-        """`connection` must have the inbox prefix `_INBOX.{client_id}`."""
+        """Uses a connection whose inbox prefix is `_INBOX.{client_id}`."""
         self._connection = connection
         self._client_id = client_id
 
     @classmethod
     async def connect(cls, url: str, **options: Any) -> HearthClient:
-        """`options`: of `nats.connect`, such as `tls`."""
+        """Connects to `url`. `options` are those of `nats.connect`, such as `tls`."""
         user = urlsplit(url).username or ""
         options = {"max_reconnect_attempts": -1, **options}
         return cls(await nats.connect(url, inbox_prefix=f"_INBOX.{user}".encode(), **options), user)

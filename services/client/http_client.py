@@ -32,7 +32,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One request as its client saw it; times in seconds of the client's monotonic clock."""
 
     started: float
-    arrivals: tuple[float, ...]  # of events that carry text
+    arrivals: tuple[float, ...]  # times of events that carry text
     ended: float
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -102,7 +102,9 @@ class BodyReader:
 
 
 class _KeepAlive(asyncio.Protocol):
-    """`has_quickack`: each segment is acknowledged at once, not up to 40 ms later."""
+    """A connection that stays open. With `has_quickack` each segment is acknowledged at once, not
+    up to 40 ms later.
+    """
 
     def __init__(self, *, has_quickack: bool = True) -> None:
         self._has_quickack = has_quickack and _QUICKACK is not None
@@ -111,7 +113,7 @@ class _KeepAlive(asyncio.Protocol):
 
     @classmethod
     async def open(cls, url: str, **options: Any) -> Self:
-        """`options` are the constructor's. Raises DependencyUnavailable."""
+        """Opens a connection. `options` are the constructor's. Raises DependencyUnavailable."""
         parts = urlsplit(url)
         is_secure = parts.scheme == "https"
         port = (443 if is_secure else 80) if parts.port is None else parts.port
@@ -210,7 +212,7 @@ class EventCount(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     first_text_at: float
     num_events: int
-    beginning: bytes  # of the response, at least to its first text
+    beginning: bytes  # the response's first bytes, at least to its first text
 
 
 class CountingConnection(_KeepAlive):

@@ -44,7 +44,7 @@ class LoadTestOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     concurrency: tuple[int, ...] = (1, 16, 64)
     rate: float | None = None
-    num_requests: int | None = None  # of each load; None: as many as `duration_s` takes
+    num_requests: int | None = None  # number for each load; None: as many as `duration_s` takes
     duration_s: float = 10.0
     num_input_tokens: int = 100
     num_output_tokens: int = 64

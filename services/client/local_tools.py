@@ -17,7 +17,9 @@ MAX_SIDES = 1000
 
 
 class LocalTool(msgspec.Struct, frozen=True, kw_only=True):
-    """`run` takes the arguments by name; it may raise TypeError and ValueError, with a reason."""
+    """A tool of this process. `run` takes the arguments by name; it may raise TypeError and
+    ValueError, with a reason.
+    """
 
     name: str
     description: str
@@ -26,7 +28,7 @@ class LocalTool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def definition(self) -> dict[str, Any]:
-        """As the chat API takes it."""
+        """The definition as the chat API accepts it."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -35,7 +37,9 @@ class LocalTool(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "function", "function": function}
 
     def result(self, arguments: str) -> str:
-        """Of a call with arguments as JSON. An error is a result too: the model may correct it."""
+        """Returns the result of a call with arguments as JSON. An error is a result too: the model
+        may correct it.
+        """
         try:
             return self.run(**msgspec.json.decode(arguments, type=dict[str, Any]))
         except (TypeError, ValueError) as error:  # arguments that are not JSON are a ValueError
@@ -43,7 +47,7 @@ class LocalTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_tools(names: str) -> tuple[LocalTool, ...]:
-    """Of names with commas between them. Raises ConfigError for an unknown one."""
+    """Returns tools by names with commas between them. Raises ConfigError for an unknown one."""
     listed = dict.fromkeys(each.strip() for each in names.split(","))
     unknown = [each for each in listed if each not in TOOLS]
     if unknown:

@@ -9,8 +9,8 @@ from shared.messages import DecodePhases, PrefillPhases
 
 @dataclass(slots=True, kw_only=True)
 class PhaseTimes:
-    """`accepted_at` and `complete_at` are times of the prefill at another worker that sent the KV.
-    A time is None if the event has not happened.
+    """Times of one placement's phases. `accepted_at` and `complete_at` are those of the prefill at
+    another worker that sent the KV. A time is None if the event has not happened.
     """
 
     started_at: float

@@ -69,7 +69,7 @@ class DecodeService:
         port: ReceivePort,
         grammars: WorkerGrammars | None = None,
     ) -> None:
-        """`grammars` is None on a worker that does not announce the feature."""
+        """Serves placements. `grammars` is None on a worker that does not announce the feature."""
         self._worker = worker
         self._grammars = ChoiceGrammars(worker, grammars)
         self._engine = worker.loop.engine

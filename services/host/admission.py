@@ -48,12 +48,14 @@ class HostAdmission:
         )
 
     def check(self, hosted: HostedRevision) -> bool:
-        """False, and a failed model, if its content is not what the model registry has recorded."""
+        """Returns False, and fails the model, if its content is not what the model registry has
+        recorded.
+        """
         found, recorded = hosted.card, hosted.revision.digest
         if found is None or recorded in ("", found.revision):
             return True
         if hosted.record is not None and not hosted.is_admitted:
-            hosted.record = None  # of an earlier start: the next one measures it again
+            hosted.record = None  # it is of an earlier start: the next one measures it again
             return True
         self._fail(hosted, found.revision, recorded)
         return False

@@ -20,7 +20,7 @@ _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 
 class ModelKey(NamedTuple):
-    """`revision`: its name in the model registry."""
+    """Identifies a model. `revision` is its name in the model registry."""
 
     name: str
     revision: str
@@ -30,9 +30,10 @@ class ModelKey(NamedTuple):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """`process_bytes`: of a worker, beside weights and KV. `need`: tokens that its worker holds
-    and that wait for it, or any other measure that is the same for all models. `is_standby_wanted`:
-    the model registry wants its process alive. `used_at`: when it was last hot.
+    """Memory of a model. `process_bytes` are those of a worker, beside weights and KV. `need`
+    counts tokens that its worker holds and that wait for it, or any other measure that is the same
+    for all models. `is_standby_wanted`: the model registry wants its process alive. `used_at`: when
+    it was last hot.
     """
 
     key: ModelKey
@@ -47,7 +48,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_bytes(self) -> int:
-        """Of its process, hot or in standby."""
+        """Bytes of its process, hot or in standby."""
         return self.weights_bytes + self.process_bytes
 
     @property
@@ -56,8 +57,8 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes room for a wake. `stops`: models in standby whose processes must end first.
-    `missing_bytes`: what these do not give; parking hot models may.
+    """Room for a wake. The processes of `stops`, models in standby, must end first. `missing_bytes`
+    must come from parked models.
     """
 
     stops: tuple[ModelKey, ...] = ()
@@ -101,8 +102,9 @@ def room_for(
     hot: Collection[ModelKey],
     stoppable: Collection[ModelKey],
 ) -> Room:
-    """What must happen before `target` can be hot: the caches of hot models shrink to their floors
-    without being named here; then `stoppable` processes in standby end, the least wanted one first.
+    """Returns what must happen before `target` can be hot: the caches of hot models shrink to their
+    floors without being named here; then `stoppable` processes in standby end, the least wanted one
+    first.
     """
     others = [each for each in resident if each.key != target.key]
     taken = sum(each.least_hot_bytes if each.key in hot else each.fixed_bytes for each in others)

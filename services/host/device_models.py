@@ -30,9 +30,9 @@ from services.host.hosted_model import (
     WakeAction,
 )
 
-RESIZE_SHARE = 0.125  # of a cache's size: smaller changes are not worth a message
-LEAST_RESIZE_S = 1.0  # between changes that follow the need
-LOST_PAUSE_S, MAX_LOST_PAUSE_S = 5.0, 40.0  # before a lost device is tried again
+RESIZE_SHARE = 0.125  # share of a cache's size: smaller changes are not worth a message
+LEAST_RESIZE_S = 1.0  # time between changes that follow the need
+LOST_PAUSE_S, MAX_LOST_PAUSE_S = 5.0, 40.0  # pauses before a lost device is tried again
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class DeviceModels:
     budget_bytes: int
     models: dict[ModelKey, HostedState] = field(default_factory=dict)
     lost_until: float = 0.0
-    num_losses: int = 0  # in a row
+    num_losses: int = 0  # losses in a row
     resized_at: float = -1e9
 
     @property
@@ -57,7 +57,7 @@ class DeviceModels:
 
     @property
     def unclaimed_bytes(self) -> int:
-        """What would be left if all its models had a process."""
+        """Bytes that would be left if all its models had a process."""
         return self.budget_bytes - sum(each.memory.fixed_bytes for each in self.models.values())
 
     def hot(self) -> set[ModelKey]:
@@ -65,7 +65,7 @@ class DeviceModels:
         return {each.key for each in self.models.values() if each.is_hot_soon}
 
     def room(self, model: HostedState) -> Room:
-        """`model` may also be of another device, and have no process."""
+        """Returns the room for `model`, which may be of another device, and have no process."""
         others = [each for each in self.models.values() if each.has_process or each.is_wake_wanted]
         staying = [self._committed(each) for each in others if each.state != "stopping"]
         hot = self.hot()
@@ -79,7 +79,9 @@ class DeviceModels:
         return msgspec.structs.replace(model.memory, kv_floor_bytes=model.kv_bytes)
 
     def _wake_bytes(self, model: HostedState, spare_bytes: int) -> int:
-        """Of its cache. One that cannot grow gets half of what is left beyond its floor."""
+        """Returns the bytes of its cache. One that cannot grow gets half of what is left beyond its
+        floor.
+        """
         memory = model.memory
         grown = memory.kv_floor_bytes + (0 if self.is_elastic else spare_bytes // 2)
         return int(max(memory.kv_floor_bytes, min(grown, memory.kv_ceiling_bytes)))
@@ -197,7 +199,9 @@ class DeviceModels:
         return ResizeAction(model.key, size)
 
     def _sizes(self, coming: HostedState | None) -> dict[ModelKey, int]:
-        """`coming`: a model that gets a process, and a cache if its wake is wanted."""
+        """Returns the sizes of all caches. `coming` gets a process, and a cache if its wake is
+        wanted.
+        """
         resident = {each.key: each.memory for each in self.models.values() if each.has_process}
         hot = {each.key for each in self.models.values() if each.state in HAS_KV}
         if coming is not None:

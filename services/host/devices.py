@@ -40,7 +40,9 @@ def memory_bytes() -> int:
 
 
 def weight_item_bytes(device: str) -> int:
-    """Of a weight and of a KV value, where the checkpoint leaves the type to the device."""
+    """Returns the bytes of a weight and of a KV value, where the checkpoint leaves the type to the
+    device.
+    """
     if device != "cpu":
         return 2
     try:

@@ -1,4 +1,4 @@
-"""What a host reports of its devices and models. No I/O."""
+"""Reports the devices and models of a host. No I/O."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ TRANSITIONS: dict[ModelState, frozenset[ModelState]] = {
 }
 HAS_PROCESS: frozenset[ModelState] = frozenset(TRANSITIONS) - {"cold", "failed"}
 HAS_KV: frozenset[ModelState] = frozenset({"waking", "hot", "parking"})
-MAX_FAILURES = 3  # in a row, before a model counts as failed; it is still tried again
+MAX_FAILURES = 3  # failures in a row, before a model counts as failed; it is still tried again
 WORKER_ENDS = "its worker keeps ending"
-MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0  # before a worker that ended is started again
-DEFAULT_START_S, DEFAULT_WAKE_S = 10.0, 0.5  # before they are measured
+MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0  # pauses before a worker that ended is started again
+DEFAULT_START_S, DEFAULT_WAKE_S = 10.0, 0.5  # assumed until they are measured
 FIRST_START_LIMIT_S = 1800.0  # converts the weights and compiles kernels
-MIN_LIMIT_S = 30.0  # of a start or a wake
+MIN_LIMIT_S = 30.0  # limit of a start or a wake
 LIMIT_FACTOR = 10.0  # times the expected duration
 
 
@@ -81,9 +81,10 @@ Action = StartAction | WakeAction | ParkAction | ResizeAction | StopAction | Kil
 
 @dataclass(slots=True)
 class HostedState:
-    """`kv_bytes`: that its worker has or was given. `is_wake_wanted`: since `wanted_at`, until it
-    is hot. `is_known`: it has been started once, here or before. `is_final`: it is not tried again
-    until its registry record changes. `public_failure`: of clients, as in HostedModel.
+    """State of a model on this host. `kv_bytes` are those that its worker has or was given.
+    `is_wake_wanted` holds since `wanted_at`, until it is hot. `is_known`: it has been started once,
+    here or before. `is_final`: it is not tried again until its registry record changes.
+    `public_failure` is for clients, as in HostedModel.
     """
 
     memory: ModelMemory
@@ -120,7 +121,7 @@ class HostedState:
 
     @property
     def least_bytes(self) -> int:
-        """Of its process, with a cache of its floor if it has one."""
+        """Bytes of its process, with a cache of its floor if it has one."""
         return self.memory.least_hot_bytes if self.kv_bytes else self.memory.fixed_bytes
 
     @property
@@ -129,7 +130,7 @@ class HostedState:
 
     @property
     def is_hot_soon(self) -> bool:
-        """It has a cache and keeps it, or will have one."""
+        """Whether it has a cache and keeps it, or will have one."""
         return self.state == "hot" or self.is_becoming_hot or self.is_wake_wanted
 
     def is_startable(self, now: float) -> bool:
@@ -155,7 +156,9 @@ class HostedState:
             self.num_failures, self.failure, self.public_failure = 0, "", ""
 
     def ended(self, reason: str, now: float, public_reason: str = WORKER_ENDS) -> None:
-        """Its worker has ended. One that served is wanted again; an intended end is no failure."""
+        """Records the end of its worker. A model that served is wanted again; an intended end is no
+        failure.
+        """
         had_served = self.state in ("hot", "waking")
         if self.state == "stopping" and not self.is_killed:
             self.enter("failed" if self.is_final else "cold", now)
@@ -173,7 +176,7 @@ class HostedState:
             self.is_wake_wanted, self.wanted_at = True, now
 
     def limit_s(self) -> float:
-        """Of the state that it is in, before its worker is given up; inf for one that may last."""
+        """Limit of its state, before its worker is given up; inf for one that may last."""
         if self.state == "starting":
             limit = LIMIT_FACTOR * self.start_s if self.is_known else FIRST_START_LIMIT_S
         elif self.state in ("waking", "parking"):

@@ -29,8 +29,9 @@ RETRY_S = 10.0
 
 @dataclass(eq=False)
 class HostedRevision:
-    """`worker_id`, `pid`: of its process; None without one. `is_admitted`: its worker has been
-    checked. `started_at`: of that process. `search`: for its source, which may be a download.
+    """A revision of the registry on this host. `worker_id` and `pid` are those of its process; None
+    without one, which began at `started_at`. `is_admitted`: its worker has been checked. `search`
+    looks for its source, which may be a download.
     """
 
     key: ModelKey
@@ -55,7 +56,7 @@ class HostedRevision:
 
     @property
     def digest(self) -> str:
-        """Empty: not known yet."""
+        """The digest of its weights; empty: not known yet."""
         return self.revision.digest or ("" if self.card is None else self.card.revision)
 
     def is_called(self, name: str, revision: str) -> bool:
@@ -64,7 +65,7 @@ class HostedRevision:
 
 
 class HostedRevisions:
-    """`on_found` is called once the source of a revision is known."""
+    """Calls `on_found` once the source of a revision is known."""
 
     def __init__(
         self, clock: Clock, device: str, on_found: Callable[[HostedRevision], None]
@@ -117,7 +118,7 @@ class HostedRevisions:
             try:
                 hosted.source = await find_source(hosted.model, hosted.revision, self._device)
                 self._on_found(hosted)
-            except Exception as error:  # of a hub or a folder: the failure of this model alone
+            except Exception as error:  # a hub or a folder: the failure of this model alone
                 hosted.source = None
                 self._fail(hosted, error)
                 await self._clock.sleep(RETRY_S)

@@ -1,4 +1,4 @@
-"""What a host does next with its models: pure, with the time as an argument.
+"""Decides the next actions of a host: pure, with the time as an argument.
 
 The shell reports requests and events, and carries out `next_actions`. On each device one model at a
 time becomes hot; other wakes wait, in order of priority and then of arrival. While none waits,
@@ -28,14 +28,14 @@ from services.host.hosted_model import (
 from shared.errors import NoCapacity, UnknownModel, WorkerBusy
 from shared.messages import ModelWaking
 
-PARKABLE_RETRY_S = 1.0  # until a scheduler may have parked a model
+PARKABLE_RETRY_S = 1.0  # time until a scheduler may have parked a model
 
 
 class HostStates:
     """A removed model stays until its process has ended."""
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
-        """`budgets`: bytes by device."""
+        """States of all models. `budgets` are bytes by device."""
         self.devices = {name: DeviceModels(name, each) for name, each in budgets.items()}
 
     @property
@@ -87,7 +87,7 @@ class HostStates:
                 model.enter("cold", now)
 
     def remove(self, key: ModelKey) -> None:
-        """Its worker finishes what it runs, and ends."""
+        """Removes a model. Its worker finishes what it runs, and ends."""
         if (model := self.find(key)) is not None:
             model.is_removed, model.is_wake_wanted = True, False
             if not model.has_process:
@@ -153,12 +153,14 @@ class HostStates:
             self.devices[model.device].num_losses = 0
 
     def resized(self, key: ModelKey, kv_bytes: int) -> None:
-        """What the worker's cache has now. It may have been told to grow since."""
+        """Records the worker's cache size, which may already be outdated: it may have been told to
+        grow.
+        """
         if (model := self.find(key)) and model.state in HAS_KV:
             model.kv_bytes = max(kv_bytes, model.resized_to)
 
     def ended(self, key: ModelKey, reason: str, now: float, *, lost_device: bool = False) -> None:
-        """`lost_device`: the worker ended because its device failed."""
+        """Records the end of a worker. `lost_device`: its device failed."""
         model = self.find(key)
         if model is None or not model.has_process:
             return
@@ -172,7 +174,7 @@ class HostStates:
             del self.devices[model.device].models[key]
 
     def fail(self, key: ModelKey, reason: str, public_reason: str, now: float) -> None:
-        """For good: until `restore`. A worker that it has is stopped."""
+        """Fails a model until `restore`. A worker that it has is stopped."""
         if (model := self.find(key)) is not None:
             model.failure, model.public_failure = reason, public_reason
             model.is_final, model.is_wake_wanted = True, False
@@ -191,7 +193,7 @@ class HostStates:
     # ── what to do ───────────────────────────────────────────────────────────────────────────────
 
     def next_actions(self, now: float) -> list[Action]:
-        """What the shell must begin now. The states change as if it had begun."""
+        """Returns what the shell must begin now. The states change as if it had begun."""
         actions = [*self._give_up(now), *self._stop_unwanted(now)]
         for device in self.devices.values():
             actions += device.correct(now)

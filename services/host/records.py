@@ -1,4 +1,4 @@
-"""What a host knows of its models from earlier starts, so that a restart asks no worker.
+"""Stores what a host knows of its models, so that a restart asks no worker.
 
 <state folder>/lock                 held by the running host
 <state folder>/models/<key>.json    a ModelRecord
@@ -61,7 +61,7 @@ class Records:
             raise ConfigError(f"state_dir {directory}: {error.strerror}") from None
 
     def read(self, key: ModelKey, *, source: str, max_context_tokens: int) -> ModelRecord | None:
-        """None if it is of another source or context."""
+        """Returns None for a record of another source or context."""
         path = self._path(key)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=ModelRecord)

@@ -55,8 +55,8 @@ from shared.transport.bus import Bus
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.1
-STALLED_S = 2.0  # between two ticks: this process was frozen
-SILENT_LIMIT_S = 10.0  # of a worker that hangs, before it is killed
+STALLED_S = 2.0  # gap of two ticks: this process was frozen
+SILENT_LIMIT_S = 10.0  # silence of a worker that hangs, before it is killed
 DEVICE_LOST_STATUS = 3
 STORE_TIMEOUT_S = 1.0
 
@@ -122,7 +122,7 @@ class HostService:
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
-        """Its workers finish what they run."""
+        """Leaves: the workers finish what they run."""
         self._is_leaving = True
         await self.health_monitor.transition_to("draining")
         for worker_id in self._by_worker:
@@ -152,7 +152,7 @@ class HostService:
             if self.states.find(hosted.key) is None:
                 self.registry.forget(hosted)
         if any(each.key not in self.registry.revisions for each in gone):
-            self.registry.update(self._reader.models)  # of another source now
+            self.registry.update(self._reader.models)  # it has another source now
         for hosted in changed:
             if hosted.source is not None:
                 self._put(hosted)
@@ -298,7 +298,7 @@ class HostService:
             self._workers.signal(hosted.worker_id, number)
 
     def _kill(self, worker_id: str | None) -> None:
-        """Of a model that may have another worker by now."""
+        """Kills a worker. Its model may have another one by now."""
         if worker_id is not None:
             self._workers.signal(worker_id, signal.SIGKILL)
 

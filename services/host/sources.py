@@ -1,5 +1,5 @@
-"""Where the weights of a model are on this host, and what a worker of it will take: found before
-its first start, from the config alone.
+"""Finds the weights of a model on this host, and computes what a worker of it will take before its
+first start, from the config alone.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.numerics import FP8_CAPABILITY
 
 DEFAULT_CONTEXT_TOKENS = 4096
-NUM_SPARE_BLOCKS = 2  # beyond those of one sequence
+NUM_SPARE_BLOCKS = 2  # blocks beyond those of one sequence
 MAX_SEQUENCES = 256  # a cache for more full contexts than these is useless
-PROCESS_BYTES = {"cpu": 200 << 20, "cuda": 700 << 20}  # before it is measured
+PROCESS_BYTES = {"cpu": 200 << 20, "cuda": 700 << 20}  # assumed until it is measured
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """`model_dir`: as workers open it. `block_size`: of the device, in tokens. Bytes as planned; a
-    start measures them.
+    """The weights of a model. Workers open `model_dir`. `block_size` is the device's, in tokens.
+    Bytes are planned; a start measures them.
     """
 
     model_dir: str
@@ -51,7 +51,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         return self.block_size * self.kv_bytes_per_token
 
     def kv_ceiling_bytes(self, budget_bytes: int) -> int:
-        """What a budget leaves it at most, in whole blocks."""
+        """Returns the bytes that a budget leaves it at most, in whole blocks."""
         useful = min(budget_bytes - self.weights_bytes, MAX_SEQUENCES * self.kv_floor_bytes)
         return max(self.kv_floor_bytes, useful // self.block_bytes * self.block_bytes)
 

@@ -20,7 +20,7 @@ def match_groups(
     prefix if it holds, of each group, the blocks that the token after the prefix sees.
     """
     num_blocks = len(block_hashes)
-    lacking = [0] * (num_blocks + 1)  # by length of the prefix: the workers that cannot continue it
+    lacking = [0] * (num_blocks + 1)  # workers that cannot continue a prefix, by its length
     for of_group, reach in zip(holders, reaches, strict=True):
         absent = [workers & ~of_group.get(each, 0) for each in block_hashes]
         firsts = [first_seen(reach, n * block_size) // block_size for n in range(num_blocks + 1)]

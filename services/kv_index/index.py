@@ -1,4 +1,4 @@
-"""Which worker holds which block, according to the workers' events.
+"""Maps blocks to the workers that hold them, according to the workers' events.
 
 A cache of the workers' state: a wrong or empty index costs time, never correctness.
 
@@ -38,7 +38,7 @@ from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 
 MAX_QUEUED_BLOCKS = 1_000_000  # queued per worker during its resync; more blocks are a gap
 MAX_INTERNED_MASKS = 65_536
-MAX_KNOWN_MODELS = 256  # with cached results of `_serving`
+MAX_KNOWN_MODELS = 256  # models with cached results of `_serving`
 
 
 class Outcome(Enum):
@@ -59,7 +59,7 @@ class _Resync:
     slot: int
     max_queued_blocks: int
     epoch: int | None = None
-    sequence_number: int | None = None  # of the oldest page: later events are replayed
+    sequence_number: int | None = None  # number of the oldest page: later events are replayed
     queued: list[KvEvents] = field(default_factory=list)
     num_queued_blocks: int = 0
 
@@ -75,12 +75,12 @@ class _Worker:
     revision: str
     kv_format: str
     slot: int
-    reaches: tuple[Reach, ...] = (None,)  # of its groups of layers
+    reaches: tuple[Reach, ...] = (None,)  # reaches of its groups of layers
     block_size: int = 16
     state: SyncState = SyncState.STALE
     epoch: int | None = None
     sequence_number: int = 0
-    announced: tuple[int, int] = (0, 0)  # by its last heartbeat: epoch, number of its last event
+    announced: tuple[int, int] = (0, 0)  # epoch and number of its last event, in its last heartbeat
     resync: _Resync | None = None
 
 
@@ -94,7 +94,8 @@ class _Serving(NamedTuple):
 class PrefixIndex:
     def __init__(self, *, max_queued_blocks: int = MAX_QUEUED_BLOCKS) -> None:
         self._max_queued_blocks = max_queued_blocks
-        self._holders: list[dict[bytes, int]] = [{} for _ in range(MAX_GROUPS)]  # by group
+        # One for each group
+        self._holders: list[dict[bytes, int]] = [{} for _ in range(MAX_GROUPS)]
         self._masks: dict[int, int] = {}  # interned: many blocks share few masks
         self._workers: dict[str, _Worker] = {}
         self._worker_of_slot: dict[int, str] = {}
@@ -271,7 +272,7 @@ class PrefixIndex:
         return PrefixMatches(state=serving.state, matches=tuple(matches))
 
     def _match_leading(self, block_hashes: Sequence[bytes], mask: int) -> list[PrefixMatch]:
-        """Of workers with one group of layers that sees all keys."""
+        """Returns the matches of workers with one group of layers that sees all keys."""
         matches: list[PrefixMatch] = []
         holders = self._holders[0]
         for num_blocks, block_hash in enumerate(block_hashes):

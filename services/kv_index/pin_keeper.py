@@ -34,19 +34,21 @@ log = structlog.get_logger(__name__)
 ROUND_S = 1.0
 PIN_TIMEOUT_S = 0.5  # and the round trip
 MAX_AT_ONCE = 32  # concurrent requests to workers
-MAX_PINS = 4_096  # over all tenants
+MAX_PINS = 4_096  # pins of all tenants
 
 
 @dataclass(frozen=True, slots=True)
 class _TenantPins:
-    """`next_over`: the earliest expiry, in unix seconds."""
+    """Pins of one tenant. `next_over` is the earliest expiry, in unix seconds."""
 
     digests: set[str]
     next_over: float
 
 
 class PinKeeper:
-    """`wall_clock` returns unix seconds, the unit of the prefixes' expiry times."""
+    """Keeps prefixes pinned. `wall_clock` returns unix seconds, the unit of the prefixes' expiry
+    times.
+    """
 
     def __init__(
         self,
@@ -65,11 +67,12 @@ class PinKeeper:
         self._index = index
         self._registry = registry
         self._wall_clock = wall_clock
-        self._version = -1  # of the prefixes that are read; -1: none are
+        self._version = -1  # version of the prefixes that are read; -1: none are
         self._tenants: dict[str, _TenantPins] = {}
-        self._waiting: set[str] = set()  # with prefixes beyond MAX_PINS, or an unreadable record
+        # Tenants with prefixes beyond MAX_PINS, or an unreadable record
+        self._waiting: set[str] = set()
         self._reasons = PinReasons(store, wall_clock)
-        self._pinned_tips: set[bytes] = set()  # as recorded in the registry
+        self._pinned_tips: set[bytes] = set()  # recorded in the registry
         self._pinned_workers: set[str] = set()  # workers that may have pins
         self._round = 0
 
@@ -179,7 +182,7 @@ class PinKeeper:
         expected = self.pins.expected(cards.values())
         for tip_hash, pin in expected.items():
             self._registry.pin(_record(tip_hash, pin, cards))
-        if cards:  # without workers the tips are unknown
+        if cards:  # the tips are unknown without workers
             for tip_hash in sorted(self._pinned_tips - expected.keys()):
                 self._registry.unpin(tip_hash)
             self._pinned_tips = set(expected)
@@ -230,7 +233,7 @@ class PinKeeper:
             await self._requests.request(
                 worker_id, subject, pin.command, PrefixPinned, base_s=PIN_TIMEOUT_S
             )
-        except DependencyUnavailable:  # of the way to the worker
+        except DependencyUnavailable:  # the way to the worker fails
             raise
         except HearthError as error:
             self._reasons.explain(tenant_id, name, f"{worker_id} cannot hold it: {error.message}")

@@ -15,7 +15,8 @@ RENEW_S = pinned_prefix.REASONS_S / 4
 
 
 class PinReasons:
-    """Also knows which prefixes have no reason: another index may have written one.
+    """Writes why prefixes are not pinned. It also knows which prefixes have no reason: another
+    index may have written one.
 
     `now` returns unix seconds.
     """
@@ -23,7 +24,7 @@ class PinReasons:
     def __init__(self, store: Store, now: Callable[[], float]) -> None:
         self._store = store
         self._now = now
-        self._reasons: dict[str, dict[str, str]] = {}  # by tenant and name; empty: none
+        self._reasons: dict[str, dict[str, str]] = {}  # keys: tenant, name; empty: none
         self._unwritten: set[str] = set()  # tenants
         self._renew_at = 0.0
 
@@ -35,7 +36,9 @@ class PinReasons:
             self._unwritten.add(tenant_id)
 
     def forget(self, tenant_id: str) -> None:
-        """Its prefixes may have changed, and reasons go with the prefixes that they explain."""
+        """Forgets a tenant: its prefixes may have changed, and reasons go with the prefixes that
+        they explain.
+        """
         self._reasons.pop(tenant_id, None)
 
     def clear(self) -> None:

@@ -19,15 +19,15 @@ class ExpectedPin:
 
     prefix: PinnedPrefix
     tip_hash: bytes
-    num_tokens: int  # of full blocks
+    num_tokens: int  # tokens of full blocks
     command: PinPrefix
 
 
 class Pins:
     def __init__(self, root_key: bytes = b"") -> None:
         self._root_key = root_key
-        self._prefixes: dict[str, PinnedPrefix] = {}  # by digest
-        self._regions: dict[str, Collection[str] | None] = {}  # by tenant, of its record now
+        self._prefixes: dict[str, PinnedPrefix] = {}  # key: digest
+        self._regions: dict[str, Collection[str] | None] = {}  # regions of each tenant's record now
         self._expected: dict[tuple[str, str, int], ExpectedPin | None] = {}
 
     def __len__(self) -> int:
@@ -84,8 +84,8 @@ class Pins:
 def expected_pin(
     prefix: PinnedPrefix, card: ModelCard, root_key: bytes = b""
 ) -> ExpectedPin | None:
-    """None before a gateway has tokenized the prefix, and for less than one block or a length that
-    does not fit the context.
+    """Returns None before a gateway has tokenized the prefix, and for less than one block or a
+    length that does not fit the context.
     """
     num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
     num_tokens = num_blocks * card.block_size

@@ -35,11 +35,11 @@ log = structlog.get_logger(__name__)
 MAX_PENDING = 20_000
 MAX_PER_FLUSH = 100  # bounds one batch to a few milliseconds of Redis
 MAX_PARTS = 1000  # arguments of one command
-MAX_TENANTS = 1_000  # in memory; records of other tenants stay in Redis until they expire
+MAX_TENANTS = 1_000  # tenants in memory; records of others stay in Redis until they expire
 HOLDER = "holder:"
 
 T = TypeVar("T")
-MayHold = Callable[[str, bytes], bool]  # of a worker and a block hash
+MayHold = Callable[[str, bytes], bool]  # arguments: a worker and a block hash
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,9 @@ class _Delta:
 
 
 class PrefixRegistry:
-    """`now` returns unix seconds: records outlive this process, monotonic time does not."""
+    """Records prefixes in Redis. `now` returns unix seconds: records outlive this process,
+    monotonic time does not.
+    """
 
     def __init__(
         self,
@@ -123,7 +125,9 @@ class PrefixRegistry:
         parent_hash: bytes,
         tip_hash: bytes,
     ) -> None:
-        """`parent_hash` is the hash of the block before the run, `tip_hash` of the last block."""
+        """Records a run of blocks. `parent_hash` is the hash of the block before the run,
+        `tip_hash` of the last block.
+        """
         record = self._records.get(tip_hash)
         if record is None:
             before = self._records.get(parent_hash)
@@ -395,7 +399,7 @@ class PrefixRegistry:
 def _record_of(
     tenant_id: str, block_hash: bytes, fields: Mapping[bytes, bytes]
 ) -> PrefixRecord | None:
-    """None if the record is missing or unreadable."""
+    """Returns None if the record is missing or unreadable."""
     try:
         text = {name.decode(): value.decode() for name, value in fields.items()}
         return PrefixRecord(

@@ -49,7 +49,7 @@ from shared.transport.bus import Bus, Unsubscribe
 log = structlog.get_logger(__name__)
 
 LIST_TIMEOUT_S = 1.0  # and the round trip
-MAX_PAGES = 1000  # of one worker: 20 million blocks
+MAX_PAGES = 1000  # pages of one worker: 20 million blocks
 RESYNC_BACKOFF_S = 0.25
 FLUSH_S = 0.2
 STORE_TIMEOUT_S = 1.0  # no request waits for Redis here
@@ -259,7 +259,9 @@ class KvIndexService:
                     self._registry.cleared(message.worker_id)
 
     def _may_hold(self, worker_id: str, block_hash: bytes) -> bool:
-        """True also for a live worker that is not exact: the end of its resync corrects this."""
+        """Whether the worker may hold the block. True also for a live worker that is not exact: the
+        end of its resync corrects this.
+        """
         if not self.health_monitor.fleet.is_live(worker_id):
             return False
         is_exact = self.index.state_of(worker_id) is SyncState.EXACT

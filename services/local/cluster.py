@@ -54,7 +54,9 @@ CLIENT_ID = "client-1"
 
 
 class LocalCluster:
-    """`async with` starts and stops the cluster. Needs the main thread's event loop."""
+    """A cluster on this machine. `async with` starts and stops it. Needs the main thread's event
+    loop.
+    """
 
     def __init__(
         self,
@@ -77,9 +79,9 @@ class LocalCluster:
         self._redis_port = free_port(LOOPBACK)
         self._endpoints = self._choose_endpoints()
         self._credentials = plan_credentials(options)
-        self._observer = Credential("observer", OBSERVER_ID)  # for `hearth status`
-        self._operator = Credential("operator", OPERATOR_ID)  # for commands to hosts and workers
-        self._client = Credential("client", CLIENT_ID)  # of the tenant, for requests over NATS
+        self._observer = Credential("observer", OBSERVER_ID)  # used by `hearth status`
+        self._operator = Credential("operator", OPERATOR_ID)  # sends commands to hosts and workers
+        self._client = Credential("client", CLIENT_ID)  # the tenant's, for requests over NATS
         self._state = StateDir.create(state_parent)
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
         self._warming: Child | None = None
@@ -116,7 +118,7 @@ class LocalCluster:
 
     @property
     def model_name(self) -> str:
-        """As clients name it; of several, the first one."""
+        """The name for clients; that of the first one if there are several models."""
         if self._options.models:
             return self._options.models[0].name
         return self._options.model_name or self._options.model_dir.resolve().name
@@ -208,8 +210,8 @@ class LocalCluster:
         if self._options.models:
             await self._wait_for_models()
         await self._wait_until_ready()
-        # By then each process has received a heartbeat of each other one, not only the gateway:
-        # the first request is placed like any later one.
+        # Each process has received a heartbeat of each other one by then, not only the gateway: the
+        # first request is placed like any later one.
         await self._clock.sleep(HEARTBEAT_INTERVAL_S)
         self._state.publish(self._description())
 

@@ -33,7 +33,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Credential(msgspec.Struct, frozen=True):
-    """`process_id`: of its only process here; also the first part of the ids of its replicas."""
+    """A credential. `process_id` is that of its only process here; also the first part of the ids
+    of its replicas.
+    """
 
     role: CredentialRole
     process_id: str
@@ -45,7 +47,7 @@ class Credential(msgspec.Struct, frozen=True):
 
 
 def role_of(text: str) -> CredentialRole:
-    """`kv-index` and `kv_index` name the same role. Raises ConfigError."""
+    """Returns the role: `kv-index` and `kv_index` are the same. Raises ConfigError."""
     for role in ROLES:
         if role == text.replace("-", "_"):
             return role
@@ -59,8 +61,8 @@ def random_process_id(role: str) -> str:
 def process_id_for(
     role: str, nats_url: str, *, credential: str | None = None, instance: str | None = None
 ) -> str:
-    """`credential` (default: the URL's user name, else a random name for the role) with `instance`
-    (default: random, so that replicas may share a credential; "-": none).
+    """Returns the process id: `credential` (default: the URL's user name, else a random name for
+    the role) with `instance` (default: random, so that replicas may share a credential; "-": none).
     """
     name = credential or user_of(nats_url) or random_process_id(role)
     return process_id_of(name, random_instance() if instance is None else instance)

@@ -15,7 +15,7 @@ _FREE = (
     "    for each in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(each)[0])"
 )
 _TIMEOUT_S = 60.0
-_CAPABILITY = 75, 76  # of CUdevice_attribute: major and minor
+_CAPABILITY = 75, 76  # attributes of CUdevice_attribute: major and minor
 
 
 def count_gpus(driver_name: str = _DRIVER) -> int:
@@ -30,7 +30,9 @@ def count_gpus(driver_name: str = _DRIVER) -> int:
 def compute_capability(
     index: int, load: Callable[[str], Any] = ctypes.CDLL
 ) -> tuple[int, int] | None:
-    """Of the device that torch calls `cuda:index`; None if the driver does not say."""
+    """Returns the capability of the device that torch calls `cuda:index`, or None if the driver
+    does not say.
+    """
     try:
         driver = load(_DRIVER)
     except OSError:
@@ -63,7 +65,7 @@ def _count_by_torch() -> int:
 
 
 def _answer(question: str) -> str:
-    """What a child process prints; empty if it fails."""
+    """Returns the output of a child process; empty if it fails."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", question],

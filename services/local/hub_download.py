@@ -74,7 +74,8 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
         raise ConfigError(f"{what}, not in {cache}, and {_why_offline(hub, error)}") from None
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # of HTTP clients, decoders, native code: nobody lists them all
+    # HTTP clients, decoders and native code raise it: nobody lists them all
+    except BaseException as error:
         raise ConfigError(f"{what}, and the download from {hub} failed: {_line(error)}") from None
     return Path(found)
 

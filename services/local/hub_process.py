@@ -20,11 +20,11 @@ from shared.errors import ConfigError
 from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, send_signal
 
 NICENESS = 10  # what serves on this machine comes first
-MAX_MEMORY_BYTES = 4 << 30  # of data: files are not kept in memory
+MAX_MEMORY_BYTES = 4 << 30  # data of the process: files are not kept in memory
 
 
 class HubReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`failure`: why there is no directory."""
+    """The result of a download. `failure` says why there is no directory."""
 
     directory: str = ""
     failure: str = ""

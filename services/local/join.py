@@ -32,7 +32,7 @@ from shared.errors import ConfigError
 class NewCredential(msgspec.Struct, frozen=True, kw_only=True):
     credential: Credential
     nats_url: str
-    is_reachable: bool  # from other hosts
+    is_reachable: bool  # other hosts can connect to it
 
 
 def add_credential(

@@ -12,14 +12,14 @@ from shared.errors import ConfigError
 
 
 class NamedModel(msgspec.Struct, frozen=True):
-    """`source`: a directory, or a hub id."""
+    """A model to serve. `source` is a directory, or a hub id."""
 
     name: str
     source: str
 
 
 def named_models(texts: Sequence[str]) -> tuple[NamedModel, ...]:
-    """Of `DIR`, `org/name` or `NAME=DIR`. Raises ConfigError."""
+    """Parses `DIR`, `org/name` or `NAME=DIR`. Raises ConfigError."""
     found = tuple(map(_named, texts))
     for each in found:
         if not (Path(each.source).is_dir() or is_hub_id(Path(each.source))):

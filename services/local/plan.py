@@ -41,7 +41,7 @@ _COMMANDS: dict[CredentialRole, str] = {
 # A handoff of fewer tokens costs more than it saves (layer-wise push: TTFT +18 % at 256 tokens,
 # -48 % at 1,024); a longer prompt would delay every token that its decode worker generates.
 MAX_LOCAL_PREFILL_TOKENS = 512
-DRAIN_TIMEOUT_S = 10.0  # of a service; less than the grace period before SIGKILL
+DRAIN_TIMEOUT_S = 10.0  # limit of a service; less than the grace period before SIGKILL
 SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
 METRICS_VARIABLE = "HEARTH_METRICS_PORT"
 REDIS_VARIABLE = "HEARTH_REDIS_URL"
@@ -92,7 +92,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     nats_host: str
     nats_port: int
     redis_url: str
-    redis_urls: dict[str, str] = {}  # by role, of Redis users; empty for an external Redis
+    redis_urls: dict[str, str] = {}  # URLs of Redis users by role; empty for an external Redis
     http_host: str
     http_port: int
     nats_url: str | None = None
@@ -316,7 +316,7 @@ def _service(
     num_threads: int,
     environ: Mapping[str, str],
 ) -> ProcessSpec:
-    """`device` is None for services without an engine."""
+    """Returns the process of a service. `device` is None without an engine."""
     arguments = ["--process-id", credential.process_id, "--instance", NO_INSTANCE]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
     if options.models and credential.role == "gateway":

@@ -70,8 +70,8 @@ REDIS_ROLES: dict[str, RedisRole] = {
 
 
 def acl_rules(role: str, password: str) -> list[str]:
-    """What follows the user's name in ACL SETUSER, and in a configuration. Of the password it has
-    the SHA-256 alone.
+    """Returns what follows the user's name in ACL SETUSER, and in a configuration. It has only the
+    SHA-256 of the password.
     """
     allowed = REDIS_ROLES[role]
     return [
@@ -84,5 +84,5 @@ def acl_rules(role: str, password: str) -> list[str]:
 
 
 def acl_line(role: str, password: str) -> str:
-    """Of a Redis configuration or an ACL file; the user is named like the role."""
+    """Returns a line of a Redis configuration or an ACL file; the user is named like the role."""
     return f"user {role} {' '.join(acl_rules(role, password))}"

@@ -32,14 +32,14 @@ from shared.transport.wire_errors import UNREADABLE
 _LOCK = "lock"
 _CLUSTER = "cluster.json"
 _TMP = "tmp"
-_SOCKET_NAME_BYTES = 32  # of sockets that the processes make below it
-_REDIS_DIR = "appendonlydir"  # of Redis 7; Redis 6 has a file
+_SOCKET_NAME_BYTES = 32  # names of sockets that the processes make below it
+_REDIS_DIR = "appendonlydir"  # Redis 7's; Redis 6 has a file
 
 
 class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     api_key: str
-    operator_token: str = ""  # of the gateway's /v1/cluster
+    operator_token: str = ""  # opens the gateway's /v1/cluster
     nats_host: str = ""  # empty: the cluster uses an external NATS
     nats_port: int = 0
     redis_url: str = ""
@@ -69,7 +69,7 @@ class StateDir:
 
     @classmethod
     def create(cls, parent: Path) -> StateDir:
-        """Also removes the directories of dead clusters. Raises ConfigError."""
+        """Creates a directory, and removes those of dead clusters. Raises ConfigError."""
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = Path(tempfile.mkdtemp(prefix="", dir=parent))

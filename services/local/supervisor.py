@@ -67,7 +67,7 @@ class Supervisor:
         await self._wait_until_up(spec)
 
     def serve(self) -> None:
-        """From now on a process that ends is restarted."""
+        """Restarts a process that ends from now on."""
         self._is_serving = True
         bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
         self._supervisions.append(start_awaited(bounding))
@@ -126,13 +126,15 @@ class Supervisor:
             await self._restart(spec)
 
     async def _restart(self, spec: ProcessSpec) -> None:
-        """What fails is tried again: `_supervise` finds the last process ended."""
+        """Restarts a process. A failure is tried again: `_supervise` finds the last
+        process ended.
+        """
         try:
             await self._start(spec)
             await self._wait_until_up(spec)
         except HearthError:
             pass  # the end of the process is reported
-        except Exception:  # without descriptors or memory, a start raises any error
+        except Exception:  # a start raises any error if descriptors or memory are lacking
             log.exception("not_restarted", process=spec.process_id)
 
     def _report(self, process_id: str, event: Event, details: str) -> None:

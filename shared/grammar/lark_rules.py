@@ -28,9 +28,9 @@ _JSON = JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`operator`: the repetition, or empty. `atom`: text, or the alternatives of a group. `size`:
-    the most characters that it is written with, many of few objects where groups are shared.
-    `depth`: how many groups are in each other.
+    """A part of a rule. `operator` is the repetition, or empty. `atom` is a text, or the
+    alternatives of a group. `size` is the most characters that it is written with, many of few
+    objects where groups are shared. `depth` counts groups within each other.
     """
 
     atom: str | Alternatives
@@ -50,8 +50,8 @@ Alternatives = tuple[Items, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`name` is None for what is no rule; `alternatives` for a rule that this module cannot read.
-    `has_attributes`: such as a name to capture the rule's text under.
+    """A line of a grammar. `name` is None if it is no rule; `alternatives` is None for a rule that
+    this module cannot read. `has_attributes`: such as a name to capture the rule's text under.
     """
 
     text: str
@@ -94,7 +94,7 @@ def _rule(text: str) -> Rule:
 
 
 def _parsed(body: str) -> Alternatives | None:
-    """None for a body that has anything that is not known here."""
+    """Parses a body. Returns None for one with anything that is not known here."""
     groups: list[list[list[Item]]] = [[[]]]  # open ones, the innermost last
     for kind, token in _tokens(body):
         items = groups[-1][-1]

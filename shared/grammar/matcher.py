@@ -16,7 +16,7 @@ from shared.errors import GrammarTooComplex, InvalidRequest
 # A lexer state takes 1 to 2 KB. With llguidance's own fuel, `^(a{1000}){1000}$` takes 1.8 s for its
 # first mask; with a tenth of this one, a tenth of JSONSchemaBench's valid documents is refused.
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False)
-MAX_TOKENS_AT_ONCE = 64  # to accept: 0.1 ms, in which no other thread runs Python
+MAX_TOKENS_AT_ONCE = 64  # tokens to accept: 0.1 ms, in which no other thread runs Python
 MAX_REASON_CHARS = 400
 
 NO_OUTPUT = "no output matches the grammar, or a part of it"
@@ -24,7 +24,9 @@ _IS_LIMIT = re.compile(r"too (complex|large|big|many|deep|much)|limit|fuel", re.
 
 
 class Matcher:
-    """Not for two threads at the same time. After an error it is of no use."""
+    """Matches an output against a grammar. Not for two threads at the same time. After an error it
+    is of no use.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -41,7 +43,7 @@ class Matcher:
 
     @property
     def warnings(self) -> list[str]:
-        """What of the grammar is ignored."""
+        """Returns llguidance's warnings about ignored keywords."""
         return self._matcher.get_grammar_warnings()
 
     def fill(self) -> bytes:
@@ -69,7 +71,7 @@ class Matcher:
         return len(token_ids)
 
     def copy(self) -> Matcher:
-        """At the same position; independent."""
+        """Returns an independent matcher at the same position."""
         return Matcher(self._matcher.deep_copy())
 
     def _check(self) -> None:

@@ -21,9 +21,9 @@ from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, depth_of,
 from shared.grammar.spec import MAX_SOURCE_BYTES
 
 MAX_GROWTH = 32 * 1024  # characters of one equation, beyond the rules: four times with each rule
-MAX_WRITTEN = MAX_SOURCE_BYTES // 2  # of all rules: a request may have several grammars
-MAX_STEPS = 200_000  # of a cycle, in each of which a part of an equation is copied: 0.5 s
-MAX_DEPTH = 28  # of groups: the parser refuses more
+MAX_WRITTEN = MAX_SOURCE_BYTES // 2  # bytes of all rules: a request may have several grammars
+MAX_STEPS = 200_000  # steps of a cycle, each of which copies a part of an equation: 0.5 s
+MAX_DEPTH = 28  # nested groups: the parser refuses more
 REPETITION = "*"  # the name of the one at the end of rules of a cycle; "x*": x, and then that
 
 _Branch = tuple[Items, str | None]  # what stands before the rule of the cycle that ends it, if any
@@ -41,7 +41,7 @@ def without_right_recursion(source: str) -> str:
         if len(named) < sum(each.name is not None for each in rules):
             return source  # a grammar within the grammar
         written = dict(_written(named))
-    except RecursionError:  # as deep as this the grammar is refused anyway
+    except RecursionError:  # the grammar is refused anyway if it is as deep as this
         return source
     result = "".join(written.get(each.name or "", each).text for each in rules)
     return result if len(result.encode()) <= max(MAX_WRITTEN, len(source)) else source
@@ -106,7 +106,7 @@ def _finished(ends: Mapping[str, Set[str]]) -> list[str]:
 
 
 def _reached(name: str, users: Mapping[str, list[str]], done: set[str]) -> list[str]:
-    """`done`: those of earlier calls, to which these are added."""
+    """Returns the rules that use `name`. `done` has those of earlier calls, and gets these."""
     found, waiting = [], [name]
     while waiting:
         each = waiting.pop()
@@ -133,8 +133,9 @@ def _equations(cycle: Mapping[str, Rule]) -> dict[str, list[_Branch]]:
 def _with_repetition(
     equations: dict[str, list[_Branch]], repeated: Alternatives, *others: Alternatives
 ) -> dict[str, list[_Branch]]:
-    """`repeated`: what the rules end in any number of, of which any number may follow these: that
-    is any number again. Raises _NotWritable if `others` are repeated, too.
+    """Adds a repetition to equations: the rules end in any number of `repeated`, of which any
+    number may follow these, which is any number again. Raises _NotWritable if `others` are
+    repeated, too.
     """
     inner = list(_branches(repeated, equations))
     if others or any(_begins(each, equations) for each in chain(inner, *equations.values())):
@@ -155,7 +156,7 @@ def _begins(branch: _Branch, cycle: Collection[str]) -> bool:
 
 
 def _repeated_ends(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[Alternatives]:
-    """What the alternatives end in repetitions of that end in the cycle."""
+    """Yields the repetitions at the ends of the alternatives that end in the cycle."""
     for *_, last in filter(None, alternatives):
         if _ends_in((last,), cycle):
             if last.operator in ("*", "+"):
@@ -252,7 +253,7 @@ def _united(branches: Iterable[_Branch], cycle: Collection[str]) -> Iterator[_Br
 
 
 def _opened(items: Items) -> Alternatives:
-    """Those of a group that stands alone."""
+    """Returns the alternatives of a group that stands alone."""
     if len(items) == 1 and not items[0].operator and not isinstance(items[0].atom, str):
         return items[0].atom
     return (items,)
@@ -273,7 +274,7 @@ def _bounded(branches: Iterable[_Branch], most: int) -> Iterator[_Branch]:
 
 
 def _factored(alternatives: Alternatives) -> Alternatives:
-    """With the repetition that all begin with, written once."""
+    """Writes the repetition that all alternatives begin with once."""
     loop = alternatives[0][:1]
     if len(alternatives) < 2 or not all(loop and each[:1] == loop for each in alternatives):
         return alternatives
@@ -307,7 +308,7 @@ def _without_own(name: str, branches: list[_Branch]) -> list[_Branch]:
 
 
 def _operand(name: str, own: list[Items], others: list[Items]) -> Items:
-    """What infix operators stand between, with its prefixes and suffixes."""
+    """Returns the operands of infix operators, with their prefixes and suffixes."""
     suffixed = [items[1:] for items in others if items[:1] == (Item(name),)]
     plain = tuple(items for items in others if items[:1] != (Item(name),))
     prefixes = [items for items in own if items[0] != Item(name)]

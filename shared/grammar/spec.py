@@ -29,11 +29,11 @@ class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`source`: the grammar as llguidance takes it: a JSON Schema with its `x-guidance` options, a
-    regular expression, or a Lark grammar.
+    """The grammar of an output. Its `source` is in llguidance's form: a JSON Schema with its
+    `x-guidance` options, a regular expression, or a Lark grammar.
 
-    `starts_after`: the grammar applies to what follows the first occurrence of one of these token
-    sequences in the output; empty: to all output. Until then tokens are free, but if
+    The grammar applies to what follows the first occurrence of one of the token sequences
+    `starts_after` in the output; empty: to all output. Until then tokens are free, but if
     `is_required`, no stop token is sampled. After the grammar's end only a stop token follows, or
     if `repeats`, free tokens until the next occurrence. Inside `reasoning` no occurrence counts.
     """

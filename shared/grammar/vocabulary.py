@@ -28,10 +28,10 @@ class Vocabulary:
         eos_token_ids: Collection[int],
         read_again: Callable[[], str] | None = None,
     ) -> None:
-        """`tokenizer_json`: of Hugging Face's tokenizers. `vocab_size`: of the model's logits; it
-        may exceed the tokenizer's, and the other ids are never allowed; None: the tokenizer's.
-        `eos_token_ids` are allowed where a grammar may end. `read_again`: returns `tokenizer_json`;
-        None: it is retained for good.
+        """Reads `tokenizer_json`, a tokenizer of Hugging Face. `vocab_size` is that of the model's
+        logits; it may exceed the tokenizer's, and the other ids are never allowed; None: the
+        tokenizer's. `eos_token_ids` are allowed where a grammar may end. `read_again` returns
+        `tokenizer_json`; None: it is retained for good.
 
         Takes 0.8 s for 131,072 tokens. Raises CheckpointError for a tokenizer that cannot be read.
         """
@@ -47,7 +47,9 @@ class Vocabulary:
         self.compile("regex", "a").fill()  # the first grammar takes longer
 
     def compile(self, kind: str, source: str) -> Matcher:
-        """`kind` and `source` as in `GrammarSpec`. Raises InvalidRequest and GrammarTooComplex."""
+        """Compiles a grammar. `kind` and `source` are as in `GrammarSpec`. Raises InvalidRequest
+        and GrammarTooComplex.
+        """
         return compile_grammar(self._tokenizer, kind, source)
 
     def encode(self, text: str) -> list[int]:
@@ -87,7 +89,9 @@ class Vocabulary:
 def load_vocabulary(
     model_dir: Path, *, vocab_size: int | None, eos_token_ids: Collection[int]
 ) -> Vocabulary:
-    """Of a model's folder; parameters as of `Vocabulary`. Raises CheckpointError."""
+    """Loads the vocabulary of a model's folder; parameters are those of `Vocabulary`. Raises
+    CheckpointError.
+    """
     read = partial(_read, model_dir)
     return Vocabulary(read(), vocab_size=vocab_size, eos_token_ids=eos_token_ids, read_again=read)
 

@@ -49,7 +49,7 @@ def python_path(environ: Mapping[str, str]) -> str:
 
 
 def engine_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that computes."""
+    """Returns the environment of a process that computes."""
     return child_environ(environ, names=ENGINE_NAMES, prefixes=ENGINE_PREFIXES)
 
 
@@ -96,8 +96,8 @@ class FreezeDetector:
 
 
 def lower_priority(native_id: int, niceness: int) -> None:
-    """`native_id`: of a thread, or of a process that has just started; `niceness`: beyond that of
-    the calling thread. Threads that it starts later inherit it. Nothing if it has ended.
+    """Lowers the priority of a thread, or of a process that has just started, by `niceness` beyond
+    the calling thread's. Threads that it starts later inherit it. Does nothing if it has ended.
     """
     with contextlib.suppress(ProcessLookupError):
         own = os.getpriority(os.PRIO_PROCESS, 0)

@@ -28,13 +28,14 @@ from math import inf
 from shared.messages import Heartbeat, Role
 
 HEARTBEAT_INTERVAL_S = 0.25
-LATE_S = 0.3  # since the last heartbeat, before the peer gets a request
+LATE_S = 0.3  # time since the last heartbeat, before the peer gets a request
 MAX_ECHO_GAP_S = 0.5  # a longer gap means that the bus was disconnected
 SILENCE_LIMIT_S = 1.0  # four missed heartbeats
 MAX_LOOP_LAG_S = 0.2
 TICK_S = 0.1
 FORGET_AFTER_S = 60.0
-LEFT_AFTER_S = 0.75  # of two processes with one id: before SILENCE_LIMIT_S loses the other
+# The younger of two processes with one id leaves before SILENCE_LIMIT_S loses the other
+LEFT_AFTER_S = 0.75
 MIN_RETURNS = 2  # heartbeats of a replaced epoch before its process counts as alive
 MAX_REPLACED = 8  # epochs remembered for a peer
 MAX_PEERS = 8192  # further peers are ignored until others are forgotten
@@ -68,20 +69,22 @@ class Peer:
     progressed_at: float
     is_suspect: bool = False
     is_doubled: bool = False
-    replaced: dict[int, _ReplacedEpoch] = field(default_factory=dict)  # by epoch
+    replaced: dict[int, _ReplacedEpoch] = field(default_factory=dict)  # key: epoch
 
 
 class Fleet:
     """The state of all peers, as one process sees it."""
 
     def __init__(self, own_process_id: str, own_epoch: int | None = None) -> None:
-        """`own_epoch`: heartbeats of the own id with another one are no echoes."""
+        """Watches peers. Heartbeats of the own id with an epoch other than `own_epoch` are no
+        echoes.
+        """
         self.own_process_id = own_process_id
         self._own_epoch = own_epoch
         self._peers: dict[str, Peer] = {}
         self._last_echo_at = -inf
         self._last_tick_at = inf
-        self._sound_since = inf  # since when bus and event loop have worked without a gap
+        self._sound_since = inf  # time since which bus and event loop have worked without a gap
 
     def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
         """Records a heartbeat. Returns a Loss if its process has stopped or restarted."""

@@ -164,8 +164,8 @@ class HealthMonitor:
                 handler(message)
 
     def _on_same_name(self, message: Heartbeat) -> None:
-        """Of two processes with one id, the younger one ends. The first heartbeat of the other may
-        be the last one of a process that has gone.
+        """Ends the younger of two processes with one id. The first heartbeat of the other may be
+        the last one of a process that has gone.
 
         A heartbeat's age is that of its sending: where both ages differ by less than its way here,
         each takes itself for older. If both stay, the one with the lower epoch ends.

@@ -24,16 +24,16 @@ from shared.transport.bus import Bus
 log = structlog.get_logger(__name__)
 
 RESEND_S = 1.0  # each change: four heartbeats, of which some may be lost
-MAX_CHANGES = 64  # in one heartbeat; of more, peers request the list
+MAX_CHANGES = 64  # changes in one heartbeat; if there are more, peers request the list
 PAGE_MODELS = 256
 MAX_HOSTS = 1024  # whose models are known
 REQUEST_TIMEOUT_S = 1.0
-MAX_REASON_CHARS = 300  # of a failure
+MAX_REASON_CHARS = 300  # characters of a failure
 _Key = tuple[str, str]
 
 
 class AnnouncedModels:
-    """Of one host: what its heartbeats say of its models."""
+    """The models of one host, as its heartbeats announce them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class AnnouncedModels:
         self._changed: dict[_Key, tuple[int, float]] = {}  # version and time, oldest first
 
     def announced(self, load: HostLoad) -> HostLoad:
-        """`load` with the changes of the last RESEND_S in place of all models."""
+        """Returns `load` with the changes of the last RESEND_S in place of all models."""
         now = self._clock.now()
         self._take({_key(each): _with_short_reasons(each) for each in load.models}, now)
         while self._changed:
@@ -83,7 +83,7 @@ class AnnouncedModels:
 
 @dataclass(slots=True)
 class _Known:
-    """`models`: each with the time at which it was received."""
+    """Received models of a host, each with the time at which it was received."""
 
     epoch: int
     version: int = 0
@@ -104,8 +104,8 @@ class ReceivedModels:
         self._requested: set[str] = set()
 
     def complete(self, heartbeat: Heartbeat) -> Heartbeat:
-        """With all models that are known. Those of a host that is new here follow with the next
-        heartbeats: its list is requested.
+        """Adds all models that are known to a heartbeat. Those of a host that is new here follow
+        with the next heartbeats: its list is requested.
         """
         load, host_id = heartbeat.host, heartbeat.process_id
         if load is None or not load.models_version:

@@ -72,7 +72,7 @@ async def connect_to_clients(config: ProcessConfig) -> NatsBus:
     )
     try:
         bus = await connect(to_clients=True)
-    except NatsRejected:  # by a server whose configuration has one account for all
+    except NatsRejected:  # a server whose configuration has one account for all rejects it
         log.warning("no_account_of_clients", remedy="write it again: hearth nats-config")
         bus = await connect()
     bus.end_process_when_lost(MonotonicClock())

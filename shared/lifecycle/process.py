@@ -31,8 +31,9 @@ from shared.telemetry.line_writer import replace_standard_streams
 log = structlog.get_logger(__name__)
 
 HEARTH_ERROR_STATUS = 2
-START_STOP_S = 1.5  # from a signal during the start to the exit
-MAX_YOUNG_OBJECTS = 10_000  # before a garbage collection; Python's default of 700 is too frequent
+START_STOP_S = 1.5  # time from a signal during the start to the exit
+# Objects before a garbage collection; Python's default of 700 is too frequent
+MAX_YOUNG_OBJECTS = 10_000
 
 
 class Service(Protocol):
@@ -49,7 +50,7 @@ class Service(Protocol):
         ...
 
     def report(self) -> ProcessReport:
-        """Its state now, for probes and metrics."""
+        """Reports the process's state now, for probes and metrics."""
         ...
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-MAX_SOCKET_PATH_BYTES = 103  # of macOS; Linux allows 107
+MAX_SOCKET_PATH_BYTES = 103  # macOS's limit; Linux allows 107
 SHORT_DIRECTORY = "/tmp"
 
 

@@ -22,10 +22,12 @@ def roles_named(name: str, param: str) -> tuple[WorkerRole, ...]:
 
 
 class WorkerRoles:
-    """`handled`: the roles whose handlers the process has. `current`: those that it announces."""
+    """The roles of a worker. The process has handlers of those in `handled`, and announces
+    `current`.
+    """
 
     def __init__(self, handled: tuple[Role, ...], announced: tuple[Role, ...] = ()) -> None:
-        """`announced`: empty for all. Raises ConfigError for one without a handler."""
+        """Announces `announced`; empty: all. Raises ConfigError for a role without a handler."""
         missing = [role for role in announced if role not in handled]
         if missing:
             raise ConfigError(

@@ -29,7 +29,7 @@ from shared.metrics.process_report import ProcessReport
 
 TICK_S = 0.25
 STALL_LIMIT_S = 5.0
-REQUEST_TIMEOUT_S = 5.0  # of a client that sends or reads nothing
+REQUEST_TIMEOUT_S = 5.0  # limit of a client that sends or reads nothing
 
 StartResponse = Callable[..., Any]
 

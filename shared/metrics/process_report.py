@@ -1,4 +1,4 @@
-"""What a process says of itself to its own probes and metrics."""
+"""Reports a process's state to its own probes and metrics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """`takes_work`: whether it would accept a request now. `own`: metrics beside those that
-    heartbeats make; any thread may collect them.
+    """State of a process. `takes_work`: it would accept a request now. `own` are metrics beside
+    those that heartbeats make; any thread may collect them.
     """
 
     heartbeat: Heartbeat

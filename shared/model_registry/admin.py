@@ -64,8 +64,9 @@ Change = Callable[[RegisteredModel], RegisteredModel]
 
 
 class RegistryAdmin:
-    """`now` returns unix seconds. Every method raises StoreUnavailable if Redis does not answer,
-    and ConfigError for a name or value that is invalid, refused or does not exist.
+    """Changes the registry. `now` returns unix seconds. Every method raises StoreUnavailable if
+    Redis does not answer, and ConfigError for a name or value that is invalid, refused or does not
+    exist.
     """
 
     def __init__(
@@ -221,7 +222,9 @@ class RegistryAdmin:
         return data
 
     async def _swap(self, name: str, before: bytes, after: bytes) -> bool:
-        """False if the record is no longer `before`. Empty bytes: no record."""
+        """Replaces a record. Returns False if it is no longer `before`. Empty bytes stand for no
+        record.
+        """
         outcome = await self._store.evaluate(
             SWAP_MODEL,
             [REGISTRY, REGISTRY_VERSION],

@@ -1,4 +1,4 @@
-"""What a process knows of the model registry: the last value that Redis had.
+"""Reads the registry: a process has the last value that Redis had.
 
 One script, each `POLL_S`: Redis answers with its version alone while that is unchanged. While Redis
 is away, or has lost its records, the last value stays. No operation removes the version, so its
@@ -40,9 +40,9 @@ _KEYS = (REGISTRY, REGISTRY_VERSION, GENERATION)
 
 
 class RegistryReader:
-    """`models`: by name, as last read; empty before. `is_read`: Redis has answered once.
-    `unreadable`: names whose record cannot be decoded; such a model keeps its last value, if it had
-    one here, and the other models are not affected.
+    """Reads the registry. `models` by name are as last read; empty before. `is_read`: Redis has
+    answered once. `unreadable` has names whose record cannot be decoded; such a model keeps its
+    last value, if it had one here, and the other models are not affected.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -53,7 +53,7 @@ class RegistryReader:
         self._clock = clock
         self._version = b""
         self._is_versioned = False  # Redis has had a version
-        self._records: dict[bytes, bytes] = {}  # as read
+        self._records: dict[bytes, bytes] = {}  # records as read
         self._is_away = False
         self._failure = ""  # that was logged last
         self._handlers: list[Callable[[], None]] = []
@@ -71,7 +71,7 @@ class RegistryReader:
                 if not self._is_away:
                     log.warning("catalogue_unavailable", error=error.message)
                 self._is_away = True
-            except Exception as error:  # of an operator's record, which may stay
+            except Exception as error:  # an operator's record is unreadable, and may stay
                 if repr(error) != self._failure:
                     log.exception("catalogue_not_read")
                 self._failure = repr(error)

@@ -30,11 +30,12 @@ Text = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class RegisteredRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`source`: a directory, a bundle or a hub id, as hosts see it. `digest`: of its weights, as
-    workers announce it (`ModelCard.revision`): the first host that loads the source records it, and
-    any other content of the source is refused from then on. `weight`: the share of new requests,
-    relative to the other revisions. `promotion`: it takes over once it has a digest; the revisions
-    that it replaces are then removed, or kept without weight.
+    """A revision of a model. `source` is a directory, a bundle or a hub id, as hosts see it.
+    `digest` is that of its weights, as workers announce it (`ModelCard.revision`): the first host
+    that loads the source records it, and any other content of the source is refused from then on.
+    `weight` is the share of new requests, relative to the other revisions. `promotion`: it takes
+    over once it has a digest; the revisions that it replaces are then removed, or kept without
+    weight.
     """
 
     name: Text
@@ -46,9 +47,10 @@ class RegisteredRevision(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`tenants`: who may use it; None: every tenant that may use its name. `max_context_tokens`: at
-    most; None: what the model and the memory allow. `priority`: of two models that compete for
-    memory, the one with the higher priority stays hot. `is_pinned`: never parked while hot.
+    """A model of the registry. `tenants` may use it; None: every tenant that may use its name.
+    `max_context_tokens` is a limit; None: what the model and the memory allow. If two models
+    compete for memory, the one with the higher `priority` stays hot. `is_pinned`: never parked
+    while hot.
     """
 
     name: Text
@@ -58,7 +60,7 @@ class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tenants: Annotated[tuple[str, ...], Meta(max_length=1024)] | None = None
     max_context_tokens: Annotated[int, Meta(ge=1)] | None = None
     weights: WeightForm = "auto"
-    kv_dtype: KvDtype = "auto"  # of stored KV
+    kv_dtype: KvDtype = "auto"  # dtype of stored KV
     num_standby: Annotated[int, Meta(ge=0, le=64)] = 0  # hosts that keep it in standby or hot
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     is_pinned: bool = False

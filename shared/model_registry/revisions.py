@@ -46,7 +46,7 @@ def choose_revision(model: RegisteredModel, sample: float) -> RegisteredRevision
 
 
 def share_of(model: RegisteredModel, revision: RegisteredRevision) -> float:
-    """Of new requests, once all revisions are loaded: 0 to 1."""
+    """Returns the share of new requests, once all revisions are loaded: 0 to 1."""
     return revision.weight / sum(each.weight for each in model.revisions)
 
 
@@ -66,7 +66,7 @@ def next_revision_name(model: RegisteredModel) -> str:
 
 
 def with_revision(model: RegisteredModel, added: RegisteredRevision) -> RegisteredModel:
-    """With one more revision, staged."""
+    """Returns the model with one more revision, staged."""
     if any(each.name == added.name for each in model.revisions):
         raise ConfigError(
             f"the model {model.name!r} has a revision {added.name!r} already: choose another name"

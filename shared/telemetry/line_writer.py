@@ -18,8 +18,8 @@ from collections.abc import Callable
 from threading import RLock
 
 PART_BYTES = 4096  # PIPE_BUF: a pipe that is ready for writing takes so many at once
-PATIENCE_S = 0.02  # for a reader that is slower than one burst of lines
-PAUSE_S = 1.0  # after a dropped line no line waits
+PATIENCE_S = 0.02  # wait for a reader that is slower than one burst of lines
+PAUSE_S = 1.0  # no line waits so long after a dropped one
 
 
 def no_report(num_dropped: int) -> bytes:
@@ -34,8 +34,8 @@ class LineWriter:
         report: Callable[[int], bytes] = no_report,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report`: the line that follows so many dropped ones."""
-        self.num_dropped = 0  # since the last report
+        """Writes lines. `report` returns the line that follows so many dropped ones."""
+        self.num_dropped = 0  # lines since the last report
         self.fd = fd
         self.report = report
         self._clock = clock
@@ -97,8 +97,8 @@ class LineStream(io.TextIOBase):
 
 
 def replace_standard_streams() -> None:
-    """From now on nothing that this process writes to its standard output and error can stop it;
-    call before the first log line.
+    """Replaces standard output and error, so that writing to them can not stop this process. Call
+    it before the first log line.
     """
     replace_standard_error()
     _make_pipe_nonblocking(1)
@@ -125,8 +125,8 @@ def _open_if_closed(fd: int) -> None:
 
 
 def _make_pipe_nonblocking(fd: int) -> None:
-    """Also for what native code and children write. The pipe is opened again: the flag belongs to
-    an open file, and this one is that of other processes, too.
+    """Makes a pipe nonblocking, also for native code and children. The pipe is opened again: the
+    flag belongs to an open file, and this one is that of other processes, too.
     """
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         return

@@ -23,14 +23,16 @@ PhaseName = Literal[
     "prefill",  # prefill, or decode if it computes the prompt
     "kv_push",  # prefill to decode; `num_bytes`
     "first_token",  # decode: from complete KV to the first token, and its way to the gateway
-    "decode",  # from the first token to the end
+    "decode",  # begins with the first token and lasts to the end
     "recovery",  # gateway: from the loss of a process to the resubmission
     "client_stall",  # the client did not read its response
 ]
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`start_s`: after the request's arrival at the gateway. Phases of one try do not overlap."""
+    """A phase of a request. `start_s` counts from the request's arrival at the gateway. Phases of
+    one try do not overlap.
+    """
 
     name: PhaseName
     process_id: str
@@ -54,8 +56,8 @@ class Try(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`started_at`: Unix time in seconds of the gateway's host. `ttft_s`: as clients measure it;
-    None: no token came. The phases until the first token add up to it.
+    """The phases of a request. `started_at` is Unix time in seconds of the gateway's host. `ttft_s`
+    is as clients measure it; None: no token came. The phases until the first token add up to it.
     """
 
     request_id: str
@@ -71,9 +73,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    num_reasoning_tokens: int = 0  # of the output
+    num_reasoning_tokens: int = 0  # tokens of the output
     num_late_masks: int = 0
-    gateway_phases: tuple[Phase, ...] = ()  # before the first try and beside all of them
+    gateway_phases: tuple[Phase, ...] = ()  # phases before the first try and beside all of them
     tries: tuple[Try, ...] = ()
 
     @property

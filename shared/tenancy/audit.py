@@ -22,7 +22,9 @@ _READ = "return redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', ARGV[1])"
 
 
 class AuditLine(msgspec.Struct, frozen=True, kw_only=True):
-    """`at`: in seconds of Redis's clock. `outcome`: done, or the code of the error."""
+    """A command of an operator. `at` is in seconds of Redis's clock. `outcome` is done, or the code
+    of the error.
+    """
 
     at: float
     who: str

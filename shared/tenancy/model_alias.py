@@ -17,13 +17,13 @@ from msgspec import Meta
 from shared.errors import ConfigError
 
 ALIASES = "hearth:model:aliases"
-MAX_ALIASES = 256  # of one hash
+MAX_ALIASES = 256  # aliases of one hash
 MAX_ID_CHARS = 256
 EXAMPLES = "'@cf/meta/llama-4-scout-17b-16e-instruct' or 'hearth-demo'"
 
 
 class ModelAlias(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`created_at`: unix seconds."""
+    """An alias of a model. `created_at` is in unix seconds."""
 
     model: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
     created_at: Annotated[float, Meta(ge=0)] = 0.0

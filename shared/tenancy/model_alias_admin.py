@@ -24,7 +24,9 @@ REMOVE_ALIAS = "return redis.call('HDEL', KEYS[1], ARGV[1])"
 
 
 class AliasRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`tenant_id`: None for an alias of all tenants. `model`: None if its record is unreadable."""
+    """An alias. `tenant_id` is None for an alias of all tenants. `model` is None if its record is
+    unreadable.
+    """
 
     tenant_id: str | None
     alias: str
@@ -33,8 +35,8 @@ class AliasRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelAliasAdmin:
-    """`now` returns unix seconds. Every method raises StoreUnavailable if Redis does not answer,
-    and ConfigError for a name, model or tenant that is invalid or does not exist.
+    """Changes aliases. `now` returns unix seconds. Every method raises StoreUnavailable if Redis
+    does not answer, and ConfigError for a name, model or tenant that is invalid or does not exist.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ from shared.transport.wire_errors import UNREADABLE
 VERSION_KEY = "hearth:pinned_prefixes:version"
 TENANTS_KEY = "hearth:pinned_prefixes:tenants"
 MAX_PER_TENANT = 64
-MAX_BYTES_PER_TENANT = 64 << 20  # of all its PinnedPrefix records
-MIN_TENANTS = 4  # for which all tenants' bytes suffice: none may take more than such a share
+MAX_BYTES_PER_TENANT = 64 << 20  # bytes of all its PinnedPrefix records
+MIN_TENANTS = 4  # all tenants' bytes suffice for so many: none may take more than such a share
 CHANGES_KEY = "hearth:pinned_prefixes:changes"
 SIZES_KEY = "hearth:pinned_prefixes:sizes"
 ENDS_KEY = "hearth:pinned_prefixes:ends"
@@ -163,7 +163,7 @@ class AllPrefixesFull(HearthError):
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
-    """`messages` and `tools` are inputs of the chat template. Times are unix seconds."""
+    """A prefix. `messages` and `tools` are inputs of the chat template. Times are unix seconds."""
 
     name: PrefixName
     tenant_id: str
@@ -215,14 +215,18 @@ async def entries(store: Store, tenant_id: str) -> Mapping[str, Entry]:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """`tenants`: that have changed since the version that was known; None: any may have."""
+    """Changes of prefixes. `tenants` have changed since the version that was known; None: any may
+    have.
+    """
 
     version: int
     tenants: list[str] | None
 
 
 async def changes(store: Store, known: int = -1) -> Changes:
-    """`known`: the version that the caller has read. Raises StoreUnavailable."""
+    """Returns the changes since the version `known`, which the caller has read. Raises
+    StoreUnavailable.
+    """
     keys = [VERSION_KEY, CHANGES_KEY]
     version, is_complete, *tenants = await store.evaluate(CHANGES_LUA, keys, [known])
     return Changes(version, _texts(tenants) if is_complete else None)
@@ -231,8 +235,8 @@ async def changes(store: Store, known: int = -1) -> Changes:
 async def load(
     store: Store, tenant_id: str, name: str, digest: str | None = None
 ) -> PinnedPrefix | None:
-    """None if it is missing or unreadable, or if the stored record has another `digest`. Raises
-    StoreUnavailable.
+    """Loads a prefix. Returns None if it is missing or unreadable, or if the stored record has
+    another `digest`. Raises StoreUnavailable.
     """
     data = await store.get(_body_key(tenant_id, name))
     if digest is not None and data is not None and _digest(data) != digest:
@@ -292,7 +296,7 @@ async def delete(store: Store, tenant_id: str, name: str) -> None:
 
 
 async def delete_all(store: Store, tenant_id: str) -> int:
-    """Of one tenant. Returns how many there were. Raises StoreUnavailable."""
+    """Deletes the prefixes of one tenant. Returns how many there were. Raises StoreUnavailable."""
     names = list(await store.hash_get(_entries_key(tenant_id)))
     for name in names:
         await delete(store, tenant_id, name.decode(errors="replace"))

@@ -17,8 +17,8 @@ from shared.tenancy.tenant import LIMITS, TenantRecord
 
 RATES = ("requests_per_min", "input_tokens_per_min", "output_tokens_per_min")
 MINUTE_S = 60.0
-LEASE_S = 15.0  # of an open request
-ROUNDING = 1e-6  # of a token
+LEASE_S = 15.0  # lease of an open request
+ROUNDING = 1e-6  # part of a token
 CONCURRENCY_RETRY_S = 1.0  # the end of a request cannot be predicted
 IDLE_S = 120  # two minutes: an unused meter is empty
 
@@ -54,7 +54,9 @@ class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class LimitState(msgspec.Struct, frozen=True):
-    """`rejected_by`: the exceeded limit with the longest wait, `wait_s`; empty if admitted."""
+    """The result of a check. `rejected_by` is the exceeded limit with the longest wait, `wait_s`;
+    empty if admitted.
+    """
 
     rejected_by: str
     wait_s: float

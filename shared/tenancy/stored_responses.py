@@ -22,8 +22,8 @@ MAX_AT_ONCE = 256  # records in one step of Redis
 RECORD_BYTES = 1024  # what Redis takes for a record beside its data
 ALL_KEYS = tuple(f"hearth:responses:{name}" for name in ("held", "ends", "total"))
 
-# For scripts with the KEYS of `response_keys`. `start`: of the keys of one tenant's records.
-# `add_up` follows every change of the tenant's records.
+# Scripts with the KEYS of `response_keys` begin with these functions. `start` is that of the keys
+# of one tenant's records. `add_up` follows every change of the tenant's records.
 CHANGES_LUA = f"""
 local function key_of(start, name) return start:sub(1, -2) .. 's:' .. name end
 

@@ -44,7 +44,8 @@ LIMITS = (
 # KEYS: all tenants. ARGV: a tenant id. Returns its record, as JSON.
 RECORD_LUA = "return redis.call('HGET', KEYS[1], ARGV[1])"
 
-# Of a writer in `region`. Also true without a record, as of the public tenant.
+# A writer in `region` may store. The function is also true without a record, as of the public
+# tenant.
 MAY_STORE_LUA = """
 local function may_store(tenants_key, tenant, region)
   local data = redis.call('HGET', tenants_key, tenant)
@@ -78,7 +79,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     input_tokens_per_min: Count | None = None
     output_tokens_per_min: Count | None = None
     concurrency: Count | None = None  # open requests
-    kv_quota_tokens: Count | None = None  # of one worker's cache
+    kv_quota_tokens: Count | None = None  # tokens of one worker's cache
     allowed_models: Listed | None = None
     allowed_regions: Listed | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # the maximum allowed
@@ -122,7 +123,9 @@ def digest_of(api_key: str) -> str:
 
 
 def client_digest(client_id: str) -> str:
-    """What stands for the digest of a key in the records of a NATS client, which has no key."""
+    """Returns what stands for the digest of a key in the records of a NATS client, which has no
+    key.
+    """
     return f"{_CLIENT}{client_id}"
 
 
@@ -151,7 +154,7 @@ def usage_of(tenant_id: str, day: str) -> str:
 
 
 async def tenant_of(store: Store, tenant_id: str) -> TenantRecord | None:
-    """None if there is none. Raises ConfigError for an unreadable one, StoreUnavailable."""
+    """Returns None without a record. Raises ConfigError for an unreadable one, StoreUnavailable."""
     data = await store.evaluate(RECORD_LUA, [TENANTS], [tenant_id])
     if data is None:
         return None
@@ -162,7 +165,7 @@ async def tenant_of(store: Store, tenant_id: str) -> TenantRecord | None:
 
 
 def decoded_tenant(data: bytes) -> TenantRecord | None:
-    """None for an unreadable record."""
+    """Decodes a record. Returns None if it is unreadable."""
     try:
         return msgspec.json.decode(data, type=TenantRecord)
     except UNREADABLE:

@@ -113,8 +113,9 @@ def _record_commands(key_id: str, digest: str, tenant_id: str, created_at: float
 
 
 class TenantAdmin:
-    """`now` returns unix seconds. Every method raises StoreUnavailable if Redis does not answer,
-    and ConfigError for a tenant or key that does not exist or has an unreadable record.
+    """Changes tenants and keys. `now` returns unix seconds. Every method raises StoreUnavailable if
+    Redis does not answer, and ConfigError for a tenant or key that does not exist or has an
+    unreadable record.
     """
 
     def __init__(self, store: Store, now: Callable[[], float]) -> None:
@@ -266,7 +267,9 @@ class TenantAdmin:
         return {key_id.decode(): digest.decode() for key_id, digest in found.items()}
 
     async def _key(self, key_id: str, digest: str) -> ApiKeyRecord | None:
-        """None for a key that ended more than FORGET_S ago: Redis has removed its record."""
+        """Returns None for a key that ended more than FORGET_S ago: Redis has removed
+        its record.
+        """
         fields = await self._store.hash_get(api_key_record(digest))
         try:
             texts = {name.decode(): value.decode() for name, value in fields.items()}

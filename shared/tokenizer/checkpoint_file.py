@@ -18,7 +18,7 @@ from shared.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of a JSON decoder
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # errors of a JSON decoder
 
 _T = TypeVar("_T")
 
@@ -46,7 +46,7 @@ def read_checkpoint_json(path: Path, kind: type[_T]) -> _T:
 
 
 def reason_of(error: Exception) -> str:
-    """On one line."""
+    """Returns the text of an error on one line."""
     return " ".join(str(error).split())
 
 

@@ -32,9 +32,9 @@ class _Config(_Ends, frozen=True):
 def end_token_ids(
     model_dir: Path, special: SpecialTokens | None = None, tokenizer: str | None = None
 ) -> tuple[int, ...]:
-    """Those of both configurations and of the tokenizer, as vLLM ends answers: fine-tunes often
-    change only one of them. `special`: its special tokens; `tokenizer`: the text of its
-    `tokenizer.json` (default: each is read). Raises CheckpointError.
+    """Returns the end tokens of both configurations and of the tokenizer, as vLLM ends answers:
+    fine-tunes often change only one of them. `special` are its special tokens; `tokenizer` is the
+    text of its `tokenizer.json` (default: each is read). Raises CheckpointError.
     """
     config = _read(model_dir / CONFIG_FILE, _Config)
     own = config.eos_token_id

@@ -24,9 +24,10 @@ Fields = dict[str, Any]
 
 
 class SpecialTokens(NamedTuple):
-    """`texts`: by names such as eos_token. `added`: what the tokenizer has to have, in order of the
-    ids that are given; another flag replaces that of `tokenizer.json`. `needed`: what it has to
-    have as special tokens, if it does not have them as added ones yet.
+    """Special tokens of a tokenizer. `texts` are by names such as eos_token. The tokenizer has to
+    have `added`, in order of the ids that are given; another flag replaces that of
+    `tokenizer.json`. It has to have `needed` as special tokens, if it does not have them as added
+    ones yet.
     """
 
     texts: dict[str, str]
@@ -71,7 +72,7 @@ def _is_own(name: str) -> bool:
 
 
 def _extra(fields: Fields) -> Iterator[AddedToken]:
-    """Those without names."""
+    """Yields the special tokens without names."""
     listed = fields.get("extra_special_tokens") or fields.get("additional_special_tokens")
     for value in listed if isinstance(listed, list) else ():
         token = _token(value)
@@ -80,7 +81,7 @@ def _extra(fields: Fields) -> Iterator[AddedToken]:
 
 
 def _token(value: Any) -> AddedToken | None:
-    """None for what is no token, such as null."""
+    """Reads a token. Returns None for a value that is no token, such as null."""
     if isinstance(value, str):
         return AddedToken(value)
     if isinstance(value, dict) and isinstance(value.get("content"), str):

@@ -20,7 +20,7 @@ import msgspec
 
 from shared.errors import CheckpointError
 
-KIMI_MODULE = "tokenization_kimi."  # of the class that checkpoints name
+KIMI_MODULE = "tokenization_kimi."  # prefix of the class that checkpoints name
 _HAN, _MARKS = r"[\p{Han}]+", r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_MARKS}]", rf"[\p{{Ll}}{_MARKS}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -42,7 +42,7 @@ Ranks = Mapping[bytes, int]
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """As `tokenizer_config.json` describes it."""
+    """A token as `tokenizer_config.json` describes it."""
 
     content: str
     special: bool = True

@@ -41,7 +41,9 @@ VERSION = 1  # changes with the conversion
 
 
 class _TokenizerConfig(msgspec.Struct, frozen=True):
-    """`auto_map`: a class of the checkpoint's own, by the kind of its use."""
+    """Fields of `tokenizer_config.json`. `auto_map` has a class of the checkpoint's own, by the
+    kind of its use.
+    """
 
     auto_map: dict[str, str | list[str | None] | None] = {}
     added_tokens_decoder: dict[str, AddedToken] = {}
@@ -54,8 +56,8 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 def tokenizer_file(model_dir: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the tokenizer of a model is. Raises CheckpointError with one line if there is none, or
-    it can be had only by running code of the checkpoint.
+    """Returns the path of a model's tokenizer. Raises CheckpointError with one line if there is
+    none, or it can be had only by running code of the checkpoint.
     """
     path, ranks = model_dir / TOKENIZER_FILE, model_dir / RANKS_FILE
     if exists(path):
@@ -129,6 +131,6 @@ def _write(content: dict[str, Any], source: str, cache_dir: Path) -> Path:
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=cache_dir, suffix=".tmp", delete=False) as file:
         file.write(encoded)
-    Path(file.name).replace(path)  # at once: several processes may convert
+    Path(file.name).replace(path)  # replaces the file at once: several processes may convert
     log.info("tokenizer_converted", path=str(path), num_bytes=len(encoded))
     return path

@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` does besides its vocabulary: steps before and after its model."""
+"""Reads what a `tokenizer.json` does besides its vocabulary: steps before and after its model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenizerSteps(msgspec.Struct, frozen=True):
 
 
 def read_steps(source: str) -> TokenizerSteps:
-    """`source`: the text of a `tokenizer.json`. Raises msgspec.MsgspecError if it is invalid."""
+    """Reads the text of a `tokenizer.json`. Raises msgspec.MsgspecError if it is invalid."""
     return msgspec.json.decode(source, type=TokenizerSteps)
 
 

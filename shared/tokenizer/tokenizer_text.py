@@ -33,7 +33,7 @@ class _File(msgspec.Struct, frozen=True):
 
     @property
     def ids(self) -> dict[str, int]:
-        """Of its vocabulary. Raises msgspec.MsgspecError."""
+        """Ids of its vocabulary. Raises msgspec.MsgspecError."""
         vocab = msgspec.json.decode(self.model, type=_Model).vocab
         if isinstance(vocab, dict):
             return vocab
@@ -60,7 +60,7 @@ def vocabulary(text: str) -> dict[str, int]:
 
 
 def token_id(text: str, content: str) -> int | None:
-    """`text`: of a `tokenizer.json`. Raises msgspec.MsgspecError."""
+    """Returns the id of a token in the text of a `tokenizer.json`. Raises msgspec.MsgspecError."""
     file = msgspec.json.decode(text, type=_File)
     found = next((entry.id for entry in file.added_tokens if entry.content == content), None)
     return file.ids.get(content) if found is None else found

@@ -100,13 +100,15 @@ class Bus(Protocol):
     async def subscribe(
         self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
     ) -> Unsubscribe:
-        """`handler` is called in the order of arrival and must not block."""
+        """Subscribes. `handler` is called in the order of arrival and must not block."""
         ...
 
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
     ) -> Unsubscribe:
-        """`handler` (sync or async) returns the reply or raises; an async one runs as a task."""
+        """Serves requests. `handler` (sync or async) returns the reply or raises; an async one runs
+        as a task.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -206,7 +208,7 @@ def late_reply(
 
 
 def trace_header(traceparent: bytes) -> str:
-    """`traceparent`: see `messages.Traceparent`."""
+    """Formats `traceparent`, see `messages.Traceparent`."""
     trace_id, span_id, flags = traceparent[:16], traceparent[16:24], traceparent[24:]
     return f"00-{trace_id.hex()}-{span_id.hex()}-{flags.hex()}"
 
@@ -228,7 +230,7 @@ class _ConnectionEvents:
         self._num_rejections = 0
 
     async def on_error(self, error: Exception) -> None:
-        with contextlib.suppress(Exception):  # of the error's own text
+        with contextlib.suppress(Exception):  # the error's own text may raise
             self._take_error(error)
 
     def _take_error(self, error: Exception) -> None:
@@ -327,7 +329,7 @@ class NatsBus:
         raise kind(f"cannot reach NATS at {without_password(url)}: {reason}")
 
     def end_process_when_lost(self, clock: Clock) -> None:
-        """For a service process: see `lost_connection`."""
+        """Ends a service process when the connection is lost: see `lost_connection`."""
         self._watch.start_own(self._fail_when_lost(clock))
 
     async def _fail_when_lost(self, clock: Clock) -> None:

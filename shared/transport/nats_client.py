@@ -54,9 +54,9 @@ class DirectClient(Client):
         super().__init__()
         self._public_nkey = None if key is None else key.public
         self._requires_tls = requires_tls
-        self._takers: dict[int, Take] = {}  # by subscription
-        self._header_takers: dict[int, TakeWithHeaders] = {}  # by subscription
-        self._replies: dict[str, asyncio.Future[bytes]] = {}  # by the reply subject's last token
+        self._takers: dict[int, Take] = {}  # key: subscription
+        self._header_takers: dict[int, TakeWithHeaders] = {}  # key: subscription
+        self._replies: dict[str, asyncio.Future[bytes]] = {}  # key: last token of the reply subject
         self._num_requests = 0
         self._reply_prefix = ""
         self._replies_id: int | None = None  # the subscription to replies
@@ -221,7 +221,7 @@ class DirectClient(Client):
 
 
 def _is_encrypted(transport: Any) -> bool:
-    """After a handshake that has verified the server."""
+    """Whether a handshake has verified the server."""
     return transport._io_writer.get_extra_info("ssl_object") is not None
 
 

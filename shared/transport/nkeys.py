@@ -27,7 +27,7 @@ class UserKey:
     """The key pair of a user."""
 
     def __init__(self, secret: bytes) -> None:
-        """`secret`: 32 bytes."""
+        """The secret has 32 bytes."""
         self._secret = secret
         self._private = Ed25519PrivateKey.from_private_bytes(secret)
 

@@ -50,7 +50,7 @@ class Outbox:
                 await self._bus.publish(subject, message)
             except HearthError as error:
                 self._drop(subject, error.message)
-            except Exception as error:  # of a value that cannot be encoded: its message alone
+            except Exception as error:  # a value cannot be encoded: its message alone fails
                 self._drop(subject, repr(error))
             finally:
                 self._queue.task_done()

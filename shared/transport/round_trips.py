@@ -16,8 +16,8 @@ MEAN_SHARE = 1 / 8  # weights of a new measurement, as in RFC 6298
 DEVIATION_SHARE = 1 / 4
 NUM_DEVIATIONS = 4
 PROBE_INTERVAL_S = 5.0
-IN_USE_S = 60.0  # since the last request
-MAX_PEERS = 8192  # of which estimates are kept; the least recently used one is dropped
+IN_USE_S = 60.0  # time since the last request
+MAX_PEERS = 8192  # peers with estimates; the least recently used one is dropped
 
 
 @dataclass(slots=True)

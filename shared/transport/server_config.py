@@ -16,7 +16,7 @@ from shared.transport.nkeys import API_KEY, UserKey
 
 PROCESSES, CLIENTS = "HEARTH", "API"  # accounts
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
-# Of the account of clients and gateways: a body as over HTTP, and headers. The server closes
+# Limit of the account of clients and gateways: a body as over HTTP, and headers. The server closes
 # the connection that sends more, and does not say the limit: INFO has MAX_PAYLOAD_BYTES.
 CLIENT_PAYLOAD_BYTES = (4 << 20) + (64 << 10)
 
@@ -40,7 +40,7 @@ class NkeyUser(msgspec.Struct, frozen=True):
 
 
 class Login(msgspec.Struct, frozen=True):
-    """What a credential may do in one account."""
+    """The permissions of a credential in one account."""
 
     account: str
     user: str
@@ -104,7 +104,7 @@ def accounts_block(entries: dict[str, list[str]]) -> str:
 
 
 def user_entry(identity: str, allowed: Permissions) -> str:
-    """`identity`: the fields that name the user and prove it."""
+    """Formats a user. `identity` are the fields that name the user and prove it."""
 
     def quote(subjects: tuple[str, ...]) -> str:
         return ", ".join(f'"{subject}"' for subject in subjects)

@@ -1,4 +1,4 @@
-"""What msgspec learns of a Struct type when it is first decoded, learned before threads need it.
+"""Has msgspec examine all Struct types before threads need them, not when they are first decoded.
 
 A thread that decodes a type which another thread is decoding for the first time reads what is
 half built, and the process ends with SIGSEGV (msgspec 0.22).
@@ -13,7 +13,7 @@ import msgspec
 
 
 def examine_struct_types() -> None:
-    """Of all modules that are imported by now. To be called before the threads start."""
+    """Examines the types of all imported modules. Call it before the threads start."""
     for kind in _subclasses(msgspec.Struct):
         with contextlib.suppress(TypeError):  # has a field of another kind: is never decoded
             msgspec.json.Decoder(kind)

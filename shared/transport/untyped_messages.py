@@ -19,7 +19,7 @@ HEADER_BLOCK_BYTES = len("NATS/1.0\r\n\r\n")
 
 
 class UntypedMessages:
-    """`inbox`: the prefix of this process's reply subjects."""
+    """Sends and receives bytes. `inbox` is the prefix of this process's reply subjects."""
 
     def __init__(self, client: DirectClient, inbox: str) -> None:
         self._client = client
@@ -27,7 +27,7 @@ class UntypedMessages:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Of headers and data together."""
+        """Limit of headers and data together."""
         return min(self._client.max_payload, CLIENT_PAYLOAD_BYTES)
 
     @property
@@ -38,8 +38,8 @@ class UntypedMessages:
     async def listen(
         self, subject: str, take: TakeWithHeaders, *, queue: str = ""
     ) -> Callable[[], Awaitable[None]]:
-        """`take` is called in the order of arrival and delays all later messages of the process, so
-        it may await only `send`. Returns what ends the subscription.
+        """Subscribes. `take` is called in the order of arrival and delays all later messages of the
+        process, so it may await only `send`. Returns a function that ends the subscription.
         """
         subscription = await self._client.listen_with_headers(subject, take, queue=queue)
 

@@ -14,7 +14,9 @@ from shared.engine.planning.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class LinksPlan:
-    """`planned`: what was asked for, else `chosen`. Bytes are divided by `num_tokens`."""
+    """Plans over links. `planned` was asked for, else it is `chosen`. Bytes are divided by
+    `num_tokens`.
+    """
 
     plans: Sequence[ParallelPlan]
     chosen: ParallelPlan

@@ -159,7 +159,7 @@ def _bytes(text: str | None) -> int | None:
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB` -> bytes. Raises ConfigError."""
+    """Parses a size: `80GiB` -> bytes. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS:
         raise ConfigError(f"memory {text!r} is not a size such as 80GiB or 24GB", param="memory")

@@ -25,7 +25,7 @@ def show_plan(
     context: int,
     is_json: bool,
 ) -> None:
-    """`context`: tokens of the sequences that are counted."""
+    """Shows a plan. `context` is the length in tokens of the sequences that are counted."""
     sequences = num_sequences(ranks, context)
     if is_json:
         shown: dict[str, Any] = {"ranks": [_row(each) for each in ranks]}
@@ -91,5 +91,5 @@ def _row(rank: RankMemoryPlan) -> dict[str, Any]:
 
 
 def _span(positions: range) -> str:
-    """`0-7`; empty without any."""
+    """Formats positions as `0-7`; empty without any."""
     return f"{positions.start}-{positions.stop - 1}" if positions else ""

@@ -24,7 +24,7 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`line`: of the file, from 1 on. `content`: a text, or token ids."""
+    """A prompt. `line` is its line of the file, from 1 on. `content` is a text, or token ids."""
 
     line: int
     content: str | list[int]
@@ -93,7 +93,7 @@ def token_ids_of(
 
 
 def _encoder(model_dir: Path) -> Callable[[str], list[int]]:
-    """As for a prompt of text completions."""
+    """Returns an encoder that treats a text as a prompt of text completions."""
     from services.gateway.text.tokenizer import PromptTokenizer
     from shared.tokenizer.special_tokens import read_special_tokens
     from shared.tokenizer.tokenizer_text import tokenizer_text

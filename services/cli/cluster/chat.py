@@ -28,7 +28,7 @@ from shared.errors import ConfigError, HearthError
 from shared.transport.wire_errors import UNREADABLE
 
 HINT = "/new starts a new conversation, /quit or Ctrl-D ends"
-MAX_ROUNDS = 8  # of calls, before an answer must come
+MAX_ROUNDS = 8  # rounds of calls, before an answer must come
 
 
 def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str]:
@@ -156,7 +156,7 @@ def _converse(runner: asyncio.Runner, conversation: TerminalChat) -> None:
 
 
 def _read_line(console: Console) -> str | None:
-    """None at the end of the input."""
+    """Reads a line. Returns None at the end of the input."""
     try:
         return console.input("[bold]> [/bold]" if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

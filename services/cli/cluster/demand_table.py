@@ -1,4 +1,4 @@
-"""What the schedulers advise: workers by model and role, and what waits for them."""
+"""Shows the advice of the schedulers: workers by model and role, and what waits for them."""
 
 from __future__ import annotations
 

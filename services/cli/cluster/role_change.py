@@ -17,7 +17,7 @@ from shared.subjects import HEARTBEATS, lifecycle
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
 
-LISTEN_S = 6 * HEARTBEAT_INTERVAL_S  # for the heartbeat of the worker
+LISTEN_S = 6 * HEARTBEAT_INTERVAL_S  # waits for the worker's heartbeat
 CHANGE_TIMEOUT_S = 5.0
 
 

@@ -219,7 +219,9 @@ def service_command(
 
 
 def _model(given: str, name: str, *, needs_weights: bool) -> dict[str, Any]:
-    """`given`: a directory, a hub id, or empty for no model, which only a gateway may have."""
+    """Resolves a model: `given` is a directory, a hub id, or empty for no model, which only a
+    gateway may have.
+    """
     if not given:
         return {"model_dir": None, "model_name": name}
     return {

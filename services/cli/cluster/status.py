@@ -143,7 +143,9 @@ def _screen(*, is_live: bool) -> Iterator[Callable[[RenderableType], None]]:
 
 
 def print_json(view: FleetView) -> None:
-    """`roles` only where a scheduler advises, `hosts` and `models` only where there is a host."""
+    """Prints the view as JSON. `roles` is there only if a scheduler advises, `hosts` and `models`
+    only if there is a host.
+    """
     rows, hosts = view.rows(), view.hosts()
     line: dict[str, Any] = {
         "workers": [row for row in rows if row.is_worker],
@@ -235,7 +237,7 @@ def _index(row: ProcessView) -> Text:
 
 
 def _count(value: int | None) -> str:
-    """Empty for a process that does not count this."""
+    """Formats a count; empty for a process that does not count this."""
     return "" if value is None else str(value)
 
 

@@ -126,7 +126,9 @@ Check = Annotated[bool, typer.Option("--check", help="Send one request, then sto
 
 
 class GivenModels(msgspec.Struct, frozen=True):
-    """`text`: the one `--model`; unused if there are `several`."""
+    """The models of the command line. `text` is the one `--model`; unused if there are
+    `several`.
+    """
 
     text: str
     name: str

@@ -27,7 +27,9 @@ LISTEN_S = 4 * HEARTBEAT_INTERVAL_S  # two of each host, and its list between th
 
 
 def live_models(redis_url: str | None, nats_url: str | None) -> list[ModelView]:
-    """Empty if no heartbeat of a host can be read; also for the Redis of an unknown cluster."""
+    """Returns the models of live hosts. There are none if no heartbeat of a host can be read, or
+    for the Redis of an unknown cluster.
+    """
     if redis_url is not None and nats_url is None:
         return []
     try:
@@ -58,7 +60,7 @@ async def connected(nats_url: str, role: str, timeout_s: float) -> AsyncIterator
 
 
 async def observed_models(bus: Bus) -> list[ModelView]:
-    """Those of all hosts that send a heartbeat within LISTEN_S."""
+    """Returns the models of all hosts that send a heartbeat within LISTEN_S."""
     clock, view, background = MonotonicClock(), FleetView(), Background()
     received = ReceivedModels(bus, clock, background)
 

@@ -1,4 +1,4 @@
-"""What the options of `hearth model` mean: settings of a model, and its source. No I/O but stat."""
+"""Reads the options of `hearth model`: settings of a model, and its source. No I/O but stat."""
 
 from __future__ import annotations
 

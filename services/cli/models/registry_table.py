@@ -42,7 +42,9 @@ class RegistryView:
 
 
 class RevisionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`share`: of new requests, 0 to 1. `promotion`: pending until a host has loaded it."""
+    """A revision. `share` is that of new requests, 0 to 1. `promotion` is pending until a host has
+    loaded it.
+    """
 
     name: str
     digest: str
@@ -54,7 +56,9 @@ class RevisionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelListing(msgspec.Struct, frozen=True, kw_only=True):
-    """`is_readable`: False for a record that cannot be decoded: only its name is known."""
+    """A model and its revisions. `is_readable` is False for a record that cannot be decoded: only
+    its name is known.
+    """
 
     name: str
     is_readable: bool = True
@@ -194,7 +198,7 @@ def _alias(row: AliasRow) -> str:
 
 
 def _states(row: RevisionRow) -> str:
-    """`hot on host-1, standby on host-2 and host-3`, or - if no host has it."""
+    """Formats states as `hot on host-1, standby on host-2 and host-3`, or - if no host has it."""
     by_state: dict[str, list[str]] = {}
     for each in row.states:
         by_state.setdefault(each.state, []).append(each.host_id)

@@ -53,7 +53,7 @@ def redis_acl(
 
 @audited("redis-acl")
 def _apply(roles: Sequence[str], redis_url: str | None) -> None:
-    """`roles`: names alone, as the arguments are recorded."""
+    """Sets the users of these roles. Names alone are the arguments that are recorded."""
     from services.cli.operators.redis_users import set_users
     from services.local.redis_acl import acl_rules
 

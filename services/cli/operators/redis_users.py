@@ -14,8 +14,8 @@ from shared.tls import TlsFiles
 
 
 def set_users(redis_url: str | None, rules: Mapping[str, Sequence[str]]) -> None:
-    """`rules`: of ACL SETUSER, by user. Raises ConfigError, and DependencyUnavailable if Redis does
-    not take one, as from a user that may not.
+    """Sets users by rules of ACL SETUSER. Raises ConfigError, and DependencyUnavailable if Redis
+    does not take one, as from a user that may not.
     """
     url = find_redis(redis_url)
     is_encrypted = url.startswith("rediss://")

@@ -11,13 +11,15 @@ from rich.text import Text
 from shared.telemetry.timeline import Phase, Timeline, Try
 
 MIN_BAR_CELLS, MAX_BAR_CELLS = 10, 40
-GAP_CELLS = 4 * 2  # of five columns
+GAP_CELLS = 4 * 2  # gaps of five columns
 PHASE_CELLS, MS_CELLS, AMOUNT_CELLS = 14, 9, 19
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 
 def timeline_parts(timeline: Timeline, width: int) -> Iterator[RenderableType]:
-    """`width`: of the terminal, in cells. The bars get what is left of it."""
+    """Yields the parts of a timeline. `width` is that of the terminal, in cells; the bars get what
+    is left of it.
+    """
     tables = _Tables(timeline, width)
     yield Text(_summary(timeline))
     yield tables.of(timeline.gateway_phases)

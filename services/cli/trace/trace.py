@@ -21,12 +21,14 @@ from shared.telemetry.timeline import Timeline
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
 
-LISTEN_S = 3 * HEARTBEAT_INTERVAL_S  # for a heartbeat of every gateway
+LISTEN_S = 3 * HEARTBEAT_INTERVAL_S  # waits for a heartbeat of every gateway
 REPLY_TIMEOUT_S = 1.0
 
 
 class FoundTimeline(msgspec.Struct, frozen=True):
-    """`missing`: gateways that did not reply, any of which may know the request."""
+    """The result of a search. `missing` gateways did not reply; any of them may know
+    the request.
+    """
 
     timeline: Timeline | None
     missing: tuple[str, ...]
@@ -88,7 +90,7 @@ async def find_timeline(bus: Bus, request_id: str) -> FoundTimeline:
 
 
 async def _ask(bus: Bus, gateway_id: str, request_id: str) -> TimelineRead | None:
-    """None if the gateway does not reply."""
+    """Asks a gateway. Returns None if it does not reply."""
     question = ReadTimeline(request_id=request_id)
     try:
         return await bus.request(

@@ -1,4 +1,4 @@
-"""What a worker process takes, as the kernel counts it."""
+"""Reads the memory of a worker process, as the kernel counts it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def worker_config(
     device: str,
     kv_bytes: int | None,
 ) -> WorkerConfig:
-    """`kv_bytes`: of its cache at the start; None: it starts in standby."""
+    """Returns the config of a worker. Its cache begins with `kv_bytes`; None: it starts
+    in standby.
+    """
     assert hosted.source is not None
     floor = memory.kv_floor_bytes
     return WorkerConfig(

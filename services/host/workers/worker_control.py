@@ -16,7 +16,7 @@ from shared.subjects import lifecycle
 from shared.transport.bus import Bus
 
 PARK_DRAIN_S = 2.0  # that a worker waits for its requests before it refuses to park
-TRY_S, MAX_TRIES = 5.0, 4  # of a command: a large cache on a device takes seconds
+TRY_S, MAX_TRIES = 5.0, 4  # limits of a command: a large cache on a device takes seconds
 
 
 M = TypeVar("M", Done, KvResized)

@@ -38,8 +38,8 @@ MODULES = (
 
 
 class TemplateReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`status`: as of `os.waitstatus_to_exitcode`; None: it has just been started. A `pid` of 0:
-    the template is ready.
+    """Report of a template. `status` is as in `os.waitstatus_to_exitcode`; None: the process has
+    just been started. A `pid` of 0: the template is ready.
     """
 
     pid: int

@@ -35,7 +35,7 @@ from shared.transport.wire_errors import UNREADABLE
 log = structlog.get_logger(__name__)
 
 MAX_TEMPLATES = 3
-TEMPLATE_WAIT_S = 15.0  # for the imports; a plain start takes as long
+TEMPLATE_WAIT_S = 15.0  # time of the imports; a plain start takes as long
 FORK_S = 5.0  # a fork takes milliseconds
 UNREPORTED_S = 1.0  # that a template takes to report the end of a worker
 TEMPLATE_LOG = "template.log"
@@ -155,7 +155,7 @@ class WorkerProcesses:
     async def _exec(
         self, module: str, *arguments: str, log_path: Path, stdout: int | None = None
     ) -> Process:
-        """`stdout`: None: the log, too."""
+        """Starts a module. Its output goes to `stdout`; None: to the log, too."""
         log_file = open_log(log_path)
         try:
             return await asyncio.create_subprocess_exec(
@@ -251,7 +251,9 @@ class WorkerProcesses:
         self._end_if_unused(template)
 
     def _end_if_unused(self, template: _Template) -> None:
-        """One that does not fork is kept for its workers alone: they end with it."""
+        """Kills a template that no longer forks, once its workers have ended: they would end with
+        it.
+        """
         if not template.workers and template is not self._template:
             send_signal(template.process, signal.SIGKILL)
 

@@ -97,7 +97,7 @@ def ending(returncode: int) -> str:
 
 
 def die_with_parent(parent_pid: int) -> Callable[[], None]:
-    """What a child calls between fork and exec, or after a fork alone."""
+    """Returns a function for a child to call between fork and exec, or after a fork alone."""
 
     def between_fork_and_exec() -> None:
         if _LIBC is not None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from shared.background import failing_alone
 from shared.clock import Clock
 
-MAX_LOG_BYTES = 8 << 20  # of a log; its last MAX_LOG_BYTES or more before that are in `.log.1`
-MAX_LOGS = 64  # in a folder; the oldest leave first
+# Limit of a log; its last MAX_LOG_BYTES or more before that are in `.log.1`
+MAX_LOG_BYTES = 8 << 20
+MAX_LOGS = 64  # logs of a folder; the oldest leave first
 CHECK_S = 5.0
 
 
@@ -72,7 +73,7 @@ def _rotate(path: Path) -> None:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """As private as the log."""
+    """Copies a log; the copy is as private as the log."""
     target.unlink(missing_ok=True)
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with path.open("rb") as source, os.fdopen(descriptor, "wb") as copy:

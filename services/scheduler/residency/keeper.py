@@ -56,8 +56,8 @@ class ResidencyKeeper:
         num_running: NumRunning,
         start: Start,
     ) -> None:
-        """`num_running` counts the requests of a worker that accepts requests, and is None for
-        others. `start` starts a task, and calls back if it raises.
+        """Carries out the policy. `num_running` counts the requests of a worker that accepts
+        requests, and is None for others. `start` starts a task, and calls back if it raises.
         """
         self._requests, self._policy, self._clock = requests, policy, clock
         self._num_running, self._start = num_running, start

@@ -45,8 +45,8 @@ class BlockPool:
         reaches: tuple[Reach, ...] = (None,),
         notes_freed: bool = False,
     ) -> None:
-        """`reaches` has one entry for each group of layers. With `notes_freed` the owner of the
-        cache clears freed blocks, see `take_freed`.
+        """Creates an empty pool. `reaches` has one entry for each group of layers. With
+        `notes_freed` the owner of the cache clears freed blocks, see `take_freed`.
         """
         self.reaches = reaches
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""`--mode auto`: exact where that is proven and costs at most a quarter more, else fast.
+"""Resolves `--mode auto`: exact where that is proven and costs at most a quarter more, else fast.
 
 On a CPU exact results cost nothing. On CUDA a GPU's row of `shared/engine/modes.json` decides. The
 row is of one version of the kernels: after a change the bit tests must pass again.

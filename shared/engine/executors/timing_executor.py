@@ -83,9 +83,9 @@ class TimingExecutor:
         depth: int = 1,
         num_stages: int = 1,
     ) -> None:
-        """`max_blocks` is `num_blocks` by default. Executors with another `variant` compute other
-        bits, as on another kind of device. The model has one layer for each of `reaches`, in a
-        group of its own.
+        """Creates a model without weights. `max_blocks` is `num_blocks` by default. Executors with
+        another `variant` compute other bits, as on another kind of device. The model has one layer
+        for each of `reaches`, in a group of its own.
         """
         self.depth = depth
         self.num_stages = num_stages

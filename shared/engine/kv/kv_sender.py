@@ -79,8 +79,8 @@ class KvSender:
         shard: KvShard | None = None,
         num_target_cells: int | None = None,
     ) -> None:
-        """`num_target_cells` counts the layers × heads that all targets of the push take, this
-        sender's and others'; None: those of the model.
+        """Prepares a push. `num_target_cells` counts the layers × heads that all its targets take,
+        this sender's and others'; None: those of the model.
         """
         self._placement_id = placement_id
         self._sequence = sequence

@@ -76,7 +76,9 @@ class LocalReceivePort:
         counts: ReceiverCounts | None = None,
         shard: KvShard | None = None,
     ) -> None:
-        """`link_keys` seal the links to `receiver`; None: they are not sealed."""
+        """Receives KV for this process's cache. `link_keys` seal the links to `receiver`; None:
+        they are not sealed.
+        """
         self.counts = ReceiverCounts() if counts is None else counts
         self._receiver = receiver
         self._memory = memory

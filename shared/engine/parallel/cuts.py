@@ -1,4 +1,4 @@
-"""Which part of a weight a rank of tensor parallelism holds.
+"""Cuts a weight to the part that a rank of tensor parallelism holds.
 
 Column-parallel weights are cut by rows: heads of QKV, columns of the MLP, tokens of the
 vocabulary. Row-parallel weights are cut by columns of K, at the borders of sum lanes. One rank of
@@ -88,7 +88,7 @@ def column_lanes(width: int, unit: int = BLOCK) -> tuple[int, ...]:
 
 
 def rank_range(borders: Sequence[int], rank: int, num_ranks: int) -> Range:
-    """What a rank holds of something cut into lanes. Raises ValueError."""
+    """Returns a rank's range of something that is cut into lanes. Raises ValueError."""
     first, end = rank_lanes(rank, num_ranks)
     return borders[first], borders[end]
 

@@ -1,4 +1,4 @@
-"""What one rank of a stage holds of a layer's experts. No torch.
+"""Cuts a layer's experts to the part that one rank of a stage holds. No torch.
 
     ep   whole experts, contiguous ids: a rank computes the rows of its own, and all gather the rows
          of all; k rows of the model's dtype for each token
@@ -15,7 +15,7 @@ from shared.engine.model_config.moe_config import ExpertPart, MoeConfig
 from shared.engine.parallel.cuts import Range, column_lanes, rank_range, whole_blocks
 from shared.errors import ConfigError
 
-EXPERTS_PER_RANK = 8  # from so many on, tokens are spread evenly enough over ranks
+EXPERTS_PER_RANK = 8  # so many experts spread tokens evenly enough over ranks
 
 
 def split_of(moe: MoeConfig, tp_size: int, asked: ExpertSplit) -> ExpertSplit:

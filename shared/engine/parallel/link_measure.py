@@ -12,7 +12,7 @@ from shared.engine.parallel.links import EXCHANGE_LATENCIES, Link, RankLink
 from shared.engine.parallel.rank_mesh import Transport
 
 SMALL_BYTES, LARGE_BYTES = 64, 512 * 1024
-NUM_ROUNDS = 4  # of each size; the first one may wait for the other rank
+NUM_ROUNDS = 4  # rounds of each size; the first one may wait for the other rank
 
 
 def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink, ...]:

@@ -31,13 +31,13 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-# Over Gloo, between hosts: the receiver's buffer is announced, then the sender sends.
+# An exchange over Gloo, between hosts: the receiver's buffer is announced, then the sender sends.
 EXCHANGE_LATENCIES = 2
-SHARED_MEMORY = Link(30e-6, 5e9)  # between two processes of a CPU host
+SHARED_MEMORY = Link(30e-6, 5e9)  # connects two processes of a CPU host
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`inside`: the link between two of its ranks."""
+    """A host of a worker. `inside` is the link between two of its ranks."""
 
     name: _Name
     num_ranks: Annotated[int, Meta(ge=1, le=64)]

@@ -18,7 +18,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 
 
 class Mesh(Protocol):
-    """What a rank asks of its group. All ranks of a stage make the same calls in one order.
+    """A rank's connection to its group. All ranks of a stage make the same calls in one order.
 
     A wait that takes longer than the mesh's limit raises RankLost.
     """

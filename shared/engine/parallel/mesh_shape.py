@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shared.config import TP_SIZES
 
 WAIT_S = 30.0  # the longest that a rank waits for another
-ALL_GATHER_BYTES = 256 * 1024  # of a sum in FP32: larger ones are halved, not gathered
+ALL_GATHER_BYTES = 256 * 1024  # limit of a sum in FP32: larger ones are halved, not gathered
 
 
 class RankLost(RuntimeError):
@@ -20,7 +20,9 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True)
 class MeshShape:
-    """`tp` ranks for each of `pp` stages. Rank = stage * tp + tp_rank. Raises ValueError."""
+    """The shape of a group: `tp` ranks for each of `pp` stages. Rank = stage * tp + tp_rank. Raises
+    ValueError.
+    """
 
     tp: int = 1
     pp: int = 1

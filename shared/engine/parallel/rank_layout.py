@@ -11,7 +11,9 @@ from shared.kv_layout import KvGroup, KvLayout, KvShard, PagedKv
 
 
 def rank_layout(layout: KvLayout, part: RankPart) -> KvLayout:
-    """`layout` with the layers and key-value heads of `part`; groups of other stages are empty."""
+    """Returns `layout` with the layers and key-value heads of `part`; groups of other stages are
+    empty.
+    """
     groups = []
     for group in layout.groups:
         layers = (each - part.layers.start for each in group.layers if each in part.layers)
@@ -23,5 +25,5 @@ def rank_layout(layout: KvLayout, part: RankPart) -> KvLayout:
 
 
 def kv_shards(parts: Sequence[RankPart]) -> list[KvShard]:
-    """What each rank holds."""
+    """Returns the part of the KV that each rank holds."""
     return [KvShard.of(part.layers, part.kv_heads) for part in parts]

@@ -1,4 +1,4 @@
-"""What one rank of a worker holds of a decoder. No torch.
+"""Describes the part of a decoder that one rank of a worker holds. No torch.
 
     tensor parallelism    every rank of a stage: its heads, MLP columns and rows of the vocabulary
     pipeline parallelism  every stage: contiguous layers; the first embeds, the last has the head

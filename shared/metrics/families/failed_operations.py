@@ -22,8 +22,9 @@ def failed_operations(load: WorkerLoad) -> FailedOperations:
 def failed_family(
     loads: Iterable[tuple[str, WorkerLoad]], before: Mapping[str, FailedOperations]
 ) -> Metric:
-    """`loads`: of present workers. `before`: of those of the same ids that have stopped, which
-    count further, so that the counter of a worker that failed and was restarted does not fall.
+    """Counts failed operations of present workers. `before` has those of stopped workers of the
+    same ids, which count further: the counter of a worker that failed and was restarted does not
+    fall.
     """
     totals = dict(before)
     for worker_id, load in loads:

@@ -20,7 +20,9 @@ class FleetCollector(Collector):
         members: Callable[[], Iterable[Member]],
         failed: Callable[[], Mapping[str, FailedOperations]] = dict,
     ) -> None:
-        """`failed`: by worker id, what failed on workers that have stopped."""
+        """Collects metrics of the fleet. `failed` has the failures of workers that have stopped, by
+        worker id.
+        """
         self._members = members
         self._failed = failed
 

@@ -31,7 +31,9 @@ class Value(NamedTuple):
 def families(
     values: Iterable[Value], prefix: str, label: str, loads: Iterable[tuple[str, L]]
 ) -> Iterator[Metric]:
-    """`loads`: by process id, which is the value of `label`."""
+    """Yields a metric for each of `values`. `loads` are by process id, which is the value of
+    `label`.
+    """
     loads = tuple(loads)
     for each in values:
         kind = CounterMetricFamily if each.is_counter else GaugeMetricFamily

@@ -13,7 +13,7 @@ LABELS = ("model", "role")
 
 
 def role_demands(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
-    """At most two series for each of MAX_MODELS models."""
+    """Yields at most two series for each of MAX_MODELS models."""
     requests = _gauge("queued_requests", "Requests that wait in schedulers for this role.")
     tokens = _gauge("queued_tokens", "Prompt tokens of those requests.")
     work = _gauge("queued_work_seconds", "Seconds of one worker that those prompts take.")

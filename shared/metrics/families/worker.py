@@ -84,7 +84,7 @@ def kv_usage(load: WorkerLoad) -> float:
 def worker_families(
     members: Iterable[Member], failed: Mapping[str, FailedOperations]
 ) -> Iterator[Metric]:
-    """`failed`: on workers that have stopped."""
+    """Yields the metrics of workers. `failed` has the failures of workers that have stopped."""
     heartbeats = [each.heartbeat for each in members if each.heartbeat.load is not None]
     loads = [(each.process_id, each.load) for each in heartbeats if each.load is not None]
     yield from families(VALUES, "hearth_worker", "worker", loads)

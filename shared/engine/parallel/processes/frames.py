@@ -93,7 +93,7 @@ class FrameSocket:
         return frame
 
     def shutdown(self) -> None:
-        """Both ends see the end of the connection."""
+        """Ends the connection, which both ends see."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

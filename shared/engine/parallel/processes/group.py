@@ -25,17 +25,17 @@ from shared.engine.parallel.processes.ring import RingFull, RingReader, RingWrit
 from shared.engine.parallel.processes.spawn import HostFiles, rank_environment, spawn_rank
 from shared.engine.parallel.processes.watchdog import GroupLost, Handle, RankHandle, Watchdog
 
-STOP_S = 2.0  # for ranks to end by themselves
+STOP_S = 2.0  # time for ranks to end by themselves
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What a group computes, and how.
+    """The work of a group, and its limits.
 
-    `entry`: `module:name` of a callable, RankContext -> RankWork. `transport`: shared_memory, gloo,
-    nccl, or hosts (see HostTransport). `limit_s`: the longest wait of a rank for another one;
-    `ready_s`: for loading. `remote`: hosts of the last ranks; `rendezvous`, `address`: where all
-    ranks meet, and this host's address, if there are any.
+    `entry` is `module:name` of a callable, RankContext -> RankWork. `transport` is shared_memory,
+    gloo, nccl, or hosts (see HostTransport). A rank waits for another one at most `limit_s`, and
+    for loading `ready_s`. `remote` are the hosts of the last ranks; all ranks meet at `rendezvous`,
+    and `address` is this host's, if there are any.
     """
 
     shape: MeshShape
@@ -50,7 +50,7 @@ class GroupSpec:
     remote: tuple[HostConnections, ...] = ()
     rendezvous: str = ""
     address: str = ""
-    silent_s: float = 3.0  # of another host, after which it counts as stopped
+    silent_s: float = 3.0  # silence after which another host counts as stopped
 
     @property
     def local_ranks(self) -> range:
@@ -58,7 +58,7 @@ class GroupSpec:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Of each rank."""
+        """Host names of the ranks."""
         local = (gethostname(),) * len(self.local_ranks)
         return local + tuple(each.name for each in self.remote for _ in each.ranks)
 
@@ -131,7 +131,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of this host's ranks."""
+        """Process ids of this host's ranks."""
         return [each.process.pid for each in self._handles if isinstance(each, RankHandle)]
 
     @property
@@ -200,7 +200,7 @@ class RankGroup:
 
 
 def _remote_handles(spec: GroupSpec) -> list[Handle]:
-    """Of ranks that other hosts start now."""
+    """Returns the handles of ranks that other hosts start now."""
     found: list[Handle] = []
     for host in spec.remote:
         for rank in host.ranks:

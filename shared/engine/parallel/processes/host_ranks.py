@@ -44,8 +44,8 @@ SEND_S = 30.0
 
 
 class HostRanks:
-    """`prepare`: the start of a rank as this host does it: its options and its address.
-    `inherited`: descriptors of the work's own, open in every rank.
+    """Runs the ranks of one host. `prepare` adds the host's own options and address to the start of
+    a rank. `inherited` descriptors belong to the work, and are open in every rank.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class HostRanks:
                 self._handles[rank].send(message)
 
     def _report(self, handle: RankHandle) -> None:
-        """What the rank says, or how it ended."""
+        """Forwards the rank's message, or how it ended."""
         message = handle.receive()
         if isinstance(message, Ready):
             self._controls[handle.rank].send(encode(message))

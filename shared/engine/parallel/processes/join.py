@@ -27,7 +27,7 @@ from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket
 from shared.engine.parallel.processes.watchdog import GroupLost
 
 KEY_BYTES = NONCE_BYTES = 32
-HELLO_S = 2.0  # for a connection to prove itself
+HELLO_S = 2.0  # time for a connection to prove itself
 POLL_S = 0.1
 SEND_S = 30.0
 
@@ -42,7 +42,7 @@ class JoinHello(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class HostConnections:
-    """Of one host, at either end. `ranks`: those that it runs."""
+    """The connections of one host, which runs `ranks`, at either end."""
 
     name: str
     ranks: range
@@ -67,8 +67,8 @@ def roles_of(ranks: range, shape: MeshShape) -> Iterator[Role]:
 
 
 class HostListener:
-    """At the leader: the last `num_ranks` ranks of the group are other hosts'. Raises OSError for
-    an address that is not this host's.
+    """Accepts other hosts at the leader: they run the last `num_ranks` ranks of the group. Raises
+    OSError for an address that is not this host's.
     """
 
     def __init__(self, host: str, shape: MeshShape, num_ranks: int) -> None:
@@ -151,7 +151,7 @@ class HostListener:
                 host.sockets[role] = connection
 
     def close(self) -> None:
-        """Of the hosts' connections, those stay open that `accept` has returned."""
+        """Stops listening. The connections that `accept` has returned stay open."""
         self._is_closed = True
         self._socket.close()
 
@@ -159,7 +159,7 @@ class HostListener:
 def open_connections(
     address: tuple[str, int], key: bytes, name: str, ranks: range, shape: MeshShape
 ) -> HostConnections:
-    """At another host. Raises GroupLost."""
+    """Connects another host to the leader. Raises GroupLost."""
     host = HostConnections(name, ranks)
     try:
         for role in roles_of(ranks, shape):

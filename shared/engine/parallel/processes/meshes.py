@@ -50,7 +50,7 @@ def connect(start: StartRank, transport: str, exchange: Exchange = "fp32") -> Me
 
 
 def _between_hosts(start: StartRank) -> Transport:
-    """`rendezvous`: store://HOST:PORT/KEY."""
+    """Opens the transport between hosts; the rendezvous is store://HOST:PORT/KEY."""
     parts = urlsplit(start.rendezvous)
     if parts.scheme != "store" or parts.hostname is None or parts.port is None:
         raise ValueError(f"rendezvous {start.rendezvous!r} is not store://HOST:PORT/KEY")

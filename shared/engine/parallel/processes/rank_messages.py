@@ -19,11 +19,11 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.ring import RingFiles
 
 NO_RING = RingFiles(-1, (), 0, 0)
-MAX_MESSAGE_BYTES = 128 * 1024  # of a datagram between two processes
+MAX_MESSAGE_BYTES = 128 * 1024  # limit of a datagram between two processes
 
 
 class RankIdentity(msgspec.Struct, frozen=True):
-    """What must be equal at all ranks of a group before the first step."""
+    """Properties that must be equal at all ranks of a group before the first step."""
 
     weights_digest: str
     layout_key: str
@@ -39,10 +39,10 @@ class StartRank(msgspec.Struct, frozen=True, tag="start"):
     config: bytes
     transport: str
     limit_s: float
-    hosts: tuple[str, ...]  # of each rank
+    hosts: tuple[str, ...]  # one for each rank
     rendezvous: str = ""
-    # of the rank's host:
-    address: str = ""  # by which ranks of other hosts reach it
+    # The fields that follow are those of the rank's host.
+    address: str = ""  # used by ranks of other hosts
     leader_pid: int = 0
     mesh_memory: int = -1
     steps: RingFiles = NO_RING

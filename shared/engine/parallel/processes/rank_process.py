@@ -47,7 +47,9 @@ MAX_LINE = 2000
 
 
 class RankWork(Protocol):
-    """What a rank computes. `identity` is compared with the other ranks' before the first step."""
+    """The computation of a rank. Its `identity` is compared with the other ranks' before the first
+    step.
+    """
 
     identity: RankIdentity
 
@@ -59,7 +61,7 @@ class RankWork(Protocol):
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank's work is created from: `entry(context) -> RankWork`."""
+    """The context that creates a rank's work: `entry(context) -> RankWork`."""
 
     start: StartRank
     links: list[RankLink] = field(default_factory=list)  # measured by `mesh`

@@ -36,7 +36,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What a step's number stands for: a plan, or an answer."""
+    """A plan or an answer, with the number of its step."""
 
     step: int
     data: bytes

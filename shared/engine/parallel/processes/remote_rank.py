@@ -79,7 +79,7 @@ class RemoteHandle:
     stop = kill
 
     def wait(self, limit_s: float) -> None:
-        """Its host waits for it."""
+        """Returns at once: the rank's host waits for it."""
 
     def close(self) -> None:
         self._frames.shutdown()

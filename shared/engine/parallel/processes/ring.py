@@ -32,7 +32,7 @@ from shared.engine.parallel.transport.shared_words import (
     map_memory,
 )
 
-PAUSE_S = 0.0002  # between checks of a full ring
+PAUSE_S = 0.0002  # pause between checks of a full ring
 TORN_S = 0.01  # how long a slot may take to become visible after its number
 
 
@@ -103,8 +103,8 @@ class _Mapped:
 
 
 class RingWriter:
-    """`limit_s`: the longest wait for a reader, then RingFull. A record may be larger than the
-    ring: its last parts are written as the readers take the first ones.
+    """Writes to a ring. It waits for a reader at most `limit_s`, then raises RingFull. A record may
+    be larger than the ring: its last parts are written as the readers take the first ones.
     """
 
     def __init__(self, files: RingFiles, limit_s: float) -> None:

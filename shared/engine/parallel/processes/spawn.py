@@ -23,7 +23,7 @@ from shared.lifecycle.child_process import engine_environ
 
 @dataclass(frozen=True)
 class HostFiles:
-    """What the processes of a group share on one host. `ranks`: those of the host."""
+    """Files that the processes of a group share on one host, which runs `ranks`."""
 
     ranks: range
     steps: RingFiles
@@ -42,7 +42,7 @@ class HostFiles:
         )
 
     def start(self, start: StartRank) -> StartRank:
-        """`start` with this host's files. Ranks of one host meet in a file of it."""
+        """Adds this host's files to `start`. Ranks of one host meet in a file of it."""
         return replace(
             start,
             leader_pid=os.getpid(),
@@ -67,7 +67,9 @@ class HostFiles:
 def spawn_rank(
     start: StartRank, files: HostFiles, inherited: Sequence[int], environment: Mapping[str, str]
 ) -> RankHandle:
-    """`inherited`: descriptors of the work's own, open in the rank."""
+    """Starts a rank process. `inherited` descriptors belong to the work, and are open
+    in the rank.
+    """
     first = encode(files.start(start))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:

@@ -60,10 +60,10 @@ class Handle(Protocol):
     def kill(self) -> None: ...
 
     def stop(self) -> None:
-        """It ends by itself."""
+        """Does nothing: the rank ends by itself."""
 
     def wait(self, limit_s: float) -> None:
-        """For its end."""
+        """Waits for the rank's end."""
 
     def close(self) -> None: ...
 
@@ -128,7 +128,7 @@ class RankHandle:
 
 
 def ended(handles: Sequence[Handle], limit_s: float) -> list[Handle]:
-    """Those that have ended or sent a message, within the limit."""
+    """Returns the handles that end or send a message within the limit."""
     poll = select.poll()
     by_fd = {fd: each for each in handles for fd in each.fds}
     for fd in by_fd:

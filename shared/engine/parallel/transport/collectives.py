@@ -160,7 +160,7 @@ def serve_store(host: str) -> tuple[dist.Store, int]:
 
 
 def open_store(host: str, port: int, key: str, limit_s: float) -> dist.Store:
-    """`key`: of the group, without which no address is found. Raises RankLost."""
+    """Opens a store. No address is found without the group's `key`. Raises RankLost."""
     with _failures(None):
         limit = timedelta(seconds=limit_s)
         return dist.PrefixStore(key, dist.TCPStore(host, port, is_master=False, timeout=limit))
