@@ -29,7 +29,7 @@ from benchmarks.report import Bar, Row, at_most, write_result
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.client.chat_request import gateway_client, stream_chat
 from services.local.cluster import LocalCluster
-from services.local.named_models import NamedModel
+from services.local.model_list import NamedModel
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
 from shared.background import Background

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from services.local.credentials import Credential, nats_config
+from services.local.hosted_models import store_models, wait_until_served
 from services.local.plan import (
     OPERATOR_VARIABLE,
     ROLES_WITH_PROCESS,
@@ -34,7 +35,6 @@ from services.local.servers import (
     nats_environ,
     redis_config,
 )
-from services.local.several_models import store_models, wait_until_served
 from services.local.state import LocalClusterState, StateDir
 from services.local.supervisor import Report, Supervisor
 from shared.background import start_awaited

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from services.local.credentials import Credential, random_process_id
-from services.local.named_models import NamedModel
+from services.local.model_list import NamedModel
 from services.local.processes.child_processes import ProcessSpec
 from services.local.processes.environ import thread_environ
 from services.local.redis_acl import REDIS_ROLES

@@ -9,7 +9,7 @@ from services.host import device_models
 from services.host.budget import Room
 from services.scheduler.residency import demand_policy
 from services.scheduler.residency.keeper import ResidencyKeeper
-from services.scheduler.residency.orders import Orders
+from services.scheduler.residency.wake_orders import Orders
 
 
 class HostedBug(NamedTuple):

@@ -12,7 +12,7 @@ import typer
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
 from services.local.hub_download import local_copy
-from services.local.named_models import NamedModel, named_models
+from services.local.model_list import NamedModel, named_models
 from services.local.plan import worker_counts
 from shared.errors import ConfigError
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from services.scheduler.residency.room import chosen_victims
+from services.scheduler.residency.parking_victims import chosen_victims
 from services.scheduler.residency.view import (
     UNUSED,
     Action,

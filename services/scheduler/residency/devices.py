@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from services.scheduler.residency.hosts import KnownHost
-from services.scheduler.residency.orders import Key, Orders
 from services.scheduler.residency.view import Device, ModelId, Resident
+from services.scheduler.residency.wake_orders import Key, Orders
 from shared.messages import HostedModel
 
 Identify = Callable[[HostedModel], ModelId]

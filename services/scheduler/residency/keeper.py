@@ -19,7 +19,6 @@ from services.scheduler.request_queues import num_context_tokens
 from services.scheduler.residency.arrival_rates import ArrivalRates
 from services.scheduler.residency.devices import NumRunning, devices_of
 from services.scheduler.residency.hosts import Hosts
-from services.scheduler.residency.orders import Key, Orders
 from services.scheduler.residency.view import (
     Action,
     Device,
@@ -29,6 +28,7 @@ from services.scheduler.residency.view import (
     Policy,
     Wake,
 )
+from services.scheduler.residency.wake_orders import Key, Orders
 from shared import subjects
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError, NoCapacity

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.scheduler.residency.room import chosen_victims
+from services.scheduler.residency.parking_victims import chosen_victims
 from services.scheduler.residency.view import (
     UNUSED,
     Action,

@@ -7,7 +7,7 @@ import re
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.parallel.cuts import WHOLE, Cut, Range, gate_up_cut, qkv_cut
 from shared.engine.parallel.rank_part import RankPart
-from shared.engine.weights.stored_cut import stored_cut
+from shared.engine.weights.quantized_cut import quantized_cut
 
 _EXPERT = re.compile(r"(?<=experts)\.\d+")  # all experts are cut alike
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -57,7 +57,7 @@ class WeightCuts:
             return WHOLE if cut.columns is not None else cut
         formats = self._layers[int(index)].formats if index.isdigit() else None
         form = None if formats is None else formats.of(inside)
-        return cut if form is None or cut.is_whole else stored_cut(name, form, cut)
+        return cut if form is None or cut.is_whole else quantized_cut(name, form, cut)
 
 
 def _expansion_dim(config: ModelConfig) -> int:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.local.cluster import LocalCluster
-from services.local.named_models import NamedModel
+from services.local.model_list import NamedModel
 from services.local.plan import UpOptions
 from shared.background import Background
 from shared.clock import MonotonicClock

@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.residency.demand_policy import MIN_HOT_S, DemandPolicy
 from services.scheduler.residency.lru_policy import LruPolicy
-from services.scheduler.residency.room import chosen_victims, freed_bytes, missing_bytes
+from services.scheduler.residency.parking_victims import chosen_victims, freed_bytes, missing_bytes
 from services.scheduler.residency.view import (
     Action,
     Demands,

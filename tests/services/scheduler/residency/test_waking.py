@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from services.scheduler.residency.orders import PATIENCE, SLACK_S
+from services.scheduler.residency.wake_orders import PATIENCE, SLACK_S
 from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from shared.errors import NoCapacity
 from shared.messages import ModelState, Placed, PlacementFailed, WakeModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from services.local.named_models import NamedModel
+from services.local.model_list import NamedModel
 from shared.background import Background
 from shared.clock import Clock
 from shared.errors import ConfigError, HearthError

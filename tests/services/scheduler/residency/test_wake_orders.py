@@ -5,8 +5,8 @@ from math import inf
 import pytest
 
 from services.scheduler.residency.arrival_rates import MAX_MODELS, WINDOW_S, ArrivalRates
-from services.scheduler.residency.orders import AVOIDED_S, PATIENCE, REFUSED_S, SLACK_S, Orders
 from services.scheduler.residency.view import ModelDemand
+from services.scheduler.residency.wake_orders import AVOIDED_S, PATIENCE, REFUSED_S, SLACK_S, Orders
 
 MODEL = ("m", "r1")
 KEY, OTHER = ("host-0", MODEL), ("host-1", MODEL)

@@ -9,7 +9,7 @@ from shared.errors import CheckpointError
 _CODES = 8  # codes of four bits in an int32
 
 
-def stored_cut(name: str, form: WeightFormat, cut: Cut) -> Cut:
+def quantized_cut(name: str, form: WeightFormat, cut: Cut) -> Cut:
     """The part of tensor `name` that belongs to a part of its weight [N, K].
 
     Raises CheckpointError if the cut is not at borders of groups or blocks.

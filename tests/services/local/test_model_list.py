@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.named_models import NamedModel, named_models
+from services.local.model_list import NamedModel, named_models
 from services.local.plan import Endpoints, UpOptions, check_options, plan_credentials, plan_services
 from shared.errors import ConfigError
 
