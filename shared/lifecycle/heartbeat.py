@@ -82,7 +82,7 @@ class HealthMonitor:
         self.fleet = Fleet(bus.process_id, self.epoch)
         self.on_name_in_use: Callable[[NameInUse], None] = self._end_process
         self._last_of_other: Heartbeat | None = None  # another process with this one's id
-        self._other_since = self._other_heard_at = -inf  # that one's heartbeats, without a gap
+        self._other_since = self._other_received_at = -inf  # that one's heartbeats, without a gap
         self._is_other_reported = False
         self._started_at = clock.now()
         self._bus = bus
@@ -172,9 +172,9 @@ class HealthMonitor:
         """
         now = self._clock.now()
         last, self._last_of_other = self._last_of_other, message
-        if now - self._other_heard_at > SILENCE_LIMIT_S:
+        if now - self._other_received_at > SILENCE_LIMIT_S:
             self._other_since = now
-        self._other_heard_at = now
+        self._other_received_at = now
         if message.state == "stopped" or last is None or last.epoch != message.epoch:
             return
         if message.sequence_number <= last.sequence_number:

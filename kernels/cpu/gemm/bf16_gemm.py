@@ -13,15 +13,15 @@ from kernels.cpu.gemm.avx512_bf16_gemm import (
 from kernels.cpu.simd.cpu_features import has_amx, has_pair_products
 
 
-def has_half_products() -> bool:
+def has_bf16_kernels() -> bool:
     return has_amx() or has_pair_products()
 
 
-def can_pack_halves(weight: Tensor) -> bool:
+def can_pack_bf16(weight: Tensor) -> bool:
     return can_pack_for_amx(weight) or can_pack_pairs(weight)
 
 
-def pack_halves(weight: Tensor) -> Tensor:
+def pack_bf16(weight: Tensor) -> Tensor:
     """Packs a weight for AMX or for pairs: the same bytes, in a different shape."""
     return pack_for_amx(weight) if can_pack_for_amx(weight) else pack_pairs(weight)
 

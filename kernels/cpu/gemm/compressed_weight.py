@@ -2,7 +2,7 @@
 
 It is cut into blocks of 32 x 32; the blocks of 32 rows, over all of K, are a *strip* and share a
 stream of verbatim bytes. A block's words are in the order that the GEMM needs: "tiles" is that
-of a packed weight (`pack_halves`), "rows" that of the weight. Each row of N has the base that gives
+of a packed weight (`pack_bf16`), "rows" that of the weight. Each row of N has the base that gives
 the fewest verbatim bytes.
 """
 
@@ -30,7 +30,7 @@ from kernels.cpu.codec.bf16_codec import (
     encode_block,
 )
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.bf16_gemm import can_pack_halves
+from kernels.cpu.gemm.bf16_gemm import can_pack_bf16
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.intrinsics import SIDE, array, transpose_words
 
@@ -110,7 +110,7 @@ def compress_weight(weight: Tensor) -> CompressedWeight | None:
     """weight [N, K] -> its compressed form; None if not smaller, or not BF16 on a CPU."""
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or not weight.numel():
         return None
-    order: WeightLayout = "tiles" if can_pack_halves(weight) else "rows"
+    order: WeightLayout = "tiles" if can_pack_bf16(weight) else "rows"
     num_rows, width = weight.shape
     num_strips = -(-num_rows // BLOCK)
     words = array(weight.contiguous())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.avx512_fp32_gemm import can_pack_floats
-from kernels.cpu.gemm.bf16_gemm import can_pack_halves
+from kernels.cpu.gemm.bf16_gemm import can_pack_bf16
 from kernels.cpu.gemm.gemm_common import (
     BLOCK,
     LEVELS,
@@ -42,7 +42,7 @@ from kernels.sum_lanes import SumLanes
 
 def pack_experts(weight: Tensor, *, has_kernels: bool) -> Tensor:
     """weight [E · N, K] -> the form that `grouped_linear` multiplies with, or unchanged."""
-    is_packable = can_pack_halves(weight) or can_pack_floats(weight)
+    is_packable = can_pack_bf16(weight) or can_pack_floats(weight)
     if is_packed(weight) or not (has_kernels and is_packable):
         return weight
     return pack_weight(weight)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.avx512_fp32_gemm import can_pack_floats
-from kernels.cpu.gemm.bf16_gemm import can_pack_halves
+from kernels.cpu.gemm.bf16_gemm import can_pack_bf16
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import decode_strips
 from kernels.cpu.gemm.gemm_common import (
@@ -68,7 +68,7 @@ def pack_lanes(weight: Tensor, lanes: SumLanes, *, has_kernels: bool) -> Tensor 
     """weight [N, K] -> the form that `lane_linear` multiplies with; unchanged if packed already."""
     if is_packed(weight):
         return weight
-    if is_blocked(lanes) and has_kernels and (can_pack_halves(weight) or can_pack_floats(weight)):
+    if is_blocked(lanes) and has_kernels and (can_pack_bf16(weight) or can_pack_floats(weight)):
         return pack_weight(weight)
     if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return weight

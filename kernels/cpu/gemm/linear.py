@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.gemm.avx512_fp32_gemm import can_pack_floats, pack_floats
-from kernels.cpu.gemm.bf16_gemm import can_pack_halves, pack_halves
+from kernels.cpu.gemm.bf16_gemm import can_pack_bf16, pack_bf16
 from kernels.cpu.gemm.packed_linear import is_packed_for_gemm, packed_linear
 from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.library_level import has_amx_gemm, has_bf16_gemm
@@ -44,8 +44,8 @@ def pack_weight(weight: Tensor) -> Tensor:
     """
     if is_packed(weight):
         return weight
-    if can_pack_halves(weight):
-        return pack_halves(weight)
+    if can_pack_bf16(weight):
+        return pack_bf16(weight)
     if can_pack_floats(weight):
         return pack_floats(weight)
     return pack_for_library(weight)

@@ -37,7 +37,7 @@ from shared.transport.bus import NatsBus
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0
-FIRST_LOOK_S = 5 * HEARTBEAT_INTERVAL_S  # two heartbeats of each process, so speeds are known
+FIRST_POLL_S = 5 * HEARTBEAT_INTERVAL_S  # two heartbeats of each process, so speeds are known
 EXPERTS = "experts"  # only where a worker has them
 WORKER_COLUMNS = (
     *("worker", "role", "model", "region", "running", "waiting"),
@@ -99,7 +99,7 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
         background.start_own(_judge(bus, view, clock))
         if is_once:
             await _first_beat(received, nats_url)
-        await clock.sleep(FIRST_LOOK_S)
+        await clock.sleep(FIRST_POLL_S)
         with _screen(is_live=not (is_once or is_json)) as show:
             while True:
                 print_json(view) if is_json else show(tables(view, is_connected=bus.is_connected))

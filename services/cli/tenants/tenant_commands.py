@@ -61,11 +61,11 @@ def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None
     from services.cli import output
     from services.cli.tenants import tenant_tables
 
-    async def look(admin: TenantAdmin) -> tuple[Any, Any, Any]:
+    async def read(admin: TenantAdmin) -> tuple[Any, Any, Any]:
         record = await admin.one(tenant)
         return record, await admin.state(record), await admin.keys(tenant)
 
-    record, state, keys = tenant_tables.with_tenant_admin(redis_url, look)
+    record, state, keys = tenant_tables.with_tenant_admin(redis_url, read)
     if json:
         now = {"used": state.used, "open_requests": state.num_open}
         output.print_json({"tenant": record, "now": now, "keys": keys})
@@ -183,10 +183,10 @@ def usage(
 
     requested = last_days(days, time.time())
 
-    async def look(admin: TenantAdmin) -> Any:
+    async def read(admin: TenantAdmin) -> Any:
         if tenant is not None:
             await admin.one(tenant)
         return await admin.usage([tenant] if tenant else list(await admin.all()), requested)
 
-    rows = with_tenant_admin(redis_url, look)
+    rows = with_tenant_admin(redis_url, read)
     print_json(rows) if json else show(table_of_usage(rows))

@@ -16,7 +16,7 @@ from shared.engine.layers.methods.compressed import CompressedMethod
 from shared.engine.layers.methods.dense import DenseMethod
 from shared.engine.layers.methods.linear_method import LinearMethod
 from shared.engine.layers.methods.quantized import QuantizedMethod
-from shared.engine.layers.methods.split_weight_method import Split12Method
+from shared.engine.layers.methods.split_weight_method import SplitWeightMethod
 
 
 def choose_method(
@@ -26,7 +26,7 @@ def choose_method(
     the other rows. With `lanes` the GEMM is row-parallel, and sums over K in them.
     """
     if isinstance(weight, SplitWeight):
-        return Split12Method(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
+        return SplitWeightMethod(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
     if isinstance(weight, QuantizedWeight):
         return QuantizedMethod(weight, is_batch_invariant=is_batch_invariant, lanes=lanes)
     if is_cpu_compressed(weight):

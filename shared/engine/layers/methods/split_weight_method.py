@@ -16,7 +16,7 @@ from kernels.ops import (
 )
 
 
-class Split12Method:
+class SplitWeightMethod:
     has_custom_gemm = True
 
     def __init__(

@@ -39,7 +39,7 @@ class RemoteHandle:
         self._frames = FrameSocket(control, limit_s)
         self._loss: str | None = None
         self._silent_s = silent_s
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class RemoteHandle:
     def receive(self) -> ToLeader | None:
         try:
             while (data := self._frames.take()) is not None:
-                self._heard_at = time.monotonic()
+                self._received_at = time.monotonic()
                 message = decode_to_leader(data)
                 if not isinstance(message, RankAlive):
                     return message
@@ -71,7 +71,7 @@ class RemoteHandle:
 
     def is_stopped(self) -> bool:
         """Whether its host is: the host reports a rank that is stopped as failed."""
-        return time.monotonic() - self._heard_at > self._silent_s
+        return time.monotonic() - self._received_at > self._silent_s
 
     def kill(self) -> None:
         self._frames.shutdown()

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu.gemm.bf16_gemm import has_half_products
+from kernels.cpu.gemm.bf16_gemm import has_bf16_kernels
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.gemm_common import HALF_CHUNK_ROWS
 from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.ops import compress_weight, pack_weight, packed_argmax, packed_form, packed_logits
 from tests.support.threads import computing_threads
 
-BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
+BF16 = pytest.mark.skipif(not has_bf16_kernels(), reason="needs products of BF16")
 AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")
 each_dtype = pytest.mark.parametrize(
     "dtype",

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.check_tensor import BadTensor
 from kernels.cpu.codec.bf16_codec import BLOCK
 from kernels.cpu.gemm import amx_gemm, compressed_weight, linear
-from kernels.cpu.gemm.bf16_gemm import has_half_products
+from kernels.cpu.gemm.bf16_gemm import has_bf16_kernels
 from kernels.cpu.gemm.compressed_linear import compressed_linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, compress_weight
 from kernels.cpu.gemm.decompress_rows import decode_strips, select_rows
@@ -37,11 +37,11 @@ ORDERS = ["tiles", "rows"]
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The order on a CPU with BF16 products, and on one without."""
-    if request.param == "tiles" and not has_half_products():
+    if request.param == "tiles" and not has_bf16_kernels():
         pytest.skip("this CPU has no products of BF16")
     if request.param == "rows":
         for module in (compressed_weight, linear):
-            monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
+            monkeypatch.setattr(module, "can_pack_bf16", lambda weight: False)
     return str(request.param)
 
 
@@ -188,7 +188,7 @@ def test_invalid_arguments_raise() -> None:
             select_rows(found, torch.tensor([3, row_id]))
 
 
-@pytest.mark.skipif(not has_half_products(), reason="this CPU has no products of BF16")
+@pytest.mark.skipif(not has_bf16_kernels(), reason="this CPU has no products of BF16")
 def test_prefetch_past_the_end_is_harmless() -> None:
     """The blocks after the last one are outside the weight's memory."""
     weight = like_a_model(32, 32 * amx_gemm.PIECE_STEPS)

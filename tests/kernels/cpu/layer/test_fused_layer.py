@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.gemm.bf16_gemm import has_half_products
+from kernels.cpu.gemm.bf16_gemm import has_bf16_kernels
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.layer.fused_layer import MANY_ROWS, PackedLayer, packed_layer
 from kernels.cpu.simd.cpu_features import has_avx512
@@ -30,7 +30,7 @@ from kernels.ops import (
 from kernels.sum_lanes import SumLanes
 from tests.support.threads import computing_threads
 
-BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
+BF16 = pytest.mark.skipif(not has_bf16_kernels(), reason="needs products of BF16")
 AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")
 EPS = 1e-5
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 3, 1, 16

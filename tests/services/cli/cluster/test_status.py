@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.cluster.status import FIRST_BEAT_TIMEOUT_S, FIRST_LOOK_S
+from services.cli.cluster.status import FIRST_BEAT_TIMEOUT_S, FIRST_POLL_S
 from shared.clock import MonotonicClock
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.randomness import SystemRandomness
@@ -29,7 +29,7 @@ async def test_status_waits_for_the_first_heartbeat(tmp_path: Path, observed: Na
         tmp_path, "status", "--once", "--json", HEARTH_NATS_URL=observed.url("observer-1")
     )
     with pytest.raises(subprocess.TimeoutExpired):  # the command waits for a heartbeat
-        status.wait(2 * FIRST_LOOK_S)
+        status.wait(2 * FIRST_POLL_S)
     bus = await NatsBus.connect(observed.url("gateway-1"), process_id="gateway-1")
     health_monitor = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
     await health_monitor.start()

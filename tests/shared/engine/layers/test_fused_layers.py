@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.gemm.bf16_gemm import has_half_products
+from kernels.cpu.gemm.bf16_gemm import has_bf16_kernels
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.fused_layer import FusedLayer
@@ -20,7 +20,7 @@ from shared.engine.step import LogitBias, Penalties, sampling_rows
 from tests.support.engine.checkpoints import write_model
 from tests.support.engine.steps import Blocks, advance, greedy, step_of
 
-pytestmark = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
+pytestmark = pytest.mark.skipif(not has_bf16_kernels(), reason="needs products of BF16")
 SHAPE = {
     "hidden_size": 96,
     "intermediate_size": 160,

@@ -121,7 +121,7 @@ def test_logits_are_equal_without_the_custom_gemm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (compressed_weight, lane_linear, linear):
-        monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
+        monkeypatch.setattr(module, "can_pack_bf16", lambda weight: False)
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
     found = load(tmp_path / "model", "compressed")
     assert found.computer.model.lm_head.weight.order == "rows"
