@@ -17,8 +17,9 @@ from torch import Tensor
 
 @contextmanager
 def compiling_on_meta() -> Iterator[None]:
-    """Inside, a launch with a meta tensor compiles its kernel for the thread's device, or finds it
-    in Triton's cache, and loads it. Other launches run, on all threads.
+    """Compiles kernels inside the context: a launch with a meta tensor compiles its kernel for the
+    thread's device, or finds it in Triton's cache, and loads it. Other launches run, on all
+    threads.
     """
     from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction

@@ -55,7 +55,7 @@ def count_bytes(plane: Bytes, counts: NDArray[np.int64]) -> None:
 
 
 def frame_codec_failure() -> str | None:
-    """Why this host cannot encode frames, as text; None if it can."""
+    """Returns the reason that this host cannot encode frames; None if it can."""
     from kernels.cpu import probe
 
     return probe.failure()

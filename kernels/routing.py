@@ -16,7 +16,7 @@ NORM_EPS = 1e-20
 
 
 class ExpertRouting(Protocol):
-    """How a router's logits choose experts. `scale` is the factor of all weights."""
+    """A router's choice of experts by logits. `scale` is the factor of all weights."""
 
     @property
     def score(self) -> str: ...  # softmax or sigmoid

@@ -111,7 +111,9 @@ def _awaited_ended(expected: tuple[type[Exception], ...], task: asyncio.Future[A
 
 @contextlib.contextmanager
 def failing_alone(event: str, **fields: object) -> Iterator[None]:
-    """For one item within a loop of the process: its exception is logged, and the loop goes on."""
+    """Guards one item within a loop of the process: its exception is logged, and the
+    loop goes on.
+    """
     try:
         yield
     except Exception:

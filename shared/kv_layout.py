@@ -220,7 +220,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         return sum(len(group.layers) for group in growing) * self._row_bytes
 
     def bounded_bytes(self) -> int:
-        """At most, of the layers that see only the last keys of a sequence."""
+        """Bytes of one sequence, at most, in the layers that see only its last keys."""
         return self._row_bytes * sum(
             len(group.layers) * group.state.reach.tokens
             for group in self.groups

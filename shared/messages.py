@@ -122,7 +122,7 @@ class Failure(Message, frozen=True, kw_only=True):
 
 
 class SamplingParams(Message, frozen=True, kw_only=True):
-    """How tokens are sampled. `temperature=0` is greedy; `top_k=0` disables top-k."""
+    """Parameters of sampling. `temperature=0` is greedy; `top_k=0` disables top-k."""
 
     seed: int  # u64, fixed by the gateway so that every attempt draws the same noise
     max_tokens: Annotated[int, Meta(le=MAX_CONTEXT_TOKENS)]
@@ -283,7 +283,7 @@ class DecodeStarted(Message, frozen=True, kw_only=True):
 
 
 class PrefillPhases(Message, frozen=True, kw_only=True):
-    """Where the time of a prefill for another worker went, sent to that worker after its KV."""
+    """Times of a prefill for another worker, sent to that worker after its KV."""
 
     placement_id: PlacementId
     prefill_worker_id: ProcessId
@@ -298,9 +298,8 @@ class PrefillPhases(Message, frozen=True, kw_only=True):
 
 
 class DecodePhases(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a placement went. With its first tokens, what is known by then; all of it
-    with its `Finish`. `reserve_s + prefill_wait_s + first_step_s` is the time from the command to
-    the first token.
+    """Times of a placement. Its first tokens have those known by then, its `Finish` has all.
+    `reserve_s + prefill_wait_s + first_step_s` is the time from the command to the first token.
     """
 
     reserve_s: Duration = 0.0  # time from the command to blocks and, if remote, an accepted prefill
@@ -681,8 +680,8 @@ class SchedulerLoad(Message, frozen=True, kw_only=True):
 
 
 class ReportAlive(Message, frozen=True, kw_only=True):
-    """Sent to a process whose heartbeat is late, and by a process that starts, to its own name.
-    With no responder, the process is gone, or the name is free.
+    """Asks a process for a sign of life. Peers send it if its heartbeat is late; a process that
+    starts sends it to its own name. With no responder, the process is gone, or the name is free.
     """
 
 
@@ -693,7 +692,7 @@ class Alive(Message, frozen=True, kw_only=True):
 
 
 class JoinRanks(Message, frozen=True, kw_only=True):
-    """Another host offers to run ranks of a worker that is starting."""
+    """Offers to run ranks of a worker that is starting, on another host."""
 
     host: Name
     num_ranks: NumRanks
@@ -910,7 +909,9 @@ class HostModelPage(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every `interval_s` by the loop that does the work, so it proves progress."""
+    """The state of a process, sent every `interval_s` by the loop that does the work, so it proves
+    progress.
+    """
 
     process_id: ProcessId
     epoch: Epoch  # random at each start

@@ -55,8 +55,9 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def kv_key(self) -> str:
-        """Equal for workers that may share KV: in the exact mode those of equal numerics, in the
-        fast mode those of equal dtypes and one form of activations; never across modes.
+        """A key that is equal for workers that may share KV: in the exact mode those of equal
+        numerics, in the fast mode those of equal dtypes and one form of activations; never across
+        modes.
         """
         if self.mode == "exact":
             return str(self)

@@ -196,7 +196,7 @@ class RedisStore:
 
     @property
     def wait_s(self) -> float:
-        """How long a call waits for its reply, in seconds."""
+        """The time that a call waits for its reply, in seconds."""
         if self._timeout_s is not None:
             return self._timeout_s
         if not self._is_away:

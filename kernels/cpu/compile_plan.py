@@ -20,7 +20,7 @@ from kernels.cpu.simd.intrinsics import SIDE
 QuantizedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zeros-floats", "fp8"]
 Part = Literal["attention", "layers", "rows", "steps"]  # steps: all that a worker runs first
 
-_SIZES = "head_dim", "block_size"  # of attention alone; other code is the same for all
+_SIZES = "head_dim", "block_size"  # attention alone depends on it; other code is the same for all
 _MASKS = "has_plain_attention", "has_masked_attention"
 
 
@@ -50,7 +50,7 @@ class CompilePlan:
         return Path(cache_dir(), f"compiled-{part}-{digest}")
 
     def _fields(self, part: Part) -> dict[str, Any]:
-        """What determines the code of a part."""
+        """Describes what determines the code of a part."""
         fields, form = asdict(self), self._attention_form()
         of_layers = {name: fields[name] for name in fields if name not in (*_SIZES, *_MASKS)}
         masks = {} if form == "tiles" else {name: fields[name] for name in _MASKS}

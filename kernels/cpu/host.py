@@ -31,7 +31,7 @@ class CpuHost:
 
     @property
     def failure(self) -> str | None:
-        """Why this host has no compiled loops, as text; None if it has them."""
+        """The reason that this host has no compiled loops; None if it has them."""
         return probe.failure()
 
     @property

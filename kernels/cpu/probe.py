@@ -29,7 +29,7 @@ _PASSING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 @cache
 def failure() -> str | None:
-    """Why compiled loops cannot be used, as text; None if they can."""
+    """Returns the reason that compiled loops cannot be used; None if they can."""
     if lacks_fma():
         return f"numba's target {cpu_features.target_cpu()!r} has no fused multiply-add"
     path = _result_path()

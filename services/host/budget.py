@@ -1,4 +1,4 @@
-"""How the memory of one device is shared by the models of a host. No I/O.
+"""Shares the memory of one device among the models of a host. No I/O.
 
     budget = Σ weights + process of every model with a process + Σ KV of the hot ones + free
 
@@ -149,7 +149,7 @@ def choose_device(free_bytes: Mapping[str, int]) -> str:
 
 
 def never_fits(model: ModelMemory, budgets: Mapping[str, int]) -> str | None:
-    """Why no device can ever serve the model, or None."""
+    """Returns the reason that no device can ever serve the model, or None."""
     largest = max(budgets, key=lambda device: budgets[device])
     if model.least_hot_bytes <= budgets[largest]:
         return None

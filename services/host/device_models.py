@@ -61,7 +61,9 @@ class DeviceModels:
         return self.budget_bytes - sum(each.memory.fixed_bytes for each in self.models.values())
 
     def hot(self) -> set[ModelKey]:
-        """With a cache, or wanted with one. A model that parks gives its cache back."""
+        """Returns the models with a cache, or wanted with one. A model that parks gives its cache
+        back.
+        """
         return {each.key for each in self.models.values() if each.is_hot_soon}
 
     def room(self, model: HostedState) -> Room:

@@ -188,7 +188,7 @@ class HostedState:
         return max(MIN_LIMIT_S, limit)
 
     def expected_s(self, now: float) -> float:
-        """Until it is hot, if nothing else happens before."""
+        """Returns the expected time until it is hot, if nothing else happens before."""
         if self.state == "hot":
             return 0.0
         elapsed = now - self.since

@@ -60,7 +60,9 @@ class HostedRevision:
         return self.revision.digest or ("" if self.card is None else self.card.revision)
 
     def is_called(self, name: str, revision: str) -> bool:
-        """By its name in the model registry, or by the digest of its weights."""
+        """Whether the revision has this name in the model registry, or this digest of
+        its weights.
+        """
         return self.key.name == name and revision in (self.key.revision, self.digest)
 
 

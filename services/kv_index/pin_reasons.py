@@ -1,4 +1,4 @@
-"""Why prefixes are not warm: what gateways report of them, in Redis."""
+"""Reports in Redis why prefixes are not warm. Gateways show it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PinReasons:
         self._renew_at = 0.0
 
     def explain(self, tenant_id: str, name: str, reason: str) -> None:
-        """Why a prefix is not warm; empty: it is, or will be soon."""
+        """Records why a prefix is not warm; empty: it is, or will be soon."""
         reasons = self._reasons.setdefault(tenant_id, {})
         if reasons.get(name) != reason:
             reasons[name] = reason
@@ -45,7 +45,7 @@ class PinReasons:
         self._reasons.clear()
 
     def distrust(self) -> None:
-        """Another index writes now, so that the next write here is of all reasons."""
+        """Makes the next write one of all reasons: another index writes now."""
         self._unwritten.update(self._reasons)
 
     async def write(self) -> None:

@@ -39,8 +39,9 @@ def find_server(name: str) -> str:
 
 
 def nats_environ(environ: Mapping[str, str], *, num_cores: int) -> dict[str, str]:
-    """With few cores, nats-server runs on one of them unless `environ` sets GOMAXPROCS: it computes
-    little, and Go's threads spend a quarter of its time on waking each other and finding work.
+    """Returns the environment of nats-server, which runs on one core if there are few, unless
+    `environ` sets GOMAXPROCS: it computes little, and Go's threads spend a quarter of its time on
+    waking each other and finding work.
     """
     one_core = {"GOMAXPROCS": "1"} if num_cores <= FEW_CORES else {}
     return {**one_core, **environ}

@@ -46,7 +46,9 @@ class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
     credentials: tuple[Credential, ...] = ()
 
     def nats_url_of(self, role: CredentialRole) -> str | None:
-        """With the first credential of this role; None without one, as with an external NATS."""
+        """Returns the URL with the first credential of this role, or None without one, as with an
+        external NATS.
+        """
         for each in self.credentials:
             if each.role == role:
                 return each.nats_url(self.nats_host, self.nats_port)

@@ -53,5 +53,5 @@ class SilentWorkers:
         return {name for name, each in self._silences.items() if now < each.closed_until}
 
     def silent(self) -> set[str]:
-        """Closed or not, the workers that left their last start unanswered."""
+        """Returns the workers that left their last start unanswered, closed or not."""
         return set(self._silences)

@@ -117,7 +117,9 @@ class LeastSquares:
         return (xx + first, xy, xz, yy + second, yz, zz + third), (p, q, r)
 
     def _minimum(self, is_held: Held) -> Triple:
-        """With some coefficients held at zero, by elimination; the prior keeps pivots positive."""
+        """Solves the equations with some coefficients held at zero, by elimination; the prior keeps
+        pivots positive.
+        """
         (xx, xy, xz, yy, yz, zz), (p, q, r) = self._normal_equations()
         if is_held[0]:
             xy = xz = p = 0.0

@@ -335,7 +335,7 @@ class Engine:
         return kept
 
     def fail(self, rows: list[ScheduledSequence], error: HearthError) -> list[StepProgress]:
-        """These rows could not be computed: their sequences end, the others continue.
+        """Ends the sequences of rows that could not be computed; the others continue.
 
         A prefill holds its blocks until `release`, because a push may still read them.
         """

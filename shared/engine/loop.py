@@ -313,7 +313,7 @@ class EngineLoop:
         self._is_idle = True
         try:
             await self.executor.forget_ended()
-        except Exception:  # of a lost device, which the next turn reports
+        except Exception:  # the device is lost, which the next turn reports
             log.exception("forget_ended_failed")
         await self._work.wait()
 

@@ -90,7 +90,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """With `failure`, sampling raised and the output is void; every rank goes on."""
+    """The result of a step. With `failure`, sampling raised and the output is void; every rank goes
+    on.
+    """
 
     step: int
     output: StepOutput

@@ -74,7 +74,7 @@ def model_views(heartbeat: Heartbeat, state: str) -> Iterable[ModelView]:
 
 
 def in_order(models: Iterable[ModelView]) -> list[ModelView]:
-    """By name and revision; of one revision, the host first on which it serves."""
+    """Sorts by name and revision; of one revision, the host first on which it serves."""
     return sorted(
         models, key=lambda it: (it.name, it.revision, _STATES.index(it.state), it.host_id)
     )

@@ -30,7 +30,7 @@ _Branch = tuple[Items, str | None]  # what stands before the rule of the cycle t
 
 
 class _NotWritable(Exception):
-    """No equal of the rules of a cycle is known, or it is large."""
+    """The rules of a cycle have no known equal, or it is large."""
 
 
 def without_right_recursion(source: str) -> str:
@@ -106,7 +106,7 @@ def _finished(ends: Mapping[str, Set[str]]) -> list[str]:
 
 
 def _reached(name: str, users: Mapping[str, list[str]], done: set[str]) -> list[str]:
-    """Returns the rules that use `name`. `done` has those of earlier calls, and gets these."""
+    """Returns `name` and the rules that lead to it, without those in `done`, which gets them."""
     found, waiting = [], [name]
     while waiting:
         each = waiting.pop()

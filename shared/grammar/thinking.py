@@ -16,7 +16,7 @@ Marks = Annotated[tuple[StartTokens, ...], Meta(max_length=MAX_MARKS)]
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """After `max_tokens` tokens of reasoning, one of `closes` is forced.
+    """Forces one of `closes` after `max_tokens` tokens of reasoning.
 
     `opens`, `closes`: the token sequences that open and close reasoning; a text that is not one
     token of its own has several. The first of `closes` is forced unless another has begun.

@@ -152,7 +152,7 @@ def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
 
 
 def fault_of_frame(frame: Frame) -> str | None:
-    """Why a receiver must reject this frame, or None if it is valid."""
+    """Returns the reason that a receiver must reject this frame, or None if it is valid."""
     if not 0 <= frame.frame_id <= MAX_FRAME_ID:
         return f"frame id {frame.frame_id} is not in [0, 2**63)"
     fault = fault_of(frame.header)
@@ -162,7 +162,7 @@ def fault_of_frame(frame: Frame) -> str | None:
 
 
 def fault_of(header: FrameHeader) -> str | None:
-    """Why a frame with this header cannot be sent, or None if it is valid."""
+    """Returns the reason that a frame with this header cannot be sent, or None if it is valid."""
     if not 1 <= header.payload_bytes <= MAX_FRAME_BYTES:
         return f"a payload of {header.payload_bytes} bytes is not in [1, {MAX_FRAME_BYTES}]"
     if not 1 <= len(header.placement_id) <= MAX_ID_BYTES:

@@ -169,7 +169,7 @@ def _key(model: HostedModel) -> _Key:
 
 
 def _is_same(known: HostedModel | None, model: HostedModel) -> bool:
-    """But for the time that passes by itself."""
+    """Whether both are equal, but for the time that passes by itself."""
     return known is not None and (
         known == model or replace(known, hot_s=0.0) == replace(model, hot_s=0.0)
     )

@@ -10,8 +10,8 @@ MAX_MODELS = 64  # further ones, by name, are left out
 
 
 def total_demands(heartbeats: Iterable[Heartbeat]) -> list[RoleDemand]:
-    """By model and role. A request waits in one scheduler, but each sees all workers: queues are
-    added, and of the wanted workers the most count.
+    """Sums demands by model and role. A request waits in one scheduler, but each sees all workers:
+    queues are added, and of the wanted workers the most count.
     """
     totals: dict[tuple[str, str], RoleDemand] = {}
     for heartbeat in heartbeats:

@@ -1,4 +1,4 @@
-"""How a name moves from one revision of its model to another: pure changes of a RegisteredModel.
+"""Moves a name from one revision of its model to another: pure changes of a RegisteredModel.
 
     add the name              r1 alone, which serves all requests
     add a revision            staged: weight 0, serves nothing

@@ -106,7 +106,9 @@ def replace_standard_streams() -> None:
 
 
 def replace_standard_error() -> None:
-    """Closed descriptors become /dev/null, so that no socket gets their numbers."""
+    """Replaces standard error. Closed descriptors become /dev/null, so that no socket gets their
+    numbers.
+    """
     for fd in (0, 1, 2):
         _open_if_closed(fd)
     _make_pipe_nonblocking(2)

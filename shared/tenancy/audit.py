@@ -56,7 +56,7 @@ async def record(store: Store, *, who: str, command: str, arguments: str, outcom
 
 
 async def newest(store: Store, count: int) -> list[AuditLine]:
-    """At most `count`, oldest first. Raises StoreUnavailable."""
+    """Returns the newest lines, at most `count`, oldest first. Raises StoreUnavailable."""
     found = await store.evaluate(_READ, [AUDIT], [count])
     return [_line(line_id, fields) for line_id, fields in reversed(found)]
 

@@ -309,7 +309,9 @@ async def record_change(store: Store, tenant_id: str) -> None:
 
 
 async def explain(store: Store, tenant_id: str, reasons: Mapping[str, str]) -> None:
-    """Why prefixes are not warm, by name; empty for one that is. Raises StoreUnavailable."""
+    """Records why prefixes are not warm, by name; empty for one that is. Raises
+    StoreUnavailable.
+    """
     key = _reasons_key(tenant_id)
     await store.write(
         [
@@ -321,13 +323,13 @@ async def explain(store: Store, tenant_id: str, reasons: Mapping[str, str]) -> N
 
 
 async def reasons(store: Store, tenant_id: str) -> Mapping[str, str]:
-    """Why the index cannot hold prefixes, by name. Raises StoreUnavailable."""
+    """Returns why the index cannot hold prefixes, by name. Raises StoreUnavailable."""
     found = await store.hash_get(_reasons_key(tenant_id))
     return {name.decode(errors="replace"): r.decode(errors="replace") for name, r in found.items()}
 
 
 async def reason_of(store: Store, tenant_id: str, name: str) -> str | None:
-    """Why the index cannot hold the prefix, if so. Raises StoreUnavailable."""
+    """Returns why the index cannot hold the prefix, if so. Raises StoreUnavailable."""
     return (await reasons(store, tenant_id)).get(name)
 
 

@@ -69,7 +69,8 @@ Listed = Annotated[tuple[Name, ...], Meta(max_length=MAX_LISTED)]
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """For limits None means unlimited, for lists all; zero and an empty list allow nothing.
+    """A tenant and its limits. None means unlimited for limits, all for lists; zero and an empty
+    list allow nothing.
 
     A limit per minute is a bucket that holds one minute's amount and refills evenly.
     """

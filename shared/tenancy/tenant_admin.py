@@ -179,7 +179,7 @@ class TenantAdmin:
     # ── keys ─────────────────────────────────────────────────────────────────────────────────────
 
     async def keys(self, tenant_id: str) -> list[ApiKeyRecord]:
-        """Oldest first."""
+        """Returns the tenant's keys, oldest first."""
         digests = await self._digests(tenant_id)
         found = [await self._key(key_id, digest) for key_id, digest in digests.items()]
         return sorted((each for each in found if each is not None), key=lambda k: k.created_at)

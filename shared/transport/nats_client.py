@@ -46,7 +46,7 @@ SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
 
 
 class TlsRequired(Exception):
-    """No credential is sent without TLS."""
+    """A credential is not sent without TLS."""
 
 
 class DirectClient(Client):

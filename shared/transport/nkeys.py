@@ -66,7 +66,7 @@ class UserKey:
         return base64.urlsafe_b64encode(self._private.sign(nonce.encode())).rstrip(b"=")
 
     def derived(self, name: str) -> UserKey:
-        """Another key that follows from this one."""
+        """Derives another key from this one."""
         return UserKey(hmac.digest(self._secret, name.encode(), hashlib.sha256))
 
 

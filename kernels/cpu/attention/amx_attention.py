@@ -110,7 +110,7 @@ class AmxCache(NamedTuple):
 
 
 class AmxMask(NamedTuple):
-    """How a score is scaled, capped and masked. `softcap`: 0 disables it."""
+    """Scales, caps and masks scores. A `softcap` of 0 is disabled."""
 
     lower: Any  # [T] int32: the first visible position of each new token
     softcap: Any

@@ -46,8 +46,8 @@ from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.tasks import num_tasks
 from kernels.sum_lanes import SumLanes
 
-# Each thread has at least so many rows. Reading all weights in every thread costs more time than it
-# saves with fewer.
+# Least rows of a thread: reading all weights in every thread costs more time than it saves if there
+# are fewer.
 MANY_ROWS = 160
 
 
@@ -145,7 +145,9 @@ def _goes_by_rows(x: Tensor) -> bool:
 
 
 def _num_tasks(x: Tensor, *, is_by_rows: bool) -> int:
-    """By rows, each task reads all weights, so there are no more tasks than threads."""
+    """Returns the number of tasks. A task by rows reads all weights, so there are no more of these
+    than threads.
+    """
     return numba.get_num_threads() if is_by_rows else num_tasks(x.shape[1] // BLOCK)
 
 

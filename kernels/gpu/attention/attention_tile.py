@@ -117,7 +117,9 @@ def padded(head_dim: int) -> int:
 
 
 def columns_of(head_dim: int, value_dim: int | None) -> dict[str, int]:
-    """How a kernel reads rows of `head_dim` elements: the first VALUE_DIM, and then a tail."""
+    """Describes how a kernel reads rows of `head_dim` elements: the first VALUE_DIM, and then a
+    tail.
+    """
     width = head_dim if value_dim is None else value_dim
     return {
         "HEAD_DIM": head_dim,

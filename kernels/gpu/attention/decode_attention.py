@@ -357,7 +357,8 @@ def _plan(
     BLOCK_SEQS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """For each sequence [BLOCK_SEQS]: its units, the units of each of its splits, its last split.
+    """Returns for each sequence [BLOCK_SEQS]: its units, the units of each of its splits, its last
+    split.
 
     All splits of a batch have nearly the same size, and there are at most num_splits + num_seqs; a
     sequence without tokens has one.

@@ -210,7 +210,7 @@ def _rows(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Where the first of a tile's rows is, the offsets of all from there [BLOCK_M], and which of
+    """Returns the first of a tile's rows, the offsets of all from there [BLOCK_M], and which of
     their elements exist [BLOCK_M, BLOCK_D]. One address serves all rows.
 
     Recomputed wherever needed: values that live across the loops would take registers of the sums.

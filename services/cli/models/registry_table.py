@@ -96,7 +96,7 @@ def show_model(redis_url: str | None, nats_url: str | None, name: str, *, is_jso
 
 
 def _read(redis_url: str | None, nats_url: str | None, name: str | None = None) -> RegistryView:
-    """With `name`: only that model, which must be there and readable."""
+    """Reads the registry, or only the model `name`, which must be there and readable."""
 
     async def read(store: Store) -> tuple[Mapping[str, RegisteredModel | None], Sequence[AliasRow]]:
         admin = RegistryAdmin(store, time.time)

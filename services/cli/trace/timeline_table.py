@@ -29,7 +29,7 @@ def timeline_parts(timeline: Timeline, width: int) -> Iterator[RenderableType]:
 
 
 def bar(start_s: float, duration_s: float, total_s: float, num_cells: int) -> str:
-    """At least one cell, within `num_cells`."""
+    """Draws a bar of at least one cell within `num_cells`."""
     first = min(int(start_s / total_s * num_cells), num_cells - 1)
     end = min(max(first + 1, round((start_s + duration_s) / total_s * num_cells)), num_cells)
     return " " * first + "█" * (end - first)

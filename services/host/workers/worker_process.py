@@ -38,7 +38,9 @@ def _encoded(value: Any) -> str:
 
 
 def set_thread_environ(num_threads: int) -> None:
-    """Before math libraries are loaded, which read it. 0: all cores."""
+    """Sets the number of threads; 0: all cores. Call it before math libraries are loaded, which
+    read it.
+    """
     count = num_threads or len(os.sched_getaffinity(0))
     # numpy's own pool would be threads of a process that forks; nothing here multiplies with it
     for name, value in {**thread_environ(count), "OPENBLAS_NUM_THREADS": "1"}.items():

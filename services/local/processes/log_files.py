@@ -43,7 +43,9 @@ def last_line(path: Path, *, max_bytes: int = 16_384) -> str:
 async def bound_logs_while_running(
     folder: Path, clock: Clock, in_use: Callable[[], Collection[Path]] = lambda: ()
 ) -> None:
-    """Until it is cancelled. `in_use`: logs of running processes, which are not removed."""
+    """Bounds the logs until it is cancelled. It does not remove logs that are `in_use` by running
+    processes.
+    """
     while True:
         with failing_alone("logs_not_bounded"):  # no memory for a thread
             await asyncio.to_thread(bound_logs, folder, in_use())

@@ -1,4 +1,4 @@
-"""How often each model is used: arrivals per second, decayed over WINDOW_S."""
+"""Measures how often each model is used: arrivals per second, decayed over WINDOW_S."""
 
 from __future__ import annotations
 

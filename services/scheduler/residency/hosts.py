@@ -88,8 +88,8 @@ class Hosts:
         )
 
     def failure(self, queue: QueueKey) -> str:
-        """Why all hosts that have the queue's model have failed to load it, as the first of them
-        says; else empty.
+        """Returns why all hosts that have the queue's model have failed to load it, as the first of
+        them says; else empty.
         """
         wanted = queue.model, queue.revision
         models = (model for each in self._known.values() for model in each.load.models)

@@ -92,7 +92,9 @@ class ResidencyKeeper:
         return _not_hot(ticket, wait_s if 0 < wait_s < WANTED_S else RETRY_AFTER_S)
 
     def error(self, ticket: QueuedRequest, now: float) -> NoCapacity | None:
-        """Why a waiting ticket cannot be served before its deadline, if that is known."""
+        """Returns the error of a waiting ticket that cannot be served before its deadline, if that
+        is known.
+        """
         model = model_of(ticket)
         ready_at = self._orders.ready_at(model)
         if ready_at > ticket.deadline_at and ready_at < inf:

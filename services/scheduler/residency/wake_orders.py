@@ -102,7 +102,7 @@ class Orders:
             self._parking[key] = now + BUSY_S
 
     def lost(self, host_id: str) -> None:
-        """Nothing that the host was asked for counts any more."""
+        """Forgets all orders to a host."""
         for orders in (self._wakes, self._avoided, self._refused, self._parking):
             for key in [each for each in orders if each[0] == host_id]:
                 del orders[key]  # type: ignore[attr-defined]

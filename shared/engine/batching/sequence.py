@@ -63,7 +63,7 @@ class SequenceGrammar(Protocol):
 
     @property
     def num_late_masks(self) -> int:
-        """How often `sit_out` was called."""
+        """Number of calls of `sit_out`."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class SequenceGrammar(Protocol):
 
     @property
     def error(self) -> HearthError | None:
-        """Why the sequence cannot continue; None: it can."""
+        """The reason that the sequence cannot continue; None: it can."""
         ...
 
     @property
@@ -149,7 +149,8 @@ class Sequence:
     is_aborted: bool = False  # or has ended: what its steps in flight compute is dropped
     # Logprobs of the second to the last computed prompt token; None: not requested, or returned.
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
-    pooled: NDArray[np.float64] | None = field(default=None, init=False)  # sum over computed tokens
+    # Sum of the computed tokens, or their last.
+    pooled: NDArray[np.float64] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.sampling is not None:

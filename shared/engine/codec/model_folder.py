@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """Sorted paths relative to `root`, separated by `/`."""
+    """Files of a model's folder: sorted paths relative to `root`, separated by `/`."""
 
     root: Path
     shards: tuple[str, ...]

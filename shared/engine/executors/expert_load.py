@@ -1,4 +1,4 @@
-"""How evenly a model's experts are used, from counts that are read once in a while.
+"""Measures how evenly a model's experts are used, from counts that are read once in a while.
 
 Counts are halved every HALF_LIFE_S, so that the load is that of the last minutes. The imbalance of
 a layer is the load of its busiest expert over the mean: 1 is even; with E experts, E is the most.

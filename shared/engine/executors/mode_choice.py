@@ -47,7 +47,7 @@ def resolve_mode(choice: ModeChoice, device: torch.device) -> Mode:
 
 
 def reason_for_fast(device: str, rows: tuple[MeasuredDevice, ...]) -> str | None:
-    """Why results are not exact on this architecture, as text; None if they are."""
+    """Returns the reason that results are not exact on this architecture; None if they are."""
     found = [row for row in rows if (row.device, row.kernels) == (device, TRITON_KERNELS_VERSION)]
     if not found:
         return f"exact results of kernels {TRITON_KERNELS_VERSION} have not been tested on {device}"

@@ -40,8 +40,8 @@ class _Row:
 
 class PlanBuilder:
     def __init__(self, *, feeds_sampled: bool = False) -> None:
-        """With `feeds_sampled` plans carry every token, also those that a rank has sampled: the
-        first stage of a pipeline samples none.
+        """Creates a builder without rows. With `feeds_sampled` plans carry every token, also those
+        that a rank has sampled: the first stage of a pipeline samples none.
         """
         self._feeds_sampled = feeds_sampled
         self._rows: dict[int, _Row] = {}  # key: identity of the sequence
@@ -53,7 +53,7 @@ class PlanBuilder:
 
     def build(self, scheduled: list[ScheduledSequence]) -> tuple[StepPlan, tuple[TokenMask, ...]]:
         """The next plan, and the masks of its rows, which are being computed."""
-        grammars = _grammars(scheduled)  # before anything changes: they may raise
+        grammars = _grammars(scheduled)  # may raise: nothing has changed yet
         try:
             plan = self._plan(scheduled, grammars)
         except BaseException:

@@ -57,15 +57,16 @@ class RankState:
         self._next_step = 0
 
     def _clear(self) -> None:
-        """As before the first row."""
+        """Restores the state before the first row."""
         self._rows = np.zeros(_FEWEST_ROWS, dtype=_ROW)
         shape = (self._num_groups, _FEWEST_ROWS, _FEWEST_BLOCKS)
         self._tables = np.zeros(shape, dtype=np.int64)  # 0 after the end of each row's blocks
         self._num_blocks = np.zeros(shape[:2], dtype=np.int64)
 
     def apply(self, plan: StepPlan, masks: Sequence[TokenMask] = ()) -> StepInputs:
-        """`masks` of the plan's masked rows. The tokens of earlier steps that the plan does not
-        feed must have been recorded. A plan that raises counts as one that has not come.
+        """Applies a plan; `masks` belong to its masked rows. The tokens of earlier steps that the
+        plan does not feed must have been recorded. A plan that raises counts as one that has not
+        come.
 
         Raises StepFailed for a plan that does not follow the last one: this rank has lost one, or
         is another worker's.
@@ -79,7 +80,7 @@ class RankState:
         return inputs
 
     def record(self, output: StepOutput) -> None:
-        """What the last plan's step sampled and pooled, before the next plan."""
+        """Records what the last plan's step sampled and pooled. Call it before the next plan."""
         if output.token_ids:  # else another rank samples
             self._rows["last_id"][self._sampled_rows] = output.token_ids
         for index, (row, num_tokens) in self._pooled.items():
@@ -91,7 +92,7 @@ class RankState:
         for row in unpack(rows).tolist():
             self._forget(row)
         if len(rows) and not self._num_blocks.any():
-            self._clear()  # after a long row or many, the arrays are large
+            self._clear()  # the arrays are large after a long row or many
 
     def _update(self, plan: StepPlan) -> None:
         self.end(plan.ended)

@@ -15,8 +15,8 @@ from shared.messages import LogprobsMode, Pooling, SamplingParams
 
 @dataclass(slots=True)
 class SpecialRow:
-    """`mask` and `bans_stop` are its grammar's at this step; `pooled` is the sum over the first
-    `num_pooled_tokens` tokens, as its last chunk gave it.
+    """A row with options that few have. `mask` and `bans_stop` are its grammar's at this step;
+    `pooled` is the sum over the first `num_pooled_tokens` tokens, as its last chunk gave it.
     """
 
     sampling: SamplingParams | None

@@ -28,7 +28,9 @@ from shared.errors import DependencyUnavailable
 
 
 class Bf16FrameCodec:
-    """For BF16. Both methods release the GIL, and are compiled before the first frame."""
+    """Codes frames of BF16. Both methods release the GIL, and are compiled before the
+    first frame.
+    """
 
     name = "bf16-high-bytes"
 

@@ -1,4 +1,6 @@
-"""How a worker pushes and receives KV, whether one process or several ranks hold its cache."""
+"""Ports through which a worker pushes and receives KV, whether one process or several ranks hold
+its cache.
+"""
 
 from __future__ import annotations
 

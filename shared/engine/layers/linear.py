@@ -154,8 +154,8 @@ _unset_on: ContextVar[torch.device | None] = ContextVar("unset_on", default=None
 
 @contextmanager
 def weights_unset_on(device: torch.device) -> Iterator[None]:
-    """Inside, unset weights are on `device`, whatever the default device: on the meta device they
-    take no memory until a checkpoint's are there.
+    """Creates unset weights on `device` inside the context, whatever the default device: on the
+    meta device they take no memory until a checkpoint's are there.
     """
     token = _unset_on.set(device)
     try:

@@ -8,7 +8,7 @@ from shared.engine.model_config.model_config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """Without a weight of its own it multiplies by ones, which no checkpoint fills."""
+    """RMS norm. A norm without a weight multiplies by ones, which no checkpoint fills."""
 
     weight: Tensor
 

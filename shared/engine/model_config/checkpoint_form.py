@@ -1,4 +1,6 @@
-"""How a checkpoint's tensors differ from the model's: names, parts left out, order of rows."""
+"""Describes how a checkpoint's tensors differ from the model's: names, parts left out, order of
+rows.
+"""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def _expect_own_keys(fields: ConfigFields) -> None:
 
 
 def _paired_rows(latent: LatentFields) -> tuple[tuple[str, PairedRows], ...]:
-    """Returns the rows whose pairs are adjacent. `rope_interleave` false: the rows are in two
-    halves already.
+    """Returns patterns of tensors with their rows whose pairs are adjacent. If `rope_interleave` is
+    false, the rows are in two halves already.
     """
     if latent.rope_interleave is False:
         return ()

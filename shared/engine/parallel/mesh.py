@@ -88,4 +88,4 @@ class LocalMesh:
         raise ValueError("one rank alone has no previous stage")
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""

@@ -63,7 +63,7 @@ def attention_weights(local: ModelConfig) -> int:
 
 
 def _attention_biases(local: ModelConfig) -> int:
-    """But for that of the output."""
+    """Counts the biases of attention, but for that of the output."""
     if not local.has_qkv_bias:
         return 0
     if local.latent is None:

@@ -1,4 +1,4 @@
-"""How far the next-token distributions of one model are from another's, over given prompts.
+"""Measures how far one model's next-token distributions are from another's, over given prompts.
 
     KL(P || Q) = Σ p · (log p - log q)    in nats, of each position of a prompt
 
@@ -39,7 +39,9 @@ class PromptQuality:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Over all positions; KL in nats. `worst`: the index of the prompt with the largest mean."""
+    """A summary over all positions; KL in nats. `worst` is the index of the prompt with the largest
+    mean.
+    """
 
     num_tokens: int
     kl_mean: float
@@ -71,8 +73,8 @@ def compare(
     pairs: Sequence[tuple[str, str]],
     prompts: Sequence[Sequence[int]],
 ) -> list[list[PromptQuality]]:
-    """For each pair of names, reference first, a result of each prompt. Raises CheckpointError for
-    a model whose logits are no numbers.
+    """Returns a result of each prompt for each pair of names, reference first. Raises
+    CheckpointError for a model whose logits are no numbers.
     """
     found = [[PromptQuality() for _ in prompts] for _ in pairs]
     for index, token_ids in enumerate(prompts):

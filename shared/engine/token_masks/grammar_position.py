@@ -1,4 +1,4 @@
-"""Where the output of one choice is in its grammar. No I/O, no threads.
+"""Tracks the position of a choice's output in its grammar. No I/O, no threads.
 
 FREE ──a start in the output──▶ CONSTRAINED ──the grammar's end, if it repeats──▶ FREE
 """

@@ -15,11 +15,11 @@ class MaskJobs:
         self.vocab_size = vocab_size
         self.num_late = 0
         self._threads = threads
-        self._collected: list[MaskJob] = []  # of the step that is being applied
+        self._collected: list[MaskJob] = []  # jobs of the step that is being applied
         self._on_ready: Callable[[], None] = lambda: None
 
     def on_ready(self, handler: Callable[[], None]) -> None:
-        """`handler` is called, on any thread, when a choice that was stalled may continue."""
+        """Calls `handler`, on any thread, when a choice that was stalled may continue."""
         self._on_ready = handler
 
     def submit(self, job: MaskJob, *, is_slow: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where the output of one choice is in its reasoning, and which token its budget forces. Pure.
+"""Tracks a choice's reasoning, and the tokens that its budget forces. Pure.
 
 ANSWER ──a mark that opens──▶ THINKING ──`max_tokens` tokens──▶ FORCED, token by token
    ▲                             │                                 │

@@ -49,7 +49,7 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read. `digests` None: each is computed."""
+    """Options of reading files. Without `digests` each is computed."""
 
     staging: WeightStaging = field(default_factory=LocalStaging)
     digests: DigestCache | None = None

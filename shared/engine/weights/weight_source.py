@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files, bundles, or seeded numbers."""
+"""Sources of weights: safetensors files, bundles, or seeded numbers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class RankChannels:
         return tuple(each for each in (*self.rank_kv, self.rank_masks) if each >= 0)
 
     def close_inherited(self) -> None:
-        """Once ranks have them."""
+        """Closes the descriptors once ranks have them."""
         for each in self.inherited:
             os.close(each)
 

@@ -48,13 +48,13 @@ class CheckDevice(msgspec.Struct, frozen=True, tag=True):
 
 
 class ZeroBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Answered once all ranks have zeroed them."""
+    """Zeroes blocks. The answer comes once all ranks have zeroed them."""
 
     block_ids: list[int]
 
 
 class GiveBackBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Nothing uses them: their memory goes back to the system."""
+    """Gives the memory of unused blocks back to the system."""
 
     block_ids: list[int]
 
@@ -64,7 +64,9 @@ class ReturnFreedMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountExperts(msgspec.Struct, frozen=True, tag=True):
-    """Answered by ExpertCounts, or nothing if the answering rank has no layer with experts."""
+    """Asks for ExpertCounts. The answer is empty if the answering rank has no layer
+    with experts.
+    """
 
 
 class ExpertCounts(msgspec.Struct, frozen=True):

@@ -111,7 +111,9 @@ class QuantizedExperts:
 
 
 def _bounds(offsets: Tensor, num_rows: int) -> list[int]:
-    """On meta, where nothing is known, one expert has all rows: experts launch the same kernels."""
+    """Returns the offsets of the experts' rows. Nothing is known on meta, where one expert has all
+    rows: experts launch the same kernels.
+    """
     if offsets.is_meta:
         return [0, *[num_rows] * (len(offsets) - 1)]
     bounds: list[int] = offsets.tolist()

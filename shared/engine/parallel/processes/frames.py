@@ -111,7 +111,7 @@ class SocketWriter:
         self._num_written = 0
 
     def has_room(self, record: Record) -> bool:
-        """Approximate: of one part, if the socket takes bytes now."""
+        """Whether the socket takes bytes now, and the record is one part. Approximate."""
         is_single = num_parts_of(record, PART_BYTES) == 1
         return is_single and bool(select.select([], [self._frames], [], 0)[1])
 

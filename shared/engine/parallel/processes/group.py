@@ -136,7 +136,7 @@ class RankGroup:
 
     @property
     def loss(self) -> str | None:
-        """Why the group is lost; None while it is not."""
+        """The reason that the group is lost; None while it is not."""
         return self._watchdog.reason
 
     def fileno(self) -> int:

@@ -95,7 +95,7 @@ class HostRanks:
         poll.poll(POLL_S * 1000)
 
     def _relay(self) -> None:
-        """Control first: it says why the other connections end."""
+        """Forwards messages, control first: it says why the other connections end."""
         for rank, control in self._controls.items():
             while (data := control.take()) is not None:
                 self._obey(rank, data)

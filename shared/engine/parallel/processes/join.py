@@ -1,4 +1,4 @@
-"""How hosts join the ranks of a worker: the leader listens, each other host opens its connections.
+"""Joins hosts to the ranks of a worker: the leader listens, each other host opens its connections.
 
     steps     one a host: steps to it, answers from it
     control   one a rank: the messages of `rank_messages.py`

@@ -51,7 +51,7 @@ class RecordSender:
             each.write(record)
 
     def close(self) -> None:
-        """Late records may be lost. The writers are not closed."""
+        """Stops sending: late records may be lost. The writers are not closed."""
         for each in self._writers:
             each.stop()
         self._thread.shutdown()

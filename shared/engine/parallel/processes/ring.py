@@ -143,7 +143,7 @@ class RingWriter:
         return next((each for each in readers if self._ring.num_taken(each) < needed), None)
 
     def stop(self) -> None:
-        """From any thread: a `write` that waits for a reader raises RingFull."""
+        """Stops the writer, from any thread: a `write` that waits for a reader raises RingFull."""
         self._is_stopped = True
 
     def close(self) -> None:

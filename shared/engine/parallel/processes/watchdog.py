@@ -45,7 +45,7 @@ class Handle(Protocol):
     def fds(self) -> tuple[int, ...]: ...
 
     def send(self, message: ToRank) -> None:
-        """Nothing if the rank has ended."""
+        """Sends a message. Does nothing if the rank has ended."""
 
     def receive(self) -> ToLeader | None:
         """A message that has come, if any. Damaged ones count as a failure of the rank."""
@@ -53,14 +53,14 @@ class Handle(Protocol):
     def has_ended(self) -> bool: ...
 
     def ending(self) -> str:
-        """How it ended."""
+        """Describes how the rank ended."""
 
     def is_stopped(self) -> bool: ...
 
     def kill(self) -> None: ...
 
     def stop(self) -> None:
-        """Does nothing: the rank ends by itself."""
+        """Ends the connection, so that the rank ends by itself."""
 
     def wait(self, limit_s: float) -> None:
         """Waits for the rank's end."""
@@ -138,7 +138,8 @@ def ended(handles: Sequence[Handle], limit_s: float) -> list[Handle]:
 
 
 def failure_of(handles: Sequence[Handle]) -> str | None:
-    """Why the first of these has ended; None for one that has only said that it is ready.
+    """Returns the reason that the first of these has ended; None for one that has only said that it
+    is ready.
 
     A killed rank is named before those that failed because it no longer answered.
     """
@@ -155,7 +156,7 @@ def failure_of(handles: Sequence[Handle]) -> str | None:
 
 
 class StoppedRanks:
-    """Since when ranks are stopped, as seen by `check`."""
+    """Records since when ranks are stopped, as seen by `check`."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}

@@ -145,7 +145,8 @@ def _gloo_group(
 
 
 def serve_store(host: str) -> tuple[dist.Store, int]:
-    """Where the ranks of a group find each other's addresses, and its port on this host.
+    """Serves a store where the ranks of a group find each other's addresses. Returns it, and its
+    port on this host.
 
     It listens on this address alone; torch would listen on all. Raises OSError.
     """

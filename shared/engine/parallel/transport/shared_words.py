@@ -51,7 +51,9 @@ def check_machine() -> None:
 
 
 def num_spins(num_ranks: int) -> int:
-    """No spinning where ranks outnumber processors: the rank waited for may need this one."""
+    """Returns how often a wait spins: never where ranks outnumber processors, as the rank waited
+    for may need this one.
+    """
     return SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
 
 

@@ -41,7 +41,7 @@ class KvChannel(Generic[T]):
         return cls(*await asyncio.open_connection(sock=connection), decoder)
 
     def send(self, message: Any) -> None:
-        """Nothing, if the other end is closed: `messages` ends, too."""
+        """Sends a message. Does nothing if the other end is closed: `messages` ends, too."""
         data = self._encoder.encode(message)
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)

@@ -17,7 +17,7 @@ from shared.messages import DataPlaneAddress, KvTargets, LinkKey
 
 
 class OpenReceiver(msgspec.Struct, frozen=True, tag=True):
-    """Answered with the address."""
+    """Opens a receiver of KV. The answer is its address."""
 
     instance_id: bytes
     bind_host: str
@@ -32,7 +32,9 @@ class OpenSender(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartPush(msgspec.Struct, frozen=True, tag=True):
-    """Answered once the push has ended, with whether all targets hold the rank's part."""
+    """Starts a push. The answer comes once it has ended, and tells whether all targets hold the
+    rank's part.
+    """
 
     placement_id: bytes
     num_tokens: int
@@ -42,7 +44,7 @@ class StartPush(msgspec.Struct, frozen=True, tag=True):
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """Answered once frames may come."""
+    """Expects a push. The answer comes once frames may come."""
 
     placement_id: bytes
     num_tokens: int
@@ -53,7 +55,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Answered with `Held` once no copy writes the blocks."""
+    """Forgets a push. The answer is `Held`, once no copy writes the blocks."""
 
     placement_id: bytes
 

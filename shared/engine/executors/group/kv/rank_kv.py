@@ -187,8 +187,8 @@ class RankKv:
 
 
 def start_rank_kv(descriptor: int, memory: RankKvMemory, sent: KvShard, *, own_host: str) -> None:
-    """On a thread of its own, whose failure ends the rank, and the group with it. `own_host`: where
-    a rank on another host than the leader's receives KV.
+    """Starts a rank's data plane on a thread of its own, whose failure ends the rank, and the group
+    with it. A rank on another host than the leader's receives KV at `own_host`.
     """
 
     async def serve() -> None:

@@ -38,8 +38,8 @@ class RankKvMemory:
         )
 
     def _own(self, run: KvRun) -> KvRun:
-        """Counted from the rank's first layer of the group, and its first head. Without a shard it
-        is all that a rank has which holds the whole group.
+        """Returns the run counted from the rank's first layer of the group, and its first head.
+        Without a shard it is all that a rank has which holds the whole group.
         """
         if run.shard is None:
             return run
