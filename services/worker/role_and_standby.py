@@ -1,5 +1,5 @@
 """Parks a worker and wakes it again: gives its KV cache back, and keeps weights and kernels.
-Changes its roles.
+Changes its roles, as `shared/lifecycle/worker_roles.py` allows.
 
     start ──▶ ready ──ParkWorker──▶ draining ──all requests have ended──▶ standby ◀── start, parked
                 ▲ ▲                    └─drain_s─▶ ready, WorkerBusy         │
@@ -42,7 +42,7 @@ class Handler(Protocol):
     def num_unfinished(self) -> int: ...
 
 
-class Parking:
+class RoleAndStandby:
     def __init__(self, worker: EngineWorker, handlers: Sequence[Handler]) -> None:
         self._worker = worker
         self._handlers = handlers

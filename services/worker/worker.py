@@ -13,7 +13,7 @@ from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from services.worker.data_plane import DataPlane, GroupDataPlane, ProcessDataPlane
 from services.worker.rank_leader import listening_for_ranks
-from services.worker.role_and_standby import Parking
+from services.worker.role_and_standby import RoleAndStandby
 from shared.clock import Clock, MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
@@ -53,16 +53,16 @@ class WorkerProcess:
         self._worker = worker
         self._handlers = handlers
         self._bus = bus
-        self._parking = Parking(worker, handlers)
+        self._role_and_standby = RoleAndStandby(worker, handlers)
 
     async def start(self) -> None:
         await self._worker.start()
         for handler in self._handlers:
             await handler.start()
-        await self._parking.start()
+        await self._role_and_standby.start()
 
     async def drain(self) -> None:
-        await self._parking.leave()
+        await self._role_and_standby.leave()
         await asyncio.gather(*(handler.drain() for handler in self._handlers))
 
     async def stop(self) -> None:

@@ -6,7 +6,8 @@ The steps in order; greedy takes the largest logit after the third:
     2. repetition, then frequency and presence penalty   kernels/torch_ops/penalize.py
     3. tokens become -inf that the row's grammar forbids kernels/torch_ops/apply_token_mask.py
        or that are banned: stop tokens before min_tokens, last tokens of bad words
-    4. temperature, top-k, top-p, min-p, Gumbel noise    kernels/torch_ops/sample.py
+    4. temperature, top-k, top-p, min-p, Gumbel noise    kernels/torch_ops/sample.py;
+                                                         on CUDA kernels/gpu/sampling/sample.py
 
 A grammar precedes bias and bans: if they exclude all that it allows, the grammar alone decides.
 vLLM has the same order of bias and penalties. Everything is a function of the logits, the tokens

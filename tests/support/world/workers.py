@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
-from services.worker.role_and_standby import Parking
+from services.worker.role_and_standby import RoleAndStandby
 from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
@@ -196,7 +196,7 @@ class SimulatedWorker:
         self.decode: DecodeService | None = None
         if "decode" in roles:
             self.decode = DecodeService(self.worker, receive_port, grammars)
-        self.parking = Parking(self.worker, self.handlers)
+        self.parking = RoleAndStandby(self.worker, self.handlers)
 
     @property
     def handlers(self) -> list[PrefillService | DecodeService]:
