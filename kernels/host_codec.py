@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint16]
 
-BLOCK_BYTES = 2 * 32 * 32  # words of a KV frame that share a base
+BLOCK_BYTES = 2 * 32 * 32  # bytes of the words of a KV frame that share a base
 
 
 def split_bf16(words: Words, low: Bytes, high: Bytes) -> None:

@@ -1,6 +1,6 @@
 """Peak memory of a prompt of 2,048 tokens with experts of four bits, over their file and the KV.
 
-    python -m benchmarks.compression.quantized_memory [--layers 12] [--hidden 1024] [--experts 16]
+    python -m benchmarks.compression.quantised_memory [--layers 12] [--hidden 1024] [--experts 16]
 
 A random checkpoint is written, loaded in a process of its own, and prefilled in the CPU's default
 steps of 512 tokens. A model of a few MB loads and runs first, so that libraries and compiled code

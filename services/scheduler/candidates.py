@@ -49,11 +49,13 @@ class Candidates:
         return self._has_worker(ticket, num_context_tokens(ticket.request), excluded)
 
     def has_excluded(self, ticket: QueuedRequest) -> bool:
-        """Whether a worker that is never tried for the request could decode it."""
+        """Whether a live worker could decode the request if none were excluded: for a request
+        without a worker, such a worker is never tried for it.
+        """
         return self._has_worker(ticket, num_context_tokens(ticket.request), excluded=())
 
     def is_too_long(self, ticket: QueuedRequest, now: float) -> bool:
-        """Whether some worker could decode a shorter request."""
+        """Whether some worker could decode a shorter request, asked of a request without one."""
         return self._has_worker(ticket, 0, self._starts.excluded(ticket, now))
 
     def error(self, ticket: QueuedRequest, now: float) -> NoCapacity:

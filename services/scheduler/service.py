@@ -265,7 +265,7 @@ class SchedulerService:
             self._decide_residency(now)
         closed = self._starts.closed(now)
         for queue in self._blocked.all():
-            with failing_alone("lane_not_retried"):
+            with failing_alone("queue_not_retried"):
                 self._retry_queue(queue, closed)
 
     def _retry_queue(self, queue: QueueKey, closed: set[str]) -> None:

@@ -29,6 +29,7 @@ STAGES = (
     "finish_model",
     "allocate_kv_cache",
     "compile_kernels",
+    "measure_gemms",
     "run_largest_step",
 )
 

@@ -30,13 +30,13 @@ def target_cpu() -> str:
 
 @cache
 def has_fma() -> bool:
-    """Whether the CPU has FMA: else every fused multiply-add is a call of the C library."""
+    """Whether numba's target has FMA: else every fused multiply-add is a call of the C library."""
     return "fma" in target_features()
 
 
 @cache
 def has_avx512() -> bool:
-    """Whether the CPU has AVX-512: the library's FP32 GEMM is faster without its registers."""
+    """Whether numba's target has AVX-512: without, the library's FP32 GEMM is faster than ours."""
     return "avx512f" in target_features()
 
 

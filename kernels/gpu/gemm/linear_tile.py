@@ -157,8 +157,9 @@ def multiply(
     lanes: SumLanes | None = None,
     **constants: int,
 ) -> None:
-    """Fills y with `kernel`'s GEMMs of x, the first operand, and a weight, the others. A second
-    kernel adds split segments, or lanes. For y of FP32 [L, M, N], only the lanes are computed.
+    """Fills y with the result of `kernel`'s GEMM of x, the first operand, and a weight, the others.
+    A second kernel adds split segments, or lanes. For y of FP32 [L, M, N], only the lanes are
+    computed.
     """
     (num_rows, num_columns), width = out.shape[-2:], operands[0].shape[1]
     num_tiles = triton.cdiv(num_rows, tiled.block_m) * triton.cdiv(num_columns, tiled.block_n)

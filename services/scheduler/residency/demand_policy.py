@@ -43,8 +43,8 @@ GAIN_RATIO = 4.0
 LATE_S = 0.5
 TURN_S = 0.5
 BUSY_RATE = 2.0  # arrivals per second
-REPLICA_AGE_S = 0.5  # a queue with an older request wants another replica
-REPLICA_QUEUE = 4  # requests that wait before a model gets another replica
+REPLICA_AGE_S = 0.5  # least age of the oldest request of a queue that wants another replica
+REPLICA_QUEUE = 4  # least number of its requests; both must hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,9 @@ class _Decision:
         return self._is_busy(resident), self._cost(resident), resident.num_running
 
     def _is_busy(self, resident: Resident) -> bool:
-        """Whether the model serves requests, or is used so often that it is hardly ever idle."""
+        """Whether the model serves requests or has some that wait, or is used so often that it is
+        hardly ever idle.
+        """
         demand = self._demands.get(resident.model, UNUSED)
         is_used = resident.num_running > 0 or demand.num_queued > 0
         return is_used or demand.expected_rate(self._now) >= BUSY_RATE

@@ -60,8 +60,8 @@ class Batcher:
     def __init__(
         self, pool: BlockPool, *, max_batch_tokens: int, max_sequences: int, watermark: float = 0.01
     ) -> None:
-        """The pool leaves the share `watermark` of its blocks free for running sequences when it
-        admits others.
+        """Admits waiting sequences only while the share `watermark` of the pool's blocks stays
+        free for running ones.
         """
         self.pool = pool
         self.needs = BlockNeeds(pool.reaches, pool.block_size, max_batch_tokens)

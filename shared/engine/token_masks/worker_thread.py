@@ -81,7 +81,7 @@ class WorkerThread:
             self.num_abandoned += len(jobs)
         for job in jobs:
             if job is not None:
-                log.warning("grammar_thread_abandoned", lane=self._name, tenant=job.tenant_id)
+                log.warning("grammar_thread_abandoned", thread=self._name, tenant=job.tenant_id)
                 job.time_out()
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class WorkerThread:
         try:
             runner.thread.start()
         except RuntimeError as error:
-            log.warning("grammar_thread_not_started", lane=self._name, reason=str(error))
+            log.warning("grammar_thread_not_started", thread=self._name, reason=str(error))
             return False
         self._active = runner
         return True

@@ -29,8 +29,8 @@ def measure_gemms(model: Decoder) -> None:
 
 
 def run_largest_step(computer: StepComputer, options: LoadOptions) -> None:
-    """Runs the largest step, with every option of sampling, whose results the host reads, and with
-    the log-probabilities of as many rows as there can be.
+    """Runs the largest step. Then samples an unset row with every option whose results the host
+    reads, and reports the log-probabilities of as many rows as there can be.
     """
     layout, config = computer.kv_layout, computer.model.config
     num_groups = len(layout.groups)
@@ -42,9 +42,9 @@ def run_largest_step(computer: StepComputer, options: LoadOptions) -> None:
         num_groups=num_groups,
     )
     computer.run(step)
-    drawn = _unset_output(computer, 1)
+    output = _unset_output(computer, 1)
     for each in sampled_steps(layout.block_size, config.vocab_size, num_groups=num_groups):
-        computer.output(drawn, each)
+        computer.output(output, each)
     num_rows = len(step.query_lens)
     all_rows = logprobs_step(layout.block_size, num_rows, num_groups=num_groups)
     computer.output(_unset_output(computer, num_rows), all_rows)

@@ -44,7 +44,7 @@ class DenseMethod:
 
     def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
         if self._lanes is None:
-            raise ValueError("this product does not sum in lanes")
+            raise ValueError("this GEMM does not sum in lanes")
         return lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class LinearMethod(Protocol):
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """The GEMM as FP32: [T, K] -> [T, N]."""
+        """The result of the GEMM as FP32: [T, K] -> [T, N]."""
         ...
 
     def argmax(self, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class QuantizedMethod:
 
     def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
         if self._lanes is None:
-            raise ValueError("this product does not sum in lanes")
+            raise ValueError("this GEMM does not sum in lanes")
         return quantized_lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class SplitWeightMethod:
 
     def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
         if self._lanes is None:
-            raise ValueError("this product does not sum in lanes")
+            raise ValueError("this GEMM does not sum in lanes")
         return lane_sums(x, decompress(self.weight), lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:

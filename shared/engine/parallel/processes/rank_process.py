@@ -61,7 +61,7 @@ class RankWork(Protocol):
 
 @dataclass(frozen=True)
 class RankContext:
-    """The context that creates a rank's work: `entry(context) -> RankWork`."""
+    """The context from which `entry(context) -> RankWork` creates a rank's work."""
 
     start: StartRank
     links: list[RankLink] = field(default_factory=list)  # measured by `mesh`
