@@ -95,6 +95,9 @@ class OutputMerger:
             events = self._take()
             if events or not self._num_open:
                 return events
+            if self._fresh:  # not polled yet: one of them may have events
+                await asyncio.sleep(0)
+                continue
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 

@@ -60,6 +60,22 @@ def test_many_outputs_are_returned_in_parts_between_turns_of_others(
     run(main())
 
 
+def test_events_of_the_last_output_do_not_wait_for_events_of_the_first(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    async def main() -> None:
+        outputs = [
+            delivery_of(gateway_config, model_files, max_tokens=8)
+            for _ in range(2 * MAX_OUTPUTS + 1)
+        ]
+        merger = OutputMerger(outputs)
+        outputs[-1].on_tokens(0, model_files.tokenizer.encode(["a"]), ())
+        (event,) = await merger.next()
+        assert isinstance(event, TextDelta) and event.choice_index == 2 * MAX_OUTPUTS
+
+    run(main())
+
+
 def test_tokens_with_logprobs_of_all_outputs_together_are_bounded(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
