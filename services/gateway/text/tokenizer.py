@@ -172,12 +172,14 @@ class PromptTokenizer:
         """Encodes a client's prompt. Returns token ids and the start of each token in `text`.
 
         An offset is the end of the previous token, since some tokenizers exclude a token's space
-        from its span; all tokens of one character have that character's offset.
+        from its span; all tokens of one character have that character's offset. Offsets never
+        decrease: a token that the post-processor appends has the span (0, 0).
         """
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        offsets, end = [], 0
+        offsets, first, end = [], 0, 0
         for start, next_end in encoding.offsets:
-            offsets.append(min(start, end))
+            first = end if start == next_end else max(first, min(start, end))
+            offsets.append(first)
             end = max(end, next_end)
         return encoding.ids, offsets
 

@@ -164,20 +164,21 @@ def test_offsets_do_not_depend_on_trimmed_spans(tmp_path: Path, model_files: Mod
     assert encoded_echo(prompt, files) == encoded_echo(prompt, model_files)
 
 
-def test_tokenizer_may_add_first_token(tmp_path: Path) -> None:
+def test_tokenizer_may_add_first_and_last_tokens(tmp_path: Path) -> None:
     path = write_model_dir(tmp_path / "m") / "tokenizer.json"
     own = Tokenizer.from_file(str(path))
     own.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        single="<|endoftext|> $A <|endoftext|> <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     own.save(str(path))
     files = ModelFiles(path.parent)
-    assert encoded_prompt(TextPrompt("", "prompt"), files) == [0]
+    assert encoded_prompt(TextPrompt("", "prompt"), files) == [0, 0, 0]
     echo = encoded_echo(TextPrompt("hello", "prompt"), files)
     assert echo is not None
     assert (echo.text, echo.token_ids[0], echo.offsets[:2]) == ("hello", 0, [0, 0])
+    assert echo.offsets == sorted(echo.offsets) and echo.offsets[-2:] == [5, 5]
     without_special = TextPrompt("hello", "prompt", add_special_tokens=False)
-    assert encoded_prompt(without_special, files) == echo.token_ids[1:]
+    assert encoded_prompt(without_special, files) == echo.token_ids[1:-2]
     with pytest.raises(InvalidRequest, match="must hold a token"):
         encoded_prompt(TextPrompt("", "prompt", add_special_tokens=False), files)
 
