@@ -72,6 +72,7 @@ class StreamDriver:
         self._background = Background()
         self._submits = FairStarts(max_per_turn=MAX_SUBMITS_PER_TURN)
         self._is_idle = asyncio.Event()
+        self._is_stopped = False
         self._stopped = deque[str](maxlen=MAX_STOPPED)  # a `Placed` on one may arrive just after
 
     def __len__(self) -> int:
@@ -88,6 +89,8 @@ class StreamDriver:
         self._background.start_own(self._tick())
 
     async def stop(self) -> None:
+        """From now on no request is sent to a scheduler or worker; what was posted still leaves."""
+        self._is_stopped = True
         await self._background.stop()
         self._perform(with_acknowledgements=True)
         await self._outbox.stop()
@@ -109,8 +112,7 @@ class StreamDriver:
         self._perform()
 
     def close_all(self, error: HearthError) -> None:
-        for request_id in self._streams.request_ids():
-            self._streams.close(request_id, "failed", error, self._clock.now())
+        self._streams.close_all(error, self._clock.now())
         self._perform()
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
@@ -171,8 +173,7 @@ class StreamDriver:
                     start = partial(self._start_submit, action)
                     self._submits.start(action.message.request.tenant_id, start)
                 case Resend():
-                    fail = partial(self._fail_resend, action)
-                    self._background.start_item(self._resend(action), fail)
+                    self._start_resend(action)
                 case _:
                     _log(action)
                     self._on_report(action)
@@ -180,10 +181,15 @@ class StreamDriver:
             self._is_idle.set()
 
     def _start_submit(self, action: Submit) -> None:
-        if not self._streams.is_due(action.message):
+        if self._is_stopped or not self._streams.is_due(action.message):
             return
         fail = partial(self._fail, action.message.request.request_id)
         self._background.start_item(self._submit(action), fail)
+
+    def _start_resend(self, action: Resend) -> None:
+        if not self._is_stopped:
+            fail = partial(self._fail_resend, action)
+            self._background.start_item(self._resend(action), fail)
 
     async def _submit(self, action: Submit) -> None:
         message = action.message

@@ -175,6 +175,13 @@ class Streams:
         elif queue is not None:
             self._end_waiting([queue.take(request_id)], error)
 
+    def close_all(self, error: HearthError, now: float) -> None:
+        """Ends those that wait first: else the end of an open one would open them."""
+        for queue in dict.fromkeys(self._waiting.values()):
+            self._end_waiting(queue.take_all(), error)
+        for request_id in self.request_ids():
+            self.close(request_id, "failed", error, now)
+
     # ── schedulers ───────────────────────────────────────────────────────────────────────────────
 
     def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import msgspec
+import pytest
 
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import MAX_SUBMITS_PER_TURN, StreamDriver
@@ -170,20 +171,51 @@ def test_many_requests_are_sent_in_parts_by_turns_of_tenants() -> None:
     run(main())
 
 
-def test_request_that_ends_before_its_turn_is_not_sent() -> None:
+def close_each(driver: StreamDriver) -> None:
+    for number in range(1200):
+        driver.close(f"r{number}", "client_gone", HearthError("it has left"))
+
+
+def close_all(driver: StreamDriver) -> None:
+    driver.close_all(HearthError("the gateway stops"))
+
+
+@pytest.mark.parametrize("close", [close_each, close_all])
+def test_request_that_ends_before_its_turn_is_not_sent(
+    close: Callable[[StreamDriver], None],
+) -> None:
+    """Three responses of one tenant: the room that one leaves would open requests of another."""
+
     async def main() -> None:
-        cluster = Cluster()
+        cluster, clients = Cluster(), [Recorder() for _ in range(1200)]
         await cluster.start()
-        ids = [f"r{number}" for number in range(400)]
+        openings = [Opening(request(f"r{n}"), client) for n, client in enumerate(clients)]
 
         def begin() -> None:
-            cluster.driver.open([Opening(request(each), Recorder()) for each in ids])
-            for each in ids:
-                cluster.driver.close(each, "client_gone", HearthError("it has left"))
+            for first in range(0, 1200, 400):
+                cluster.driver.open(openings[first : first + 400])
+            close(cluster.driver)
 
         turns = await sent_by_turn(cluster, 40, begin)
         assert sum(map(len, turns)) <= MAX_SUBMITS_PER_TURN
-        assert not len(cluster.driver)
+        assert not len(cluster.driver) and all(each.error is not None for each in clients)
         await cluster.driver.stop()
+
+    run(main())
+
+
+def test_stopped_driver_sends_no_more_requests() -> None:
+    async def main() -> None:
+        cluster, stops = Cluster(), set[asyncio.Task[None]]()
+        await cluster.start()
+
+        def begin() -> None:
+            ids = [f"r{number}" for number in range(256)]
+            cluster.driver.open([Opening(request(each), Recorder()) for each in ids])
+            stops.add(asyncio.create_task(cluster.driver.stop()))
+
+        turns = await sent_by_turn(cluster, 40, begin)
+        assert 0 < sum(map(len, turns)) <= 2 * MAX_SUBMITS_PER_TURN
+        await asyncio.gather(*stops)
 
     run(main())
