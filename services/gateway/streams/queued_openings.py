@@ -57,12 +57,14 @@ class TenantOpenings:
 
 class QueuedOpenings:
     """Requests of one response that are not open yet. Their deadlines count from `now`. `num_open`:
-    those that are.
+    those that are. `has_output`: a worker has sent output of one of them, so the client may have a
+    part of the response.
     """
 
     def __init__(self, openings: Iterable[Opening], now: float, tenant: TenantOpenings) -> None:
         self.tenant = tenant
         self.num_open = 0
+        self.has_output = False
         self._began_at = now
         self._waiting = {each.request_id: each for each in openings}
         tenant.waiting.add(self)

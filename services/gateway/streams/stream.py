@@ -60,16 +60,14 @@ class CurrentPlacement:
 class Stream:
     """The state of one request. Times are seconds of the gateway's monotonic clock."""
 
-    def __init__(
-        self, opening: Opening, now: float, *, queue: QueuedOpenings, is_later: bool = False
-    ) -> None:
-        """`queue`: of its response. `is_later`: others of it have been served already."""
+    def __init__(self, opening: Opening, now: float, *, queue: QueuedOpenings) -> None:
+        """`queue`: of its response."""
         self.request = request = opening.request
         self.affinity_key = opening.affinity_key
-        self.is_queueable = opening.is_queueable or is_later
+        self.is_queueable = opening.is_queueable or queue.has_output
         self.receiver = GuardedReceiver(opening.receiver, request.request_id)
         self.queue = queue
-        self._is_later = is_later
+        self._is_later = queue.has_output
         self.deadline_at = now + request.deadline_s
         self.choices = {
             choice.choice_index: ChoiceTokens(choice.choice_index) for choice in request.choices

@@ -143,12 +143,12 @@ class Streams:
         for _ in openings[: tenant.num_at_once(most)]:
             self._open_next(queue, now)
 
-    def _open_next(self, queue: QueuedOpenings, now: float, *, is_later: bool = False) -> None:
+    def _open_next(self, queue: QueuedOpenings, now: float) -> None:
         opening = queue.take_next(now)
         if opening is None:
             return
         del self._waiting[opening.request_id]
-        stream = Stream(opening, now, queue=queue, is_later=is_later)
+        stream = Stream(opening, now, queue=queue)
         self._open_window(stream, now)
         self._by_request[stream.request_id] = stream
         self._submit(stream, now)
@@ -472,6 +472,7 @@ class Streams:
         served = entry.served if entry.finish is None else entry.finish.served
         if entry.token_ids or (entry.finish is not None and entry.finish.reason != "failed"):
             stream.tries[-1].record_tokens(len(entry.token_ids), served, now)
+            stream.queue.has_output = True
         if choice.finish is not None:
             self._finish(stream, choice, choice.finish, now)
         elif choice.is_stopped:
@@ -592,7 +593,7 @@ class Streams:
         queue.ended()
         found = tenant.next_after(queue)
         if found is not None:
-            self._open_next(found, now, is_later=True)
+            self._open_next(found, now)
         elif not tenant.num_open:
             self._tenants.pop(stream.request.tenant_id, None)
 

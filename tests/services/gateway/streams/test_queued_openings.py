@@ -10,23 +10,36 @@ from services.gateway.streams.actions import Submit
 from services.gateway.streams.queued_openings import MAX_OPEN, MAX_TENANT_OPEN, Opening
 from services.gateway.streams.streams import Streams
 from shared.errors import HearthError, Overloaded
-from shared.messages import Placed, Request, TokenBatch, TokenEntry
+from shared.messages import Placed, Request, SubmitRequest, TokenBatch, TokenEntry
 from tests.services.gateway.streams.test_streams import STOP, Recorder, request
 
 
 class Response:
     """Of `count` requests, `r0` and so on. `streams`: also of other responses."""
 
-    def __init__(self, count: int, streams: Streams | None = None, name: str = "r") -> None:
+    def __init__(
+        self,
+        count: int,
+        streams: Streams | None = None,
+        name: str = "r",
+        *,
+        is_queueable: bool = True,
+    ) -> None:
         self.streams = Streams("g") if streams is None else streams
         self.now = 10.0
         self.clients = {f"{name}{number}": Recorder() for number in range(count)}
-        openings = [Opening(request(name), client) for name, client in self.clients.items()]
+        openings = [
+            Opening(request(name), client, is_queueable=is_queueable)
+            for name, client in self.clients.items()
+        ]
         self.streams.open(openings, self.now)
 
     def submitted(self) -> list[Request]:
+        return [each.request for each in self.messages()]
+
+    def messages(self) -> list[SubmitRequest]:
         actions = self.streams.take_actions()
-        return [each.message.request for each in actions if isinstance(each, Submit)]
+        return [each.message for each in actions if isinstance(each, Submit)]
 
     def finish(self, name: str) -> None:
         placement_id = name.encode().ljust(16)
@@ -128,6 +141,20 @@ def test_room_of_one_response_goes_to_another() -> None:
         streams.close(name, "client_gone", HearthError("the client is gone"), 10.0)
     assert second.num_ended == 600
     assert [*map(num_running, (first, third))] == [MAX_OPEN, MAX_OPEN]
+
+
+def test_request_may_wait_for_a_worker_once_its_response_has_output() -> None:
+    """The output of another response of the tenant, which leaves it room, does not count."""
+    streams = Streams("g")
+    first, _, third = (Response(600, streams, name, is_queueable=False) for name in "abc")
+    first.messages()
+    for number in range(2):
+        first.finish(f"a{number}")
+    (message,) = first.messages()
+    assert (message.request.request_id, message.is_queueable) == ("c1", False)
+    third.finish("c0")
+    (message,) = first.messages()
+    assert (message.request.request_id, message.is_queueable) == ("c2", True)
 
 
 def num_running(response: Response) -> int:
