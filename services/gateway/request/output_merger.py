@@ -83,8 +83,8 @@ class OutputMerger:
     async def next(self) -> list[Event]:
         """Waits for the next events, of which the last is `Usage`; then returns an empty list.
 
-        Raises the HearthError that ended one of the requests, after the events before it, or that
-        of `fail`.
+        Raises the HearthError that ended one of the requests, once the events of this request have
+        been returned, or that of `fail`.
         """
         if self._has_returned and self._fresh:
             await asyncio.sleep(0)
@@ -109,7 +109,7 @@ class OutputMerger:
             if output.has_more:
                 self._fresh[output] = None
             elif output.end is not None:
-                self._end(output, has_more=bool(events))
+                self._end(output, has_events=bool(events))
         if self.is_complete and not was_complete:
             events.append(self.usage)
         return events
@@ -129,15 +129,15 @@ class OutputMerger:
                 num_tokens += len(output.prompt_logprobs)
         return taken, events
 
-    def _end(self, output: RequestOutput, *, has_more: bool) -> None:
+    def _end(self, output: RequestOutput, *, has_events: bool) -> None:
         assert output.end is not None
         error = output.end.error
         if error is None:
             self._num_open -= 1
-        elif has_more:
-            self._fresh[output] = None  # events before the error are returned first
-        else:
+        elif not has_events:
             raise error
+        elif self._error is None:
+            self._error = error  # the next `next` raises it
 
     @property
     def usage(self) -> Usage:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from services.gateway.output.events import Event, TextDelta
 from services.gateway.output.events import Usage as UsageEvent
 from services.gateway.request import output_merger
@@ -11,6 +13,7 @@ from services.gateway.request.output_merger import MAX_OUTPUTS, OutputMerger
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
+from shared.errors import NoCapacity
 from shared.messages import TokenLogprobs
 from tests.services.gateway.request.test_request_output import LENGTH, delivery_of
 from tests.support.world.clock import run
@@ -72,6 +75,25 @@ def test_events_of_the_last_output_do_not_wait_for_events_of_the_first(
         outputs[-1].on_tokens(0, model_files.tokenizer.encode(["a"]), ())
         (event,) = await merger.next()
         assert isinstance(event, TextDelta) and event.choice_index == 2 * MAX_OUTPUTS
+
+    run(main())
+
+
+def test_error_of_one_output_does_not_wait_for_the_end_of_the_others(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    async def main() -> None:
+        failing, other = (delivery_of(gateway_config, model_files, max_tokens=8) for _ in range(2))
+        merger = OutputMerger([failing, other])
+        token_ids = model_files.tokenizer.encode(["a"])
+        for output in (failing, other):
+            output.on_tokens(0, token_ids, ())
+        failing.on_end(StreamEnd(NoCapacity("the worker was lost"), "w", 0))
+        assert [each.choice_index for each in await merger.next()] == [0, 1]
+        for _ in range(2):  # it stays failed
+            other.on_tokens(0, token_ids, ())
+            with pytest.raises(NoCapacity):
+                await merger.next()
 
     run(main())
 
