@@ -13,24 +13,26 @@ class EncodingPools:
 
     def __init__(self) -> None:
         self._pools: set[PreparationPool] = set()
-        self._num_lost = 0  # of pools that have ended
+        self.num_lost = 0  # also of pools that have ended: a counter never decreases
 
     @property
     def num_waiting(self) -> int:
-        return sum(each.num_waiting for each in [*self._pools])
+        """Of the model with the most: each has its own queue."""
+        return max((each.num_waiting for each in [*self._pools]), default=0)
 
     @property
     def num_running(self) -> int:
         return sum(each.num_running for each in [*self._pools])
 
-    @property
-    def num_lost(self) -> int:
-        return self._num_lost + sum(each.num_lost for each in [*self._pools])
-
     def open(self) -> PreparationPool:
         """One process, which starts with its first job."""
         pool = PreparationPool(
-            None, num_processes=1, module=ENCODING_PROCESS, hang_s=MAX_LOAD_S, is_costly=True
+            None,
+            num_processes=1,
+            module=ENCODING_PROCESS,
+            hang_s=MAX_LOAD_S,
+            is_costly=True,
+            on_lost=self._count_lost,
         )
         self._pools.add(pool)
         return pool
@@ -39,4 +41,6 @@ class EncodingPools:
         """Ends its process, which nothing waits for."""
         pool.kill()
         self._pools.discard(pool)
-        self._num_lost += pool.num_lost
+
+    def _count_lost(self) -> None:
+        self.num_lost += 1

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -174,13 +174,15 @@ class PreparationPool:
         niceness: int = 0,
         grows: bool = False,
         is_costly: bool = False,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """`setup`: of the model that a process loads as it starts, until another has had jobs;
         None: there is none yet. `num_processes`: without the spare. `module`: what each process
         runs. `niceness`: of each process, beyond this one's. `grows`: whether it has no more
         processes than were busy at once: one of a large vocabulary takes 0.5 s of CPU to start, and
         100 MB. `is_costly`: whether a process takes seconds to start: there is no spare, and none
-        is killed because the client of its job has left.
+        is killed because the client of its job has left. `on_lost`: called for each process that
+        `num_lost` counts.
         """
         count = default_num_processes() if num_processes is None else num_processes
         self.max_wait_s = max_wait_s
@@ -189,6 +191,7 @@ class PreparationPool:
         self._niceness = niceness
         self._grows = grows
         self._is_costly = is_costly
+        self._on_lost = on_lost
         self._setup = setup  # of the last job
         self._module = module
         self._seats = [_Seat() for _ in range(count)]
@@ -304,7 +307,7 @@ class PreparationPool:
             if process is not None and process.is_frozen and not running[0].was_frozen:
                 running[0].was_frozen = True  # it is put back, for a spare
                 has_lost = False
-                self.num_lost += 1
+                self._count_lost()
             else:
                 _settle_lost(running.popleft(), process_ended)
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
@@ -320,7 +323,8 @@ class PreparationPool:
                 process.end_watch()
             left = [each for each in running if not each.reply.done()]
             running.clear()
-            self.num_lost += has_lost and not self._is_closed
+            if has_lost and not self._is_closed:
+                self._count_lost()
             cpu_s += limit_s(first.job) if has_lost else 0.0
             self._turns.ended(first.tenant_id, cpu_s, reached_limit=has_lost)
             if not self._is_closed:
@@ -401,6 +405,10 @@ class PreparationPool:
         self._spares = [each for each in self._spares if _is_alive(each)]
         seated = (_is_alive(each.process) or bool(each.running) for each in self._seats)
         return len(self._spares) + sum(seated)
+
+    def _count_lost(self) -> None:
+        self.num_lost += 1
+        self._on_lost()
 
     async def _end(self, seat: _Seat) -> Process | None:
         """Kills the seat's process. Returns it; its exit status is then known."""

@@ -9,7 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 
 class PoolLoad(NamedTuple):
-    """`num_waiting`, `num_running`: jobs. `num_lost`: processes that ended while they ran one."""
+    """`num_waiting`: jobs in the longest queue. `num_running`: jobs. `num_lost`: processes that
+    ended while they ran one.
+    """
 
     num_waiting: int
     num_running: int
@@ -20,7 +22,7 @@ def preparation_families(loads: Mapping[str, PoolLoad]) -> Iterator[Metric]:
     """`loads`: by pool."""
     jobs = GaugeMetricFamily(
         "hearth_preparation_jobs",
-        "Jobs for preparation processes: waiting, or running.",
+        "Jobs for preparation processes: running, or waiting in the longest queue of the pool.",
         labels=["pool", "state"],
     )
     lost = CounterMetricFamily(

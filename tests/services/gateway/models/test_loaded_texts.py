@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from services.gateway.models.encoding_pools import EncodingPools
 from services.gateway.models.loaded_texts import (
     MAX_PAUSE_S,
     NUM_THREADS,
@@ -94,7 +95,9 @@ async def test_process_of_a_text_ends_with_it_and_with_no_client(
     leaving.cancel()
     assert (await text.renderer.encode([["hello world"]], **tenant)).token_ids == [token_ids]
     assert text.renderer._encoding is not None
-    text.renderer._encoding.num_lost = 2
+    for _ in range(2):
+        text.renderer._encoding._count_lost()
+    assert preparation_loads(prompts=loader.encoding) == {"prompts": PoolLoad(0, 0, 2)}
     seats, (pid,) = text.renderer._encoding._seats, text.renderer._encoding.process_ids
     del text, leaving
     gc.collect()
@@ -103,6 +106,17 @@ async def test_process_of_a_text_ends_with_it_and_with_no_client(
     assert loads == {"prompts": PoolLoad(0, 0, 2)}  # a counter: it remembers those that have left
     async with asyncio.timeout(10):
         assert await seats[0].process.process.wait() == -signal.SIGKILL
+
+
+def test_waiting_jobs_are_those_of_the_model_with_the_most() -> None:
+    """An alert compares them with what one process does soon."""
+    encoding = EncodingPools()
+    assert encoding.num_waiting == 0
+    for num_waiting in (3, 7, 5):
+        pool = encoding.open()
+        for job in range(num_waiting):
+            pool._turns.add("acme", job)
+    assert encoding.num_waiting == 7
 
 
 async def test_text_in_use_is_not_loaded_twice(dirs: list[Path]) -> None:
