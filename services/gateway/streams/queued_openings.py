@@ -34,12 +34,13 @@ class Opening:
 
 class TenantOpenings:
     """The responses of one tenant. At most MAX_TENANT_OPEN of their requests are open, and one of
-    each further response: the room that one leaves goes to the response with the fewest.
+    each further response: the room that one leaves goes to the response with the fewest, and of
+    these to the one that came first.
     """
 
     def __init__(self) -> None:
         self.num_open = 0
-        self.waiting: set[QueuedOpenings] = set()  # responses with requests that are not open
+        self.waiting: dict[QueuedOpenings, None] = {}  # with requests that are not open, in order
 
     def num_at_once(self, most: int) -> int:
         """Of a new response. `most`: for which the gateway has room."""
@@ -67,7 +68,7 @@ class QueuedOpenings:
         self.has_output = False
         self._began_at = now
         self._waiting = {each.request_id: each for each in openings}
-        tenant.waiting.add(self)
+        tenant.waiting[self] = None
         self._note_left()
 
     def take_next(self, now: float) -> Opening | None:
@@ -99,4 +100,4 @@ class QueuedOpenings:
 
     def _note_left(self) -> None:
         if not self._waiting:
-            self.tenant.waiting.discard(self)
+            self.tenant.waiting.pop(self, None)

@@ -143,6 +143,16 @@ def test_room_of_one_response_goes_to_another() -> None:
     assert [*map(num_running, (first, third))] == [MAX_OPEN, MAX_OPEN]
 
 
+def test_room_goes_to_the_response_that_came_first() -> None:
+    """Of those with the fewest open requests."""
+    streams = Streams("g")
+    first, _, *others = (Response(600, streams, f"{n}-") for n in range(22))
+    first.submitted()
+    for number in range(2 * len(others)):
+        first.finish(f"0-{number}")
+    assert [each.request_id for each in first.submitted()] == [f"{n}-1" for n in range(2, 22)]
+
+
 def test_request_may_wait_for_a_worker_once_its_response_has_output() -> None:
     """The output of another response of the tenant, which leaves it room, does not count."""
     streams = Streams("g")
