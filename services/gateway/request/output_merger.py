@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from services.gateway.output.events import Event, TextDelta, Usage
+from services.gateway.output.events import Event, Finished, TextDelta, Usage
 from services.gateway.request.request_output import MAX_TAKEN_TOKENS, RequestOutput
 from services.gateway.request.unsent_output import UnsentOutput, UnsentResponse
 from shared.errors import HearthError
 
 MAX_OUTPUTS = 64  # of which `next` returns events: some 5 ms of encoding
-MAX_TOKENS = MAX_TAKEN_TOKENS  # with logprobs, of those events, unless one output has more
+# With logprobs, of those events and the prompts that they echo, unless one output has more.
+MAX_TOKENS = MAX_TAKEN_TOKENS
 
 
 class OutputMerger:
@@ -39,6 +40,7 @@ class OutputMerger:
         self.headers = {} if headers is None else headers
         self.num_choices = num_choices
         self._fresh = dict.fromkeys(self.outputs)
+        self._echoed: set[int] = set()  # choices
         self._num_open = len(self.outputs)
         self._has_returned = False
         self._usage: Usage | None = None  # until an output changes
@@ -125,9 +127,16 @@ class OutputMerger:
             taken.append(output)
             events += fresh
             num_tokens += sum(len(each.tokens) for each in fresh if isinstance(each, TextDelta))
-            if fresh and output.echo is not None:
-                num_tokens += len(output.prompt_logprobs)
+            if output.echo is not None:
+                num_tokens += self._num_echoes(fresh) * len(output.prompt_logprobs)
         return taken, events
+
+    def _num_echoes(self, events: Sequence[Event]) -> int:
+        """The choices whose first events these are: the prompt is echoed with them."""
+        own = {each.choice_index for each in events if isinstance(each, TextDelta | Finished)}
+        first = own - self._echoed
+        self._echoed |= first
+        return len(first)
 
     def _end(self, output: RequestOutput, *, has_events: bool) -> None:
         assert output.end is not None

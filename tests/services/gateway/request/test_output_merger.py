@@ -10,6 +10,7 @@ from services.gateway.output.events import Event, TextDelta
 from services.gateway.output.events import Usage as UsageEvent
 from services.gateway.request import output_merger
 from services.gateway.request.output_merger import MAX_OUTPUTS, OutputMerger
+from services.gateway.request.prompt import Echo
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
@@ -115,6 +116,22 @@ def test_tokens_with_logprobs_of_all_outputs_together_are_bounded(
         ]
         assert sum(num_tokens) == 20 * 50
         assert max(num_tokens) < output_merger.MAX_TOKENS + 64
+
+    run(main())
+
+
+def test_echoed_prompts_count_once(gateway_config: GatewayConfig, model_files: ModelFiles) -> None:
+    async def main() -> None:
+        outputs = [delivery_of(gateway_config, model_files, max_tokens=8) for _ in range(3)]
+        for output in outputs:
+            output.echo = Echo("a", [5], [0])
+            output.prompt_logprobs = (TokenLogprobs(-0.5),) * output_merger.MAX_TOKENS
+        merger = OutputMerger(outputs)
+        for num_parts in (3, 1):
+            for output in outputs:
+                output.on_tokens(0, model_files.tokenizer.encode(["a"]), ())
+            parts = [await merger.next() for _ in range(num_parts)]
+            assert [*map(len, parts)] == [3 // num_parts] * num_parts
 
     run(main())
 
