@@ -147,7 +147,13 @@ class GatewayService:
         )
         self._models.registry.on_change(lambda: self.metrics.retain_models(self.models.names))
         self.metrics.watch_loaded_models(lambda: len(self._models.texts) + (own is not None))
-        self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
+        self._driver = StreamDriver(
+            bus,
+            clock,
+            self._health_monitor,
+            on_report=self._count,
+            num_free=lambda: self.capacity.num_free,
+        )
         tracing = open_tracing(os.environ, config.process_id, randomness.bytes, clock)
         self.telemetry = RequestTelemetry(
             config.process_id,

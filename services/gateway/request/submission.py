@@ -309,7 +309,7 @@ class Submission:
         """
         self._capacity.check()
         openings = [_opening(prepared, output) for output, prepared in outputs.items()]
-        self._driver.open(openings, self._capacity.num_free)
+        self._driver.open(openings)
         for output in outputs:  # last: it waits for the end of what was opened
             reservation.opened(output)
 

@@ -62,12 +62,14 @@ class StreamDriver:
         health_monitor: HealthMonitor,
         *,
         on_report: Callable[[Report], None] = lambda report: None,
+        num_free: Callable[[], int] = lambda: MAX_OPEN,
     ) -> None:
+        """`num_free`: the requests for which the gateway has room."""
         self._bus = bus
         self._clock = clock
         self._health_monitor = health_monitor
         self._on_report = on_report
-        self._streams = Streams(bus.process_id)
+        self._streams = Streams(bus.process_id, num_free)
         self._outbox = Outbox(bus)
         self._background = Background()
         self._submits = FairStarts(max_per_turn=MAX_SUBMITS_PER_TURN)
@@ -101,9 +103,9 @@ class StreamDriver:
             self._is_idle.clear()
             await self._is_idle.wait()
 
-    def open(self, openings: Sequence[Opening], most: int = MAX_OPEN) -> None:
-        """Opens the requests of one response, at most `most` at once, the others as those end."""
-        self._streams.open(openings, self._clock.now(), most)
+    def open(self, openings: Sequence[Opening]) -> None:
+        """Opens the requests of one response: some at once, the others as those end."""
+        self._streams.open(openings, self._clock.now())
         self._perform()
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError) -> None:

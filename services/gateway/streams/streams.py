@@ -17,13 +17,14 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A request for which steps raised twice, alone, ends: on two workers where there are two.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
 - Of the requests of one response, and of a tenant, some are open at once: each that ends opens the
-  next one of the tenant's; one that fails ends those of its response that wait.
+  next one of the tenant's, or two while there is room; one that fails ends those of its response
+  that wait.
 - Every stream ends once, through `_end`; a request that still waits, through `_end_waiting`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.gateway.streams.actions import (
     Action,
@@ -105,7 +106,9 @@ _OF_ONE_CHOICE = (GrammarTooComplex, GrammarReplayFailed)
 
 
 class Streams:
-    def __init__(self, gateway_id: str) -> None:
+    def __init__(self, gateway_id: str, num_free: Callable[[], int] = lambda: MAX_OPEN) -> None:
+        """`num_free`: the requests for which the gateway has room."""
+        self._num_free = num_free
         self._by_request: dict[str, Stream] = {}
         self._by_placement: dict[bytes, Stream] = {}
         self._waiting: dict[str, QueuedOpenings] = {}  # by request: not open yet
@@ -134,13 +137,13 @@ class Streams:
 
     # ── calls of the gateway ─────────────────────────────────────────────────────────────────────
 
-    def open(self, openings: Sequence[Opening], now: float, most: int = MAX_OPEN) -> None:
-        """Opens the requests of one response, at most `most` at once."""
+    def open(self, openings: Sequence[Opening], now: float) -> None:
+        """Opens the requests of one response: one, and further ones as there is room."""
         tenant_id = openings[0].request.tenant_id
         tenant = self._tenants.setdefault(tenant_id, TenantOpenings())
         queue = QueuedOpenings(openings, now, tenant)
         self._waiting |= dict.fromkeys((each.request_id for each in openings), queue)
-        for _ in openings[: tenant.num_at_once(most)]:
+        for _ in openings[: tenant.num_at_once(self._num_free())]:
             self._open_next(queue, now)
 
     def _open_next(self, queue: QueuedOpenings, now: float) -> None:
@@ -588,13 +591,16 @@ class Streams:
         self._open_after(stream, now)
 
     def _open_after(self, stream: Stream, now: float) -> None:
-        """Gives the room of an ended request to another one of its tenant."""
+        """Gives the room of an ended request to another one of its tenant, and to one more while
+        the gateway has room: it may have been nearly full when the response began.
+        """
         queue, tenant = stream.queue, stream.queue.tenant
         queue.ended()
-        found = tenant.next_after(queue)
-        if found is not None:
-            self._open_next(found, now)
-        elif not tenant.num_open:
+        for _ in range(2 if self._num_free() > 1 else 1):
+            found = tenant.next_after(queue)
+            if found is not None:
+                self._open_next(found, now)
+        if not tenant.num_open:
             self._tenants.pop(stream.request.tenant_id, None)
 
     def _end_waiting(self, openings: Sequence[Opening], error: HearthError) -> None:

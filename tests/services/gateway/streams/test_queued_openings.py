@@ -153,6 +153,20 @@ def test_room_goes_to_the_response_that_came_first() -> None:
     assert [each.request_id for each in first.submitted()] == [f"{n}-1" for n in range(2, 22)]
 
 
+def test_response_that_began_in_a_full_gateway_grows_with_its_room() -> None:
+    """Each end opens two while there is room for both, and one in any case."""
+    limits = [3]
+    streams = Streams("g", lambda: limits[-1] - len(streams))
+    response = Response(40, streams)
+    Response(1, streams, "other")  # takes room of the gateway, too
+    num_open = [num_running(response)]
+    for number, limit in enumerate((3, 4, 9, 9, 9, 9, 9, 9, 1)):
+        limits.append(limit)
+        response.finish(f"r{number}")
+        num_open.append(num_running(response))
+    assert num_open == [3, 3, 3, 4, 5, 6, 7, 8, 8, 8]
+
+
 def test_request_may_wait_for_a_worker_once_its_response_has_output() -> None:
     """The output of another response of the tenant, which leaves it room, does not count."""
     streams = Streams("g")
