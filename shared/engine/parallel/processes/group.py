@@ -14,14 +14,14 @@ from socket import gethostname
 
 from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.processes.frames import ConnectionLost, FrameSocket, SocketWriter
+from shared.engine.parallel.processes.frames import FrameSocket, SocketWriter
 from shared.engine.parallel.processes.handshake import shake_hands
 from shared.engine.parallel.processes.join import HostConnections
 from shared.engine.parallel.processes.rank_messages import StartRank
 from shared.engine.parallel.processes.record_sender import RecordSender, RecordWriter
 from shared.engine.parallel.processes.records import Record
 from shared.engine.parallel.processes.remote_rank import RemoteAnswers, RemoteHandle
-from shared.engine.parallel.processes.ring import RingFull, RingReader, RingWriter
+from shared.engine.parallel.processes.ring import RingReader, RingWriter
 from shared.engine.parallel.processes.spawn import HostFiles, rank_environment, spawn_rank
 from shared.engine.parallel.processes.watchdog import GroupLost, Handle, RankHandle, Watchdog
 
@@ -106,7 +106,7 @@ class RankGroup:
             if spec.shape.answering_rank in host.ranks:
                 answers = RingWriter(files.answers, spec.limit_s)
                 self._remote_answers = RemoteAnswers(steps, answers, self._watchdog.fail)
-        self._steps = RecordSender([*writers, self._local_steps])
+        self._steps = RecordSender([*writers, self._local_steps], self._lose_step)
 
     @classmethod
     def start(cls, spec: GroupSpec) -> RankGroup:
@@ -147,13 +147,13 @@ class RankGroup:
         """The number of the step. Does not wait for ranks. Raises GroupLost."""
         self._check()
         step = self._num_submitted
-        try:
-            self._steps.send(Record(step, plan))
-        except (ConnectionLost, RingFull) as error:
-            raise GroupLost(f"steps do not reach all ranks: {error}") from None
+        self._steps.send(Record(step, plan))
         self._num_submitted += 1
         self._watchdog.expect(step, budget_s)
         return step
+
+    def _lose_step(self, error: Exception) -> None:
+        self._watchdog.fail(f"steps do not reach all ranks: {error}")
 
     def take(self, limit_s: float | None = 0.0) -> Record | None:
         """The next answer, in order of steps; None after the limit. Raises GroupLost."""

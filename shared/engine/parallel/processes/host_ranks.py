@@ -69,7 +69,8 @@ class HostRanks:
         self._steps, self._to_leader = SocketReader(steps), SocketWriter(steps)
         self._files = HostFiles.create(host.ranks, shape)
         self._local_steps = RingWriter(self._files.steps, SEND_S)
-        self._to_ranks = RecordSender([self._local_steps])
+        self._lost: list[Exception] = []  # what has kept a step from the ranks
+        self._to_ranks = RecordSender([self._local_steps], self._lost.append)
         self._answers = RingReader(self._files.answers, 0)
         self._stopped = StoppedRanks()
         self._alive_at = 0.0
@@ -80,7 +81,7 @@ class HostRanks:
             while True:
                 self._wait()
                 self._relay()
-        except (ConnectionLost, RingError, RingFull, msgspec.DecodeError) as error:
+        except (ConnectionLost, RingError, msgspec.DecodeError) as error:
             raise GroupLost(f"the leader has ended the group: {error}") from None
         finally:
             self._close()
@@ -106,8 +107,16 @@ class HostRanks:
             self._to_leader.write(answer)
         for each in self._handles.values():
             self._report(each)
+        self._check_sent()
         if (line := self._stopped.check(list(self._handles.values()))) is not None:
             self._fail(min(self._handles), line)
+
+    def _check_sent(self) -> None:
+        """Ends the group if a step, of this turn or an earlier one, did not reach all ranks."""
+        if self._lost:
+            error = self._lost[0]
+            reader = error.reader if isinstance(error, RingFull) else 0
+            self._fail(self._files.ranks[reader], f"steps do not reach it: {error}")
 
     def _report_alive(self) -> None:
         now = time.monotonic()

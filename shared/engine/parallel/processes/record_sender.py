@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -24,34 +24,43 @@ class RecordWriter(Protocol):
 class RecordSender:
     """Writes each record to all `writers`, in order of `send`. Where one of them has no room now, a
     thread waits for its readers: the caller never does, which may have to serve them meanwhile.
+
+    `on_lost` gets what a writer raises, at once and on the thread that writes: the record may lack
+    at readers, so none follows it.
     """
 
-    def __init__(self, writers: Sequence[RecordWriter]) -> None:
+    def __init__(
+        self, writers: Sequence[RecordWriter], on_lost: Callable[[Exception], None]
+    ) -> None:
         self._writers = writers
+        self._on_lost = on_lost
+        self._has_ended = False
         self._thread = ThreadPoolExecutor(1, "record-sender")  # started by the first late record
         self._last_late: Future[None] | None = None
 
     def send(self, record: Record) -> None:
-        """Raises what a writer raises, for this record or a late one before it."""
-        if (last := self._last_late) is not None and last.done():
-            last.result()
-            self._last_late = None
-        if self._last_late is None and all(each.has_room(record) for each in self._writers):
+        """Does nothing after a record that was lost."""
+        if self._has_ended:
+            return
+        is_first = self._last_late is None or self._last_late.done()
+        if is_first and all(each.has_room(record) for each in self._writers):
             self._write(record)
         else:
-            self._last_late = self._thread.submit(self._write_after, self._last_late, record)
-
-    def _write_after(self, before: Future[None] | None, record: Record) -> None:
-        if before is not None:
-            before.result()
-        self._write(record)
+            self._last_late = self._thread.submit(self._write, record)
 
     def _write(self, record: Record) -> None:
-        for each in self._writers:
-            each.write(record)
+        try:
+            for each in self._writers:
+                if not self._has_ended:
+                    each.write(record)
+        except Exception as error:  # of whatever kind: nobody awaits the thread
+            if not self._has_ended:
+                self._has_ended = True
+                self._on_lost(error)
 
     def close(self) -> None:
         """Stops sending: late records may be lost. The writers are not closed."""
+        self._has_ended = True
         for each in self._writers:
             each.stop()
         self._thread.shutdown()

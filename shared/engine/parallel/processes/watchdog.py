@@ -195,8 +195,8 @@ class Watchdog:
             self._deadlines[step] = (start + budget_s, budget_s)
 
     def fail(self, reason: str) -> None:
-        """Ends the group at the next tick, from any thread."""
-        self._failure = reason
+        """Ends the group at the next tick, from any thread. The first reason counts."""
+        self._failure = self._failure or reason
 
     def answered(self, step: int) -> None:
         with self._lock:
@@ -204,8 +204,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_closed:
-            reason = failure_of(ended(self._handles, TICK_S)) or self._overdue()
-            reason = reason or self._stopped.check(self._handles) or self._failure
+            reason = failure_of(ended(self._handles, TICK_S)) or self._failure
+            reason = reason or self._overdue() or self._stopped.check(self._handles)
             if reason is not None and not self._is_closed:
                 self._end(reason)
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -58,6 +60,7 @@ def ends_within(pids: list[int], limit_s: float) -> bool:
 
 @contextmanager
 def descriptors_return_to_before() -> Iterator[None]:
+    gc.collect()  # of other tests: it could close descriptors meanwhile
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     yield
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
@@ -200,6 +203,15 @@ def test_killed_rank_is_named_before_one_that_failed_without_it() -> None:
         other.close()
 
 
+def test_step_that_does_not_fit_into_the_ring_of_a_busy_rank_ends_the_group() -> None:
+    """The cause is named at once, although no other step follows and the budget is not over."""
+    with RankGroup.start(replace(spec(), limit_s=0.5)) as group:
+        group.submit(plan(hanging_rank=0), BUDGET_S)
+        group.submit(plan(text="a" * 5_000_000), BUDGET_S)
+        with pytest.raises(GroupLost, match=r"steps do not reach all ranks: reader 0 .* 0\.5 s"):
+            group.take(WAIT_S)
+
+
 def test_missing_step_ends_the_group(capfd: pytest.CaptureFixture[str]) -> None:
     with RankGroup.start(spec()) as group:
         group._steps.send(Record(1, plan()))
@@ -227,7 +239,7 @@ def test_unlike_or_failing_rank_does_not_start(
 
 def test_rank_that_is_never_ready_is_named() -> None:
     made = spec(hanging_rank=1)
-    hasty = GroupSpec(made.shape, made.entry, made.config, ready_s=1.0)
+    hasty = replace(made, ready_s=1.0)
     with descriptors_return_to_before(), pytest.raises(GroupLost, match="rank 1 is not ready"):
         RankGroup.start(hasty)
 
