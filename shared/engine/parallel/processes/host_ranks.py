@@ -23,7 +23,7 @@ from shared.engine.parallel.processes.frames import (
     SocketReader,
     SocketWriter,
 )
-from shared.engine.parallel.processes.join import HostConnections
+from shared.engine.parallel.processes.join import SEND_S, HostConnections
 from shared.engine.parallel.processes.rank_messages import (
     Failed,
     GroupRejected,
@@ -40,12 +40,12 @@ from shared.engine.parallel.processes.spawn import HostFiles, rank_environment, 
 from shared.engine.parallel.processes.watchdog import GroupLost, RankHandle, StoppedRanks
 
 POLL_S = 0.25
-SEND_S = 30.0
 
 
 class HostRanks:
     """Runs the ranks of one host. `prepare` adds the host's own options and address to the start of
-    a rank. `inherited` descriptors belong to the work, and are open in every rank.
+    a rank. `inherited` descriptors belong to the work, and are open in every rank. A step waits for
+    a rank as long as at the leader: `StartRank.limit_s`.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class HostRanks:
         message = decode_to_rank(data)
         match message:
             case StartRank():
+                self._local_steps.limit_s = message.limit_s
                 start = self._prepare(message)
                 handle = spawn_rank(start, self._files, self._inherited, self._environment)
                 self._handles[rank] = handle

@@ -110,7 +110,7 @@ class RingWriter:
     def __init__(self, files: RingFiles, limit_s: float) -> None:
         self._ring = _Mapped(files)
         self._files = files
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._num_written = 0
         self._is_stopped = False
 
@@ -131,9 +131,9 @@ class RingWriter:
     def _wait_until_free(self) -> None:
         deadline = None
         while (reader := self._slowest()) is not None:
-            deadline = deadline or time.monotonic() + self._limit_s
+            deadline = deadline or time.monotonic() + self.limit_s
             if self._is_stopped or time.monotonic() > deadline:
-                raise RingFull(reader, self._limit_s)
+                raise RingFull(reader, self.limit_s)
             time.sleep(PAUSE_S)
 
     def _slowest(self, num_slots: int = 1) -> int | None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from shared.engine.parallel.mesh import LocalMesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.frames import FrameSocket, SocketReader, SocketWriter
-from shared.engine.parallel.processes.group import GroupSpec, RankGroup
+from shared.engine.parallel.processes.group import RankGroup
 from shared.engine.parallel.processes.join import HostListener, open_connections
 from shared.engine.parallel.processes.records import Record, StepGap
 from shared.engine.parallel.processes.watchdog import GroupLost
@@ -39,7 +40,9 @@ Other = subprocess.Popen
 
 
 @contextmanager
-def two_hosts(shape: MeshShape, entry: str = ECHO, **config: object) -> Iterator[tuple]:
+def two_hosts(
+    shape: MeshShape, entry: str = ECHO, limit_s: float = 30.0, **config: object
+) -> Iterator[tuple]:
     """A group with its last ranks on another host, half of them, and that host's process."""
     num_ranks = shape.num_ranks // 2
     listener = HostListener("127.0.0.1", shape, num_ranks)
@@ -51,10 +54,9 @@ def two_hosts(shape: MeshShape, entry: str = ECHO, **config: object) -> Iterator
     store, port = serve_store("127.0.0.1") if entry == MLP else (None, 0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         try:
-            given = spec(shape.num_ranks, shape.pp, entry, **config)
-            fields = {name: getattr(given, name) for name in ("shape", "entry", "config")}
-            remote = GroupSpec(
-                **fields,
+            remote = replace(
+                spec(shape.num_ranks, shape.pp, entry, **config),
+                limit_s=limit_s,
                 transport="hosts",
                 remote=tuple(listener.accept(WAIT_S)),
                 rendezvous=f"store://127.0.0.1:{port}/key",
@@ -119,6 +121,16 @@ def test_lost_connection_ends_the_group_on_both_hosts() -> None:
             group.take(WAIT_S)
         assert ends_within([*pids, *group.pids], 1.0)
         assert "the leader has ended the group" in other.communicate(timeout=WAIT_S)[0]
+
+
+def test_step_that_does_not_fit_into_the_ring_of_another_host_ends_the_group() -> None:
+    """With the leader's limit, and the cause is named although no other step follows."""
+    with two_hosts(MeshShape(1, 2), limit_s=0.5) as (group, _):
+        group.submit(plan(hanging_rank=1), BUDGET_S)
+        group.submit(plan(text="a" * 5_000_000), BUDGET_S)
+        line = r"rank 1 failed: steps do not reach it: reader 0 of .* no slot for 0\.5 s"
+        with pytest.raises(GroupLost, match=line):
+            group.take(WAIT_S)
 
 
 def test_frozen_rank_of_another_host_ends_the_group() -> None:
