@@ -19,7 +19,6 @@ from shared.engine.parallel.processes.records import (
     Record,
     decode_part,
     encode_parts,
-    num_parts_of,
 )
 
 PART_BYTES = 256 * 1024
@@ -47,6 +46,16 @@ class FrameSocket:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `send` of a frame would not wait for the other end.
+
+        A connection is writable while a third of its buffer is free, where segments take up to four
+        times the bytes that they carry.
+        """
+        buffer_bytes = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        fits = 4 * num_bytes <= buffer_bytes // 3
+        return fits and bool(select.select([], [self._socket], [], 0)[1])
 
     def send(self, data: bytes) -> None:
         """Raises ConnectionLost."""
@@ -111,9 +120,7 @@ class SocketWriter:
         self._num_written = 0
 
     def has_room(self, record: Record) -> bool:
-        """Whether the socket takes bytes now, and the record is one part. Approximate."""
-        is_single = num_parts_of(record, PART_BYTES) == 1
-        return is_single and bool(select.select([], [self._frames], [], 0)[1])
+        return self._frames.has_room(len(record.data))
 
     def write(self, record: Record) -> None:
         """Raises ConnectionLost."""

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -154,21 +154,41 @@ def test_rank_that_differs_is_named_on_both_hosts() -> None:
     assert caught.value.__notes__ == [f"{line}\n"]
 
 
-def test_step_that_is_missing_ends_the_reader() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        left = socket.create_server(("127.0.0.1", 0))
-        sent = FrameSocket(socket.create_connection(left.getsockname()), 1.0)
-        received = FrameSocket(left.accept()[0], 1.0)
+Connect = Callable[[], tuple[socket.socket, socket.socket]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Opens connections with small buffers, and returns both ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as ends:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+        def make() -> tuple[socket.socket, socket.socket]:
+            ours = ends.enter_context(socket.create_connection(server.getsockname()))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+            return ours, ends.enter_context(server.accept()[0])
+
+        yield make
+
+
+def test_step_that_is_missing_ends_the_reader(connect: Connect) -> None:
+    sent, received = (FrameSocket(each, 1.0) for each in connect())
     writer, reader = SocketWriter(sent), SocketReader(received)
     writer.write(Record(0, b"zero"))
     assert reader.take() == Record(0, b"zero")
     writer.write(Record(2, b"two"))
     with pytest.raises(StepGap, match="step 2 came, step 1 was expected"):
         reader.take()
-    for each in (sent, received):
-        each.close()
-    left.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 900, 10_000, 60_000, 250_000])
+def test_record_that_has_room_is_sent_without_waiting(connect: Connect, num_bytes: int) -> None:
+    """The other end takes nothing, so a send that waits raises."""
+    writer, num_sent = SocketWriter(FrameSocket(connect()[0], 0.2)), 0
+    while writer.has_room(record := Record(num_sent, bytes(num_bytes))):
+        writer.write(record)
+        num_sent += 1
+    assert (num_sent > 0) is (num_bytes <= 10_000)
 
 
 def test_host_without_the_key_does_not_join() -> None:
