@@ -96,7 +96,7 @@ class LocalExecutor:
         try:
             self._inputs = self._state.apply(plan, masks)
         except BaseException:
-            self._plans.take_back(rows)
+            self._plans.take_back(plan, rows)
             raise
         self._step = plan.step
         self.step_budget_s = self._budget.seconds(step_units(self._inputs))

@@ -15,7 +15,16 @@ import msgspec
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.step import TokenMask
-from shared.engine.step_plan import Fed, Grown, NewRow, PooledBefore, StepPlan, Successors, pack
+from shared.engine.step_plan import (
+    Fed,
+    Grown,
+    NewRow,
+    PooledBefore,
+    StepPlan,
+    Successors,
+    pack,
+    unpack,
+)
 
 NOT_SAMPLED = -1
 
@@ -47,7 +56,6 @@ class PlanBuilder:
         self._rows: dict[int, _Row] = {}  # key: identity of the sequence
         self._free: list[int] = []
         self._ended: list[int] = []  # rows that the next plan ends
-        self._ended_before: list[int] = []  # those that the last plan has ended
         self._num_rows = 0  # taken or free
         self._step = 0
 
@@ -62,12 +70,12 @@ class PlanBuilder:
         self._step += 1
         return plan, tuple(mask for _, mask in grammars if mask is not None)
 
-    def take_back(self, scheduled: list[ScheduledSequence]) -> None:
-        """The last plan, of these rows, has not reached the ranks, or not wholly: the next one has
-        its number, and begins the rows anew.
+    def take_back(self, plan: StepPlan, scheduled: list[ScheduledSequence]) -> None:
+        """Takes back the plan of these rows, which has not reached the ranks, or not wholly. Those
+        after it have to be taken back, too. The next plan has its number, and begins the rows anew.
         """
         self._step -= 1
-        self._ended += self._ended_before
+        self._ended += unpack(plan.ended).tolist()
         self._drop(scheduled)
 
     def _drop(self, scheduled: list[ScheduledSequence]) -> None:
@@ -125,7 +133,7 @@ class PlanBuilder:
             masked=pack([rows[index] for index, mask in grammars if mask is not None]),
             bans_stop=pack([rows[index] for index, mask in grammars if mask is None]),
         )
-        self._ended_before, self._ended = self._ended, []
+        self._ended = []
         return made
 
     def end_rows(self) -> bytes:

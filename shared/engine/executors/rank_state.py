@@ -54,7 +54,7 @@ class RankState:
         self._special: dict[int, SpecialRow] = {}
         self._sampled_rows = np.zeros(0, dtype=np.int64)  # rows of the last plan that sample
         self._pooled: dict[int, tuple[int, int]] = {}  # index in the last plan -> row, its tokens
-        self._next_step = 0
+        self.next_step = 0  # the number of the plan to be applied next
 
     def _clear(self) -> None:
         """Restores the state before the first row."""
@@ -71,12 +71,12 @@ class RankState:
         Raises StepFailed for a plan that does not follow the last one: this rank has lost one, or
         is another worker's.
         """
-        if plan.step != self._next_step:
-            raise StepFailed(f"plan {plan.step} came, expected plan {self._next_step}")
+        if plan.step != self.next_step:
+            raise StepFailed(f"plan {plan.step} came, expected plan {self.next_step}")
         self._update(plan)
         rows, starts, query_lens = map(unpack, (plan.rows, plan.starts, plan.num_tokens))
         inputs = self._inputs(plan, masks, rows, starts, query_lens)
-        self._next_step += 1
+        self.next_step += 1
         return inputs
 
     def record(self, output: StepOutput) -> None:

@@ -57,6 +57,13 @@ class StepCost:
         return self.base_s + num_tokens * self.per_token_s + num_context * self.per_context_token_s
 
 
+@dataclass(frozen=True, slots=True)
+class _QueuedStep:
+    plan: StepPlan
+    rows: list[ScheduledSequence]
+    answer: asyncio.Task[bytes]
+
+
 class TimingExecutor:
     """An `Executor`, and the `KvMemory` of the whole cache."""
 
@@ -109,7 +116,7 @@ class TimingExecutor:
         self._state = RankState(block_size, len(groups))
         self._runs_ahead = depth > 1  # else a step starts when its result is awaited
         self._inputs: StepInputs | None = None  # inputs of a step in flight that has not started
-        self._steps: dict[int, asyncio.Task[bytes]] = {}  # steps in flight, by number
+        self._steps: dict[int, _QueuedStep] = {}  # steps in flight, by number
         self._last: asyncio.Task[bytes] | None = None
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
@@ -117,28 +124,27 @@ class TimingExecutor:
             raise ValueError(f"{self.depth} steps are in flight, no more may be")
         plan, masks = self._plans.build(rows)
         try:
-            self._start(plan, masks)
+            if not self._runs_ahead:
+                self._inputs = self._inputs_of(plan, masks)
+            else:
+                self._last = start_awaited(self._answer(encode(plan), masks, self._last))
+                self._steps[plan.step] = _QueuedStep(plan, rows, self._last)
         except BaseException:
-            self._plans.take_back(rows)
+            self._plans.take_back(plan, rows)
             raise
         return plan.step
-
-    def _start(self, plan: StepPlan, masks: Sequence[TokenMask]) -> None:
-        if not self._runs_ahead:
-            self._inputs = self._inputs_of(plan, masks)
-        else:
-            step = start_awaited(self._answer(encode(plan), masks, self._last))
-            self._steps[plan.step] = self._last = step
 
     async def result(self, step: int) -> StepOutput:
         if not self._runs_ahead:
             inputs, self._inputs = self._inputs, None
             assert inputs is not None, "no step is in flight"
             return await self._computed(inputs)
-        task = self._steps[step]
-        await asyncio.wait((task,))
+        queued = self._steps[step]
+        await asyncio.wait((queued.answer,))
         del self._steps[step]
-        return decode_result(task.result()).output
+        if step >= self._state.next_step:  # the plan, or one before it, could not be applied
+            self._plans.take_back(queued.plan, queued.rows)
+        return decode_result(queued.answer.result()).output
 
     @property
     def _num_in_flight(self) -> int:

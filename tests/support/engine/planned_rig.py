@@ -71,7 +71,7 @@ class PlannedRig(Rig):
         try:
             rank.apply(decode_plan(encode(plan)), masks)
         except MemoryError:
-            builder.take_back(rows)
+            builder.take_back(plan, rows)
 
     def _compute_halves(self, rows: list[ScheduledSequence]) -> None:
         rows = self.engine.take_back(rows)

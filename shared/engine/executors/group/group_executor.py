@@ -120,7 +120,7 @@ class GroupExecutor:
         try:
             step = self._steps.submit(RunStep(encode(plan)), budget_s, masks)
         except BaseException:  # the ranks have not got it
-            self._plans.take_back(rows)
+            self._plans.take_back(plan, rows)
             raise
         self._in_flight[step] = _StepInFlight(units, budget_s, self._clock.now())
         return step

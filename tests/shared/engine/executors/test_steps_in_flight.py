@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.step import StepInputs, StepOutput
+from shared.engine.step_plan import StepPlan
 from shared.kv_layout import Reach, Window, first_seen
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.group_in_process import group_in_process
@@ -55,11 +57,21 @@ SUBMITTING = (  # what a step that cannot be submitted fails in, of each executo
     "shared.engine.executors.timing_executor.encode",
     "shared.engine.executors.group.group_executor.encode",
 )
+FAILING = ("submit", "apply", "run")  # where a step fails: `apply` is of a plan in flight
+
+
+@contextmanager
+def failing(functions: tuple[str, ...]) -> Iterator[None]:
+    with ExitStack() as patches:
+        for each in functions:
+            error = MemoryError("the device says no")
+            patches.enter_context(mock.patch(each, side_effect=error))
+        yield
 
 
 class CheckedExecutor(TimingExecutor):
-    """Raises in the steps `fail_at`, as they are submitted or computed, and with a poisonous token.
-    Blocks of a step stay held; its inputs are those that its sequences gave when it was submitted.
+    """Raises in the steps `fail_at`, in one of `FAILING`, and with a poisonous token. Blocks of a
+    step stay held; its inputs are those that its sequences gave when it was submitted.
 
     Records how many steps were in flight, and in how many of them each row was.
     """
@@ -71,7 +83,7 @@ class CheckedExecutor(TimingExecutor):
         reaches: tuple[Reach, ...] = (None,),
         shape: tuple[int, int] = (1, 1),
         *,
-        fails_in_submit: bool = False,
+        fails_in: str = "run",
     ) -> None:
         depth, num_stages = shape
         super().__init__(
@@ -84,10 +96,8 @@ class CheckedExecutor(TimingExecutor):
             depth=depth,
             num_stages=num_stages,
         )
-        self.fail_at = frozenset() if fails_in_submit else fail_at
-        self.fail_submit_at = fail_at if fails_in_submit else frozenset()
-        self.num_submitted = 0
-        self.num_runs = 0
+        self.fail_at = {each: fail_at if each == fails_in else frozenset() for each in FAILING}
+        self.num_submitted = self.num_applied = self.num_runs = 0
         self.wrongs: list[str] = []
         self.engine: Engine | None = None
         self.most_in_flight = 0
@@ -101,7 +111,7 @@ class CheckedExecutor(TimingExecutor):
         output = await super().run(inputs)
         self.check_held(inputs)
         self.check_inputs(inputs, self.expected.popleft())
-        if number in self.fail_at or POISON in inputs.input_ids:
+        if number in self.fail_at["run"] or POISON in inputs.input_ids:
             raise RuntimeError("the device says no")
         return output
 
@@ -155,12 +165,18 @@ class CheckedExecutor(TimingExecutor):
         return step
 
     def _submit_or_fail(self, rows: list[ScheduledSequence]) -> int:
-        with ExitStack() as patches:
-            if self.num_submitted in self.fail_submit_at:
-                for each in SUBMITTING:
-                    error = MemoryError("the device says no")
-                    patches.enter_context(mock.patch(each, side_effect=error))
+        with failing(SUBMITTING if self.num_submitted in self.fail_at["submit"] else ()):
             return self.submit_rows(rows)
+
+    def _inputs_of(self, plan: StepPlan, masks: Any) -> StepInputs:
+        self.num_applied += 1
+        with failing(SUBMITTING[:1] if self.num_applied in self.fail_at["apply"] else ()):
+            try:
+                return super()._inputs_of(plan, masks)
+            except BaseException:
+                if self._runs_ahead:
+                    self.expected.popleft()
+                raise
 
     def submit_rows(self, rows: list[ScheduledSequence]) -> int:
         return super().submit(rows)
@@ -335,7 +351,7 @@ CASES = given(
     num_sequences=st.sampled_from([2, 5]),
     reaches=st.sampled_from([(None,), (None,), (Window(9),), (None, Window(5))]),
     fail_at=st.frozensets(st.sampled_from([2, 9, 30])),
-    fails_in_submit=st.booleans(),
+    fails_in=st.sampled_from(FAILING),
     poisons=st.booleans(),
 )
 
@@ -364,7 +380,7 @@ def check_case(
     num_sequences: int,
     reaches: tuple[Reach, ...],
     fail_at: frozenset[int],
-    fails_in_submit: bool,
+    fails_in: str,
     poisons: bool,
 ) -> None:
     if poisons:  # no passing error besides: it could hit a row that is computed alone
@@ -377,7 +393,7 @@ def check_case(
     async def scenario() -> None:
         worker = Worker(
             (CheckedGroup if is_group else CheckedExecutor)(
-                num_blocks * len(reaches), fail_at, reaches, shape, fails_in_submit=fails_in_submit
+                num_blocks * len(reaches), fail_at, reaches, shape, fails_in=fails_in
             ),
             max_batch_tokens=budget,
             max_sequences=num_sequences,
@@ -478,9 +494,14 @@ def test_a_stop_is_seen_one_step_late_and_its_blocks_stay_until_then() -> None:
     run(scenario())
 
 
-def test_rows_of_a_failed_step_and_of_those_after_it_are_computed_again() -> None:
+@pytest.mark.parametrize(("fails_in", "num_more_runs"), [("run", 3), ("apply", 1)])
+def test_rows_of_a_failed_step_and_of_those_after_it_are_computed_again(
+    fails_in: str, num_more_runs: int
+) -> None:
+    """More runs: the failed step and the void one after it, if they run, and one for each half."""
+
     async def scenario() -> None:
-        worker = Worker(CheckedExecutor(40, frozenset({4}), shape=(2, 1)))
+        worker = Worker(CheckedExecutor(40, frozenset({4}), shape=(2, 1), fails_in=fails_in))
         sequences = [new_sequence(prompt(3, start=n), greedy(8)) for n in (100, 300)]
         for each in sequences:
             worker.add(each)
@@ -490,8 +511,7 @@ def test_rows_of_a_failed_step_and_of_those_after_it_are_computed_again() -> Non
             ids = tuple(prompt(3, start=start))
             assert worker.tokens[each] == solo(ids, greedy(8), vocab_size=VOCAB_SIZE)
         assert worker.loop.load().num_failed_steps == 1
-        # the failed step, the void one after it, and one for each half
-        assert worker.executor.num_runs == 8 + 3
+        assert worker.executor.num_runs == 8 + num_more_runs
         await worker.loop.stop()
 
     run(scenario())
