@@ -66,10 +66,11 @@ class HostRanks:
             rank: FrameSocket(host.sockets["control", rank], SEND_S) for rank in host.ranks
         }
         steps = self._connection = FrameSocket(host.steps, SEND_S)
-        self._steps, self._to_leader = SocketReader(steps), SocketWriter(steps)
+        self._steps = SocketReader(steps)
+        self._lost: list[Exception] = []  # what has kept a record from its reader
+        self._to_leader = RecordSender([SocketWriter(steps)], self._lost.append)
         self._files = HostFiles.create(host.ranks, shape)
         self._local_steps = RingWriter(self._files.steps, SEND_S)
-        self._lost: list[Exception] = []  # what has kept a step from the ranks
         self._to_ranks = RecordSender([self._local_steps], self._lost.append)
         self._answers = RingReader(self._files.answers, 0)
         self._stopped = StoppedRanks()
@@ -104,7 +105,7 @@ class HostRanks:
         while (step := self._steps.take()) is not None:
             self._to_ranks.send(step)
         while (answer := self._answers.take()) is not None:
-            self._to_leader.write(answer)
+            self._to_leader.send(answer)
         for each in self._handles.values():
             self._report(each)
         self._check_sent()
@@ -112,11 +113,14 @@ class HostRanks:
             self._fail(min(self._handles), line)
 
     def _check_sent(self) -> None:
-        """Ends the group if a step, of this turn or an earlier one, did not reach all ranks."""
-        if self._lost:
-            error = self._lost[0]
-            reader = error.reader if isinstance(error, RingFull) else 0
-            self._fail(self._files.ranks[reader], f"steps do not reach it: {error}")
+        """Ends the group if a record, of this turn or an earlier one, did not reach its readers."""
+        if not self._lost:
+            return
+        error = self._lost[0]
+        if isinstance(error, ConnectionLost):
+            raise error
+        reader = error.reader if isinstance(error, RingFull) else 0
+        self._fail(self._files.ranks[reader], f"steps do not reach it: {error}")
 
     def _report_alive(self) -> None:
         now = time.monotonic()
@@ -155,6 +159,7 @@ class HostRanks:
     def _close(self) -> None:
         for each in self._handles.values():
             each.close()
+        self._to_leader.close()
         for frames in (self._connection, *self._controls.values()):
             frames.shutdown()
             frames.close()

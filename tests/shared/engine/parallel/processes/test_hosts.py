@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,8 +21,11 @@ from shared.engine.parallel.mesh import LocalMesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.frames import FrameSocket, SocketReader, SocketWriter
 from shared.engine.parallel.processes.group import RankGroup
-from shared.engine.parallel.processes.join import HostListener, open_connections
+from shared.engine.parallel.processes.host_ranks import HostRanks
+from shared.engine.parallel.processes.join import HostConnections, HostListener, open_connections
+from shared.engine.parallel.processes.rank_messages import RankAlive, encode
 from shared.engine.parallel.processes.records import Record, StepGap
+from shared.engine.parallel.processes.ring import RingWriter
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.parallel.transport.collectives import serve_store
 from tests.shared.engine.parallel.processes.mlp import Mlp
@@ -189,6 +193,28 @@ def test_record_that_has_room_is_sent_without_waiting(connect: Connect, num_byte
         writer.write(record)
         num_sent += 1
     assert (num_sent > 0) is (num_bytes <= 10_000)
+
+
+def test_host_does_not_wait_until_the_leader_takes_an_answer(connect: Connect) -> None:
+    """It has to report its ranks meanwhile: the leader ends a group whose host says nothing."""
+    ours, theirs = zip(connect(), connect(), strict=True)
+    sockets = dict(zip([("steps", 1), ("control", 1)], ours, strict=True))
+    host = HostRanks(HostConnections("other", range(1, 2), sockets), MeshShape(1, 2), lambda x: x)
+    answers, answer = RingWriter(host._files.answers, 1.0), Record(0, bytes(250_000))
+    answers.write(answer)
+    for _ in range(2):
+        host._alive_at = 0.0
+        host._relay()
+    steps, control = (FrameSocket(each, 1.0) for each in theirs)
+    assert [control.receive(WAIT_S) for _ in range(2)] == [encode(RankAlive())] * 2
+    reader = SocketReader(steps)
+    while (taken := reader.take()) is None:
+        assert select.select([steps], [], [], WAIT_S)[0]
+    assert taken == answer
+    steps.shutdown()
+    with pytest.raises(GroupLost, match="the leader has ended the group"):
+        host.run()
+    answers.close()
 
 
 def test_host_without_the_key_does_not_join() -> None:
