@@ -46,7 +46,7 @@ from tests.benchmarks.gpu_pack.launched import launch
 from tests.support.kernels.fake_driver import FakeDriver, fake_driver
 
 ROOT = Path(__file__).parents[3]
-COPIED = ("kernels", "benchmarks/gpu_kit", "tests/benchmarks", "tests/kernels/support")
+COPIED = ("kernels", "benchmarks/gpu_kit", "tests/benchmarks", "tests/support/kernels")
 NAMES = ["_gated_kernel", "_rms_norm_kernel", "_rms_norm_kernel"]
 
 
