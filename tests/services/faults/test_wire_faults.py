@@ -18,7 +18,9 @@ import pytest
 import structlog
 from nats.aio.client import Client
 
-from shared.subjects import api_cancel, api_request, permissions, sender_of
+from shared.errors import InvalidRequest
+from shared.messages import Failure
+from shared.subjects import SUBMIT, api_cancel, api_request, permissions, sender_of
 from shared.transport.nats_client import DirectClient
 from tests.fuzz.mutations import BYTES, LISTS, NUMBERS, TEXTS, paths
 from tests.support.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster
@@ -71,6 +73,8 @@ async def test_no_message_ends_a_process_or_a_request_of_others(
                     reply = f"_INBOX.{role}-2.-.{len(subject)}.{number}"
                     await rogue.publish(subject, payload, reply=reply)
                 await rogue.flush(timeout=30)
+            if role == "gateway":
+                assert await reply_to_unreadable(rogue) == InvalidRequest.code
         client = await connected(stack, cluster, "client-1")
         for subject in (
             *(api_request(endpoint, "client-1") for endpoint in ENDPOINTS),
@@ -88,6 +92,15 @@ async def test_no_message_ends_a_process_or_a_request_of_others(
         assert await text_of(cluster) == expected
     assert ended == []
     assert [each for each in lines if each["log_level"] in FAULTS] == []
+
+
+async def reply_to_unreadable(rogue: Client) -> str:
+    """The code of a scheduler's reply to a request that is no message."""
+    inbox = "_INBOX.gateway-2.-.unreadable"
+    replies = await rogue.subscribe(inbox)
+    await rogue.publish(f"{SUBMIT}.gateway-2.-", b"\xc1", reply=inbox)
+    reply = await replies.next_msg(timeout=30)
+    return msgspec.msgpack.decode(reply.data, type=Failure).code
 
 
 async def recorded(
