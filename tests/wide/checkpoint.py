@@ -31,7 +31,7 @@ SPECIAL = ("<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", OPE
 ADDED = (*SPECIAL, OFFER, "<|answer|>")
 PREFERENCES = (END, CLOSE, '"', "}", "]", ",", ":", "{", "1", "2", "a")
 HIDDEN = 48  # the dimensions of tests/support/engine: they share compiled kernels
-GAP = 4.0  # between the logits of two preferences: at a temperature of 1, others are rare
+GAP = 16.0  # between the logits of two preferences: at a temperature of 1, one in 10^7
 CERTAIN = (len(PREFERENCES) + 6) * GAP  # the logit of a token that the table names
 
 TEMPLATE = """
