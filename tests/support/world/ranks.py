@@ -50,7 +50,7 @@ class SimulatedGroup(TimingExecutor):
     async def result(self, step: int) -> StepOutput:
         if self.group is None:
             return await super().result(step)
-        task, lost = self._steps[step], asyncio.create_task(self._lost.wait())
+        task, lost = self._steps[step].answer, asyncio.create_task(self._lost.wait())
         try:
             await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
