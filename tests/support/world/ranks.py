@@ -50,16 +50,16 @@ class SimulatedGroup(TimingExecutor):
     async def result(self, step: int) -> StepOutput:
         if self.group is None:
             return await super().result(step)
-        task, lost = self._steps[step].answer, asyncio.create_task(self._lost.wait())
+        answer, lost = self._steps[step].answer, asyncio.create_task(self._lost.wait())
         try:
-            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
         if self.has_ended:
             del self._steps[step]
-            task.cancel()
-            await asyncio.wait((task,))
-            _ = task.cancelled() or task.exception()  # what a lost group answers is void
+            answer.cancel()
+            await asyncio.wait((answer,))
+            _ = answer.cancelled() or answer.exception()  # what a lost group answers is void
         self._check_group()
         return await super().result(step)
 
