@@ -151,6 +151,7 @@ async def _settle(fleet: Fleet, outcome: Outcome) -> None:
     loop = asyncio.get_running_loop()
     ended_at, is_late = loop.time(), False
     while fleet.leaks() and loop.time() < ended_at + SETTLE_S:
+        fleet.supervise()
         await asyncio.sleep(POLL_INTERVAL_S)
         if not is_late and loop.time() > ended_at + SOON_S:
             is_late = True

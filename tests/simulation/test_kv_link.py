@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import FrameRefused, LinkLost
 from tests.shared.kv_wire.support import DEADLINE_S, RecordingSink, fill_with, header
-from tests.support.world.kv_link import SimulatedDialer, SimulatedReceiver
+from tests.support.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
 
 
 async def test_next_frame_of_a_placement_can_be_corrupted() -> None:
@@ -41,6 +41,19 @@ async def test_dropped_links_fail_sends_and_can_be_redialled() -> None:
     assert [type(result) for result in results] == [LinkLost] * 3
     assert sink.num_lost == 1
     assert not (await network.link(receiver.address)).is_lost
+
+
+async def test_link_that_ends_on_the_way_to_its_sender_fails_sends() -> None:
+    network = SimulatedDialer(DataPlane(distance_s=lambda sender, receiver: 0.02))
+    receiver = SimulatedReceiver(network, b"decode-1")
+    receiver.expect(b"placement-a", RecordingSink())
+    dial = asyncio.ensure_future(network.link(receiver.address))
+    while not receiver._ends:
+        await asyncio.sleep(0.001)
+    receiver.drop_links()  # its reply has not arrived
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(LinkLost):
+            await (await dial).send(header(3), fill_with(b"abc"))
 
 
 async def test_absent_instance_cannot_be_dialled() -> None:

@@ -76,6 +76,8 @@ class _End(asyncio.Transport):
     def connect(self, peer: _End, protocol: RecordStream) -> None:
         self.peer, self.protocol = peer, protocol
         protocol.connection_made(self)
+        if self._is_closing:  # the peer ended it after its reply and before this end took it up
+            self._lose_soon()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self._is_closing:
