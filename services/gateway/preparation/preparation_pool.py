@@ -49,8 +49,8 @@ from shared.lifecycle.child_process import (
     FreezeDetector,
     child_environ,
     lower_priority,
-    send_signal,
 )
+from shared.lifecycle.piped_child import PipedChild, start_piped
 
 MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
 MAX_BATCH = 16
@@ -65,8 +65,6 @@ OVER_LIMIT = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
 log = structlog.get_logger(__name__)
 
 _decoder: msgspec.msgpack.Decoder[JobFinished] = msgspec.msgpack.Decoder(JobFinished)
-
-Process = asyncio.subprocess.Process
 
 
 def default_num_processes() -> int:
@@ -86,7 +84,7 @@ class _Waiting:
 class _PoolProcess:
     """A process, and the models whose setups it has."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: PipedChild) -> None:
         self.process = process
         self._setups: RecentlyUsed[str, str] = RecentlyUsed(MAX_SETUPS)
         self._selected: str | None = None
@@ -118,16 +116,14 @@ class _PoolProcess:
 
     def send(self, frames: bytes) -> None:
         """Does not drain: the other process may not read until its reply is read."""
-        assert self.process.stdin is not None, "its input is a pipe"
         self.process.stdin.write(frames)
 
     async def finished(self) -> JobFinished:
-        assert self.process.stdout is not None, "its output is a pipe"
         (size,) = SIZE.unpack(await self.process.stdout.readexactly(SIZE.size))
         return _decoder.decode(await self.process.stdout.readexactly(size))
 
     def kill(self) -> None:
-        send_signal(self.process, signal.SIGKILL)
+        self.process.kill()
 
     def begin_watch(self) -> None:
         """Until `end_watch` it is killed once it is frozen."""
@@ -362,12 +358,8 @@ class PreparationPool:
         return seat.process
 
     async def _spawn(self, setup: ProcessSetup | None) -> _PoolProcess:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=child_environ(os.environ),
-        )
+        command = (sys.executable, "-m", self._module)
+        process = await start_piped(command, child_environ(os.environ))
         if self._niceness:
             lower_priority(process.pid, self._niceness)  # also while it starts
         spawned = _PoolProcess(process)
@@ -410,7 +402,7 @@ class PreparationPool:
         self.num_lost += 1
         self._on_lost()
 
-    async def _end(self, seat: _Seat) -> Process | None:
+    async def _end(self, seat: _Seat) -> PipedChild | None:
         """Kills the seat's process. Returns it; its exit status is then known."""
         process, seat.process = seat.process, None
         if process is None:
@@ -438,7 +430,7 @@ def _settle(waiting: _Waiting, reply: Reply) -> None:
         waiting.reply.set_result(reply)
 
 
-def _settle_lost(waiting: _Waiting, process: Process | None) -> None:
+def _settle_lost(waiting: _Waiting, process: PipedChild | None) -> None:
     """Ends a job whose process ended: by a limit, or by something else, such as a kill."""
     if process is None or process.returncode not in OVER_LIMIT:
         _fail(waiting, NoCapacity("the preparation process ended", retry_after_s=1.0))

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -32,7 +30,8 @@ from services.gateway.observability.telemetry.traced_request import (
 )
 from shared.background import Background
 from shared.clock import Clock
-from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, lower_priority, send_signal
+from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, lower_priority
+from shared.lifecycle.piped_child import PipedChild, start_piped
 from shared.telemetry.timeline import Timeline
 
 log = structlog.get_logger(__name__)
@@ -64,7 +63,7 @@ class SpanTracing:
         self._in_flight: deque[Timeline] = deque()  # in the order of sending; the unsent ones last
         self._unsent: list[bytes] = []
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._process: Process | None = None
+        self._process: PipedChild | None = None
         self._background = Background()
         self._running: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -126,10 +125,10 @@ class SpanTracing:
             self._flush_timer.cancel()
         self._flush()
         process = self._process
-        if process is not None and process.stdin is not None:
+        if process is not None:
             process.stdin.close()
             await asyncio.wait({self._running} if self._running else (), timeout=CLOSE_S)
-            send_signal(process, signal.SIGKILL)
+            process.kill()
             await process.wait()
         await self._background.stop()
         self._unsent.clear()
@@ -141,7 +140,6 @@ class SpanTracing:
         self._flush_timer = None
         if self._process is None or not self._unsent:
             return  # `_run` flushes when the process has started
-        assert self._process.stdin is not None, "its input is a pipe"
         frames, self._unsent = self._unsent, []
         try:
             self._process.stdin.write(b"".join(frames))
@@ -164,19 +162,16 @@ class SpanTracing:
             if not self._is_closing:
                 await self._clock.sleep(RESTART_S)
 
-    async def _spawn(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", SPAN_PROCESS, self._process_id),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=child_environ(os.environ, names=NETWORK_NAMES, prefixes=("OTEL_",)),
+    async def _spawn(self) -> PipedChild:
+        process = await start_piped(
+            [sys.executable, "-m", SPAN_PROCESS, self._process_id],
+            child_environ(os.environ, names=NETWORK_NAMES, prefixes=("OTEL_",)),
         )
         lower_priority(process.pid, NICENESS)
         return process
 
-    async def _settle(self, process: Process) -> None:
+    async def _settle(self, process: PipedChild) -> None:
         """Until the process ends."""
-        assert process.stdout is not None, "its output is a pipe"
         try:
             while True:
                 reply = await process.stdout.readexactly(SETTLED.size)
