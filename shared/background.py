@@ -29,8 +29,26 @@ log = structlog.get_logger(__name__)
 TASK_FAILED = "a background task failed"
 CANCEL_AGAIN_S = 1.0  # longer than any task needs to end after its cancellation
 T = TypeVar("T")
+EXITS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 _awaited: set[asyncio.Future[Any]] = set()
 _failed = Counter[str]()  # key: event
+
+
+class NativePanic(RuntimeError):
+    """A panic of native code, such as a tokenizer's or a grammar's: the original is no
+    Exception.
+    """
+
+
+def item_error(raised: BaseException) -> Exception:
+    """Returns what ends one item: `raised`, or a NativePanic. Raises what ends more than the item:
+    a cancellation, or the process's exit.
+    """
+    if isinstance(raised, Exception):
+        return raised
+    if isinstance(raised, EXITS):
+        raise raised
+    return NativePanic(f"{type(raised).__name__}: {raised}")
 
 
 class Background:
@@ -86,7 +104,8 @@ class Background:
 async def _item(work: Coroutine[object, object, None], fail: Callable[[Exception], None]) -> None:
     try:
         await work
-    except Exception as error:
+    except BaseException as raised:
+        error = item_error(raised)
         _count_failed("item_failed", work=getattr(work, "__qualname__", repr(work)))
         with failing_alone("item_not_ended"):
             fail(error)
@@ -105,7 +124,7 @@ def start_awaited(work: Awaitable[T], *expected: type[Exception]) -> asyncio.Tas
 def _awaited_ended(expected: tuple[type[Exception], ...], task: asyncio.Future[Any]) -> None:
     _awaited.discard(task)
     error = None if task.cancelled() else task.exception()
-    if isinstance(error, Exception) and not isinstance(error, expected):
+    if error is not None and not isinstance(error, (*EXITS, *expected)):
         log.error("awaited_work_failed", task=repr(task), exc_info=error)
 
 
@@ -116,7 +135,8 @@ def failing_alone(event: str, **fields: object) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except BaseException as raised:
+        item_error(raised)
         _count_failed(event, **fields)
 
 

@@ -9,7 +9,7 @@ import structlog
 
 from services.decode.handoff import Handoff
 from services.decode.running_request import RunningRequest
-from shared.background import Background
+from shared.background import Background, item_error
 from shared.engine.kv.ports import ReceivePort
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
@@ -132,7 +132,8 @@ class ActiveHandoffs:
             num_held = placement.delivery.num_held_tokens
             if placement.delivery.prefill_worker_id is not None:
                 placement.times.complete_at = self._worker.clock.now()
-        except Exception:  # outermost handler: local prefill is always possible
+        except BaseException as raised:  # outermost handler: local prefill is always possible
+            item_error(raised)
             log.exception("handoff_crashed")
         finally:
             del self._under_way[handoff]

@@ -20,7 +20,7 @@ from services.decode.output_buffer import Output, OutputBuffer
 from services.decode.phase_times import PhaseTimes
 from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
 from services.decode.token_flusher import TokenFlusher
-from shared.background import Background, failing_alone
+from shared.background import Background, failing_alone, item_error
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
 from shared.engine.kv.ports import ReceivePort
@@ -162,7 +162,8 @@ class DecodeService:
         try:
             self._admit(placement, command.prefill_candidates)
             self._open_outputs(placement)
-        except Exception:
+        except BaseException as raised:
+            item_error(raised)
             self._abort(placement_id)
             raise
         self._worker.loop.wake()
@@ -257,7 +258,8 @@ class DecodeService:
         for each in progress:
             try:
                 self._on_progress(each, now, began_at)
-            except Exception:  # the others of the step continue
+            except BaseException as raised:  # the others of the step continue
+                item_error(raised)
                 log.exception("progress_failed")
                 self._abort(placement_id_of(each.sequence))
         self._token_flusher.step_ended(is_idle=not self._unfinished)

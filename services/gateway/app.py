@@ -61,7 +61,7 @@ from services.gateway.request.preparer import Preparer
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
-from shared.background import start_awaited
+from shared.background import item_error, start_awaited
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
 from shared.telemetry.timeline import Timeline
@@ -162,7 +162,8 @@ class Routes:
             self._openapi = start_awaited(asyncio.to_thread(_encoded_document, request.app))
         try:
             return Response(await asyncio.shield(self._openapi), media_type=MediaType.JSON)
-        except Exception:
+        except BaseException as raised:
+            item_error(raised)
             self._openapi = None  # the next request tries again
             raise
 

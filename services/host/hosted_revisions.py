@@ -16,7 +16,7 @@ import structlog
 from services.host.budget import ModelKey
 from services.host.records import ModelRecord
 from services.host.sources import ModelSource, find_source
-from shared.background import Background, is_logged
+from shared.background import Background, is_logged, item_error
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import ModelCard, WorkerLoad
@@ -120,7 +120,8 @@ class HostedRevisions:
             try:
                 hosted.source = await find_source(hosted.model, hosted.revision, self._device)
                 self._on_found(hosted)
-            except Exception as error:  # a hub or a folder: the failure of this model alone
+            except BaseException as raised:  # a hub or a folder: the failure of this model alone
+                error = item_error(raised)
                 hosted.source = None
                 self._fail(hosted, error)
                 await self._clock.sleep(RETRY_S)

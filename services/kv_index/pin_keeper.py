@@ -18,7 +18,7 @@ from services.kv_index.index import PrefixIndex
 from services.kv_index.pin_reasons import PinReasons
 from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
-from shared.background import failing_alone
+from shared.background import failing_alone, item_error
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import ConfigError, DependencyUnavailable, HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -126,7 +126,8 @@ class PinKeeper:
             await self._read(tenant_id, now)
         except StoreUnavailable:
             raise
-        except Exception:
+        except BaseException as raised:
+            item_error(raised)
             self._waiting.add(tenant_id)
             with failing_alone("pins_of_tenant_not_read", tenant=tenant_id):
                 raise

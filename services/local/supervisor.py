@@ -25,7 +25,7 @@ from services.local.processes.child_processes import (
     stop_children,
 )
 from services.local.processes.log_files import bound_logs_while_running
-from shared.background import start_awaited
+from shared.background import item_error, start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError
 
@@ -134,7 +134,8 @@ class Supervisor:
             await self._wait_until_up(spec)
         except HearthError:
             pass  # the end of the process is reported
-        except Exception:  # a start raises any error if descriptors or memory are lacking
+        except BaseException as raised:  # such as a lack of descriptors or memory
+            item_error(raised)
             log.exception("not_restarted", process=spec.process_id)
 
     def _report(self, process_id: str, event: Event, details: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from shared.background import Background, failing_alone, is_logged
+from shared.background import Background, failing_alone, is_logged, item_error
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import StepProgress
 from shared.engine.kv.ports import Push, PushPort
@@ -98,7 +98,8 @@ class PrefillService:
                 targets=request.targets,
                 link_key=request.link_key,
             )
-        except Exception:
+        except BaseException as raised:
+            item_error(raised)
             self._worker.loop.engine.release(sequence)
             raise
         now = self._worker.clock.now()
@@ -130,9 +131,10 @@ class PrefillService:
         except HearthError as error:
             log.warning("push_failed", error=error.message, decode=request.decode_worker_id)
             self._send_failed(request.decode_worker_id, request.placement_id, error)
-        except Exception as error:  # outermost handler
+        except BaseException as raised:  # outermost handler
+            failure = item_error(raised)
             log.exception("push_link_lost", decode=request.decode_worker_id)
-            self._send_failed(request.decode_worker_id, request.placement_id, error)
+            self._send_failed(request.decode_worker_id, request.placement_id, failure)
         finally:
             del self._prefills[request.placement_id]
             self._worker.loop.engine.release(sequence)
@@ -156,7 +158,8 @@ class PrefillService:
                 prefill.first_step_at = self._worker.loop.reported_began_at
             prefill.computed_at = self._worker.clock.now()
             prefill.push.computed(sequence.num_computed_tokens)
-        except Exception as error:
+        except BaseException as raised:
+            error = item_error(raised)
             log.exception("progress_failed")
             return error
         return None

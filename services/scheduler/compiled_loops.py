@@ -10,6 +10,7 @@ import sys
 import structlog
 
 from services.scheduler import cost_kernel
+from shared.background import item_error
 from shared.lifecycle.child_process import engine_environ, send_signal
 
 log = structlog.get_logger(__name__)
@@ -25,7 +26,8 @@ async def use_compiled_loops() -> None:
             await asyncio.to_thread(cost_kernel.load)
         else:
             log.warning("cost_kernel_not_compiled", status=status)
-    except Exception:  # numba and LLVM raise their own errors, a fork may fail
+    except BaseException as raised:  # numba and LLVM raise their own errors, a fork may fail
+        item_error(raised)
         log.exception("cost_kernel_not_compiled")
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from shared.background import Background
+from shared.background import Background, item_error
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.engine import Engine, StepProgress
@@ -189,7 +189,8 @@ class EngineLoop:
         try:
             await self.zero_freed_blocks()
             number = self.executor.submit(rows)
-        except Exception as error:  # the step fails like one that raises while it computes
+        except BaseException as raised:  # the step fails like one that raises while it computes
+            error = item_error(raised)
             return SubmittedStep(rows, began_at, number, error)
         finally:
             self._is_idle = False
@@ -205,7 +206,8 @@ class EngineLoop:
         self.reported_began_at = step.began_at
         try:
             output = await self._result(step)
-        except Exception:  # the engine's boundary: some rows fail, the worker continues
+        except BaseException as raised:  # some rows fail, the worker continues
+            item_error(raised)
             log.exception("step_failed", num_sequences=len(step.rows))
             return await self._recover(step)
         self._failed_steps.succeeded(step.rows[0])
@@ -228,7 +230,8 @@ class EngineLoop:
             void = {row.sequence for row in rows}
             try:
                 output = await self._result(later)
-            except Exception:
+            except BaseException as raised:
+                item_error(raised)
                 log.exception("step_failed", num_sequences=len(later.rows))
                 rows += self.engine.take_back(later.rows, void)
             else:
@@ -256,7 +259,8 @@ class EngineLoop:
             self._step += 1
             try:
                 output = await self._attempt(part)
-            except Exception as error:
+            except BaseException as raised:
+                error = item_error(raised)
                 if len(part) == 1:
                     _log_row(part[0], error)
                     failed += part
@@ -284,7 +288,8 @@ class EngineLoop:
         self._step += 1
         try:
             await self.executor.check()
-        except Exception:
+        except BaseException as raised:
+            item_error(raised)
             log.exception("device_check_failed")
             return False
         return True
@@ -297,7 +302,8 @@ class EngineLoop:
     async def _zero_when_idle(self) -> None:
         try:
             await self.zero_freed_blocks()
-        except Exception:  # the engine's boundary: retried with the next tick
+        except BaseException as raised:  # the engine's boundary: retried with the next tick
+            item_error(raised)
             log.exception("zeroing_failed")
             self._num_failed_zeroings += 1
             if not await self._device_works():
@@ -306,14 +312,16 @@ class EngineLoop:
     async def _give_back(self) -> None:
         try:
             await self.kv.give_back()
-        except Exception:  # the engine's boundary: the blocks go back with the next ones
+        except BaseException as raised:  # the blocks go back with the next ones
+            item_error(raised)
             log.exception("give_back_failed")
 
     async def _idle(self) -> None:
         self._is_idle = True
         try:
             await self.executor.forget_ended()
-        except Exception:  # the device is lost, which the next turn reports
+        except BaseException as raised:  # the device is lost, which the next turn reports
+            item_error(raised)
             log.exception("forget_ended_failed")
         await self._work.wait()
 
@@ -330,7 +338,8 @@ class EngineLoop:
                 num_steps = self._num_busy_steps
                 try:
                     totals = await self.executor.expert_counts()
-                except Exception:  # the device is lost, which the next step reports
+                except BaseException as raised:  # the device is lost, which the next step reports
+                    item_error(raised)
                     log.exception("expert_counts_failed")
                     return
                 if totals is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from shared.background import item_error
 from shared.errors import HearthError, KvMismatch
 from shared.kv_layout import KvShard
 from shared.kv_wire.link import FrameHeader, FrameSink
@@ -84,7 +85,8 @@ class ExpectedPushes:
                 del expected.carriers[part]
             try:
                 expected.sink.link_lost()
-            except Exception:
+            except BaseException as raised:
+                item_error(raised)
                 log.exception("link_lost_handler_failed", placement_id=placement_id.hex())
 
     async def deliver(self, header: FrameHeader, take_copy: TakeCopy) -> str | None:
@@ -103,9 +105,10 @@ class ExpectedPushes:
                 reason = error.message
             except HearthError as error:
                 reason = error.message
-            except Exception as error:
+            except BaseException as raised:
+                failure = item_error(raised)
                 log.exception("frame_sink_failed", placement_id=header.placement_id.hex())
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(failure).__name__}: {failure}"
         self.counts.num_rejected += 1
         return reason
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 import structlog
 
-from shared.background import failing_alone
+from shared.background import failing_alone, item_error
 from shared.clock import Clock
 from shared.model_registry.record import MAX_MODELS, REGISTRY, REGISTRY_VERSION, RegisteredModel
 from shared.store import Store, StoreUnavailable
@@ -71,10 +71,11 @@ class RegistryReader:
                 if not self._is_away:
                     log.warning("catalogue_unavailable", error=error.message)
                 self._is_away = True
-            except Exception as error:  # an operator's record is unreadable, and may stay
-                if repr(error) != self._failure:
+            except BaseException as raised:  # an operator's record is unreadable, and may stay
+                failure = repr(item_error(raised))
+                if failure != self._failure:
                     log.exception("catalogue_not_read")
-                self._failure = repr(error)
+                self._failure = failure
             else:
                 self._is_away, self._failure = False, ""
             await self._clock.sleep(POLL_S)

@@ -19,7 +19,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
-from shared.background import Background, is_logged, start_awaited
+from shared.background import Background, is_logged, item_error, start_awaited
 from shared.clock import Clock
 from shared.errors import (
     ERROR_BY_CODE,
@@ -146,8 +146,8 @@ def begin_reply(
         return failure_of(error)
     try:
         reply: Message | Awaitable[Message] = handler(request)
-    except Exception as error:
-        return _failed(error)
+    except BaseException as raised:
+        return _failed(item_error(raised))
     return reply if isinstance(reply, Message) else _finish_reply(reply)
 
 
@@ -162,8 +162,8 @@ async def reply_to(
 async def _finish_reply(reply: Awaitable[Message]) -> Message:
     try:
         return await reply
-    except Exception as error:
-        return _failed(error)
+    except BaseException as raised:
+        return _failed(item_error(raised))
 
 
 def _failed(error: Exception) -> Failure:
@@ -420,7 +420,8 @@ class NatsBus:
             checked = self._sender_check.checked(decode, wire_subject)
             try:
                 hand_over(wire_subject, handler, checked, data)
-            except Exception:  # the service boundary: one message must not end the subscription
+            except BaseException as raised:  # one message must not end the subscription
+                item_error(raised)
                 log.exception("subscriber_failed", subject=wire_subject)
 
         subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
@@ -487,7 +488,8 @@ class NatsBus:
         """A reply that cannot be encoded, or is too large, becomes a Failure: its caller waits."""
         try:
             return self._payload(message)
-        except Exception as error:
+        except BaseException as raised:
+            error = item_error(raised)
             log.warning("reply_not_encoded", reply=type(message).__name__, exc_info=error)
             return self._payload(failure_of(error))
 

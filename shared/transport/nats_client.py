@@ -21,6 +21,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError, TimeoutError
 from nats.js.api import Header
 
+from shared.background import item_error
 from shared.transport.nkeys import UserKey
 
 LATE_REPLY_S = 2.0  # how long after its timeout a reply is still taken, if the caller wants it
@@ -195,8 +196,8 @@ class DirectClient(Client):
                 await take(subject.decode(), reply.decode(), data)
             else:
                 await super()._process_msg(sid, subject, reply, data, headers)
-        except Exception as error:  # like nats-py for any callback: later messages must be handled
-            await self._error_cb(error)
+        except BaseException as raised:  # like nats-py for any callback: later messages are handled
+            await self._error_cb(item_error(raised))
 
     def _connect_command(self) -> bytes:
         """The command with the credential. nats-py uses TLS only if the server asks for it, and

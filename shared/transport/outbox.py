@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from shared.background import Background
+from shared.background import Background, item_error
 from shared.errors import HearthError
 from shared.messages import Message
 from shared.transport.bus import Bus
@@ -50,8 +50,8 @@ class Outbox:
                 await self._bus.publish(subject, message)
             except HearthError as error:
                 self._drop(subject, error.message)
-            except Exception as error:  # a value cannot be encoded: its message alone fails
-                self._drop(subject, repr(error))
+            except BaseException as raised:  # a value cannot be encoded: its message alone fails
+                self._drop(subject, repr(item_error(raised)))
             finally:
                 self._queue.task_done()
 

@@ -19,7 +19,7 @@ import structlog
 
 from services.gateway.models.served_text import ServedText
 from services.gateway.preparation.recently_used import RecentlyUsed
-from shared.background import start_awaited
+from shared.background import item_error, start_awaited
 from shared.clock import Clock
 from shared.errors import NoCapacity
 from shared.transport.struct_types import examine_struct_types
@@ -104,8 +104,8 @@ class LoadedTexts:
         began_at = self._clock.now()
         try:
             loaded: ServedText | Exception = self._load(place)
-        except Exception as error:  # the edge to files that are not ours
-            loaded = error
+        except BaseException as raised:  # the edge to files that are not ours
+            loaded = item_error(raised)
         return loaded, self._clock.now() - began_at
 
     def _fail(self, source: TextSource, reason: str, load_s: float) -> None:

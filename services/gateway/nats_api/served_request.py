@@ -31,6 +31,7 @@ from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys
+from shared.background import item_error
 from shared.clock import Clock
 from shared.errors import DeadlineExceeded, HearthError, InvalidRequest, PayloadTooLarge
 from shared.subjects import REPLY_S
@@ -105,8 +106,9 @@ class ServedRequest:
             error = self._error
         except HearthError as raised:
             error = raised
-        except Exception as raised:  # the service boundary: log and answer
-            log.error("request_failed", endpoint=self.message.endpoint, exc_info=raised)
+        except BaseException as raised:  # the service boundary: log and answer
+            failure = item_error(raised)
+            log.error("request_failed", endpoint=self.message.endpoint, exc_info=failure)
             error = HearthError("internal error")
         finally:
             self.has_passed.set()

@@ -43,7 +43,7 @@ from services.gateway.text.process_jobs import (
     limit_s,
     over_limit,
 )
-from shared.background import Background, is_logged
+from shared.background import Background, is_logged, item_error
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 from shared.lifecycle.child_process import (
     FreezeDetector,
@@ -310,7 +310,8 @@ class PreparationPool:
             await self._end(seat)
             error = NoCapacity("the preparation process hangs", retry_after_s=1.0)
             _fail(running.popleft(), error)
-        except Exception:  # of a client's data
+        except BaseException as raised:  # of a client's data
+            item_error(raised)
             await self._end(seat)
             running.clear()
             raise

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from services.gateway.streams.try_record import TryRecord
+from shared.background import item_error
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
 
@@ -82,15 +83,15 @@ class GuardedReceiver:
             end = replace(end, error=self.failure)
         try:
             self._receiver.on_end(end)
-        except Exception as error:
-            self._fail(error)
+        except BaseException as raised:
+            self._fail(item_error(raised))
 
     def _try(self, call: Callable[..., Result], *args: Any) -> Result | None:
         """None if it raises, and after a failure."""
         try:
             return call(*args) if self.failure is None else None
-        except Exception as error:
-            self._fail(error)
+        except BaseException as raised:
+            self._fail(item_error(raised))
             return None
 
     def _fail(self, error: Exception) -> None:

@@ -50,7 +50,7 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from services.gateway.streams.try_record import TryRecord
-from shared.background import failing_alone
+from shared.background import failing_alone, item_error
 from shared.errors import (
     ContextFull,
     DeadlineExceeded,
@@ -341,7 +341,8 @@ class Streams:
         for stream in list(self._by_request.values()):
             try:
                 self._watch(stream, now, is_bus_trusted)
-            except Exception:
+            except BaseException as raised:
+                item_error(raised)
                 with failing_alone("stream_failed", request=stream.request_id):
                     raise
                 if stream.request_id in self._by_request:

@@ -25,7 +25,7 @@ from services.host.workers.worker_process import WorkerSpec, encode_spec
 from services.host.workers.worker_template import TemplateReport
 from services.local.processes.child_processes import die_with_parent, ending
 from services.local.processes.log_files import bound_logs_while_running, last_line, open_log
-from shared.background import Background, is_logged
+from shared.background import Background, is_logged, item_error
 from shared.clock import Clock
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
@@ -201,7 +201,8 @@ class WorkerProcesses:
     async def _follow(self, template: _Template) -> None:
         try:
             await self._read(template)
-        except Exception:
+        except BaseException as raised:
+            item_error(raised)
             log.exception("template_not_read")
             self._replace(template)
         finally:

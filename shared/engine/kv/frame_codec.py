@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import structlog
 
+from shared.background import item_error
 from shared.errors import DependencyUnavailable
 from shared.kv_wire.compression import FrameCodec
 
@@ -23,6 +24,7 @@ def load_codec(kv_compression: str, dtype: str) -> FrameCodec | None:
     except DependencyUnavailable as error:  # a CPU executor has already warned
         log.info("kv_codec_unavailable", reason=error.message)
         return None
-    except Exception:
+    except BaseException as raised:
+        item_error(raised)
         log.exception("kv_codec_unavailable")
         return None

@@ -30,7 +30,14 @@ from tests.support.services.live_cluster import MODEL, LiveCluster
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
-ERRORS = (
+
+
+class Panic(BaseException):
+    """Like what native code panics with, which is no Exception."""
+
+
+ERRORS: tuple[BaseException, ...] = (
+    Panic("called `Option::unwrap()` on a `None` value"),
     RuntimeError("a bug"),
     OverflowError("int too big to convert"),
     KeyError("missing"),
@@ -183,7 +190,7 @@ PASSING: dict[str, tuple[Callable[[LiveCluster], Any], str]] = {
 }
 
 
-def raising(error: Exception, work: Callable[..., Any]) -> Callable[..., Any]:
+def raising(error: BaseException, work: Callable[..., Any]) -> Callable[..., Any]:
     """Raises like the function in whose place it is: an async one once it is awaited."""
 
     def fail(*arguments: object, **fields: object) -> None:
@@ -207,7 +214,7 @@ async def test_fault_that_passes_costs_no_request_and_no_block(
             def fail_once(
                 *arguments: object,
                 work: Any = work,
-                errors: list[Exception] = errors,
+                errors: list[BaseException] = errors,
                 held: list[int] = held,
                 **fields: Any,
             ) -> object:
@@ -329,6 +336,27 @@ def test_what_is_awaited_has_an_owner() -> None:
         if _name(node.value) == "start_awaited"
     }
     assert found == set()
+
+
+# Python alone runs in these: the templates of checkpoints, and the rendering of a line of the log.
+WITHOUT_NATIVE_CODE = {
+    "services/gateway/preparation/template_process.py",
+    "services/gateway/text/chat_template.py",
+    "services/gateway/text/history/content_parts.py",
+    "shared/log.py",
+}
+
+
+def test_handlers_of_any_error_take_panics_of_native_code() -> None:
+    """Such as a tokenizer's, which is no Exception: `except BaseException` and `item_error`."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in _sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler)
+        if isinstance(node.type, ast.Name) and node.type.id == "Exception"
+    }
+    assert {each for each in found if not each.startswith("kernels/")} == WITHOUT_NATIVE_CODE
 
 
 def _sources() -> Iterator[Path]:

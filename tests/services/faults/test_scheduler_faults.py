@@ -30,7 +30,7 @@ def faulty(test: Callable[[Rig], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_wake_that_raises_is_tried_again(error: Exception) -> None:
+def test_wake_that_raises_is_tried_again(error: BaseException) -> None:
     async def test(rig: Rig) -> None:
         host = await host_of(rig)
         keeper = rig.service._residency
@@ -44,7 +44,7 @@ def test_wake_that_raises_is_tried_again(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_park_that_raises_is_tried_again(error: Exception) -> None:
+def test_park_that_raises_is_tried_again(error: BaseException) -> None:
     async def test(rig: Rig) -> None:
         host = await host_of(rig)
         await host.make_hot("b")
@@ -59,7 +59,7 @@ def test_park_that_raises_is_tried_again(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_late_start_that_raises_fails_its_request_alone(error: Exception) -> None:
+def test_late_start_that_raises_fails_its_request_alone(error: BaseException) -> None:
     async def test(rig: Rig) -> None:
         delay_s = 1.0  # longer than a first reply is waited for
         worker = await rig.worker("decode-0", delay_s=delay_s)
@@ -76,7 +76,7 @@ def test_late_start_that_raises_fails_its_request_alone(error: Exception) -> Non
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_compiler_that_raises_costs_speed_alone(error: Exception) -> None:
+def test_compiler_that_raises_costs_speed_alone(error: BaseException) -> None:
     async def test(rig: Rig) -> None:
         async def compile_loops() -> None:
             raise error

@@ -88,7 +88,7 @@ def test_usage_outlives_any_reply() -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_error_in_a_round_of_a_loop_is_counted_and_ends_nothing(error: Exception) -> None:
+def test_error_in_a_round_of_a_loop_is_counted_and_ends_nothing(error: BaseException) -> None:
     async def test() -> None:
         store, clock, before = OddStore(()), VirtualClock(), num_failed_items()
         limits = Limits(store, clock)
@@ -143,7 +143,7 @@ def test_record_that_cannot_be_read_holds_up_no_other_tenant() -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_tenant_whose_prefixes_cannot_be_read_holds_up_no_other(error: Exception) -> None:
+def test_tenant_whose_prefixes_cannot_be_read_holds_up_no_other(error: BaseException) -> None:
     async def test(rig: Rig) -> None:
         keeper, read = rig.service._keeper, rig.service._keeper._read
 

@@ -10,6 +10,7 @@ from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.request.public_prefixes import PublicPrefixes
+from shared.background import item_error
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest
@@ -51,7 +52,8 @@ class PublicPrefixWatcher:
                 await self._poll()
             except HearthError as error:
                 log.debug("public_prefixes_read_failed", reason=error.message)
-            except Exception:  # of an operator's record
+            except BaseException as raised:  # of an operator's record
+                item_error(raised)
                 log.exception("public_prefixes_read_failed")
             await self._clock.sleep(POLL_INTERVAL_S)
 
@@ -83,8 +85,8 @@ class PublicPrefixWatcher:
             raise
         except HearthError as error:  # as where nothing can serve the model yet
             log.debug("public_prefix_failed", name=prefix.name, reason=error.message)
-        except Exception as error:
-            self._log_once(prefix, error)
+        except BaseException as raised:
+            self._log_once(prefix, item_error(raised))
         return None
 
     def _log_once(self, prefix: PinnedPrefix, error: Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shared.background import start_awaited
+from shared.background import item_error, start_awaited
 from shared.clock import Clock
 
 MAX_AGE_S = 1.0
@@ -30,6 +30,7 @@ class RenderedMetrics:
             self._texts[names] = (now, text)
         try:
             return await asyncio.shield(text)
-        except Exception:
+        except BaseException as raised:
+            item_error(raised)
             self._texts.pop(names, None)  # also of names that do not exist
             raise

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
+from shared.background import item_error
 from shared.engine.executors.group.fingerprint import fingerprint, model_on_meta
 from shared.engine.executors.group.kv.rank_memory import RankKvMemory
 from shared.engine.executors.group.messages import RankSetup
@@ -112,7 +113,8 @@ class RankComputer(StepComputer):
         """Samples after the last exchange with other ranks: an error fails this step alone."""
         try:
             return super()._sample_logits(logits, inputs, began_at)
-        except Exception as error:
+        except BaseException as raised:
+            error = item_error(raised)
             log.exception("sampling_failed")
             self.failure = f"{type(error).__name__}: {error}"
             return [], [], frozenset()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+from shared.background import item_error
 from shared.engine.parallel.processes.records import Record
 
 
@@ -53,7 +54,8 @@ class RecordSender:
             for each in self._writers:
                 if not self._has_ended:
                     each.write(record)
-        except Exception as error:  # of whatever kind: nobody awaits the thread
+        except BaseException as raised:  # of whatever kind: nobody awaits the thread
+            error = item_error(raised)
             if not self._has_ended:
                 self._has_ended = True
                 self._on_lost(error)

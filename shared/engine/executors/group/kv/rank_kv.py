@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from shared.background import Background
+from shared.background import Background, item_error
 from shared.clock import MonotonicClock
 from shared.engine.executors.group.kv.kv_channel import KvChannel
 from shared.engine.executors.group.kv.kv_messages import (
@@ -137,7 +137,8 @@ class RankKv:
         fail = partial(self._fail, number)
         try:
             work = self._begin(command)
-        except Exception as error:
+        except BaseException as raised:
+            error = item_error(raised)
             log.exception("kv_command_failed")
             fail(error)
         else:
