@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,19 @@ def test_line_that_was_cut_does_not_spoil_the_next_one(pipe: tuple[int, int]) ->
     assert os.read(pipe[0], 2 * PIPE_BYTES) == b"y" * PIPE_BYTES
     writer.write(b"next\n")
     assert os.read(pipe[0], PIPE_BYTES) == b"\n1 dropped\nnext\n"
+
+
+def test_signal_handler_that_logs_within_a_wait_for_the_reader(pipe: tuple[int, int]) -> None:
+    """One object polls once at a time, and would raise in whatever the signal interrupts."""
+    writer = LineWriter(pipe[1], report=report)
+    writer.write(b"x" * PIPE_BYTES)
+    before = signal.signal(signal.SIGALRM, lambda *_: writer.write(b"of the handler\n"))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S / 4)
+        writer.write(b"lost\n")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert writer.num_dropped == 2
 
 
 def test_reader_that_has_gone_and_full_disk_raise_nothing(pipe: tuple[int, int]) -> None:
