@@ -355,7 +355,7 @@ def malformed_requests(draw: st.DrawFn) -> bytes:
     return draw(torn([good]) | anything)
 
 
-@fuzz(200)
+@fuzz(100)
 @given(json_requests())
 def test_bodies(data: bytes) -> None:
     patient = gateway_client(PATIENT_S)
@@ -365,7 +365,7 @@ def test_bodies(data: bytes) -> None:
         check(answer)
 
 
-@fuzz(100)
+@fuzz(50)
 @given(header_requests())
 def test_methods_paths_headers_and_sizes(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
@@ -374,7 +374,7 @@ def test_methods_paths_headers_and_sizes(data: bytes) -> None:
         check(answer)
 
 
-@fuzz(48)
+@fuzz(24)
 @given(malformed_requests())
 def test_malformed_http(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
@@ -440,7 +440,7 @@ async def longest_turn_s(work: Awaitable[bytes]) -> tuple[bytes, float]:
 
 
 @timed
-@fuzz(12)
+@fuzz(6)
 @given(large_bodies())
 def test_no_body_holds_the_event_loop(data: bytes) -> None:
     """CPU time, which a busy machine does not change."""

@@ -1,4 +1,4 @@
-"""600 schedules, different for each commit: the fleet's invariants hold under all faults.
+"""250 schedules, different for each commit: the fleet's invariants hold under all faults.
 
 A failure prints its seed and the command that replays it. `scripts/test --long` runs 10,000.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulation.sweep import report_of, run_seeds
 
-NUM_SCHEDULES = 600
+NUM_SCHEDULES = 250
 PIECE = 25  # schedules per case: about two seconds
 FIRST_SEEDS = 1_000_000  # number of different first seeds of commits
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.simulation.saved import Row, piece_of, rows_of
 from tests.simulation.simulation import run_plan, simulate
 from tests.simulation.tally import Tally
 from tests.simulation.variants import (
+    VARIANTS,
     with_hosts,
     with_layer_groups,
     with_rank_groups,
@@ -32,13 +34,13 @@ _SEEDS = """
 FAILED_ONCE = [int(seed) for seed in _SEEDS.split()]
 DIGESTS = """
 from tests.simulation.simulation import simulate
-print(*(simulate(seed).digest for seed in (3, 14, 15, 92, 65)))
+print(*(simulate(seed).digest for seed in (3, 14, 65)))
 """
 
 
 def test_seed_reproduces_a_run_event_by_event() -> None:
-    once = [simulate(seed) for seed in (3, 14, 15, 92, 65)]
-    again = [simulate(seed) for seed in (65, 92, 15, 14, 3)]
+    once = [simulate(seed) for seed in (3, 14, 65)]
+    again = [simulate(seed) for seed in (65, 14, 3)]
     assert [each.digest for each in once] == [each.digest for each in reversed(again)]
     assert len({each.digest for each in once}) == len(once)
     other = subprocess.run(
@@ -65,7 +67,7 @@ def test_outcome_has_replay_command_and_explained_failures() -> None:
 
 def test_hanging_scheduler_only_delays_a_new_request() -> None:
     """NATS sends the hanging scheduler its share of the tries for three seconds."""
-    for seed in range(40):
+    for seed in range(16):
         plan = plan_of(seed)
         hangs = Fault(at_s=0.0, kind="freeze", target="scheduler-0", duration_s=6.0)
         fleet = replace(plan.fleet, num_schedulers=2, num_decode=2, max_queued_requests=100)
@@ -82,10 +84,16 @@ def test_seed_that_failed_once_passes(seed: int) -> None:
     assert simulate(seed).wrongs == []
 
 
+@cache
+def right_wrongs(variant: str, seed: int) -> list[str]:
+    """Of the right code: several bugs are found by one seed."""
+    return run_plan(VARIANTS[variant](plan_of(seed))).wrongs
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bug_is_found(bug: Bug) -> None:
     """Uses its stored seed, which is stale once the code that draws from it has changed."""
-    assert bug.outcome(bug.found_by).wrongs == []
+    assert right_wrongs(bug.variant, bug.found_by) == []
     with bug.planted():
         is_found = bool(bug.outcome(bug.found_by).wrongs)
     assert is_found, f"seed {bug.found_by} is stale; this command finds a new one: {bug.search}"
@@ -106,12 +114,12 @@ def test_saved_pieces_of_a_sweep_add_up() -> None:
     assert (total["schedules"], total["failed"], total["cpu_s"]) == (40, 1, 2.0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_models_with_groups_of_layers_keep_all_promises(seed: int) -> None:
     assert run_plan(with_layer_groups(plan_of(seed))).wrongs == []
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_groups_of_ranks_are_members_like_others(seed: int) -> None:
     """With several steps in flight, and when ranks die or freeze."""
     assert run_plan(with_rank_groups(plan_of(seed))).wrongs == []

@@ -86,6 +86,7 @@ def deaf_to_scheduler(*worker_ids: str) -> tuple[Fault, ...]:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("round_trip_s", [0.0, 0.3])
 @pytest.mark.parametrize("num_requests", [1, NUM_REQUESTS])
 def test_requests_are_refused_when_no_worker_answers(

@@ -64,6 +64,7 @@ def ignore_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerTable, "has_any", ignoring)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize(("is_same_prompt", "every_s"), [(False, 0.05), (True, 2.0)])
 def test_no_answer_is_cut_by_a_small_worker(
