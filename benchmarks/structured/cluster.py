@@ -19,7 +19,7 @@ from services.local.plan import UpOptions
 from shared.clock import MonotonicClock
 from shared.messages import Heartbeat, WorkerLoad
 from tests.support.cluster.clients import Exchange, run_exchange
-from tests.support.cluster.hearth_up import receive_heartbeats
+from tests.support.cluster.cluster_client import receive_heartbeats
 
 MODEL = "model-under-test"
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from services.client.hearth_nats import HearthClient
 from tests.chaos.checks.leftovers import left_behind
 from tests.chaos.checks.monitor import Monitor, is_empty
 from tests.chaos.world.constrained import constrained_requests, is_as_demanded
-from tests.chaos.world.workload import Body, requests, with_stops
+from tests.chaos.world.workload import NUM_STREAMS, Body, requests, with_stops
 from tests.support.cluster.chaos_cluster import ChaosCluster
 from tests.support.cluster.clients import ChoiceOutput, Exchange, run_exchange
 from tests.support.cluster.nats_clients import run_nats_exchange
@@ -45,7 +45,7 @@ class Undisturbed:
 class Chaos:
     """A cluster with its reference responses; call `learn` first. `nats`: sends all requests over
     NATS, where the client does not choose the gateway. `is_constrained`: a grammar constrains the
-    output of each request.
+    output of each request. `num_streams`: of each run; 8 are one of each kind.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class Chaos:
         nats: HearthClient | None = None,
         *,
         is_constrained: bool = False,
+        num_streams: int = NUM_STREAMS,
     ) -> None:
         self.cluster = cluster
         self.monitor = monitor
         self.nats = nats
         self.is_constrained = is_constrained
-        self.requests = constrained_requests() if is_constrained else requests()
+        self.requests = (constrained_requests if is_constrained else requests)(num_streams)
         self.undisturbed: Undisturbed
         self.idle: dict[str, dict[str, int]]  # objects of each process after undisturbed runs
         self._num_runs = 0

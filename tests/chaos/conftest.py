@@ -7,10 +7,14 @@ import pytest_asyncio
 
 from tests.chaos.chaos import Chaos
 from tests.chaos.running import running_chaos
+from tests.chaos.world.workload import NUM_STREAMS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chaos]:
-    """The default services with the timing engine, and their undisturbed responses."""
-    async with running_chaos(tmp_path_factory.mktemp("chaos")) as running:
+    """The default services with the timing engine, and their undisturbed responses: half of the
+    matrix's load.
+    """
+    folder = tmp_path_factory.mktemp("chaos")
+    async with running_chaos(folder, num_streams=NUM_STREAMS // 2) as running:
         yield running

@@ -12,6 +12,7 @@ from tests.chaos.chaos import Chaos
 from tests.chaos.checks.monitor import Monitor
 from tests.chaos.frames import WORKERS_APART, relays
 from tests.chaos.world.relay import Relay, Transport
+from tests.chaos.world.workload import NUM_STREAMS
 from tests.support.cluster.chaos_cluster import SERVICES, ChaosCluster
 
 TIMING_STEP_S = 0.015
@@ -35,9 +36,10 @@ async def running_chaos(
     is_nats: bool = False,
     is_constrained: bool = False,
     has_ranks: bool = False,
+    num_streams: int = NUM_STREAMS,
 ) -> AsyncIterator[Chaos]:
-    """`is_nats`: clients send their requests over NATS. `is_constrained`: as of `Chaos`.
-    `has_ranks`: some workers of the demo model have several ranks.
+    """`is_nats`: clients send their requests over NATS. `is_constrained`, `num_streams`: as of
+    `Chaos`. `has_ranks`: some workers of the demo model have several ranks.
     """
     async with AsyncExitStack() as stack:
         options_of = RANKS if has_ranks else {}
@@ -48,14 +50,20 @@ async def running_chaos(
         if is_nats:
             nats = await HearthClient.connect(cluster.client_url)
             stack.push_async_callback(nats.close)
-        running = Chaos(cluster, monitor, nats, is_constrained=is_constrained)
+        running = Chaos(
+            cluster, monitor, nats, is_constrained=is_constrained, num_streams=num_streams
+        )
         await running.learn()
         yield running
 
 
 @contextlib.asynccontextmanager
 async def running_frames(
-    folder: Path, transport: Transport, *, is_model: bool = False
+    folder: Path,
+    transport: Transport,
+    *,
+    is_model: bool = False,
+    num_streams: int = NUM_STREAMS,
 ) -> AsyncIterator[tuple[Chaos, list[Relay]]]:
     """With an inactive relay in front of each decode worker."""
     workers = {**WORKERS, **SHORT_CHUNKS, **(WORKERS_APART if transport == "tcp" else {})}
@@ -63,7 +71,7 @@ async def running_frames(
         _started(folder, workers, OF_FRAMES, is_model=is_model) as (cluster, monitor),
         relays(cluster, monitor, transport) as frame_relays,
     ):
-        running = Chaos(cluster, monitor)
+        running = Chaos(cluster, monitor, num_streams=num_streams)
         await running.learn()
         yield running, frame_relays
 

@@ -1,4 +1,5 @@
-"""A subset of the matrix on one cluster: invariants that hold at any machine speed.
+"""A subset of the matrix on one cluster: invariants that hold at any machine speed. The tests after
+it kill a gateway and Redis, those in `tests/end_to_end` workers of a model.
 
 `scripts/chaos`, which has the machine to itself, checks times against their bars.
 """
@@ -35,17 +36,21 @@ PAST_DAY = "2026-01-01"
 LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
 
+def repeated(*row: str) -> Any:
+    return pytest.param(*row, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("fault", "victim", "phase"),
     [
-        ("kill", "decode-1", "decoding"),
         ("freeze", "decode-1", "decoding"),
-        ("kill", "prefill-1", "transferring"),
-        ("freeze", "scheduler-1", "placed"),
-        ("kill", "nats-server", "finishing"),
-        ("freeze", "redis-server", "placed"),
-        ("device", "decode-1", "decoding"),
         ("device", "prefill-1", "transferring"),
+        repeated("kill", "decode-1", "decoding"),
+        repeated("kill", "prefill-1", "transferring"),
+        repeated("freeze", "scheduler-1", "placed"),
+        repeated("kill", "nats-server", "finishing"),
+        repeated("freeze", "redis-server", "placed"),
+        repeated("device", "decode-1", "decoding"),
     ],
 )
 async def test_responses_equal_the_undisturbed_run(

@@ -8,6 +8,8 @@ from tests.chaos.frames import run_frames
 from tests.chaos.running import running_frames
 from tests.chaos.world.relay import TRANSPORTS, Transport
 
+NUM_STREAMS = 16  # whose prompts take enough frames
+
 
 @pytest.mark.parametrize(
     "transport",
@@ -17,7 +19,10 @@ async def test_spoilt_frames_are_detected_and_never_served(
     tmp_path_factory: pytest.TempPathFactory, transport: Transport
 ) -> None:
     folder = tmp_path_factory.mktemp("frames")
-    async with running_frames(folder, transport) as (running, frame_relays):
+    async with running_frames(folder, transport, num_streams=NUM_STREAMS) as (
+        running,
+        frame_relays,
+    ):
         row = await run_frames(running, frame_relays, transport)
     assert (row.lost, row.altered) == (0, 0), row
     assert row.spoilt > 10, row

@@ -26,7 +26,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
     folder: Path = tmp_path_factory.mktemp("small")
     small = ChaosCluster(
         folder,
-        step_s=0.01,
+        step_s=0.005,
         services=ONE_OF_EACH,
         worker_options={"kv-cache-bytes": str(NUM_BLOCKS * 256)},
         scheduler_options={"max-queued-requests": "8"},

@@ -9,6 +9,6 @@ from tests.support.cluster.hearth_up import Cluster, run_cluster
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill and one decode worker with the demo model; tests must not change the cluster."""
+    """One prefill and one decode worker with the demo model; tests leave it as they find it."""
     with run_cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

@@ -5,18 +5,13 @@ happens to a request, its text is that of one worker alone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.local.credentials import Credential
-from services.local.join import add_credential
 from shared.errors import WorkerUnfit
 from shared.kv_layout import FP8
 from shared.messages import (
@@ -32,43 +27,29 @@ from shared.packing import pack_token_ids
 from shared.subjects import lifecycle, run_prefill
 from shared.transport.bus import NatsBus
 from tests.end_to_end.test_chat import text_of
-from tests.support.cluster.hearth_up import Cluster, run_cluster
+from tests.support.cluster.model_cluster import ModelCluster, run_model
 
 KV_CACHE_BYTES = 20 * 24_576  # 320 tokens in FP8, of each worker
 TEXT = "is told in many words, so that its KV fills more than one block of tokens of the cache."
 QUESTIONS = [f"{each} {TEXT} What is it?" for each in ("A prefix", "A worker", "The gateway")]
 OPTIONS = {"max_tokens": 100, "ignore_eos": True, "temperature": 1, "seed": 7}
-WORKERS = ("worker-1", "worker-2")
+WORKERS, BF16 = ("worker-1", "worker-2"), "prefill-9"
 TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    options = ("--prefill", "0", "--decode", "0", "--both", "2", "--kv-dtype", "fp8")
-    with run_cluster(folder, *options, "--kv-cache-bytes", str(KV_CACHE_BYTES)) as running:
-        environ = {**os.environ, "XDG_STATE_HOME": str(folder)}
-        joined = add_credential("prefill", "prefill-9", None, environ=environ)
-        with bf16_prefill(joined.nats_url):
-            yield running
-
-
-@contextlib.contextmanager
-def bf16_prefill(nats_url: str) -> Iterator[None]:
-    """Starts beside the tests that do not need it."""
-    command = [sys.executable, "-m", "services", "prefill", "--process-id", "prefill-9"]
-    command += ["--instance", "-", "--model-dir", str(DEMO_MODEL_DIR), "--kv-dtype", "bf16"]
-    command += ["--model-name", DEMO_MODEL_NAME, "--device", "cpu", "--num-threads", "1"]
-    process = subprocess.Popen(command, env={**os.environ, "HEARTH_NATS_URL": nats_url})
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(timeout=TIMEOUT_S)
+    fp8 = {"kv-dtype": "fp8", "kv-cache-bytes": str(KV_CACHE_BYTES)}
+    bf16 = {"kv-dtype": "bf16", "kv-cache-bytes": str(2 * KV_CACHE_BYTES)}
+    with run_model(
+        folder, DEMO_MODEL_DIR, (*WORKERS, BF16), fp8, options_of={BF16: bf16}
+    ) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def expected(cluster: Cluster) -> dict[str, str]:
+def expected(cluster: ModelCluster) -> dict[str, str]:
     """Each alone on the only worker, which computes its prompt. Ends with empty caches."""
     park(cluster, "worker-2")
     answers = [ask(cluster, each) for each in QUESTIONS]
@@ -80,7 +61,7 @@ def expected(cluster: Cluster) -> dict[str, str]:
     return dict(zip(QUESTIONS, map(content_of, answers), strict=True))
 
 
-def ask(cluster: Cluster, question: str) -> dict:
+def ask(cluster: ModelCluster, question: str) -> dict:
     return cluster.complete(question, **OPTIONS)
 
 
@@ -89,19 +70,19 @@ def content_of(answer: dict) -> str:
     return text
 
 
-def park(cluster: Cluster, worker_id: str) -> None:
+def park(cluster: ModelCluster, worker_id: str) -> None:
     command = ParkWorker(drain_s=TIMEOUT_S)
     send(cluster, "scheduler-1", lifecycle("decode", worker_id), command, Done)
     until_state(cluster, worker_id, "standby")
 
 
-def wake(cluster: Cluster, worker_id: str) -> None:
+def wake(cluster: ModelCluster, worker_id: str) -> None:
     command = WakeWorker(kv_bytes=KV_CACHE_BYTES)
     send(cluster, "scheduler-1", lifecycle("decode", worker_id), command, Done)
     until_state(cluster, worker_id, "ready")
 
 
-def until_state(cluster: Cluster, process_id: str, state: str) -> dict[str, Heartbeat]:
+def until_state(cluster: ModelCluster, process_id: str, state: str) -> dict[str, Heartbeat]:
     return cluster.wait_for_heartbeats(
         lambda newest: process_id in newest and newest[process_id].state == state,
         timeout_s=TIMEOUT_S,
@@ -109,7 +90,7 @@ def until_state(cluster: Cluster, process_id: str, state: str) -> dict[str, Hear
 
 
 def send(
-    cluster: Cluster, sender: str, subject: str, command: Message, reply_type: type[Message]
+    cluster: ModelCluster, sender: str, subject: str, command: Message, reply_type: type[Message]
 ) -> None:
     """As the process `sender` would."""
 
@@ -123,7 +104,7 @@ def send(
     asyncio.run(request())
 
 
-def url_of(cluster: Cluster, process_id: str) -> str:
+def url_of(cluster: ModelCluster, process_id: str) -> str:
     credentials: dict[str, Credential] = {
         each.process_id: each for each in cluster.state.credentials
     }
@@ -131,7 +112,7 @@ def url_of(cluster: Cluster, process_id: str) -> str:
 
 
 def test_prompt_that_the_other_worker_computes_and_one_that_is_cached(
-    cluster: Cluster, expected: dict[str, str]
+    cluster: ModelCluster, expected: dict[str, str]
 ) -> None:
     for count in range(2):
         answers = {each: ask(cluster, each) for each in QUESTIONS}
@@ -146,7 +127,7 @@ def test_prompt_that_the_other_worker_computes_and_one_that_is_cached(
                 assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
-def test_preempted_answers(cluster: Cluster, expected: dict[str, str]) -> None:
+def test_preempted_answers(cluster: ModelCluster, expected: dict[str, str]) -> None:
     """Three on one worker, whose cache holds less than all of them."""
     park(cluster, "worker-2")
     with ThreadPoolExecutor(len(QUESTIONS)) as clients:
@@ -156,25 +137,12 @@ def test_preempted_answers(cluster: Cluster, expected: dict[str, str]) -> None:
     assert sum(each["hearth"]["num_preemptions"] for each in answers) > 0
 
 
-def test_answer_that_another_worker_resumes(cluster: Cluster, expected: dict[str, str]) -> None:
-    """The worker that has the prompt in its cache dies."""
-    victim = ask(cluster, QUESTIONS[0])["hearth"]["decode_worker"]
-    stream = cluster.stream(QUESTIONS[0], **OPTIONS)
-    chunks = [next(stream) for _ in range(10)]
-    cluster.kill(victim)
-    chunks += list(stream)
-    assert text_of(chunks) == expected[QUESTIONS[0]]
-    assert chunks[-1]["hearth"]["num_resubmissions"] >= 1
-    assert chunks[-1]["hearth"]["decode_worker"] != victim
-    cluster.wait_until_ready(*WORKERS)
-
-
 def test_no_kv_of_a_worker_that_stores_another_dtype(
-    cluster: Cluster, expected: dict[str, str]
+    cluster: ModelCluster, expected: dict[str, str]
 ) -> None:
     """The only one that could compute the prompt is not asked to, and would refuse."""
     park(cluster, "worker-2")
-    newest = until_state(cluster, "prefill-9", "ready")
+    newest = until_state(cluster, BF16, "ready")
     answer = ask(cluster, QUESTIONS[0] + " ")
     assert answer["hearth"]["prefill_worker"] is None
     assert answer["hearth"]["num_pushed_tokens"] == 0
@@ -199,5 +167,21 @@ def test_no_kv_of_a_worker_that_stores_another_dtype(
         numerics=card.numerics,
     )
     with pytest.raises(WorkerUnfit, match=f"kv_format {card.kv_format} differs from this worker's"):
-        send(cluster, "worker-1", run_prefill("prefill-9"), command, PrefillAccepted)
+        send(cluster, "worker-1", run_prefill(BF16), command, PrefillAccepted)
     wake(cluster, "worker-2")
+
+
+def test_answer_that_another_worker_resumes(
+    cluster: ModelCluster, expected: dict[str, str]
+) -> None:
+    """The worker that has the prompt in its cache dies. This is the last test: there is no
+    successor.
+    """
+    victim = ask(cluster, QUESTIONS[0])["hearth"]["decode_worker"]
+    stream = cluster.stream(QUESTIONS[0], **OPTIONS)
+    chunks = [next(stream) for _ in range(10)]
+    cluster.kill(victim)
+    chunks += list(stream)
+    assert text_of(chunks) == expected[QUESTIONS[0]]
+    assert chunks[-1]["hearth"]["num_resubmissions"] >= 1
+    assert chunks[-1]["hearth"]["decode_worker"] != victim

@@ -22,7 +22,7 @@ from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from shared.messages import Heartbeat
 from shared.numerics import Mode
 from tests.support.cluster.chaos_cluster import MONITOR, ChaosCluster
-from tests.support.cluster.hearth_up import receive_heartbeats
+from tests.support.cluster.cluster_client import receive_heartbeats
 from tests.support.services.running import WAIT_S, eventually, start_hearth
 
 pytestmark = pytest.mark.long

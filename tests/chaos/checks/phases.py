@@ -53,7 +53,7 @@ def _in_phase(phase: Phase, monitor: Monitor, sent: list[Call], victim: str) -> 
         return victim in ids if victim.startswith("decode") else bool(ids)
 
     def is_decoding() -> bool:
-        return sum(bool(a.tries) and len(a.last.arrivals) >= 15 for a in sent) >= 24
+        return sum(bool(a.tries) and len(a.last.arrivals) >= 15 for a in sent) >= 0.75 * len(sent)
 
     return {
         "queued": is_queued,

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.messages import Heartbeat
-from tests.support.cluster.hearth_up import Cluster
+from tests.support.cluster.cluster_client import ClusterClient
 
 QUESTIONS = ("What is the KV cache?", "What is a scheduler?", "Tell me about rivers.")
 
 
-def _answers(cluster: Cluster) -> list[object]:
+def _answers(cluster: ClusterClient) -> list[object]:
     """Texts with the log-probability of each token."""
     options = {"logprobs": True, "top_logprobs": 2, "max_tokens": 48}
     return [cluster.complete(question, **options)["choices"][0] for question in QUESTIONS]
 
 
-def _revisions(cluster: Cluster) -> set[str | None]:
+def _revisions(cluster: ClusterClient) -> set[str | None]:
     beats = cluster.wait_for_heartbeats(lambda newest: any(map(_revision, newest.values())))
     return {_revision(beat) for beat in beats.values()} - {None}
 
@@ -26,7 +26,7 @@ def _revision(heartbeat: Heartbeat) -> str | None:
 
 
 def test_bundle_answers_equal_checkpoint_answers(
-    cluster: Cluster, bundled: Cluster, bundle: Path
+    cluster: ClusterClient, bundled: ClusterClient, bundle: Path
 ) -> None:
     assert not list(bundle.glob("model.safetensors"))
     assert bundled.model == "bundle"
@@ -34,7 +34,7 @@ def test_bundle_answers_equal_checkpoint_answers(
     assert _revisions(bundled) == _revisions(cluster)  # workers of one revision may share KV
 
 
-def test_worker_with_both_roles_answers(bundled: Cluster) -> None:
+def test_worker_with_both_roles_answers(bundled: ClusterClient) -> None:
     answer = bundled.complete("What is the KV cache?")
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert "token" in answer["choices"][0]["message"]["content"]

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from services.cli.tenants.public_prefixes import publish_prefix, remove_prefix
-from tests.support.cluster.hearth_up import Cluster
+from tests.support.cluster.cluster_client import ClusterClient
 from tests.support.waiting import wait_until
 
 SYSTEM = "You are a careful assistant, who answers in one short sentence. " * 12
@@ -25,7 +25,7 @@ def wait_for(poll: Callable[[], dict], condition: Callable[[dict], bool]) -> dic
     return replies[-1]
 
 
-def chat(bundled: Cluster, messages: list[dict], **options: object) -> dict:
+def chat(bundled: ClusterClient, messages: list[dict], **options: object) -> dict:
     body = {"messages": messages, "temperature": 0, "max_tokens": 40}
     response = bundled.client.post("/v1/chat/completions", json=body | options)
     assert response.status_code == 200, response.text
@@ -36,7 +36,7 @@ def cached_tokens(answer: dict) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_pinned_prefix_is_warm_before_the_first_request(bundled: Cluster) -> None:
+def test_pinned_prefix_is_warm_before_the_first_request(bundled: ClusterClient) -> None:
     put = bundled.client.put("/v1/prefixes/careful", json={"system": SYSTEM})
     assert put.status_code == 200, put.text
 
@@ -57,7 +57,7 @@ def test_pinned_prefix_is_warm_before_the_first_request(bundled: Cluster) -> Non
     assert bundled.client.delete("/v1/prefixes/careful").status_code == 200
 
 
-def test_public_prefix_is_warm_without_a_cache_salt(bundled: Cluster) -> None:
+def test_public_prefix_is_warm_without_a_cache_salt(bundled: ClusterClient) -> None:
     system = f"These are the rules of the house. {SYSTEM}"
     publish_prefix(bundled.state.redis_url, "house", bundled.model, system, is_json=False)
 
@@ -75,7 +75,7 @@ def test_public_prefix_is_warm_without_a_cache_salt(bundled: Cluster) -> None:
     remove_prefix(bundled.state.redis_url, "house")
 
 
-def second_turn_is_cached(bundled: Cluster, topic: str) -> bool:
+def second_turn_is_cached(bundled: ClusterClient, topic: str) -> bool:
     """Whether a second turn used all blocks of the first, which its worker has computed."""
     messages = [{"role": "user", "content": f"What is {topic}? Tell me all that you know of it."}]
     first = chat(bundled, messages, ignore_eos=False)
@@ -101,7 +101,7 @@ def second_turn_is_cached(bundled: Cluster, topic: str) -> bool:
     return is_cached
 
 
-def test_second_turn_reuses_the_whole_first_turn(bundled: Cluster) -> None:
+def test_second_turn_reuses_the_whole_first_turn(bundled: ClusterClient) -> None:
     """Prompt and answer are cached, whichever worker computed them. A scheduler that hears nothing
     of the index within 20 ms, as on busy cores, places without it: one conversation has to hit.
     """

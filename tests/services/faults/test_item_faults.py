@@ -43,6 +43,9 @@ ERRORS: tuple[BaseException, ...] = (
     KeyError("missing"),
     OSError(28, "No space left on device"),
 )
+ALL_ERRORS = pytest.mark.parametrize(
+    "has_all_errors", [pytest.param(False, id="one"), pytest.param(True, marks=pytest.mark.long)]
+)
 NUMBERS = count()
 SWEEP_S = 0.02
 Outcome = Callable[[LiveCluster], Awaitable[None]]
@@ -202,12 +205,21 @@ def raising(error: BaseException, work: Callable[..., Any]) -> Callable[..., Any
     return fail_when_awaited if inspect.iscoroutinefunction(work) else fail
 
 
+def errors_of(index: int, has_all_errors: bool) -> tuple[Exception, ...]:
+    """Of the fault with this index: otherwise one, so that neighbours have different ones."""
+    return ERRORS if has_all_errors else (ERRORS[index % len(ERRORS)],)
+
+
+@ALL_ERRORS
 async def test_fault_that_passes_costs_no_request_and_no_block(
-    cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
+    cluster: LiveCluster,
+    ended: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    has_all_errors: bool,
 ) -> None:
     monkeypatch.setattr(streams, "TOKEN_TIMEOUT_S", 0.2)
-    for name, (owner_of, method) in PASSING.items():
-        for number, error in enumerate(ERRORS):
+    for index, (name, (owner_of, method)) in enumerate(PASSING.items()):
+        for number, error in enumerate(errors_of(index, has_all_errors)):
             owner, errors, held = owner_of(cluster), [error], list[int]()
             work = getattr(owner, method)
 
@@ -245,16 +257,20 @@ async def everything_has_ended(cluster: LiveCluster) -> None:
         await asyncio.sleep(0.005)
 
 
+@ALL_ERRORS
 async def test_item_fails_and_every_process_lives(
-    cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
+    cluster: LiveCluster,
+    ended: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    has_all_errors: bool,
 ) -> None:
     monkeypatch.setattr(heartbeat, "MEASURE_S", 0.05)
     slow_s = max(decode_service.SWEEP_S, prefill_service.SWEEP_S)
     for module in (decode_service, prefill_service):
         monkeypatch.setattr(module, "SWEEP_S", SWEEP_S)
     await asyncio.sleep(slow_s)  # the sweeps that have begun their wait
-    for name, (owner_of, method, outcome) in FAULTS.items():
-        for error in ERRORS:
+    for index, (name, (owner_of, method, outcome)) in enumerate(FAULTS.items()):
+        for error in errors_of(index, has_all_errors):
             owner = owner_of(cluster)
             with monkeypatch.context() as patched:
                 patched.setattr(owner, method, raising(error, getattr(owner, method)))
@@ -295,7 +311,7 @@ OWN = {
 
 def test_only_loops_of_a_process_itself_may_end_it() -> None:
     found: dict[str, tuple[str, ...]] = {}
-    for path in _sources():
+    for path in _sources("start_own"):
         names = tuple(_started_as_own(path))
         if names:
             found[str(path.relative_to(ROOT))] = names
@@ -318,7 +334,7 @@ STARTS = ("create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe
 def test_tasks_are_started_by_one_module() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{call.lineno}"
-        for path in _sources()
+        for path in _sources(*STARTS)
         if path != ROOT / "shared/background.py"
         for call in _calls(path)
         if _name(call) in STARTS
@@ -329,7 +345,7 @@ def test_tasks_are_started_by_one_module() -> None:
 def test_what_is_awaited_has_an_owner() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in _sources()
+        for path in _sources("start_awaited")
         if any(_name(call) == "start_awaited" for call in _calls(path))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
@@ -351,7 +367,7 @@ def test_handlers_of_any_error_take_panics_of_native_code() -> None:
     """Such as a tokenizer's, which is no Exception: `except BaseException` and `item_error`."""
     found = {
         str(path.relative_to(ROOT))
-        for path in _sources()
+        for path in _sources("except Exception")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ExceptHandler)
         if isinstance(node.type, ast.Name) and node.type.id == "Exception"
@@ -359,9 +375,13 @@ def test_handlers_of_any_error_take_panics_of_native_code() -> None:
     assert {each for each in found if not each.startswith("kernels/")} == WITHOUT_NATIVE_CODE
 
 
-def _sources() -> Iterator[Path]:
+def _sources(*words: str) -> Iterator[Path]:
+    """Those that contain one of the words: only they need to be parsed."""
     for folder in ("services", "shared", "kernels"):
-        yield from sorted((ROOT / folder).rglob("*.py"))
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            if any(each in text for each in words):
+                yield path
 
 
 @cache

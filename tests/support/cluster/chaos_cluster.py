@@ -18,15 +18,18 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.local.credentials import role_of
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.cluster.monitored_process import STEP_VARIABLE
+from tests.support.cluster.process_template import ForkedProcess, template
 from tests.support.cluster.service_processes import (
-    MODEL,
     OPERATOR,
     OPERATOR_TOKEN,
     known_processes,
+    process_environ,
     start_python,
 )
 from tests.support.servers import PASSWORD, Server, find_binary, free_port
@@ -47,11 +50,12 @@ SERVICES: dict[str, CredentialRole] = {
 }
 SERVERS = ("nats-server", "redis-server")
 MONITOR = "monitor"
+MONITORED = ("-m", "tests.support.cluster.monitored_process")
 CLIENT, TENANT = "client-1", "chaos"
 
 
 class ChaosCluster:
-    """`step_s`: step time of the timing engine; None serves the demo model.
+    """`step_s`: step time of the timing engine; None serves `model`: its folder and name.
 
     `environ_of`, `options_of`: additional variables and options of single services, by name.
     """
@@ -61,6 +65,7 @@ class ChaosCluster:
         folder: Path,
         *,
         step_s: float | None,
+        model: tuple[Path, str] = (DEMO_MODEL_DIR, DEMO_MODEL_NAME),
         worker_options: Mapping[str, str] = {},
         scheduler_options: Mapping[str, str] = {},
         gateway_options: Mapping[str, str] = {},
@@ -69,19 +74,21 @@ class ChaosCluster:
         options_of: Mapping[str, Mapping[str, str]] = {},
     ) -> None:
         self.folder = folder
-        self.services = {name: SERVICES[name] for name in services}
+        self.services = {name: role_of(name.rpartition("-")[0]) for name in services}
         self.api_key = new_api_key()
         self.urls = {n: f"http://127.0.0.1:{free_port()}" for n in self.named("gateway")}
         self._step_s = step_s
+        self._model = model
         self._environ_of = environ_of
         self._options_of = options_of
         self._options: dict[str, Mapping[str, str]] = {
             "prefill": worker_options,
             "decode": worker_options,
+            "worker": worker_options,
             "scheduler": scheduler_options,
             "gateway": gateway_options,
         }
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._servers: dict[str, Server] = {}
 
     def named(self, role: str) -> list[str]:
@@ -95,6 +102,10 @@ class ChaosCluster:
     @property
     def nats_url(self) -> str:
         return self._nats_url_of(MONITOR)
+
+    @property
+    def nats_port(self) -> int:
+        return self._servers["nats-server"].port
 
     @property
     def client_url(self) -> str:
@@ -225,23 +236,29 @@ class ChaosCluster:
         return f"redis://127.0.0.1:{self._servers['redis-server'].port}/0"
 
     def _nats_url_of(self, name: str) -> str:
-        return f"nats://{name}:{PASSWORD}@127.0.0.1:{self._servers['nats-server'].port}"
+        return f"nats://{name}:{PASSWORD}@127.0.0.1:{self.nats_port}"
 
     def _launch(self, name: str) -> None:
         log_path = self.folder / f"{name}.log"
-        self._processes[name] = start_python(self._command(name), self._environ(name), log_path)
+        arguments, environ = self._arguments(name), self._environ(name)
+        if all(each.startswith("HEARTH_") for each in self._environ_of.get(name, {})):
+            forked_from = template(has_engine=self._step_s is None)
+            process = forked_from.start(arguments, process_environ(environ), log_path)
+            self._processes[name] = process
+        else:  # libraries read their variables when they are imported
+            self._processes[name] = start_python([*MONITORED, *arguments], environ, log_path)
 
-    def _command(self, name: str) -> list[str]:
+    def _arguments(self, name: str) -> list[str]:
         role = self.services[name]
         options = {"process-id": name, "instance": "-", **self._options.get(role, {})}
         options |= self._options_of.get(name, {})
         if role == "gateway":
             options |= {"http-port": self.urls[name].rpartition(":")[2], "lame-duck-s": "0"}
             options |= {"operator-token": OPERATOR_TOKEN}
-        command = ["-m", "tests.support.cluster.monitored_process", str(self._census_folder)]
-        command.append(role.replace("_", "-"))
-        if role in ("gateway", "prefill", "decode"):
-            command += MODEL
+        command = [str(self._census_folder), role.replace("_", "-")]
+        if role in ("gateway", "prefill", "decode", "worker"):
+            directory, model_name = self._model
+            command += ["--model-dir", str(directory), "--model-name", model_name]
         for option, value in options.items():
             command += [f"--{option}", value]
         return command

@@ -25,16 +25,21 @@ def start_python(
     """Starts `python ARGUMENTS` with one compute thread, and with no variable of Hearth that is not
     in `environ`. The log is appended to.
     """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
     with log_path.open("ab") as log_file:
         return subprocess.Popen(
             [sys.executable, *arguments],
-            env={**clean, **thread_environ(1), "PYTHONPATH": str(ROOT), **environ},
+            env=process_environ(environ),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=log_file,
         )
+
+
+def process_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """That of `start_python`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
+    return {**clean, **thread_environ(1), "PYTHONPATH": str(ROOT), **environ}
 
 
 async def known_processes(http: httpx.AsyncClient, url: str) -> set[str]:
