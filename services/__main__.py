@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -219,12 +220,17 @@ _add_services()
 app.registered_commands += trace_command.app.registered_commands
 
 
+@cache
+def _command() -> Any:
+    """The tree of all commands, which takes 70 ms."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Reports an error as one line on standard error and exit status 2."""
     arguments = sys.argv[1:] or ["--help"]
-    command = typer.main.get_command(app)
     try:
-        status = command.main(arguments, prog_name="hearth", standalone_mode=False)
+        status = _command().main(arguments, prog_name="hearth", standalone_mode=False)
     except UsageError as error:
         _exit_with_error(error.format_message())
     except HearthError as error:

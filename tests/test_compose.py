@@ -23,6 +23,7 @@ from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
 from shared.subjects import credential_of
 from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
+from tests.services.cli.in_process import call_hearth
 from tests.support.servers import Server, find_binary, free_port
 from tests.support.services.running import NoModel, complete, eventually, ready
 
@@ -180,10 +181,8 @@ def test_five_services_become_ready_and_answer(stack: Stack) -> None:
 
 def api_key(stack: Stack) -> str:
     environ = {**plain_environ(), "HEARTH_REDIS_URL": stack.redis_url}
-    command = [sys.executable, "-m", "services", "api-key", "default"]
-    done = subprocess.run(
-        command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = call_hearth(("api-key", "default"), environ)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
@@ -270,8 +269,7 @@ def health(stack: Stack, nats_url: str) -> int:
     dockerfile = (ROOT / "services" / "Dockerfile").read_text()
     assert 'CMD ["hearth", "health"]' in dockerfile
     environ = {**plain_environ(), "HEARTH_NATS_URL": stack.local(nats_url)}
-    command = [sys.executable, "-m", "services", "health", "--timeout-s", "1.5"]
-    return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True).returncode
+    return call_hearth(("health", "--timeout-s", "1.5"), environ).returncode
 
 
 def test_grace_period_covers_lame_duck_drain_and_stop() -> None:

@@ -18,8 +18,10 @@ from services.__main__ import main
 ROOT = Path(__file__).parents[3]
 
 
-def call_hearth(arguments: tuple[str, ...], environ: Mapping[str, str]) -> CompletedProcess[str]:
-    """Calls the console script's function, with this environment and an empty standard input."""
+def call_hearth(
+    arguments: tuple[str, ...], environ: Mapping[str, str], text: str = ""
+) -> CompletedProcess[str]:
+    """Calls the console script's function, with this environment and `text` as standard input."""
     output, errors = io.StringIO(), io.StringIO()
     status = 0
     # A command configures logging for its process, but other tests of this process read their logs.
@@ -29,7 +31,7 @@ def call_hearth(arguments: tuple[str, ...], environ: Mapping[str, str]) -> Compl
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
         patch.object(sys, "argv", ["hearth", *arguments]),
-        patch.object(sys, "stdin", io.StringIO()),
+        patch.object(sys, "stdin", io.StringIO(text)),
         patch.dict(os.environ, environ, clear=True),
     ):
         try:

@@ -27,17 +27,24 @@ def hub_home(tmp_path: Path, chat_model: Path) -> Path:
     return write_hub_home(tmp_path / "hf", chat_model)
 
 
-def resolve(model: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Calls `local_copy` in a new process, as huggingface_hub reads its variables at import."""
+def resolve(*models: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Calls `local_copy` in a new process, as huggingface_hub reads its variables at import. All
+    calls begin at the same time; a line of each is printed in their order.
+    """
     code = (
-        "import sys; from pathlib import Path; from services.local.hub_download import local_copy\n"
+        "import sys; from concurrent.futures import ThreadPoolExecutor; from pathlib import Path\n"
+        "from services.local.hub_download import local_copy\n"
         "from shared.errors import ConfigError\n"
-        "try: print(local_copy(Path(sys.argv[1]), needs_weights=sys.argv[2] == 'weights'))\n"
-        "except ConfigError as error: sys.exit(error.message)"
+        "def run(model):\n"
+        "    try: return True, local_copy(Path(model), needs_weights=sys.argv[1] == 'weights')\n"
+        "    except ConfigError as error: return False, error.message\n"
+        "with ThreadPoolExecutor() as threads: found = list(threads.map(run, sys.argv[2:]))\n"
+        "for is_found, line in found: print(line, file=sys.stdout if is_found else sys.stderr)\n"
+        "sys.exit(not all(each for each, _ in found))"
     )
     needs = environ.pop("NEEDS", "weights")
     return subprocess.run(
-        [sys.executable, "-c", code, model, needs],
+        [sys.executable, "-c", code, needs, *models],
         env={**clean_environ(), **environ},
         cwd=ROOT,
         capture_output=True,
@@ -51,11 +58,15 @@ def clean_environ() -> dict[str, str]:
 
 
 def error_line(model: str, **environ: str) -> str:
-    result = resolve(model, **environ)
-    assert result.returncode == 1, result.stdout
-    line = result.stderr.strip().splitlines()[-1]
+    return error_lines(model, **environ)[0]
+
+
+def error_lines(*models: str, **environ: str) -> list[str]:
+    """Of models of which none can be had."""
+    result = resolve(*models, **environ)
+    assert (result.returncode, result.stdout) == (1, "")
     assert "Traceback" not in result.stderr
-    return line
+    return result.stderr.strip().splitlines()[-len(models) :]
 
 
 def test_hub_id_syntax(tmp_path: Path) -> None:
@@ -185,28 +196,35 @@ def test_only_files_that_hearth_reads_are_downloaded(tmp_path: Path, needs: str)
     assert "Fetching" in result.stderr  # the progress bar
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "words"),
-    [
-        (401, "RepoNotFound", "has no accessible model of that name: check the id"),
-        (404, "RepoNotFound", "has no accessible model of that name: check the id"),
-        (403, "GatedRepo", "is gated: accept its terms at"),
-        (500, "", "cannot be reached"),
-    ],
-)
-def test_error_of_the_hub_is_one_line(tmp_path: Path, status: int, code: str, words: str) -> None:
-    with hub(lambda path: (status, {"X-Error-Code": code}, b'{"error": "no"}')) as url:
-        line = error_line(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT=url)
-    assert words in line
-    assert MODEL in line
+STATUSES = {
+    401: ("RepoNotFound", "has no accessible model of that name: check the id"),
+    404: ("RepoNotFound", "has no accessible model of that name: check the id"),
+    403: ("GatedRepo", "is gated: accept its terms at"),
+    500: ("", "cannot be reached"),
+}
 
 
-@pytest.mark.parametrize("fault", [each for each in FAULTS if each not in ENDLESS])
-def test_any_failure_of_a_download_is_one_line(tmp_path: Path, fault: str) -> None:
+def test_error_of_the_hub_is_one_line(tmp_path: Path) -> None:
+    def answer(path: str) -> Answer:
+        status = next(each for each in STATUSES if f"/status-{each}" in path)
+        return status, {"X-Error-Code": STATUSES[status][0]}, b'{"error": "no"}'
+
+    models = [f"org/status-{each}" for each in STATUSES]
+    with hub(answer) as url:
+        lines = error_lines(*models, HF_HOME=str(tmp_path), HF_ENDPOINT=url)
+    for line, model, (_, words) in zip(lines, models, STATUSES.values(), strict=True):
+        assert words in line
+        assert model in line
+
+
+def test_any_failure_of_a_download_is_one_line(tmp_path: Path) -> None:
     home = tmp_path / "hf"
+    faults = [each for each in FAULTS if each not in ENDLESS]
     with faulty_hub() as url:
-        line = error_line(f"org/{fault}", **hub_environ(url, str(home)))
-    assert f"'org/{fault}'" in line and url in line
+        models = [f"org/{fault}" for fault in faults]
+        lines = error_lines(*models, **hub_environ(url, str(home)))
+    for line, fault in zip(lines, faults, strict=True):
+        assert line.count("'org/") == 1 and f"'org/{fault}'" in line and url in line
     assert not [*home.rglob("outside*"), *tmp_path.glob("outside*")]
 
 

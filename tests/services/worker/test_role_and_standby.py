@@ -119,8 +119,8 @@ async def test_parking_waits_for_a_stream_and_refuses_other_requests(
     worker: WorkerClient,
 ) -> None:
     prompt = PROMPTS[2][:64]
-    expected = await worker.complete(prompt, 400)
-    placement_id = await worker.place(prompt, 400)
+    expected = await worker.complete(prompt, 300)
+    placement_id = await worker.place(prompt, 300)
     parking = asyncio.create_task(worker.park())
     await worker.until_state("draining")
     with pytest.raises(WorkerBusy, match="worker-1 is draining"):
@@ -133,12 +133,12 @@ async def test_parking_waits_for_a_stream_and_refuses_other_requests(
 
 async def test_stream_that_outlasts_the_drain_is_not_harmed(worker: WorkerClient) -> None:
     prompt = PROMPTS[2][:64]
-    expected = await worker.complete(prompt, 800)
-    placement_id = await worker.place(prompt, 800)
+    expected = await worker.complete(prompt, 500)
+    placement_id = await worker.place(prompt, 500)
     with pytest.raises(WorkerBusy, match=r"still has 1 requests after 0\.05 s"):
         await worker.park(drain_s=0.05)
     await worker.until_state("ready")
-    assert len(worker.tokens_of(placement_id)) < 800
+    assert len(worker.tokens_of(placement_id)) < 500
     assert (await worker.complete(PROMPTS[3][:64], 1)) is not None
     assert await worker.finished(placement_id) == expected
 
@@ -146,10 +146,10 @@ async def test_stream_that_outlasts_the_drain_is_not_harmed(worker: WorkerClient
 async def test_cache_shrinks_and_grows_while_sequences_hold_its_blocks(
     worker: WorkerClient, process: subprocess.Popen[bytes]
 ) -> None:
-    expected = await asyncio.gather(*(worker.complete(each, 400) for each in PROMPTS))
+    expected = await asyncio.gather(*(worker.complete(each, 120) for each in PROMPTS))
     await worker.park()
     await worker.wake(CEILING)
-    placements = [await worker.place(prompt, 400) for prompt in PROMPTS]
+    placements = [await worker.place(prompt, 120) for prompt in PROMPTS]
     await worker.until(lambda: all(map(worker.tokens_of, placements)))
     # They hold more, until they are preempted, which may be before the worker replies.
     assert await worker.resize(8 * MIB) >= 8 * MIB // BLOCK_BYTES * BLOCK_BYTES
@@ -198,7 +198,7 @@ async def test_parked_worker_leaves_its_core_to_others(
     first, before = worker.heartbeat, cpu_s(process.pid)
     assert first is not None and first.load is not None
     step, began_at = first.load.step, time.monotonic()
-    await worker.until(lambda: _step(worker) >= step + 10)
+    await worker.until(lambda: _step(worker) >= step + 5)
     assert cpu_s(process.pid) - before <= 0.03 * (time.monotonic() - began_at)
 
 
