@@ -169,6 +169,7 @@ class GatewayService:
         self.capacity = RequestCapacity(config.max_requests, lambda: len(self._driver))
         self.preparer = Preparer.of(
             config,
+            self._pool,
             self.capacity,
             clock,
             randomness,

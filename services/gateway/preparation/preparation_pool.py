@@ -31,6 +31,7 @@ from services.gateway.preparation.fair_turns import FairTurns
 from services.gateway.preparation.recently_used import RecentlyUsed
 from services.gateway.text.process_jobs import (
     MAX_SETUPS,
+    NO_MODEL,
     SIZE,
     EncodeJob,
     Job,
@@ -286,7 +287,8 @@ class PreparationPool:
         process: _PoolProcess | None = None
         try:
             async with asyncio.timeout(limit_s(first.job) + self.hang_s):
-                self._setup = first.setup
+                if first.setup is not NO_MODEL:
+                    self._setup = first.setup
                 process = await self._started(seat, first.setup)
                 process.begin_watch()
                 process.send_setup(first.setup)

@@ -19,6 +19,7 @@ import msgspec
 
 from services.gateway.preparation.recently_used import RecentlyUsed
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.named_model import named_model
 from services.gateway.text.process_jobs import (
     MAX_SETUPS,
     SIZE,
@@ -28,6 +29,8 @@ from services.gateway.text.process_jobs import (
     Job,
     JobFinished,
     JobRejected,
+    Named,
+    NameJob,
     ProcessSetup,
     Rendered,
     RenderJob,
@@ -171,6 +174,8 @@ def _reply_to(
     match job:
         case JobRejected():
             return job
+        case NameJob(body, kind):
+            return Named(named_model(body, kind))
         case RenderJob():
             return _rendered(template, job)
         case BodyJob() | EncodeJob():
@@ -183,7 +188,7 @@ def _failed(job: Job | JobRejected, error: BaseException) -> JobRejected:
     name = type(error).__name__
     if isinstance(job, EncodeJob):
         return JobRejected(f"the tokenizer fails on this text: {name}", None)
-    if isinstance(job, BodyJob):
+    if isinstance(job, BodyJob | NameJob):
         return JobRejected(f"the body cannot be prepared: {name}", None)
     return JobRejected(f"the chat template fails on these messages: {name}")
 

@@ -11,10 +11,13 @@ import msgspec
 from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.process_jobs import (
+    NO_MODEL,
     BodyJob,
     Encoded,
     EncodeJob,
     JobRejected,
+    Named,
+    NameJob,
     PreparedBody,
     ProcessSetup,
     Rendered,
@@ -103,6 +106,16 @@ class Renderer:
     async def close(self) -> None:
         if self._encoding is not None:
             await self._encoding.close()
+
+
+async def model_in_body(
+    pool: PreparationPool, data: bytes, kind: str, *, tenant_id: str
+) -> str | None:
+    """What `named_model` reads, in a process of the pool. Raises as `Renderer.prepare_body`."""
+    reply = await pool.run(tenant_id, NO_MODEL, NameJob(data, kind))
+    _check(reply)
+    assert isinstance(reply, Named), "the reply to a NameJob"
+    return reply.model
 
 
 def _flagged(parts: Sequence[str]) -> list[tuple[bool, str]]:

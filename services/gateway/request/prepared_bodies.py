@@ -64,7 +64,10 @@ def prepare_body(
 ) -> PreparedBody:
     """Raises InvalidRequest and its subclasses, as the endpoint itself."""
     body = endpoint.fields.decode(job.body)
-    generations = endpoint.for_model(body, endpoint.generations(body, ""), files)
+    generations = endpoint.generations(body, "")
+    if generations[0].model != (job.model or ""):
+        raise InvalidRequest("`model` is given more than once", param="model")
+    generations = endpoint.for_model(body, generations, files)
     prompts = [_tokenized(each, job, files, template) for each in generations]
     short = endpoint.without_prompts(body, len(prompts))
     return PreparedBody(msgspec.json.encode(short), prompts)

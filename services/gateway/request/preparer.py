@@ -12,8 +12,12 @@ import msgspec
 
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.observability.telemetry.request_record import RequestRecord
-from services.gateway.preparation.preparation_pool import MAX_BATCH
-from services.gateway.preparation.template_renderer import NO_VARIABLES, Messages
+from services.gateway.preparation.preparation_pool import MAX_BATCH, PreparationPool
+from services.gateway.preparation.template_renderer import (
+    NO_VARIABLES,
+    Messages,
+    model_in_body,
+)
 from services.gateway.request.generation_request import (
     GenerationRequest,
     check_constrained,
@@ -38,6 +42,7 @@ from services.gateway.request.prompt import (
 )
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.structured.grammars.grammar_request import CheckedPlan
+from services.gateway.text.named_model import model_at_an_edge, named_model
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from shared.background import start_awaited
 from shared.clock import Clock
@@ -45,6 +50,7 @@ from shared.config import GatewayConfig
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
+MAX_INLINE_NAMED_BYTES = 64 * 1024  # of a body that is read for its model, in up to 0.6 ms
 MAX_INLINE_CHARS = 8192  # of a small request, before it is tokenized
 # Longer prompts are hashed on a thread, so that running streams do not wait.
 MAX_INLINE_TOKENS = 2048
@@ -59,6 +65,7 @@ class Preparer:
     def __init__(
         self,
         preparation: Preparation,
+        pool: PreparationPool,
         capacity: RequestCapacity,
         clock: Clock,
         *,
@@ -68,6 +75,7 @@ class Preparer:
         max_wait_s: float,
     ) -> None:
         self._preparation = preparation
+        self._pool = pool
         self._capacity = capacity
         self._clock = clock
         self._max_payload_bytes = max_payload_bytes
@@ -84,6 +92,7 @@ class Preparer:
     def of(
         cls,
         config: GatewayConfig,
+        pool: PreparationPool,
         capacity: RequestCapacity,
         clock: Clock,
         randomness: Randomness,
@@ -93,6 +102,7 @@ class Preparer:
     ) -> Self:
         return cls(
             Preparation(config, randomness, public),
+            pool,
             capacity,
             clock,
             max_payload_bytes=max_payload_bytes,
@@ -134,6 +144,15 @@ class Preparer:
             )
             return prepare() if _is_short(generation) else await asyncio.to_thread(prepare)
 
+    async def named_model(self, tenant_id: str, kind: str, body: bytes) -> str | None:
+        """The model that a body of this kind names. None: none, or it is not valid."""
+        if len(body) <= MAX_INLINE_NAMED_BYTES:
+            return named_model(body, kind)
+        if (model := model_at_an_edge(body, kind)) is not None:
+            return model
+        async with self._preparing(tenant_id):
+            return await model_in_body(self._pool, body, kind, tenant_id=tenant_id)
+
     async def prepare_body(
         self,
         tenant: TenantRecord,
@@ -141,16 +160,19 @@ class Preparer:
         kind: str,
         body: bytes,
         read: Callable[[], Awaitable[bytes]] | None = None,
+        *,
+        named: str | None = None,
     ) -> PreparedBody:
         """Decodes, renders and tokenizes a large body in a preparation process. `read`: reads the
-        stored state that the body refers to, once the tenant has a slot.
+        stored state that the body refers to, once the tenant has a slot. `named`: the model that
+        the body was found to name.
         """
         card = model.card
         async with self._preparing(tenant.tenant_id):
             stored = b"" if read is None else await read()
             job = BodyJob(
                 *(kind, body, card.max_context_tokens, tenant.input_tokens_per_min),
-                *(card.vocab_size, stored),
+                *(card.vocab_size, stored, named),
             )
             del stored
             return await model.text.renderer.prepare_body(job, tenant_id=tenant.tenant_id)

@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 
 from services.gateway.models.model_names import ModelNames
-from services.gateway.models.named_model import named_model
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
@@ -138,9 +137,13 @@ class Submission:
         """
 
         async def prepared(job: str, read: Callable[[], Awaitable[bytes]] | None) -> PreparedBody:
-            named = named_model(data, kind) if model_of is None else model_of()
-            chosen = await self._choose_named(reservation, named or self._models.default_name)
-            return await self._preparer.prepare_body(reservation.tenant, chosen, job, data, read)
+            tenant = reservation.tenant
+            named = None
+            if model_of is None:
+                named = await self._preparer.named_model(tenant.tenant_id, kind, data)
+            model = named or (self._models.default_name if model_of is None else model_of())
+            chosen = await self._choose_named(reservation, model)
+            return await self._preparer.prepare_body(tenant, chosen, job, data, read, named=named)
 
         async def scan(job: str) -> bytes | None:
             return None if is_small(data) else (await prepared(job, None)).body

@@ -46,8 +46,18 @@ class ProcessSetup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     key: str = ""
 
 
+NO_MODEL = ProcessSetup(None)  # for jobs that need none
+
+
 class SelectModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     key: str
+
+
+class NameJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request body of which only the model's name is wanted. `kind`: as of a BodyJob."""
+
+    body: bytes
+    kind: str
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -70,7 +80,7 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     `kind`: the name of the body's type. `max_context_tokens`, `max_input_tokens`: prompts that
     cannot fit are rejected before they are rendered; None: no limit is known. `stored`: the encoded
-    state that the body refers to, if any.
+    state that the body refers to, if any. `model`: that the body is taken to name; None: none.
     """
 
     kind: str
@@ -79,6 +89,7 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_input_tokens: int | None = None
     vocab_size: int | None = None
     stored: bytes = b""
+    model: str | None = None
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -112,6 +123,12 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
     is_chat: bool = False
     echo: tuple[str, list[int]] | None = None
     num_calls: int = 0
+
+
+class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The reply to a NameJob. None: the body names no model, or is not valid."""
+
+    model: str | None
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -156,8 +173,8 @@ class Unavailable(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-Job = RenderJob | BodyJob | EncodeJob | CheckJob
-Reply = Rendered | PreparedBody | Encoded | Checked | JobRejected | Unavailable
+Job = NameJob | RenderJob | BodyJob | EncodeJob | CheckJob
+Reply = Named | Rendered | PreparedBody | Encoded | Checked | JobRejected | Unavailable
 
 
 class JobFinished(msgspec.Struct, frozen=True, array_like=True):
@@ -187,6 +204,8 @@ def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
             return LIMIT_S + job.num_chars / MIB * LIMIT_S_PER_MIB
         case BodyJob():
             return LIMIT_S + (len(job.body) + len(job.stored)) / MIB * LIMIT_S_PER_MIB
+        case NameJob():
+            return LIMIT_S + len(job.body) / MIB * LIMIT_S_PER_MIB
         case CheckJob():
             return CHECK_LIMIT_S
         case _:
@@ -196,7 +215,7 @@ def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
 def over_limit(job: Job) -> JobRejected:
     """The reply for a job whose process exceeded a limit."""
     match job:
-        case BodyJob():
+        case BodyJob() | NameJob():
             return JobRejected(BODY_TIMEOUT, None)
         case EncodeJob():
             return JobRejected(ENCODE_TIMEOUT, None)

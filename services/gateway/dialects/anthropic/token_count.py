@@ -11,7 +11,6 @@ import msgspec
 from services.gateway.dialects.anthropic.request import COUNT_FIELDS, PromptFields, request_of
 from services.gateway.dialects.anthropic.response_types import TokenCount
 from services.gateway.models.model_names import ModelNames
-from services.gateway.models.named_model import named_model
 from services.gateway.request.prepared_bodies import is_small
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.prompt import ChatPrompt
@@ -34,7 +33,8 @@ class TokenCounter:
     async def count(self, tenant: TenantRecord, data: bytes) -> bytes:
         """Returns the response as JSON."""
         if not is_small(data):
-            model = await self._names.main(tenant, named_model(data, COUNT_TOKENS) or "")
+            named = await self._preparer.named_model(tenant.tenant_id, COUNT_TOKENS, data)
+            model = await self._names.main(tenant, named or "")
             prepared = await self._preparer.prepare_body(tenant, model, COUNT_TOKENS, data)
             return prepared.body
         body: PromptFields = COUNT_FIELDS.decode(data)

@@ -23,7 +23,6 @@ from services.gateway.dialects.tokenization.bodies import (
 from services.gateway.dialects.tokenization.conversion import detokenize, tokenize
 from services.gateway.dialects.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.models.model_names import ModelNames
-from services.gateway.models.named_model import named_model
 from services.gateway.models.served_text import ServedText
 from services.gateway.request.preparer import Preparer
 from shared.errors import PayloadTooLarge
@@ -98,7 +97,8 @@ class Tokenization:
     async def _answer_large(self, tenant: TenantRecord, kind: str, data: bytes) -> bytes:
         if len(data) > MAX_BODY_BYTES:
             raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
-        model = await self._names.main(tenant, named_model(data, kind) or None)
+        named = await self._preparer.named_model(tenant.tenant_id, kind, data)
+        model = await self._names.main(tenant, named or None)
         return (await self._preparer.prepare_body(tenant, model, kind, data)).body
 
 

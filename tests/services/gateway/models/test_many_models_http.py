@@ -78,6 +78,26 @@ async def test_each_model_has_its_tokenizer_and_template(
     assert ("[user: hello]" in "".join(parts)) == (files.chat_template.source == BRACKETS)
 
 
+@pytest.mark.parametrize("place", ["first", "between", "last"])
+async def test_large_body_is_of_the_model_that_it_names(fleet: Fleet, place: str) -> None:
+    messages = {"messages": [{"role": "user", "content": "hello"}], "unknown": ["x" * 100_000]}
+    rest = {"max_tokens": 60, "logit_bias": {"1": 0}}
+    parts: list[dict[str, object]] = [messages, rest]
+    parts.insert(("first", "between", "last").index(place), {"model": "de"})
+    body = {name: value for part in parts for name, value in part.items()}
+    response = await fleet.post("/v1/chat/completions", body)
+    assert response.json()["choices"][0]["message"]["content"] == GERMAN
+    assert (await submitted(fleet)).model == "de"
+
+
+async def test_large_body_that_names_two_models_is_refused(fleet: Fleet) -> None:
+    twice = b'{"model":"en","user":"%b","prompt":"a","stop":[],"model":"de","logit_bias":{}}'
+    response = await fleet.http.post(
+        "/v1/completions", content=twice % (b"x" * 300_000), headers=fleet.headers("acme")
+    )
+    check_envelope(response, 400, "invalid_request", "model")
+
+
 async def test_models_have_other_tokens_and_caches(fleet: Fleet) -> None:
     requests = []
     for model in ("en", "de"):

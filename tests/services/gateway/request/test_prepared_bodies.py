@@ -42,9 +42,9 @@ async def test_many_messages_are_prepared_in_a_process(
     prepared: list[str] = []
     prepare_body = cluster.gateway.preparer.prepare_body
 
-    async def record(*arguments: object) -> object:
+    async def record(*arguments: object, **options: object) -> object:
         prepared.append(str(arguments[2]))
-        return await prepare_body(*arguments)  # type: ignore[arg-type]
+        return await prepare_body(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cluster.gateway.preparer, "prepare_body", record)
     for count, expected in ((1, []), (800, ["chat"])):
