@@ -21,8 +21,8 @@ from services.gateway.dialects.dialect_table import dialect_of
 from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF, RAW
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.body_encoding import BodyEncoding
-from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.http.server import ON_AUTHENTICATED
+from services.gateway.request.prepared_bodies import decodable
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
@@ -105,7 +105,7 @@ class Admission:
         options: Mapping[str, Any],
     ) -> Receive:
         """Returns a `receive` with the body, or with what remains of a large one."""
-        data = without_lone_surrogates(await self._read(scope, receive, body))
+        data = decodable(await self._read(scope, receive, body))
         kind = options[BODY_KIND]
         if kind == RAW:
             return _replayed(data, receive, body)

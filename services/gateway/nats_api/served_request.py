@@ -18,7 +18,6 @@ import structlog
 from services.gateway.dialects.dialect import Answers
 from services.gateway.http.body_budget import BodyBudget, BodyBytes
 from services.gateway.http.errors import RouteNotFound
-from services.gateway.http.lone_surrogates import without_lone_surrogates
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
 from services.gateway.nats_api.generation import write_response
 from services.gateway.nats_api.listeners import Listeners
@@ -27,6 +26,7 @@ from services.gateway.nats_api.request_headers import RequestHeaders, decode_hea
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.framing import LINES
 from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
+from services.gateway.request.prepared_bodies import decodable
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.submission import Submission
@@ -167,7 +167,7 @@ class ServedRequest:
             self._reply.limit_headers = reservation.headers
             self._check_size()
             body.add(len(self.message.data))
-            self.message.data = without_lone_surrogates(self.message.data)
+            self.message.data = decodable(self.message.data)
             held.release()
             if isinstance(endpoint, GeneratingEndpoint):
                 await self._generate(endpoint, reservation, headers, body)

@@ -115,9 +115,9 @@ class _PoolProcess:
             self._setups.put(setup.key, setup.key)
             self.send(frame(setup))
 
-    def send(self, frames: bytes) -> None:
+    def send(self, *frames: bytearray) -> None:
         """Does not drain: the other process may not read until its reply is read."""
-        self.process.stdin.write(frames)
+        self.process.stdin.writelines(frames)
 
     async def finished(self) -> JobFinished:
         (size,) = SIZE.unpack(await self.process.stdout.readexactly(SIZE.size))
@@ -292,7 +292,7 @@ class PreparationPool:
                 process = await self._started(seat, first.setup)
                 process.begin_watch()
                 process.send_setup(first.setup)
-                process.send(b"".join(frame(each.job) for each in running))
+                process.send(*(frame(each.job) for each in running))
                 self._start_spares()
             while running:
                 async with asyncio.timeout(limit_s(running[0].job) + self.hang_s):

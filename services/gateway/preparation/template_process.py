@@ -19,6 +19,7 @@ import msgspec
 
 from services.gateway.preparation.recently_used import RecentlyUsed
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.lone_surrogates import without_lone_surrogates
 from services.gateway.text.named_model import named_model
 from services.gateway.text.process_jobs import (
     MAX_SETUPS,
@@ -133,7 +134,7 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
                 write_frame(_answered(models, job))
 
 
-def _answered(models: _Models, job: Job | JobRejected) -> bytes:
+def _answered(models: _Models, job: Job | JobRejected) -> bytearray:
     try:
         is_tokenized = isinstance(job, BodyJob | EncodeJob)
         handle_body = models.body_handler() if is_tokenized else None
@@ -156,7 +157,7 @@ def decoded(data: bytes) -> Message | JobRejected:
 
 def encoded_reply(
     template: ChatTemplate | None, job: Job | JobRejected, handle_body: BodyHandler | None = None
-) -> bytes:
+) -> bytearray:
     """Returns the frame of a `JobFinished`. Rejects a job on any error: an end of the process would
     delay the jobs of other clients.
     """
@@ -175,10 +176,13 @@ def _reply_to(
         case JobRejected():
             return job
         case NameJob(body, kind):
-            return Named(named_model(body, kind))
+            return Named(named_model(without_lone_surrogates(body), kind))
         case RenderJob():
             return _rendered(template, job)
-        case BodyJob() | EncodeJob():
+        case BodyJob(body=body):
+            job = msgspec.structs.replace(job, body=without_lone_surrogates(body))
+            return _body(handle_body, job)
+        case EncodeJob():
             return _body(handle_body, job)
         case CheckJob():
             return JobRejected("this process checks no grammars", None)
@@ -226,7 +230,7 @@ def read_frame() -> bytes | None:
     return sys.stdin.buffer.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else None
 
 
-def write_frame(data: bytes) -> None:
+def write_frame(data: bytearray) -> None:
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 

@@ -30,6 +30,7 @@ from services.gateway.request.prompt import (
     naming_field_of,
 )
 from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.lone_surrogates import without_lone_surrogates
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody, TokenizedPrompt
 from services.gateway.text.tokenizer import bad_word_texts
@@ -43,6 +44,11 @@ BadWords = tuple[tuple[int, ...], ...]
 MAX_INLINE_BYTES = 256 * 1024
 MAX_INLINE_VALUES = 2048  # some 600 messages: 2 to 5 ms of the event loop
 FEW_VALUES_BYTES = 8 * 1024  # of a body whose values are not counted
+
+
+def decodable(data: bytes) -> bytes:
+    """The body without lone surrogates. In a larger one, a preparation process replaces them."""
+    return data if len(data) > MAX_INLINE_BYTES else without_lone_surrogates(data)
 
 
 def is_small(data: bytes, num_stored_bytes: int = 0) -> bool:

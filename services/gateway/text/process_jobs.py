@@ -184,7 +184,7 @@ class JobFinished(msgspec.Struct, frozen=True, array_like=True):
     cpu_s: float
 
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode_into = msgspec.msgpack.Encoder().encode_into
 _values_decoder = msgspec.json.Decoder(TemplateValues)
 
 
@@ -225,6 +225,9 @@ def over_limit(job: Job) -> JobRejected:
             return JobRejected(RENDER_TIMEOUT)
 
 
-def frame(message: ProcessSetup | SelectModel | Job | JobFinished) -> bytes:
-    data = _encode(message)
-    return SIZE.pack(len(data)) + data
+def frame(message: ProcessSetup | SelectModel | Job | JobFinished) -> bytearray:
+    """A body of megabytes is copied once."""
+    buffer = bytearray(SIZE.size)
+    _encode_into(message, buffer, SIZE.size)
+    SIZE.pack_into(buffer, 0, len(buffer) - SIZE.size)
+    return buffer

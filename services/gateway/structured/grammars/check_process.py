@@ -89,7 +89,7 @@ def main() -> None:
                 raise TypeError(f"{type(other).__name__} is no job of this process")
 
 
-def _answered(job: CheckJob, checks: PlanChecks | JobRejected) -> bytes:
+def _answered(job: CheckJob, checks: PlanChecks | JobRejected) -> bytearray:
     signal.setitimer(signal.ITIMER_PROF, limit_s(job))
     began_s = time.process_time()
     reply = checks if isinstance(checks, JobRejected) else checked_in_thread(job, checks)

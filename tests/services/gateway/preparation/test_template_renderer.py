@@ -155,7 +155,7 @@ class LostProcess:
 
     def end_watch(self) -> None: ...
     def send_setup(self, setup: ProcessSetup) -> None: ...
-    def send(self, frames: bytes) -> None: ...
+    def send(self, *frames: bytearray) -> None: ...
 
     async def finished(self) -> JobFinished:
         if self.num_turns == 2:
@@ -298,12 +298,13 @@ async def test_processes_hold_several_models_and_the_least_recent_leave(
     pool = PreparationPool(None, num_processes=1, spare_delay_s=NEVER_S, max_wait_s=60.0)
     sent: list[type] = []
     send = _PoolProcess.send
-    frames = {frame(each): ProcessSetup for each in setups}
-    monkeypatch.setattr(
-        _PoolProcess,
-        "send",
-        lambda self, data: sent.append(frames.get(data, bytes)) or send(self, data),
-    )
+    frames = {bytes(frame(each)): ProcessSetup for each in setups}
+
+    def record(process: _PoolProcess, *given: bytearray) -> None:
+        sent.extend(frames.get(bytes(each), bytes) for each in given)
+        send(process, *given)
+
+    monkeypatch.setattr(_PoolProcess, "send", record)
     order = [*range(len(setups)), len(setups) - 1, 3, 0, 3, 0]
     for number in order:
         parts = await Renderer(pool, setups[number]).render([{"role": "user", "content": "x"}])
@@ -377,9 +378,9 @@ async def test_small_jobs_of_a_tenant_share_a_turn(make: Make) -> None:
     sent = []
     send = _PoolProcess.send
 
-    def record(self: _PoolProcess, data: bytes) -> None:
-        sent.append(data)
-        send(self, data)
+    def record(self: _PoolProcess, *frames: bytearray) -> None:
+        sent.append(frames)
+        send(self, *frames)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_PoolProcess, "send", record)

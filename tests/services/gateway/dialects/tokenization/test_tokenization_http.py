@@ -72,8 +72,6 @@ async def test_prompt_and_tokens_have_vllms_shapes(
             "tokens": tokens,
             "token_strs": None,
         }
-    halves = (await post(cluster.http, "/tokenize", rb'{"prompt": "a\ud83d \ude00"}')).json()
-    assert halves["tokens"] == model_files.tokenizer.encode(["a\ufffd \ufffd"])
     for path in ("/detokenize", "/v1/detokenize"):
         response = await cluster.http.post(path, json={"tokens": tokens})
         assert response.status_code == 200 and response.json() == {"prompt": TEXT}
@@ -107,6 +105,17 @@ async def test_large_body_has_the_same_response(
     monkeypatch.setattr(endpoint_handlers, "PART_BYTES", 7)
     large = await cluster.http.post(path, json=body)
     assert (small.status_code, small.content) == (200, large.content)
+
+
+async def test_halves_of_characters_are_replaced_small_and_large(
+    cluster: Cluster, model_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = model_files.tokenizer.encode(["a\ufffd \ufffd"])
+    for _ in range(2):
+        halves = await post(cluster.http, "/tokenize", rb'{"prompt": "a\ud83d \ude00"}')
+        assert halves.json()["tokens"] == tokens
+        monkeypatch.setattr(tokenization, "MAX_INLINE_BYTES", 1)
+        monkeypatch.setattr(prepared_bodies, "MAX_INLINE_BYTES", 1)
 
 
 @pytest.mark.parametrize(("path", "data", "status", "code", "param"), INVALID)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.http.lone_surrogates import MAX_ESCAPES, without_lone_surrogates
+from services.gateway.text.lone_surrogates import MAX_ESCAPES, without_lone_surrogates
 
 # `\` before a half may be an escaped backslash; "ud83d" then only looks like an escape.
 TEXTS = st.lists(st.sampled_from(["\ud83d", "\ude00", "😀", "\\", "ud83d", '"', "é", "dc00"]))
