@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import msgspec
@@ -41,8 +42,8 @@ async def prefix_tokens(
     prompts = [
         await tokenize([*messages, {"role": role, "content": probe}], tools) for probe in PROBES
     ]
-    same = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
-    return [column[0] for column in same]
+    first, last = min(prompts), max(prompts)  # the others have all that these two share
+    return first[: sum(takewhile(bool, map(eq, first, last)))]
 
 
 class PrefixTokenizer:
