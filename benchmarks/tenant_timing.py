@@ -37,13 +37,14 @@ from tokenizers import Tokenizer
 
 from benchmarks.auc import Auc, auc
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from services.cli.cluster.bench import target
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.client.http_client import Connection, Sample, http_request
+from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
+from services.local.state import clusters_dir, running_cluster
+from shared.clock import MonotonicClock
 from shared.errors import HearthError
-from shared.store import Store
-from shared.tenancy.tenant_admin import new_api_key, store_api_key
+from shared.tenancy.tenant_admin import new_api_key, save_api_key
 
 PATH = "/v1/completions"
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
@@ -196,11 +197,6 @@ def plan_rounds(
 
 async def run(arguments: argparse.Namespace) -> Audit:
     attacker_key = new_api_key()
-
-    async def store_both(store: Store, api_key: str, tenant_id: str) -> None:
-        await store_api_key(store, api_key, tenant_id)
-        await store_api_key(store, attacker_key, "attacker")
-
     os.environ.setdefault("HEARTH_KV_CACHE_BYTES", str(KV_CACHE_BYTES))
     options = UpOptions(
         model_dir=DEMO_MODEL_DIR,
@@ -212,8 +208,10 @@ async def run(arguments: argparse.Namespace) -> Audit:
         tenant_id="victim",
     )
     console = Console(stderr=True)
-    async with target(None, options, store_both, console=console) as (url, victim_key):
-        audit = Audit(url, victim_key, attacker_key, arguments.seed)
+    async with LocalCluster(options, MonotonicClock(), state_parent=clusters_dir()) as cluster:
+        _, state = running_cluster(clusters_dir())
+        await save_api_key(state.redis_url, attacker_key, "attacker")
+        audit = Audit(cluster.url, cluster.api_key, attacker_key, arguments.seed)
         try:
             await audit.warm_up()
             began = time.perf_counter()

@@ -50,8 +50,8 @@ def _sampled(name: str, shape: str, options: dict[str, float], has_mask: bool) -
     mask = _mask() if has_mask else None
     return {
         "case": f"{name}, {shape}",
-        "us": round(seconds(lambda: sample_kernel(logits, *columns, mask)) * 1e6, 1),
-        "torch_us": round(seconds(lambda: torch_sample(logits, *columns, mask)) * 1e6, 1),
+        "us": round(seconds(lambda: sample_kernel(logits, *columns, mask=mask)) * 1e6, 1),
+        "torch_us": round(seconds(lambda: torch_sample(logits, *columns, mask=mask)) * 1e6, 1),
     }
 
 

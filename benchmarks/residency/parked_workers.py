@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama, write_tokenizer
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from services.host.workers.workers import WorkerProcesses
+from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from tests.support.servers import NatsServer
 from tests.support.services.parked_worker import (
@@ -158,7 +159,12 @@ async def start_alone(
     stack: AsyncExitStack, nats: NatsServer, model_dir: Path, names: list[str]
 ) -> AsyncIterator[int]:
     """Yields the pid of each worker as it starts."""
-    options = ("--kv-cache-bytes", str(KV_BYTES), "--max-context-tokens", str(CONTEXT_TOKENS))
+    options: tuple[str, ...] = (
+        "--kv-cache-bytes",
+        str(KV_BYTES),
+        "--max-context-tokens",
+        str(CONTEXT_TOKENS),
+    )
     options += ("--kv-ceiling-bytes", str(KV_BYTES * len(names)), "--num-threads", "1")
     for name in names:
         process = stack.enter_context(worker_process(nats, model_dir, *options, process_id=name))
@@ -181,7 +187,7 @@ async def start_forked(
             kv_ceiling_bytes=KV_BYTES * len(names),
             max_context_tokens=CONTEXT_TOKENS,
         )
-        yield (await host.launch(config)).pid
+        yield (await host.launch(config, log_name=model_dir.name)).pid
 
 
 async def run(
@@ -197,7 +203,9 @@ async def run(
         if is_alone:
             pids = start_alone(stack, nats, model_dir, names)
         else:
-            host = WorkerProcesses(folder, os.environ, num_threads=1, on_end=_report_end)
+            host = WorkerProcesses(
+                folder, os.environ, MonotonicClock(), num_threads=1, on_end=_report_end
+            )
             stack.push_async_callback(host.stop)
             await host.start(has_template=True)
             while host._template is None:  # noqa: ASYNC110 - else the first worker is not forked

@@ -149,7 +149,7 @@ class Simulation:
             site.on_end = self._ended
             self._join(site)
 
-    def _join(self, site: Site) -> None:
+    def _join(self, site: Decode | Prefill) -> None:
         self._sites[site.worker_id] = site
         self._index.add_worker(site.worker_id, MODEL, REVISION, KV_FORMAT)
         self._index.begin_resync(site.worker_id)
@@ -167,7 +167,7 @@ class Simulation:
         self._index.finish_resync(site.worker_id)
         self._beat(0.0, site, is_first=True)
 
-    def _beat(self, now: float, site: Site, *, is_first: bool = False) -> None:
+    def _beat(self, now: float, site: Decode | Prefill, *, is_first: bool = False) -> None:
         heartbeat = Heartbeat(
             process_id=site.worker_id,
             epoch=1,
