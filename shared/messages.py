@@ -332,7 +332,7 @@ class Finish(Message, frozen=True, kw_only=True):
     embedding: bytes | None = None  # [hidden_size] FP32, not normalised
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural logarithms of probabilities at one position, in FP32; the top ones in descending
     order.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterator
 
-from services.gateway.http.response import begun, joined
+from services.gateway.http.response import joined, joined_in_turns
 from services.gateway.nats_api.reply import NatsReply
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.output.results import Results
@@ -71,15 +71,14 @@ async def _write_body(
             results.add(event)
             if isinstance(event, TextDelta):
                 merger.unsent.add(event.num_bytes)
-    body = await _whole(await begun(opened.encoder.body(results)), max_reply_bytes)
+    body = await _whole(opened.encoder.body(results), max_reply_bytes)
     await _timed(reply.finish(body), merger, clock)
 
 
 async def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:
-    """Other streams continue between two parts. Raises PayloadTooLarge."""
+    """Raises PayloadTooLarge."""
     found, num_bytes = [], 0
-    for part in joined(parts):
-        await asyncio.sleep(0)
+    async for part in joined_in_turns(parts):
         found.append(part)
         num_bytes += len(part)
         if num_bytes > max_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from services.gateway.dialects.openai.errors import OpenAIEncoder
 from services.gateway.http.connection import EXTENSION, ClientConnection
-from services.gateway.http.response import GenerationResponse
+from services.gateway.http.response import TURN_PARTS, GenerationResponse, joined_in_turns
 from services.gateway.output.events import Event, Finished, TextDelta, with_ends
 from services.gateway.output.framing import SSE
 from services.gateway.output.results import Results
@@ -109,6 +110,28 @@ async def test_closing_is_sent_with_the_last_delta(
 ) -> None:
     bodies = await bodies_of(gateway_config, model_files, None)
     assert bodies == [(b"(a)(closing)", False)]
+
+
+async def test_body_of_many_short_parts_leaves_turns_to_others() -> None:
+    """Such as the offsets of a long prompt: its bytes are few, and its items take as long."""
+    num_computed, seen = 0, [0]
+
+    def parts() -> Iterator[bytes]:
+        nonlocal num_computed
+        for _ in range(100 * TURN_PARTS):
+            num_computed += 1
+            yield b"12345678"
+
+    async def watch() -> None:
+        while True:
+            seen.append(num_computed)
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(watch())
+    (body,) = [each async for each in joined_in_turns(parts())]
+    other.cancel()
+    assert body == b"12345678" * 100 * TURN_PARTS
+    assert max(after - before for before, after in pairwise(seen)) == TURN_PARTS
 
 
 async def test_text_before_a_failure_is_sent_before_the_error(
