@@ -24,6 +24,7 @@ class PipedChild:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
+        pidfd: int,
         stdin: asyncio.WriteTransport,
         stdout: asyncio.StreamReader,
     ) -> None:
@@ -31,8 +32,8 @@ class PipedChild:
         self._process = process
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
-        self._pidfd = os.pidfd_open(process.pid)
-        loop.add_reader(self._pidfd, self._reap)
+        self._pidfd = pidfd
+        loop.add_reader(pidfd, self._reap)
 
     @property
     def pid(self) -> int:
@@ -75,17 +76,26 @@ async def start_piped(command: Sequence[str], environ: Mapping[str, str]) -> Pip
 
 
 async def _started(command: Sequence[str], environ: Mapping[str, str]) -> PipedChild:
-    process = await asyncio.to_thread(_popen, command, environ)
+    process, pidfd = await asyncio.to_thread(_popen, command, environ)
     loop, stdout = asyncio.get_running_loop(), asyncio.StreamReader()
     stdin, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
     await loop.connect_read_pipe(lambda: _Output(stdout), process.stdout)
-    return PipedChild(process, stdin, stdout)
+    return PipedChild(process, pidfd, stdin, stdout)
 
 
-def _popen(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+def _popen(
+    command: Sequence[str], environ: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and a descriptor of it."""
+    process = subprocess.Popen(
         command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
+    try:
+        return process, os.pidfd_open(process.pid)
+    except OSError:  # no descriptor is left
+        process.kill()
+        process.communicate()
+        raise
 
 
 def _kill_started(starting: asyncio.Task[PipedChild]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -58,13 +59,28 @@ async def test_program_that_does_not_exist() -> None:
         await start_piped(["/no/such/program"], {})
 
 
+async def test_child_without_a_descriptor_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = []
+
+    def fail(pid: int) -> int:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = descriptors()
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    with pytest.raises(OSError, match="Too many"):
+        await start(ENDLESS)
+    assert not exists(pids[0])
+    assert descriptors() <= before
+
+
 async def test_child_of_a_cancelled_start_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pids, popen = [], piped_child._popen
 
     def record(*given: object) -> object:
-        process = popen(*given)  # type: ignore[arg-type]
+        process, pidfd = popen(*given)  # type: ignore[arg-type]
         pids.append(process.pid)
-        return process
+        return process, pidfd
 
     monkeypatch.setattr(piped_child, "_popen", record)
     starting = asyncio.create_task(start(ENDLESS))
