@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 
 import msgspec
 import pytest
@@ -25,14 +26,19 @@ def choices_request(outputs=THREE, prompt=PROMPT, **options):
 
 def solo_outputs(choice_indices=(0, 1, 2), prompt=PROMPT, **options) -> dict[int, list[int]]:
     """Runs each choice as a placement of its own, on a fresh worker."""
+    found = (solo_output(each, tuple(prompt), **options) for each in choice_indices)
+    return dict(zip(choice_indices, found, strict=True))
 
-    async def main(choice_index):
+
+@cache
+def solo_output(choice_index: int, prompt: tuple[int, ...], **options) -> list[int]:
+    async def main():
         async with cluster() as it:
-            request = choices_request({choice_index: []}, prompt, **options)
+            request = choices_request({choice_index: []}, list(prompt), **options)
             placement_id = await it.peer.place("decode-1", request)
             return (await it.peer.finished(placement_id, choice_index)).output
 
-    return {choice_index: run(main(choice_index)) for choice_index in choice_indices}
+    return run(main())
 
 
 async def finished(it, placement_id, choice_indices=(0, 1, 2)) -> dict[int, list[int]]:
@@ -41,6 +47,7 @@ async def finished(it, placement_id, choice_indices=(0, 1, 2)) -> dict[int, list
     return {index: each.output for index, each in zip(choice_indices, received, strict=True)}
 
 
+@pytest.mark.each_value
 @EITHER
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 18, 250])
@@ -177,6 +184,7 @@ def test_lost_tokens_of_each_choice_are_resent_until_ack(candidates):
     run(main())
 
 
+@pytest.mark.each_value
 @EITHER
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.2, 2.4, 2.8, 4.0, 8.0])
 def test_aborting_one_choice_does_not_affect_the_others(delay_s, candidates):
@@ -200,6 +208,7 @@ def test_aborting_one_choice_does_not_affect_the_others(delay_s, candidates):
     run(main())
 
 
+@pytest.mark.each_value
 @EITHER
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.2, 2.4, 2.8, 4.0, 30.0])
 @pytest.mark.parametrize("is_one_by_one", [False, True])

@@ -24,6 +24,7 @@ from tests.support.services.live_host import (
 from tests.support.services.probes import Probes
 from tests.support.services.unwritable_logs import full_disk, stopped_reader
 
+SOME_FAULTS = ("cut", "silent", "kinds", *ENDLESS)
 SECRETS = {
     "HF_TOKEN": "secret-of-the-hub",
     "HEARTH_OPERATOR_TOKEN": "secret-of-an-operator",
@@ -83,13 +84,18 @@ async def test_unknown_model_and_missing_source_are_clear_lines(
     await op.until(lambda: op.model("missing") is None)
 
 
-async def test_whatever_a_hub_does_fails_its_model_alone(op: Operator, host: LiveHost) -> None:
+@pytest.mark.parametrize(
+    "faults", [pytest.param(FAULTS, marks=pytest.mark.long, id="all"), SOME_FAULTS]
+)
+async def test_whatever_a_hub_does_fails_its_model_alone(
+    op: Operator, host: LiveHost, faults: tuple[str, ...]
+) -> None:
     before = await op.state("demo-a", "standby", "hot")
     pid = host.process.pid
     async with Probes({"host": host.health_url}) as probes:
-        for fault in FAULTS:
+        for fault in faults:
             await op.registry.add(fault, f"org/{fault}")
-        for fault in FAULTS:
+        for fault in faults:
             if fault in ENDLESS:
                 continue
             failed = await op.state(fault, "failed")
@@ -97,9 +103,9 @@ async def test_whatever_a_hub_does_fails_its_model_alone(op: Operator, host: Liv
             assert len(failed.failure.splitlines()) == 1
     assert probes.num_failed["host"] == 0
     assert probes.p50_ms("host") < 1000
-    for fault in FAULTS:
+    for fault in faults:
         await op.registry.remove(fault)
-    await op.until(lambda: all(op.model(fault) is None for fault in FAULTS))
+    await op.until(lambda: all(op.model(fault) is None for fault in faults))
     await op.until(lambda: not downloads(host))
     after = await op.state("demo-a", "standby", "hot")
     assert (host.process.pid, host.process.poll()) == (pid, None)

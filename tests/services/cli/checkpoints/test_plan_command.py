@@ -43,7 +43,7 @@ def test_plan_with_a_cache_in_fp8_has_twice_the_tokens() -> None:
 
 
 def test_plan_that_does_not_fit_is_one_line() -> None:
-    shown = hearth_plan("--memory", "3MiB")
+    shown = call_hearth(("plan", "--memory", "3MiB"), {})
     assert shown.returncode == 2
     assert "hearth: rank 0 of stage 0 needs 9.4 MiB for weights" in shown.stderr
 
