@@ -1,13 +1,15 @@
 """The short run's part of a test's grid of parameters; the rest is marked `long`.
 
 In the cells that stay, each value of each parameter occurs at least once: a grid of 5 · 2 · 2 cells
-keeps 5. `@pytest.mark.each_value` asks for it.
+keeps 5. `@pytest.mark.each_value` asks for it; `each_value(2)` keeps the first two of these, which
+differ in every parameter, `each_value(1)` the first cell.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -21,14 +23,28 @@ def thin(items: Iterable[pytest.Item]) -> None:
             grids[item.path, getattr(item, "cls", None), item.originalname].append(item)
     for grid in grids.values():
         cells = [frozenset(enumerate(_ids_of(item))) for item in grid]
-        for index in set(range(len(grid))) - covering(cells):
+        mark = grid[0].get_closest_marker("each_value")
+        for index in set(range(len(grid))) - covering(cells, *(mark.args if mark else ())):
             grid[index].add_marker(pytest.mark.long)
 
 
-def covering(cells: Sequence[frozenset[Any]]) -> set[int]:
-    """Indices of few cells, sets of (parameter, value), in which every value of all occurs."""
+def in_short_run(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of all cases, of which those that are not `short` are left to the long run."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in short else pytest.mark.long,
+        )
+        for case in cases
+    ]
+
+
+def covering(cells: Sequence[frozenset[Any]], at_most: int = sys.maxsize) -> set[int]:
+    """Indices of few cells, sets of (parameter, value), in which every value of all occurs; or the
+    first `at_most` that are found.
+    """
     missing, chosen = frozenset[Any]().union(*cells), set[int]()
-    while missing:
+    while missing and len(chosen) < at_most:
         best = max(range(len(cells)), key=lambda index: (len(cells[index] & missing), -index))
         chosen.add(best)
         missing -= cells[best]

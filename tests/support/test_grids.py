@@ -18,6 +18,14 @@ def test_every_value_of_a_grid_stays_in_few_cells(lengths: tuple[int, ...]) -> N
     assert frozenset().union(*(cells[index] for index in chosen)) == frozenset().union(*cells)
 
 
+def test_two_cells_differ_in_every_parameter() -> None:
+    cells = [frozenset(enumerate(cell)) for cell in product("abc", "de", "fgh")]
+    assert {cells[index] for index in covering(cells, 2)} == {
+        frozenset(enumerate("adf")),
+        frozenset(enumerate("beg")),
+    }
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("second", "ab")
 @pytest.mark.parametrize("first", range(3))

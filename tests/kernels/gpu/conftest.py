@@ -30,8 +30,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter takes seconds for a case: FP32 in every run, each value of a grid once;
-    FP16 and all combinations in long runs.
+    """The interpreter takes seconds for a case: two of a grid, in FP32, in every run; FP16 and all
+    others in long runs.
     """
     for item in items:
         if HERE not in item.path.parents:
@@ -41,8 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         elif call is not None and call.params.get("dtype") is torch.float16:
             item.add_marker(pytest.mark.long)
-        else:
-            item.add_marker(pytest.mark.each_value)
+        elif item.get_closest_marker("each_value") is None:
+            item.add_marker(pytest.mark.each_value(2))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -25,6 +25,7 @@ PARAMETERS = [
 
 @pytest.mark.first
 @pytest.mark.usefixtures("small_segments")
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_first(
     case: Case, device: torch.device, record_property: Callable[[str, object], None]

@@ -23,7 +23,7 @@ from tests.kernels.support.split_weights import bits_of, normal_weight, with_out
 from tests.kernels.support.tolerance import assert_near
 
 # (N, K): less than a tile, tiles and a remainder, K that ends within a group, a byte, a step
-SHAPES = [(1, 1), (63, 100), (70, 600), (33, 1153)]
+SHAPES = [(63, 100), (70, 600), (33, 1153), (1, 1)]
 if not IS_INTERPRETED:
     SHAPES += [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (4000, 896)]
 NUM_ROWS = [1, 17, 65, 130]

@@ -16,8 +16,8 @@ from tests.kernels.gpu.inputs import random
 from tests.kernels.gpu.paged import assert_same_bits
 
 NUM_LAYERS = 2 if IS_INTERPRETED else 32
-RUNS = [(0, 1), (15, 1), (0, 63), (5, 63), (7, 100), (64, 64)]  # first token, number of tokens
-SHAPES = [(1, 64, 16), (3, 80, 32), (2, 96, 64), (8, 128, 16), (2, 256, 16), (3, 6, 5)]
+RUNS = [(5, 63), (7, 100), (0, 63), (64, 64), (15, 1), (0, 1)]  # first token, number of tokens
+SHAPES = [(3, 6, 5), (3, 80, 32), (1, 64, 16), (2, 96, 64), (8, 128, 16), (2, 256, 16)]
 
 
 def paged(

@@ -14,7 +14,7 @@ BLOCK_SIZE, NUM_TOKENS = 16, 37
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "latent_dim", "rope_dim"), [(3, 20, 8), (1, 32, 2), (16, 512, 64), (5, 48, 10)]
+    ("num_heads", "latent_dim", "rope_dim"), [(3, 20, 8), (5, 48, 10), (1, 32, 2), (16, 512, 64)]
 )
 def test_rotate_and_store_latent(
     num_heads: int, latent_dim: int, rope_dim: int, dtype: torch.dtype, device: torch.device

@@ -43,6 +43,7 @@ def operands(name: str, device: torch.device) -> tuple[Tensor, Tensor | None, Ro
     return logits, bias if routing.has_choice_bias else None, routing
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_chosen", [1, 5])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_choice_is_that_of_the_library(name: str, num_chosen: int, device: torch.device) -> None:

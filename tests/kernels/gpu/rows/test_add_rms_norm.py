@@ -11,7 +11,7 @@ from tests.kernels.support.tolerance import assert_near
 
 
 @pytest.mark.parametrize("num_rows", [1, 63])
-@pytest.mark.parametrize("hidden", [1, 63, 100, 1024])
+@pytest.mark.parametrize("hidden", [63, 1024, 1, 100])
 @pytest.mark.parametrize("has_unit_offset", [False, True])
 def test_add_rms_norm(
     num_rows: int, hidden: int, has_unit_offset: bool, dtype: torch.dtype, device: torch.device

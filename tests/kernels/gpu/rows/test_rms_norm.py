@@ -9,7 +9,7 @@ from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.support.tolerance import assert_near
 
-WIDTHS = [1, 63, 100, 1024]
+WIDTHS = [63, 1024, 1, 100]
 
 
 @pytest.mark.parametrize("num_rows", [1, 63])

@@ -21,8 +21,8 @@ def _masks(rows: list[int], vocab_size: int, device: torch.device) -> tuple[Tens
     return torch.tensor(rows, dtype=torch.int64, device=device), words.to(device)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 31, 33, 4097, 9000])
-@pytest.mark.parametrize("rows", [[], [6], [0, 2, 5]])
+@pytest.mark.parametrize("vocab_size", [33, 4097, 9000, 31, 1])
+@pytest.mark.parametrize("rows", [[0, 2, 5], [6], []])
 def test_equals_reference_bit_for_bit(
     rows: list[int], vocab_size: int, device: torch.device
 ) -> None:
