@@ -1,4 +1,6 @@
-"""Every part of the kit runs without a GPU, behind a hook that hides what a bare machine lacks."""
+"""Every part of the kit runs without a GPU, behind a hook that hides what a bare machine lacks; in
+short runs one of kernels and one of a model.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,38 @@ from kernels.device import IS_INTERPRETED
 from tests.benchmarks.gpu_kit.dry_parts import FILE, launches_in
 
 ROOT = Path(__file__).parents[3]
+SHORT = ("lanes", "handoff")
 RECORD = "record the launches: python -m tests.benchmarks.gpu_kit.dry_parts --write"
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter launches nothing")
 
 
+@pytest.fixture(
+    scope="module", params=[SHORT, pytest.param(NAMES, marks=pytest.mark.long)], ids=["few", "all"]
+)
+def parts(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    names: tuple[str, ...] = request.param
+    return names
+
+
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rows of all parts."""
+def rows(parts: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows of the parts."""
     found = tmp_path_factory.mktemp("dry") / "rows.jsonl"
-    command = [sys.executable, "-m", "tests.benchmarks.gpu_kit.dry_parts", str(found)]
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_kit.dry_parts", str(found), *parts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return found
 
 
-def test_each_part_launches_what_is_recorded(rows: Path) -> None:
+def test_each_part_launches_what_is_recorded(parts: tuple[str, ...], rows: Path) -> None:
     """One launch less, or one more, is another count."""
     recorded = json.loads(FILE.read_text())
     assert list(recorded) == list(NAMES)
-    for part, launches in launches_in(rows).items():
+    found = launches_in(rows)
+    assert set(found) == set(parts)
+    for part, launches in found.items():
         assert launches == recorded[part], f"part {part} launches something else: {RECORD}"
         assert launches, f"part {part} launches nothing"
 
