@@ -331,7 +331,8 @@ def test_compiles_for_latents(request: pytest.FixtureRequest, num_heads: int) ->
         assert 0 < max(each.shared_bytes for each in found) <= LATENT_BYTES
 
 
-@pytest.mark.parametrize("num_heads", [128, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_heads", [128, 8])
 def test_compiles_for_latents_in_fp8(request: pytest.FixtureRequest, num_heads: int) -> None:
     """The tile of BF16 that both products read takes what the shorter stages leave."""
     with compiling_once(request, 90) as found:
@@ -340,8 +341,13 @@ def test_compiles_for_latents_in_fp8(request: pytest.FixtureRequest, num_heads: 
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("is_batch_invariant", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize(
+    ("num_rows", "is_batch_invariant"),
+    [
+        *[(1, True), (64, False)],
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, False), (64, True)]),
+    ],
+)
 def test_split_and_dense_weights_use_equal_dot_layouts(
     request: pytest.FixtureRequest, num_rows: int, is_batch_invariant: bool, capability: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,7 @@ from shared.kv_layout import FP8
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.quantized import quantize
+from tests.support.grids import in_short_run
 from tests.support.kernels.fake_driver import FakeDriver
 from tests.support.kernels.triton_ops import triton_ops
 
@@ -88,8 +90,11 @@ def warm_up(computer: StepComputer, driver: FakeDriver) -> None:
     driver.compiled.clear()
 
 
-@pytest.mark.parametrize("is_quantized", [False, True])
-@pytest.mark.parametrize("family", ["gemma2", "llama4", "deepseek", "qwen3 moe"])
+SHORT = {("gemma2", False), ("gemma2", True), ("deepseek", False), ("qwen3 moe", True)}
+CASES = product(("gemma2", "llama4", "deepseek", "qwen3 moe"), (False, True))
+
+
+@pytest.mark.parametrize(("family", "is_quantized"), in_short_run(SHORT, CASES))
 def test_each_family_is_compiled_by_key(
     family: str, is_quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

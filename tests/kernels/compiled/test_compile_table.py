@@ -97,7 +97,7 @@ def test_every_family_has_a_model() -> None:
     assert sized == {configured_in(architecture) for architecture in FAMILIES}
 
 
-@pytest.mark.parametrize(("case", "mode"), cases(SHORT))
+@pytest.mark.parametrize(("case", "mode"), cases((*SHORT, FP8_LATENTS)))
 def test_every_launch_class_has_a_row(case: str, mode: Mode) -> None:
     table = recorded(FILE)
     found = classes_of(case, mode).values()
@@ -113,7 +113,8 @@ def test_every_class_fits_and_operands_are_copied_wide(release: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "mode"), [each for each in cases(SHORT) if each.values[0] in (*LATENTS, FP8_LATENTS)]
+    ("case", "mode"),
+    [each for each in cases((*SHORT, FP8_LATENTS)) if each.values[0] in (*LATENTS, FP8_LATENTS)],
 )
 def test_attention_over_latents_fits(case: str, mode: Mode, release: Path) -> None:
     """The fast mode spills nothing in its loop over BF16."""
