@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -298,4 +299,12 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class LongEngineMachine(EngineMachine):
+    """The same, many times as long."""
+
+
+TestLongEngineMachine = pytest.mark.long(LongEngineMachine.TestCase)
+TestLongEngineMachine.settings = settings(max_examples=1000, stateful_step_count=60, deadline=None)

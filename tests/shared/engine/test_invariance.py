@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from tests.support.engine.checkpoints import write_llama, write_model
 from tests.support.engine.steps import Blocks, Line, advance, prefill
+from tests.support.grids import in_short_run
 from tests.support.threads import computing_threads
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -77,7 +79,19 @@ def _load(folder: Path, shape: str, dtype: str) -> LocalExecutor:
     return load_executor(folder, dtype=dtype, kv_cache_bytes=64 << 20)
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+SHORT = [
+    ("group 7, one KV head", "bfloat16"),
+    ("wide", "float32"),
+    ("window, soft caps", "bfloat16"),
+    ("latents of full blocks", "bfloat16"),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=() if each in SHORT else pytest.mark.long) for each in CASES],
+    ids="-".join,
+)
 def executor(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> LocalExecutor:
@@ -110,11 +124,7 @@ def _prompt(seed: int, num_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("num_threads", "chunk"),
-    [
-        *((1, chunk) for chunk in (1, 7, 64)),
-        *((2, chunk) for chunk in (64, PROMPT_TOKENS)),
-        *(pytest.param(2, chunk, marks=pytest.mark.long) for chunk in (1, 7)),
-    ],
+    in_short_run([(1, 1), (1, 7), (2, 64)], product((1, 2), (1, 7, 64, PROMPT_TOKENS))),
 )
 def test_logits_are_bit_equal_for_every_chunking(
     executor: LocalExecutor, one_step_logits: torch.Tensor, num_threads: int, chunk: int

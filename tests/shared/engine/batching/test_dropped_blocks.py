@@ -123,8 +123,8 @@ def test_model_reads_no_dropped_block(
         roomy, crowded = (
             Worker(tmp_path, dtype, num_blocks=n, budget=256) for n in (256, num_blocks)
         )
-        alone = [await roomy.run(new_sequence(ids, greedy(200))) for ids in prompts]
-        together = [new_sequence(ids, greedy(200), tenant_id="other") for ids in prompts]
+        alone = [await roomy.run(new_sequence(ids, greedy(60))) for ids in prompts]
+        together = [new_sequence(ids, greedy(60), tenant_id="other") for ids in prompts]
         for each in together:
             crowded.engine.add(each)
         while crowded.engine.batcher.waiting or crowded.engine.batcher.running:

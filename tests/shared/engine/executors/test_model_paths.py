@@ -61,7 +61,18 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+SHORT = [  # a cache of FP32, of BF16 and of FP8; all positions, windows, chunks, latents
+    ("llama", "float32", "seeded"),
+    ("gemma3", "bfloat16 with fp8 kv", "greedy"),
+    ("llama4", "bfloat16", "greedy"),
+    ("deepseek", "bfloat16", "seeded"),
+]
+
+
+@pytest.fixture(
+    params=[pytest.param(each, marks=() if each in SHORT else pytest.mark.long) for each in CASES],
+    ids="-".join,
+)
 def case(request: pytest.FixtureRequest) -> tuple[str, str, str]:
     return request.param
 

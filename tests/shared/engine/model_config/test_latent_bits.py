@@ -20,6 +20,7 @@ from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNOR
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.quantized import dequantize_folder, edit_config, quantize
 from tests.support.engine.steps import Blocks, prefill
+from tests.support.grids import in_short_run
 
 PROMPT = [(11 * n) % 190 for n in range(45)]
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -29,12 +30,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def logits(folder: Path) -> Tensor:
-    executor = load_executor(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
+def logits(folder: Path, dtype: str = "bfloat16") -> Tensor:
+    executor = load_executor(folder, dtype=dtype, kv_cache_bytes=1 << 20)
     return prefill(executor, Blocks(executor.num_blocks).line(PROMPT), 33)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", in_short_run(["deepseek, fp8"], KINDS))
 def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Path) -> None:
     family, kind, options = KINDS[name]
     FAMILIES[family].write(tmp_path / "plain", dtype=torch.bfloat16)
@@ -55,11 +56,11 @@ def test_kimis_config_may_be_written_twice(tmp_path: Path) -> None:
 
     copied = shutil.copytree(folder, tmp_path / "twice")
     edit_config(copied, twice)
-    assert torch.equal(logits(copied), logits(folder))
+    assert torch.equal(logits(copied, "float32"), logits(folder, "float32"))
     edit_config(copied, lambda c: c["quantization_config"].update(ignore=KIMI_IGNORED))
     message = "quantization_config and text_config.quantization_config disagree: ignore is"
     with pytest.raises(CheckpointError, match=message):
-        logits(copied)
+        logits(copied, "float32")
 
 
 def test_zeros_of_rotary_rows_are_refused(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_zeros_of_rotary_rows_are_refused(tmp_path: Path) -> None:
     options = {"group": 0, "is_symmetric": False}
     folder = quantize(tmp_path / "plain", tmp_path / "quantised", "int4", **options)
     with pytest.raises(CheckpointError, match=r"weight_zero_point: zero points of a layer with ro"):
-        logits(folder)
+        logits(folder, "float32")
 
 
 def test_rotary_rows_in_two_blocks_are_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_model
 from tests.support.engine.quantized import FILE, dequantize_folder, quantize
 from tests.support.engine.steps import Blocks, advance, prefill, step_of
+from tests.support.grids import in_short_run
 
 # Decoded beside the product, in fused layers; and shapes of partial blocks, which are not.
 BLOCKS: dict[str, Any] = {
@@ -66,7 +67,12 @@ def written(root: Path, name: str) -> Path:
     return quantize(root / "plain", root / "quantised", kind, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# Each form of weights once: in fused layers, of experts, and not decoded beside the product. Each
+# other kind compiles its own fused layers, for 6 s.
+SHORT = ("int4", "fp8 experts", "int4, partial blocks")
+
+
+@pytest.fixture(scope="module", params=in_short_run(SHORT, KINDS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("model"), request.param)
 
@@ -100,7 +106,9 @@ def test_logits_in_fp32(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(load(folder, "float32")), logits(load(dense, "float32")))
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8", "int4 experts"])
+@pytest.mark.parametrize(
+    "name", in_short_run(SHORT, ["int4", "fp8", "fp8 experts", "int4 experts"])
+)
 def test_weights_take_the_bytes_of_the_file(name: str, tmp_path: Path) -> None:
     folder = written(tmp_path, name)
     tensors = load_file(folder / FILE)
@@ -109,7 +117,7 @@ def test_weights_take_the_bytes_of_the_file(name: str, tmp_path: Path) -> None:
     assert load(folder).weights.num_quantized_bytes <= 1.03 * stored
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("name", in_short_run(SHORT, ["int4", "fp8"]))
 def test_ranks_have_the_bits_of_the_undivided_model(name: str, tmp_path: Path) -> None:
     fields = {**BLOCKS, "intermediate_size": 2048, "num_attention_heads": 8, "hidden_size": 512}
     fields["num_key_value_heads"] = 8
@@ -147,7 +155,7 @@ def setup(folder: Path) -> RankSetup:
 
 
 def test_dummy_weights_have_the_scale_of_dense_ones(tmp_path: Path) -> None:
-    folder = written(tmp_path, "int4, zeros, rows")
+    folder = written(tmp_path, "int4, partial blocks")
     executor = load(folder, load_format="dummy")
     layer = executor.computer.model.layers[0]
     dense = layer.mlp.down_proj.weight.dense().float()
@@ -156,7 +164,7 @@ def test_dummy_weights_have_the_scale_of_dense_ones(tmp_path: Path) -> None:
 
 
 def test_a_second_process_maps_the_same_weights(tmp_path: Path) -> None:
-    folder = written(tmp_path, "int4, dense attention")
+    folder = written(tmp_path, "int4")
     first, second = (load(folder) for _ in range(2))
     assert first.revision == second.revision
     assert torch.equal(logits(first), logits(second))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,21 @@ from tests.support.engine import family_table
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.reference import margin_checked_prompt
 from tests.support.engine.steps import Blocks, Line, advance, generate, prefill
+from tests.support.grids import in_short_run
 
 # Root mean square of the logits' differences from transformers in FP32, over that of the logits.
 # BF16 runs have the same BF16 weights; transformers' own in BF16 are off by 0.007 to 0.07.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 6e-2}
+# One family for each kind of layer: full attention and a window; caps; chunks, layers without rope
+# and experts; latents; experts that are chosen from many.
+KINDS = (
+    "qwen2, window from layer 1",
+    "gemma2",
+    "llama4, experts in each second layer",
+    "deepseek",
+    "qwen3 moe",
+)
+LENGTHENED = ("llama, dynamic", "phi3, longrope")  # a rope that depends on the context's length
 PROMPT = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 
 Checkpoint = Callable[[str, str], tuple[Path, PreTrainedModel]]
@@ -62,8 +74,13 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    in_short_run(
+        [*product(FAMILIES, ["float32"]), *product(KINDS, ["bfloat16"])],
+        product(FAMILIES, TOLERANCE),
+    ),
+)
 def test_logits_match_transformers(
     checkpoint: Checkpoint, load: Load, family: str, dtype: str
 ) -> None:
@@ -89,7 +106,7 @@ def _share_judged(executor: LocalExecutor) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_short_run(KINDS, FAMILIES))
 def test_no_bit_depends_on_the_path(load: Load, family: str, dtype: str) -> None:
     """One step, chunks, a cached prefix and decode steps give the same bits."""
     executor = load(family, dtype)
@@ -114,7 +131,7 @@ def test_no_bit_depends_on_the_path(load: Load, family: str, dtype: str) -> None
     assert torch.equal(torch.cat(decoded), one_step_logits[60:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_short_run((*KINDS, *LENGTHENED), FAMILIES))
 def test_greedy_tokens_match_transformers(checkpoint: Checkpoint, load: Load, family: str) -> None:
     """Contexts are within a window of 64 or 70 tokens, across its edge, and far beyond it."""
     _, model = checkpoint(family, "float32")

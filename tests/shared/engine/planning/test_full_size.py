@@ -79,6 +79,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long  # its 208,550 tensors take 8 s
 def test_kimi_on_eight_gpus_of_80_gb(kimi: Path) -> None:
     """Each rank holds all latents, 61 layers x 576 x 2 B a token, and all of what makes them and
     of the routers: 71.3 GiB a rank, where an eighth of the files is 69.2.

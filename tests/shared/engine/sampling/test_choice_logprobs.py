@@ -105,6 +105,7 @@ async def run_alone(worker: Worker, sampling: SamplingParams, choice_index: int)
     return output_of(worker, sequence)
 
 
+@pytest.mark.each_value(2)
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("num_received", [(0, 0, 0), (0, 1, 3)], ids=["new", "resumed"])
 @pytest.mark.parametrize("is_crowded", [False, True], ids=["roomy", "crowded"])

@@ -26,6 +26,7 @@ from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_model
 from tests.support.engine.quantized import quantize
 from tests.support.engine.steps import Blocks, step_of
+from tests.support.grids import in_short_run
 
 NUM_BLOCKS = 64
 TINY: dict[str, Any] = {
@@ -65,7 +66,7 @@ MESHES: dict[ExpertSplit, list[tuple[int, int]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=in_short_run(["glm4"], SHAPES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, **{**TINY, **SHAPES[request.param]})
@@ -84,7 +85,7 @@ def steps() -> list[StepInputs]:
     return found
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=in_short_run(["bfloat16"], ["bfloat16", "float32"]))
 def whole(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Tensor]]:
     """A dtype, and the logits of each step of the whole model."""
     executor = load_executor(folder, dtype=request.param, kv_cache_bytes=8 << 20)
@@ -146,7 +147,7 @@ def test_sums_in_bf16_are_rounded_alike(folder: Path, experts: ExpertSplit) -> N
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("experts", ["ep", "tp"])
+@pytest.mark.parametrize("experts", in_short_run(["tp"], ["ep", "tp"]))
 def test_four_bit_experts_are_shared_too(experts: ExpertSplit, tmp_path: Path) -> None:
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **{**TINY, **SHAPES["mixtral"]})
     ignored = [r"re:.*self_attn.*"]

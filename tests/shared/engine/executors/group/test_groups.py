@@ -238,6 +238,7 @@ async def test_group_describes_the_whole_model(single: LocalExecutor, group: Gro
     assert 0 < link.link.latency_s < 0.1
 
 
+@pytest.mark.long  # test_bf16_exchange.py has ranks that are threads
 async def test_sums_in_bf16_are_those_of_one_process(folder: Path) -> None:
     rounded = load_executor(folder, activations="bf16-exchange", **OPTIONS)
     group = load_group(folder, "cpu", MeshShape(2), activations="bf16-exchange", **OPTIONS)

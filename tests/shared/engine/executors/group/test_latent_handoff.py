@@ -48,10 +48,8 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 @pytest.mark.parametrize(
     ("source", "target", "num_copies"),
     [
-        (TP_1, TP_1, 1),
-        (TP_2, TP_1, 1),
         (TP_1, TP_2, 2),
-        pytest.param(PP_2, TP_1, 1, marks=pytest.mark.long),
+        *(pytest.param(source, TP_1, 1, marks=pytest.mark.long) for source in (TP_1, TP_2, PP_2)),
     ],
 )
 async def test_each_target_gets_every_row_once(

@@ -19,6 +19,7 @@ from shared.engine.step import StepInputs
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_model
 from tests.support.engine.steps import Blocks, step_of
+from tests.support.grids import in_short_run
 
 NUM_BLOCKS = 64
 TINY: dict[str, Any] = {
@@ -64,7 +65,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 PROMPTS = [[(11 * n) % 300 for n in range(50)], [(5 * n + 1) % 300 for n in range(9)]]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+# Heads that ranks share unevenly; norms of heads; latents.
+SHORT = ("llama, 28 heads", "qwen3, head norms", "deepseek")
+
+
+@pytest.fixture(scope="module", params=in_short_run(SHORT, SHAPES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     fields = {"architecture": "LlamaForCausalLM", **TINY, **SHAPES[request.param]}
