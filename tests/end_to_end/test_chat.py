@@ -39,7 +39,9 @@ def test_streamed_answer_equals_the_full_one(cluster):
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 5
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1, "seed": 11}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.long), {"temperature": 1, "seed": 11}]
+)
 def test_32_concurrent_streams_equal_their_solo_runs(cluster, options):
     questions = [f"{QUESTION} Number {n}." for n in range(32)]
     solo = [text_of(cluster.stream(q, max_tokens=24, **options)) for q in questions]

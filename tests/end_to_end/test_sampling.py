@@ -108,13 +108,20 @@ def test_bad_words_are_not_generated(cluster):
     ],
     ids=["frequency", "presence", "repetition"],
 )
-def test_penalty_makes_a_long_answer_more_varied(cluster, tokenizer, penalty):
-    def num_distinct(**options: Any) -> int:
-        extra = {"ignore_eos": True, **options.pop("extra_body", {})}
-        text = chat(cluster, max_tokens=200, extra_body=extra, **options)
-        return len(set(tokenizer.encode(text, add_special_tokens=False).ids))
+def test_penalty_makes_a_long_answer_more_varied(cluster, tokenizer, num_usual, penalty):
+    assert num_distinct(cluster, tokenizer, **penalty) > num_usual
 
-    assert num_distinct(**penalty) > num_distinct()
+
+@pytest.fixture(scope="module")
+def num_usual(cluster: Cluster, tokenizer: Tokenizer) -> int:
+    """Distinct tokens without a penalty."""
+    return num_distinct(cluster, tokenizer)
+
+
+def num_distinct(cluster: Cluster, tokenizer: Tokenizer, **options: Any) -> int:
+    extra = {"ignore_eos": True, **options.pop("extra_body", {})}
+    text = chat(cluster, max_tokens=200, extra_body=extra, **options)
+    return len(set(tokenizer.encode(text, add_special_tokens=False).ids))
 
 
 def test_zero_penalties_are_off_and_streams_apply_penalties(cluster):

@@ -14,11 +14,12 @@ import torch
 from tests.end_to_end.test_chat import text_of
 from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
-from tests.support.cluster.hearth_up import Cluster, run_cluster
+from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.engine.families import DEEPSEEK, KimiText
 from tests.support.engine.quantized import quantize
 
 QUESTION = "Which experts does a token reach?"
+WORKERS = ("worker-1", "worker-2")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -31,7 +32,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
     folder = tmp_path_factory.mktemp("kimi")
     vocab_size = write_byte_tokenizer(folder / "tokenizer", TEMPLATE)
     family = KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "vocab_size": vocab_size})
@@ -39,11 +40,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     quantize(folder / "plain", folder / "int4", "int4", group=0, ignored=KIMI_IGNORED)
     shutil.copytree(folder / "tokenizer", folder / "int4", dirs_exist_ok=True)
     state = tmp_path_factory.mktemp("cluster")
-    with run_cluster(state, "--model", str(folder / "int4"), "--decode", "2") as running:
+    with run_model(state, folder / "int4", WORKERS) as running:
         yield running
 
 
-def test_answers_follow_a_schema(cluster: Cluster) -> None:
+def test_answers_follow_a_schema(cluster: ModelCluster) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
     for seed in range(4):
         options = {"temperature": 1, "seed": seed, "max_tokens": 80}
@@ -54,16 +55,18 @@ def test_answers_follow_a_schema(cluster: Cluster) -> None:
         assert value["expert"] in range(8)
 
 
-def test_latents_of_a_prompt_are_pushed_and_then_found_again(cluster: Cluster) -> None:
+def test_latents_of_a_prompt_are_pushed_and_then_found_again(cluster: ModelCluster) -> None:
     question = "x" * 100
     first, second = (cluster.complete(question, max_tokens=8) for _ in range(2))
-    assert first["hearth"]["prefill_worker"] == "prefill-1"
+    workers = {first["hearth"]["prefill_worker"], first["hearth"]["decode_worker"]}
+    assert workers == {*WORKERS}
+    assert first["hearth"]["num_pushed_tokens"] == first["usage"]["prompt_tokens"] - 1
     assert first["choices"] == second["choices"]
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == second["usage"]["prompt_tokens"] // 16 * 16
 
 
-def test_stream_survives_its_decode_workers_death(cluster: Cluster) -> None:
+def test_stream_survives_its_decode_workers_death(cluster: ModelCluster) -> None:
     options = {"max_tokens": 150, "ignore_eos": True, "temperature": 1, "seed": 3}
     expected = list(cluster.stream(QUESTION, **options))
     stream = cluster.stream(QUESTION, **options)
