@@ -32,7 +32,8 @@ class Prompt:
     @property
     def shown(self) -> str:
         if isinstance(self.content, str):
-            text = " ".join(self.content.split())
+            printable = "".join(each if each.isprintable() else " " for each in self.content)
+            text = " ".join(printable.split())
         else:
             text = str(self.content[:SHOWN_CHARS])
         return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
@@ -44,7 +45,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     data = read_given_file(path, what="prompts")
     try:
-        lines = data.decode("utf-8-sig").splitlines()
+        lines = data.decode("utf-8-sig").split("\n")  # other ends of lines may be in a JSON string
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts {path}: not UTF-8: {error}") from None
     is_json = path.suffix == ".jsonl"

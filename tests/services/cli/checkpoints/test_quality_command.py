@@ -52,10 +52,12 @@ def test_prompts_are_read_as_texts_and_as_token_ids(prompts: Path, tmp_path: Pat
         Prompt(7, [5, 6, 7]),
     ]
     plain = tmp_path / "prompts.txt"
-    plain.write_text("\ufeff one \n\n[1, 2]\n" + "x" * 99)
+    plain.write_text("\ufeff one \n\n[1, 2]\n" + "x" * 99 + "\n\x1b[31mred\0")
     found = read_prompts(plain)
     assert [(each.line, each.content) for each in found[:2]] == [(1, "one"), (3, "[1, 2]")]
-    assert found[2].shown == "x" * 59 + "…"
+    assert [each.shown for each in found[2:]] == ["x" * 59 + "…", "[31mred"]
+    prompts.write_bytes('"a\u2028b"\r\n\r\n"c"'.encode())
+    assert read_prompts(prompts) == [Prompt(1, "a\u2028b"), Prompt(3, "c")]
 
 
 @pytest.mark.parametrize(
