@@ -28,12 +28,19 @@ from kernels.torch_ops.gather_blocks import gather_blocks
 from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks
 from shared.kv_layout import Chunk, Reach, Window, first_seen
+from tests.kernels.support.compiled_first import compile_first
 from tests.kernels.support.lower import lower_of
 from tests.support.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 Op = Callable[..., Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    for head_dim in (20, 32):
+        compile_first("float32", head_dim=head_dim)
 
 
 class Plain:

@@ -12,12 +12,33 @@ from kernels.cpu.attention.decode_attention import decode_attention
 from kernels.cpu.attention.prefill_attention import prefill_attention
 from kernels.cpu.attention.vector_attention import SEGMENT
 from shared.kv_layout import Chunk, Reach, Window, first_seen
+from tests.kernels.support.compiled_first import compile_first
 from tests.kernels.support.lower import lower_of
+from tests.support.grids import in_short_run
 from tests.support.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCE)
 SHAPES = [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 96, 32)]
+REACHES = [(None, None), (Window(1), None), (Window(37), 2.5), (Chunk(40), None), (None, 2.5)]
+# Each form of the kernel without and with a mask: a cache read in place, copies, and tiles.
+SHORT = {
+    (torch.float32, 7, 1, 64, 16, None, None),
+    (torch.float32, 8, 1, 96, 32, Window(37), 2.5),
+    (torch.float32, 1, 1, 10, 4, None, None),
+    (torch.bfloat16, 1, 1, 10, 4, None, 2.5),
+    (torch.bfloat16, 6, 2, 80, 64, Window(1), None),
+    (torch.bfloat16, 7, 1, 64, 16, Chunk(40), None),
+    (torch.bfloat16, 8, 1, 96, 32, None, None),
+}
+CASES = [(dtype, *shape, *reach) for dtype in DTYPES for shape in SHAPES for reach in REACHES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_first("float32")
+    for dtype in ("float32", "bfloat16"):
+        compile_first(dtype, head_dim=20)
 
 
 class Paged:
@@ -76,14 +97,9 @@ def decode(
     )
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("reach", "cap"),
-    [(None, None), (Window(1), None), (Window(37), 2.5), (Chunk(40), None), (None, 2.5)],
-)
-@pytest.mark.parametrize(
-    ("dtype", "num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(dtype, *shape) for dtype in DTYPES for shape in SHAPES],
+    ("dtype", "num_heads", "num_kv_heads", "head_dim", "block_size", "reach", "cap"),
+    in_short_run(SHORT, CASES),
 )
 def test_prefill_and_decode_equal_fp64_and_each_other(
     num_heads: int,

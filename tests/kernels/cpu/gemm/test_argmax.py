@@ -12,6 +12,7 @@ from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.gemm_common import HALF_CHUNK_ROWS
 from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.ops import compress_weight, pack_weight, packed_argmax, packed_form, packed_logits
+from tests.kernels.support.compiled_first import compile_first
 from tests.support.threads import computing_threads
 
 BF16 = pytest.mark.skipif(not has_bf16_kernels(), reason="needs products of BF16")
@@ -22,6 +23,12 @@ each_dtype = pytest.mark.parametrize(
     ids=str,
 )
 rng = torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_first("float32", is_blocked=True)
+    compile_first("bfloat16", is_blocked=True, is_compressed=True)
 
 
 def argmax_logits(x: torch.Tensor, weight: Any) -> torch.Tensor:

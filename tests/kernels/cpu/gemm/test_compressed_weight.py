@@ -17,6 +17,7 @@ from kernels.cpu.gemm.compressed_linear import compressed_linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, compress_weight
 from kernels.cpu.gemm.decompress_rows import decode_strips, select_rows
 from kernels.cpu.gemm.linear import pack_weight
+from tests.kernels.support.compiled_first import compile_first
 from tests.support.threads import computing_threads
 
 # (N, K): one block, full tiles, and partial blocks of rows, of columns, of both
@@ -32,6 +33,11 @@ SHAPES = [
 ]
 NUM_ROWS = (1, 2, 16, 17, 31, 32, 33, 64, 75, 256, 270, 300)
 ORDERS = ["tiles", "rows"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_first("bfloat16", is_blocked=True, is_compressed=True)
 
 
 @pytest.fixture(params=ORDERS)

@@ -23,6 +23,7 @@ from tests.kernels.support.expert_inputs import (
 from tests.support.threads import computing_threads
 
 DTYPES = (torch.bfloat16, torch.float32)
+LONG_FP32 = pytest.param(torch.float32, marks=pytest.mark.long)  # 3 s to compile
 
 
 @pytest.fixture(params=LANES)
@@ -52,6 +53,7 @@ def test_products_match_the_reference(
     assert torch.equal(y, rounded) or (not has_kernels and torch.allclose(y, rounded, atol=0.02))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, LONG_FP32], ids=str)
 def test_row_has_the_bits_of_its_expert_alone(lanes: SumLanes, dtype: torch.dtype) -> None:
     """Whether its expert has one row or all, on one thread or two."""
     x, weight = expert_operands(lanes, dtype, 70)

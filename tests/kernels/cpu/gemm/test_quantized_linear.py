@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from tests.kernels.support.quantized import (
     random_fp8,
     random_int4,
 )
+from tests.support.grids import in_short_run
 from tests.support.threads import computing_threads
 
 # (N, K): decoded beside the product; partial blocks; fewer rows than a block
@@ -41,73 +44,102 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def weights(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[QuantizedWeight, Tensor]]:
+Weights = tuple[QuantizedWeight, Tensor]
+WEIGHTS: dict[str, Callable[[tuple[int, int], torch.dtype], Weights]] = {
+    "int4": lambda shape, dtype: random_int4(*shape, 32, has_zeros=False, dtype=dtype),
+    "int4, zeros": lambda shape, dtype: random_int4(*shape, 32, has_zeros=True, dtype=dtype),
+    "int4, floats": lambda shape, dtype: random_int4(
+        *(*shape, shape[1]), has_zeros=False, scale_dtype=torch.float32, dtype=dtype
+    ),
+    "fp8": lambda shape, dtype: random_fp8(*shape, dtype=dtype),
+}
+
+
+def kinds(*short: str) -> pytest.MarkDecorator:
+    """A parameter of all kinds; those that are not short only compile, 4 s each, in long runs."""
+    return pytest.mark.parametrize("kind", in_short_run(short, WEIGHTS))
+
+
+def weight_of(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Weights:
     torch.manual_seed(shape[0])
-    return [
-        random_int4(*shape, 32, has_zeros=False, dtype=dtype),
-        random_int4(*shape, 32, has_zeros=True, dtype=dtype),
-        random_int4(*shape, shape[1], has_zeros=False, scale_dtype=torch.float32, dtype=dtype),
-        random_fp8(*shape, dtype=dtype),
-    ]
+    return WEIGHTS[kind](shape, dtype)
 
 
 @pytest.mark.usefixtures("num_threads")
+@kinds("int4, zeros", "fp8")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_products_have_the_bits_of_dense_weights(
-    shape: tuple[int, int], dtype: torch.dtype
+    kind: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
+    weight, dense = weight_of(kind, shape, dtype)
     x, bias = torch.randn(max(NUM_ROWS), shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
-    for weight, dense in weights(shape, dtype):
-        packed = pack_weight(dense)
-        for num_rows in NUM_ROWS:
-            rows = x[:num_rows]
-            found = quantized_linear(rows, weight, bias, has_kernels=True)
-            assert_same_bits(found, linear(rows, packed, bias))
+    packed = pack_weight(dense)
+    for num_rows in NUM_ROWS:
+        rows = x[:num_rows]
+        found = quantized_linear(rows, weight, bias, has_kernels=True)
+        assert_same_bits(found, linear(rows, packed, bias))
 
 
+@kinds("int4, zeros")
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "lanes",
     [SumLanes.of((0, 32, 96, 96, 128, 160, 256, 320, 384)), SumLanes.of((0, 24, 384))],
     ids=["blocks", "partial blocks"],
 )
-def test_sums_of_lanes_have_the_bits_of_dense_weights(lanes: SumLanes, dtype: torch.dtype) -> None:
+def test_sums_of_lanes_have_the_bits_of_dense_weights(
+    kind: str, lanes: SumLanes, dtype: torch.dtype
+) -> None:
+    weight, dense = weight_of(kind, (96, 384), dtype)
     x, bias = torch.randn(70, 384).to(dtype), torch.randn(96).to(dtype)
-    for weight, dense in weights((96, 384), dtype)[::3]:
-        packed = pack_lanes(dense, lanes, has_kernels=True)
-        mode = {"lanes": lanes, "has_kernels": True}
-        found = quantized_lane_linear(x, weight, bias, **mode)
-        assert_same_bits(found, lane_linear(x, packed, bias, lanes=lanes))
-        for num_sums in (1, 2):
-            found = quantized_lane_sums(x, weight, num_sums=num_sums, **mode)
-            assert_same_bits(found, lane_sums(x, packed, lanes=lanes, num_sums=num_sums))
+    packed = pack_lanes(dense, lanes, has_kernels=True)
+    mode = {"lanes": lanes, "has_kernels": True}
+    found = quantized_lane_linear(x, weight, bias, **mode)
+    assert_same_bits(found, lane_linear(x, packed, bias, lanes=lanes))
+    for num_sums in (1, 2):
+        found = quantized_lane_sums(x, weight, num_sums=num_sums, **mode)
+        assert_same_bits(found, lane_sums(x, packed, lanes=lanes, num_sums=num_sums))
 
 
-def test_subnormal_and_huge_scales_are_multiplied_as_with_dense_weights() -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("int4", {"has_zeros": True, "scales": ODD_SCALES}),
+        pytest.param(
+            *("int4", {"has_zeros": False, "scales": (0.0, -0.0, -1.0, 2.0**-99)}),
+            marks=pytest.mark.long,
+        ),
+        ("fp8", {"scales": (1e-40, 0.5)}),
+        ("fp8", {"has_nan": True}),
+    ],
+    ids=str,
+)
+def test_subnormal_and_huge_scales_are_multiplied_as_with_dense_weights(
+    kind: str, options: dict[str, Any]
+) -> None:
     x = torch.randn(40, 256).to(BF16)
-    for weight, dense in (
-        random_int4(64, 256, 32, has_zeros=True, scales=ODD_SCALES),
-        random_int4(64, 256, 32, has_zeros=False, scales=(0.0, -0.0, -1.0, 2.0**-99)),
-        random_fp8(64, 256, scales=(1e-40, 0.5)),
-        random_fp8(64, 256, has_nan=True),
-    ):
-        found = quantized_linear(x, weight, has_kernels=True)
-        assert_same_bits(found, linear(x, pack_weight(dense)))
+    random = partial(random_int4, 64, 256, 32) if kind == "int4" else partial(random_fp8, 64, 256)
+    weight, dense = random(**options)
+    found = quantized_linear(x, weight, has_kernels=True)
+    assert_same_bits(found, linear(x, pack_weight(dense)))
 
 
 @pytest.mark.skipif(not HAS_PAIRS, reason="this CPU has no products of BF16")
 def test_whole_blocks_are_decoded_beside_the_product() -> None:
-    kinds = [type(packed_linear.for_gemm(weight)) for weight, _ in weights((64, 128), BF16)]
-    assert kinds == [Int4Planes, Int4Planes, Int4Planes, Fp8Planes]
-    for weight, _ in (*weights((33, 96), BF16), *weights((64, 128), torch.float32)):
-        assert packed_linear.for_gemm(weight) is None
+    forms = {"int4": Int4Planes, "int4, zeros": Int4Planes, "int4, floats": Int4Planes}
+    forms["fp8"] = Fp8Planes
+    for kind, form in forms.items():
+        assert type(packed_linear.for_gemm(weight_of(kind, (64, 128), BF16)[0])) is form
+        for shape, dtype in (((33, 96), BF16), ((64, 128), torch.float32)):
+            assert packed_linear.for_gemm(weight_of(kind, shape, dtype)[0]) is None
     tiny = random_int4(64, 128, 32, has_zeros=False, scales=(2.0**-110,))[0]
     assert packed_linear.for_gemm(tiny) is None
 
 
 def test_without_compiled_loops_the_library_multiplies() -> None:
     x = torch.randn(5, 128).to(BF16)
-    for weight, dense in weights((64, 128), BF16):
+    for kind in WEIGHTS:
+        weight, dense = weight_of(kind, (64, 128), BF16)
         found = quantized_linear(x, weight, has_kernels=False).float()
         assert torch.allclose(found, (x.float() @ dense.float().T), rtol=2e-2, atol=2e-2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numba
@@ -28,6 +29,7 @@ from kernels.ops import (
     silu_and_mul,
 )
 from kernels.sum_lanes import SumLanes
+from tests.kernels.support.compiled_first import compile_first
 from tests.support.threads import computing_threads
 
 BF16 = pytest.mark.skipif(not has_bf16_kernels(), reason="needs products of BF16")
@@ -36,6 +38,12 @@ EPS = 1e-5
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 3, 1, 16
 GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 rng = torch.Generator()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_first("float32", is_blocked=True)
+    compile_first("bfloat16", is_blocked=True, is_compressed=True)
 
 
 def _lanes(width: int) -> SumLanes:
@@ -167,11 +175,23 @@ def check(layer: Layer, num_rows: int) -> None:
         assert torch.equal(fused.post_attention(x, attended, is_by_rows=is_by_rows), expected)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 33, 70, 2 * MANY_ROWS + 5])
+NUM_ROWS = (1, 2, 16, 17, 33, 70, 2 * MANY_ROWS + 5)
+# Many rows have loops of their own, which take 13 s to compile in FP32 too.
+SHORT = {
+    *((torch.bfloat16, *case) for case in zip(LAYERS, NUM_ROWS, strict=True)),
+    *((torch.float32, *case) for case in zip(LAYERS, (*NUM_ROWS[:-1], 70), strict=True)),
+}
+
+
+def often(case: Any, is_short: bool) -> Any:
+    """The parameters of a case, which is left to long runs unless it is short."""
+    marks = [DTYPES[case[0]], *([] if is_short else [pytest.mark.long])]
+    return pytest.param(*case, marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "name"),
-    [pytest.param(dtype, name, marks=mark) for dtype, mark in DTYPES.items() for name in LAYERS],
+    ("dtype", "name", "num_rows"),
+    [often(case, case in SHORT) for case in product(DTYPES, LAYERS, NUM_ROWS)],
     ids=str,
 )
 def test_bits_equal_those_of_single_operations(
@@ -180,8 +200,14 @@ def test_bits_equal_those_of_single_operations(
     check(layer_of(dtype, **LAYERS[name]), num_rows)
 
 
-@each_dtype
-@pytest.mark.parametrize("num_rows", [40, MANY_ROWS, 600])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"),
+    [
+        often(case, case[0] is torch.bfloat16 or case[1] < MANY_ROWS)
+        for case in product(DTYPES, (40, MANY_ROWS, 600))
+    ],
+    ids=str,
+)
 def test_bits_on_one_thread(num_rows: int, dtype: torch.dtype) -> None:
     with computing_threads(1):
         assert numba.get_num_threads() == 1
@@ -189,7 +215,9 @@ def test_bits_on_one_thread(num_rows: int, dtype: torch.dtype) -> None:
 
 
 @BF16
-@pytest.mark.parametrize("num_rows", [1, 33, 2 * MANY_ROWS + 5])
+@pytest.mark.parametrize(
+    "num_rows", [1, 33, pytest.param(2 * MANY_ROWS + 5, marks=pytest.mark.long)]
+)
 def test_compressed_weights_are_used_directly(num_rows: int) -> None:
     layer = layer_of(torch.bfloat16, **COMPRESSED)
     assert all(isinstance(each, CompressedWeight) for each in layer.weights)
