@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from services.gateway.dialects.ranking.pairs import INSTRUCTION, SYSTEM
 from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
-from tests.support.cluster.hearth_up import Cluster, run_cluster
+from tests.support.cluster.chaos_cluster import TENANT
+from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.engine.checkpoints import write_llama
 
 QUERY = "Where is the fox?"
@@ -27,7 +28,7 @@ DEFAULTS = {"temperature": 0.5, "top_k": 1, "top_p": 0.1, "repetition_penalty": 
 
 @dataclass
 class Reranker:
-    cluster: Cluster
+    cluster: ModelCluster
     model: PreTrainedModel
     tokenizer: Tokenizer
 
@@ -64,7 +65,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reranker]:
     model = write_llama(model_dir, vocab_size=vocab_size, max_position_embeddings=1024)
     (model_dir / "README.md").write_text(CARD)
     (model_dir / "generation_config.json").write_text(json.dumps(DEFAULTS))
-    with run_cluster(folder, "--model", str(model_dir), "--dtype", "float32") as cluster:
+    with run_model(folder, model_dir, ("worker-1",), {"dtype": "float32"}) as cluster:
         yield Reranker(cluster, model, tokenizer)
 
 
@@ -94,7 +95,7 @@ def test_score_and_workers_ai_are_the_same(reranker: Reranker) -> None:
         [scores[place] for place in range(len(DOCUMENTS))], abs=1e-6
     )
     contexts = [{"text": each} for each in DOCUMENTS]
-    path = f"/accounts/default/ai/run/{reranker.cluster.model}"
+    path = f"/accounts/{TENANT}/ai/run/{reranker.cluster.model}"
     run = client.post(path, json={"query": QUERY, "contexts": contexts}).json()
     assert {each["id"]: each["score"] for each in run["result"]["response"]} == pytest.approx(
         scores, abs=1e-6

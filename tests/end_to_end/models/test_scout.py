@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from tests.services.cli.cluster.chat_checkpoint import write_byte_tokenizer
 from tests.services.cli.in_process import call_hearth
-from tests.support.cluster.hearth_up import Cluster, run_cluster
+from tests.support.cluster.chaos_cluster import TENANT
+from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.engine.families import LLAMA4, LLAMA4_EXPERTS, MultimodalLlama4
 
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
@@ -34,7 +35,7 @@ PROMPT = (
     "<|header_start|>user<|header_end|>\n\nWhy is pizza so good<|eot|>"
     "<|header_start|>assistant<|header_end|>\n\n"
 )
-ALIAS_TIMEOUT_S = 10
+ALIAS_TIMEOUT_S, POLL_S = 10, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +49,31 @@ def scout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 @pytest.fixture(scope="module")
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, scout: tuple[Path, PreTrainedModel]
-) -> Iterator[Cluster]:
-    """Workers of prefill and decode, and the alias."""
+) -> Iterator[ModelCluster]:
+    """A worker, and the alias."""
     state = tmp_path_factory.mktemp("cluster")
-    with run_cluster(state, "--model", str(scout[0]), "--dtype", "float32") as running:
-        environ = {"XDG_STATE_HOME": str(state)}
-        shown = call_hearth(("model", "alias", SCOUT, running.model), environ)
+    with run_model(state, scout[0], ("worker-1",), {"dtype": "float32"}) as running:
+        url = ("--redis-url", running.state.redis_url)
+        shown = call_hearth(("model", "alias", SCOUT, running.model, *url), {})
         assert shown.returncode == 0, shown.stderr
         yield running
 
 
-def call(cluster: Cluster, messages: list[Any] = MESSAGES, **options: Any) -> httpx.Response:
+def call(cluster: ModelCluster, messages: list[Any] = MESSAGES, **options: Any) -> httpx.Response:
     """Waits until the gateway knows the alias."""
-    path = f"/client/v4/accounts/default/ai/run/{SCOUT}"
+    path = f"/client/v4/accounts/{TENANT}/ai/run/{SCOUT}"
     deadline = time.monotonic() + ALIAS_TIMEOUT_S
     while True:
         response = cluster.client.post(path, json={"messages": messages, **options})
         if "does not exist" not in response.text:
             return response
         assert time.monotonic() < deadline, response.text
-        time.sleep(0.1)
+        time.sleep(POLL_S)
 
 
-def test_documented_call_is_answered(cluster: Cluster, scout: tuple[Path, PreTrainedModel]) -> None:
+def test_documented_call_is_answered(
+    cluster: ModelCluster, scout: tuple[Path, PreTrainedModel]
+) -> None:
     answer = call(cluster, temperature=0, max_tokens=12)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -85,17 +88,17 @@ def test_documented_call_is_answered(cluster: Cluster, scout: tuple[Path, PreTra
     assert "".join(texts) == body["result"]["response"]
 
 
-def test_openai_route_of_the_account_gives_the_same_text(cluster: Cluster) -> None:
+def test_openai_route_of_the_account_gives_the_same_text(cluster: ModelCluster) -> None:
     options = {"temperature": 0, "max_tokens": 12}
     chat = cluster.client.post(
-        "/client/v4/accounts/default/ai/v1/chat/completions",
+        f"/client/v4/accounts/{TENANT}/ai/v1/chat/completions",
         json={"model": SCOUT, "messages": MESSAGES, **options},
     )
     text = call(cluster, **options).json()["result"]["response"]
     assert chat.json()["choices"][0]["message"]["content"] == text
 
 
-def test_image_for_a_text_model_is_refused_by_its_part(cluster: Cluster) -> None:
+def test_image_for_a_text_model_is_refused_by_its_part(cluster: ModelCluster) -> None:
     url = {"url": "data:image/png;base64,AA=="}
     parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": url}]
     refused = call(cluster, [{"role": "user", "content": parts}])

@@ -242,9 +242,8 @@ class ChaosCluster:
         log_path = self.folder / f"{name}.log"
         arguments, environ = self._arguments(name), self._environ(name)
         if all(each.startswith("HEARTH_") for each in self._environ_of.get(name, {})):
-            forked_from = template(has_engine=self._step_s is None)
-            process = forked_from.start(arguments, process_environ(environ), log_path)
-            self._processes[name] = process
+            environ = process_environ(environ)
+            self._processes[name] = template().start(arguments, environ, log_path)
         else:  # libraries read their variables when they are imported
             self._processes[name] = start_python([*MONITORED, *arguments], environ, log_path)
 

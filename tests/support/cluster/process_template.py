@@ -1,20 +1,19 @@
 """Monitored processes by fork: a template has imported what services need, once for all tests.
 
-    template(has_engine=False).start(arguments, environ, log_path)    # a ForkedProcess
+    template().start(arguments, environ, log_path)    # a ForkedProcess
 
-An interpreter and its imports take a second of CPU time for each process of a cluster, and three
+An interpreter and its imports take a second of CPU time for each process of a cluster, and four
 with an engine. The template has one thread, opens nothing and computes nothing. It ends with the
 process that started it, at the end of its input, and its processes end with it. Lines on standard
 input and output:
 
     ◀── Launch            ──▶ pid
     ◀── Poll              ──▶ exit status as in subprocess.Popen; null: it runs
-
-    python -m tests.support.cluster.process_template NUMBER_OF_ENGINES    (0 or 1)
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -29,12 +28,12 @@ from pathlib import Path
 
 import msgspec
 
+from services.host.workers.worker_template import import_worker
 from tests.support.cluster.service_processes import ROOT, process_environ
 
 MODULE = "tests.support.cluster.process_template"
 POLL_S = 0.01
 MODULES = (
-    "numba",
     "services.__main__",
     "services.gateway.service",
     "services.kv_index.service",
@@ -58,9 +57,9 @@ class Poll(msgspec.Struct, tag=True):
 
 
 class ProcessTemplate:
-    def __init__(self, *, has_engine: bool) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(int(has_engine))],
+            [sys.executable, "-m", MODULE],
             env=process_environ({"OPENBLAS_NUM_THREADS": "1"}),  # a pool of threads does not fork
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -89,9 +88,9 @@ class ProcessTemplate:
 
 
 @cache
-def template(*, has_engine: bool) -> ProcessTemplate:
-    """Those of this process. Workers with a model need an engine."""
-    return ProcessTemplate(has_engine=has_engine)
+def template() -> ProcessTemplate:
+    """That of this process."""
+    return ProcessTemplate()
 
 
 class ForkedProcess:
@@ -122,6 +121,9 @@ class ForkedProcess:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -132,8 +134,9 @@ class ForkedProcess:
 def main() -> None:
     for module in MODULES:
         import_module(module)
-    if int(sys.argv[1]):
-        import_module("services.host.workers.worker_template").import_worker()
+    import_worker()
+    gc.collect()
+    gc.freeze()  # no collection of a process writes to these pages
     for line in iter(sys.stdin.buffer.readline, b""):
         match msgspec.json.decode(line, type=Launch | Poll):
             case Launch() as launch:
