@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,8 @@ from shared.lifecycle.release import installed_release
 from shared.subjects import credential_of
 from tests.services.cli.cluster.chat_checkpoint import write_chat_checkpoint
 from tests.services.cli.in_process import call_hearth
+from tests.support.cluster.process_template import ForkedProcess, template
+from tests.support.cluster.service_processes import process_environ
 from tests.support.servers import Server, find_binary, free_port
 from tests.support.services.running import NoModel, complete, eventually, ready
 
@@ -115,7 +115,7 @@ class Stack:
         line += f" --bind 127.0.0.1 --port {port} --dir {self.logs}"
         return ComposedServer([shell, flag, line], port, environment("redis"))
 
-    def start(self, service: str) -> subprocess.Popen[bytes]:
+    def start(self, service: str) -> ForkedProcess:
         command = [self.local(word) for word in SERVICES[service]["command"]]
         environ = self.local_environment(service)
         if service == "scheduler":  # otherwise decode workers compute these short prompts
@@ -123,15 +123,9 @@ class Stack:
         if service == "gateway":
             environ["HEARTH_LAME_DUCK_S"] = "0"  # no balancer polls it here
             environ["HEARTH_OPERATOR_TOKEN"] = OPERATOR_TOKEN
-        with (self.logs / f"{service}.log").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "services", *command],
-                env={**plain_environ(), "OMP_NUM_THREADS": "1", **environ},
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        return template().start(
+            [str(self.logs), *command], process_environ(environ), self.logs / f"{service}.log"
+        )
 
     def local(self, text: str) -> str:
         for name in ("nats:4222", "redis:6379"):
