@@ -28,9 +28,14 @@ from services.gateway.observability.telemetry.traced_request import (
     TracedRequest,
     num_spans,
 )
-from shared.background import Background
+from shared.background import Background, is_logged
 from shared.clock import Clock
-from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, lower_priority
+from shared.lifecycle.child_process import (
+    NETWORK_NAMES,
+    child_environ,
+    is_stopped,
+    lower_priority,
+)
 from shared.lifecycle.piped_child import PipedChild, start_piped
 from shared.telemetry.timeline import Timeline
 
@@ -40,6 +45,7 @@ MAX_IN_FLIGHT = 2048  # requests: 4 MB
 FLUSH_S = 0.2  # requests of this time are sent together
 CLOSE_S = 2.0
 RESTART_S = 1.0
+SUSPECT_S = 1.0  # twice, and a process that is stopped is replaced
 NICENESS = 5  # at 5, a third of the share of a busy core that other processes get
 SPAN_PROCESS = "services.gateway.observability.telemetry.span_process"
 
@@ -154,6 +160,7 @@ class SpanTracing:
                 log.warning("span_process_not_started", error=str(error))
             else:
                 self._flush()
+                self._background.start_item(self._watch(process), is_logged)
                 await self._settle(process)
                 self._process = None
                 self._lose()
@@ -181,6 +188,15 @@ class SpanTracing:
                     self._in_flight.popleft()
         except (EOFError, ConnectionError):
             await process.wait()
+
+    async def _watch(self, process: PipedChild) -> None:
+        """Kills a process that has been stopped, as it reports no loss and no end."""
+        was_stopped = False
+        while process.returncode is None:
+            await self._clock.sleep(SUSPECT_S)
+            before, was_stopped = was_stopped, is_stopped(process.pid)
+            if before and was_stopped:
+                process.kill()
 
     def _lose(self) -> None:
         """What was sent to a process that has ended."""

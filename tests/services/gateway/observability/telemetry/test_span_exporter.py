@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.gateway.observability.telemetry import span_exporter
 from services.gateway.observability.telemetry.span_exporter import CLOSE_S, SpanTracing
 from services.gateway.observability.telemetry.traced_request import num_spans
 from shared.clock import MonotonicClock
@@ -107,15 +108,20 @@ async def test_collector_that_hangs_costs_spans_and_not_the_stop(
     assert tracing.pid is None
 
 
-async def test_span_process_that_dies_is_replaced(
-    open_tracing: Open, receiver: OtlpReceiver
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_span_process_that_dies_or_stops_is_replaced(
+    number: signal.Signals,
+    open_tracing: Open,
+    receiver: OtlpReceiver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(span_exporter, "SUSPECT_S", 0.05)
     receiver.released.clear()
     tracing = await open_tracing()
     send(tracing)
     await until(lambda: tracing.pid is not None and not tracing._unsent)
     assert tracing.pid is not None
-    os.kill(tracing.pid, signal.SIGKILL)
+    os.kill(tracing.pid, number)
     await until(lambda: tracing.num_dropped)
     assert tracing.num_dropped == NUM_REQUESTS * NUM_SPANS
     receiver.released.set()
