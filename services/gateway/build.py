@@ -7,6 +7,8 @@ import asyncio
 import structlog
 
 from services.gateway.models.checked_model import checked_model
+from services.gateway.models.model_check import CheckedModel
+from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.processes import grammar_pool, preparation_pool
 from services.gateway.service import GatewayService
 from shared.clock import MonotonicClock
@@ -31,6 +33,19 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         own = await asyncio.to_thread(checked_model, *given)
     pool, check_pool = preparation_pool(config, own), grammar_pool(config, own)
     await asyncio.gather(pool.start(), check_pool.start())
+    gateway = await connected_gateway(config, own, pool=pool, check_pool=check_pool)
+    await gateway.load_tokenizer()
+    return gateway
+
+
+async def connected_gateway(
+    config: GatewayConfig,
+    own: CheckedModel | None,
+    *,
+    pool: PreparationPool,
+    check_pool: PreparationPool,
+) -> GatewayService:
+    """Connects to NATS and Redis. The gateway closes the pools. Raises NatsBus.connect errors."""
     clock = MonotonicClock()
     bus = await connect(config, "gateway")
     tls = redis_tls_of(config)
@@ -42,7 +57,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S, tls=tls)
         for _ in range(2)
     )
-    gateway = GatewayService(
+    return GatewayService(
         config,
         bus,
         store,
@@ -56,5 +71,3 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         redis_replica=replica,
         clients=await connect_to_clients(config),
     )
-    await gateway.load_tokenizer()
-    return gateway

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from services.gateway.build import build_gateway
 from services.gateway.service import GatewayService
 from services.gateway.structured.grammars import request_grammars
 from services.gateway.text.model_files import ModelFiles
@@ -21,12 +23,14 @@ from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
+from tests.services.gateway.shared_processes import SharedProcesses
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.services.model_dir import write_model_dir
-from tests.support.waiting import until
+from tests.support.waiting import POLL_S, until
 
 API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京 the quick brown fox"
+PROCESSES = SharedProcesses()
 
 
 @pytest.fixture(scope="session")
@@ -50,13 +54,14 @@ def model_files(model_dir: Path) -> ModelFiles:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs tests of the shared cluster on the event loop that started the cluster.
+    """Runs tests of gateways on the event loop of the shared cluster and the shared processes.
 
     Other folders have clusters, too, and pytest hands over the tests of all.
     """
     for item in items:
         is_here = item.path.is_relative_to(Path(__file__).parent)
-        if is_here and "cluster" in getattr(item, "fixturenames", ()):
+        is_async = inspect.iscoroutinefunction(getattr(item, "function", None))
+        if is_here and is_async and "gateway_config" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 
@@ -71,9 +76,16 @@ def check_timeout() -> Iterator[None]:
 
 
 @dataclass
+class Beside:
+    gateway: GatewayService
+    http: httpx.AsyncClient
+
+
+@dataclass
 class Cluster:
     """A gateway, and its peers: a scheduler and two decode workers."""
 
+    nats_server: NatsServer
     gateway: GatewayService
     scheduler: PeerScheduler
     decodes: list[PeerDecode]
@@ -85,6 +97,24 @@ class Cluster:
         """Of the gateway's own model."""
         assert self.gateway._models.own is not None
         return ModelFiles(Path(self.gateway._models.own.files.model_dir))
+
+    @contextlib.asynccontextmanager
+    async def beside(self, *, poll_s: float = POLL_S, **changes: Any) -> AsyncIterator[Beside]:
+        """A second gateway with the same peers, and these changes of the configuration."""
+        config = msgspec.structs.replace(
+            self.gateway._config,
+            nats_url=self.nats_server.url("gateway-2"),
+            process_id="gateway-2",
+            **changes,
+        )
+        gateway = await PROCESSES.gateway(config)
+        await gateway.start()
+        try:
+            await until(lambda: gateway.readiness().ready, poll_s=poll_s)
+            async with http_client(gateway) as http:
+                yield Beside(gateway, http)
+        finally:
+            await gateway.stop()
 
     async def reset(self) -> None:
         """Resets the peers to their defaults, and waits until the gateway has no open request."""
@@ -108,11 +138,16 @@ class Cluster:
         )
 
 
+def http_client(gateway: GatewayService, api_key: str = API_KEY) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {api_key}"}
+    return httpx.AsyncClient(base_url=gateway.http_address, headers=headers, timeout=30)
+
+
 @pytest.fixture(scope="session")
 def gateway_config(
     nats_server: NatsServer, redis_server: RedisServer, model_dir: Path
 ) -> GatewayConfig:
-    return GatewayConfig(
+    PROCESSES.config = GatewayConfig(
         nats_url=nats_server.url("gateway-1"),
         process_id="gateway-1",
         redis_url=redis_server.url,
@@ -121,11 +156,12 @@ def gateway_config(
         max_body_bytes=64 * 1024,
         lame_duck_s=0.0,
     )
+    return PROCESSES.config
 
 
 @dataclass
 class SharedCluster:
-    """One cluster for all tests of a process. It starts in 0.5 s, and a test takes 0.05 s."""
+    """One cluster for all tests of a process. It starts in 0.3 s, and a test takes 0.05 s."""
 
     nats_server: NatsServer
     config: GatewayConfig
@@ -153,6 +189,7 @@ async def shared_cluster(
     shared = SharedCluster(nats_server, gateway_config, model_files)
     yield shared
     await shared.close()
+    await PROCESSES.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -181,6 +218,12 @@ async def cluster(
         raise
 
 
+@pytest_asyncio.fixture(loop_scope="session")
+async def no_shared_cluster(shared_cluster: SharedCluster) -> None:
+    """For tests that start processes of the same names."""
+    await shared_cluster.close()
+
+
 async def store_key(config: GatewayConfig) -> None:
     """Stores the API key again: other tests empty Redis."""
     store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
@@ -201,14 +244,11 @@ async def running_cluster(
         decodes.append(PeerDecode(bus, answer))
     bus = await NatsBus.connect(nats_server.url("scheduler-1"), process_id="scheduler-1")
     scheduler = PeerScheduler(bus, list(decodes))  # tests change its list
-    gateway = await build_gateway(gateway_config)
+    gateway = await PROCESSES.gateway(gateway_config)
     for each in (gateway, scheduler, *decodes):
         await each.start()
-    headers = {"authorization": f"Bearer {API_KEY}"}
-    async with httpx.AsyncClient(
-        base_url=gateway.http_address, headers=headers, timeout=30
-    ) as http:
-        cluster = Cluster(gateway, scheduler, decodes, http, answer)
+    async with http_client(gateway) as http:
+        cluster = Cluster(nats_server, gateway, scheduler, decodes, http, answer)
         await until(lambda: cluster.is_ready)
         try:
             yield cluster

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, defaultdict
 from typing import Any
 
+import pytest
 import structlog.testing
 
 from tests.services.gateway.any_json import (
@@ -23,26 +24,29 @@ from tests.services.gateway.nats_api.conftest import connected, has_joined
 from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
-COUNT, SEED = 16, 1
+SEED = 1
 ENDLESS = "/v1/cluster/events"
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.long)])
 async def test_any_json_ends_no_process_and_fails_no_server(
-    cluster: Cluster, nats_server: NatsServer
+    cluster: Cluster, nats_server: NatsServer, count: int
 ) -> None:
+    """`count`: of the requests for each route and subject."""
     document = (await cluster.http.get("/openapi.json")).json()
     found: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, each: found.append(each))
     pool = cluster.gateway._pool
+    num_lost = pool.num_lost
     seen: dict[str, Counter[int]] = defaultdict(Counter)
     failed: list[tuple[AnyRequest, int]] = []
     with structlog.testing.capture_logs() as logs:
         requests = http_requests(
-            document, _routes(cluster), model="tiny", tenant="tenant-1", count=COUNT, seed=SEED
+            document, _routes(cluster), model="tiny", tenant="tenant-1", count=count, seed=SEED
         )
         async with connected(nats_server, "client-1") as (_, raw):
             await until(lambda: has_joined(cluster.gateway))
-            for each in (*requests, *nats_requests("tiny", count=COUNT, seed=SEED)):
+            for each in (*requests, *nats_requests("tiny", count=count, seed=SEED)):
                 if each.method == "nats":
                     status = await nats_status(raw, "client-1", each)
                 else:
@@ -58,7 +62,7 @@ async def test_any_json_ends_no_process_and_fails_no_server(
     assert not failed, failed
     assert not found, found
     assert not [each for each in logs if each["log_level"] in ("error", "critical")]
-    assert pool.num_lost == 0
+    assert pool.num_lost == num_lost
 
 
 def _routes(cluster: Cluster) -> list[tuple[str, str]]:

@@ -11,15 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import httpx
-import msgspec
-import pytest
 
-from services.gateway.build import build_gateway
-from services.gateway.service import GatewayService
-from shared.config import GatewayConfig
 from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
-from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 NUM_RESTARTS = 2
@@ -74,51 +68,24 @@ class Balancer:
                 self.results[repr(error)] += 1
 
 
-@pytest.mark.own_cluster
-async def test_no_request_fails_in_rolling_restarts(
-    cluster: Cluster, gateway_config: GatewayConfig, nats_server: NatsServer
-) -> None:
-    config = msgspec.structs.replace(
-        gateway_config,
-        nats_url=nats_server.url("gateway-2"),
-        process_id="gateway-2",
-        lame_duck_s=LAME_DUCK_S,
-    )
+async def test_no_request_fails_in_rolling_restarts(cluster: Cluster) -> None:
     balancer = Balancer({cluster.gateway.http_address})
     async with balancer.running():
         for _ in range(NUM_RESTARTS):
-            gateway = await started(config)
-            url = gateway.http_address
-            balancer.urls.add(url)
-            await until(partial(balancer.has_served_from, url))
-            await gateway.drain()
-            await gateway.stop()
+            async with cluster.beside(lame_duck_s=LAME_DUCK_S) as beside:
+                url = beside.gateway.http_address
+                balancer.urls.add(url)
+                await until(partial(balancer.has_served_from, url))
+                await beside.gateway.drain()
             balancer.urls.discard(url)
     assert sum(balancer.results.values()) > 10 * NUM_RESTARTS
     assert {each[:7] for each in balancer.results} == {"200 of "}, balancer.results
 
 
-async def started(config: GatewayConfig) -> GatewayService:
-    gateway = await build_gateway(config)
-    await gateway.start()
-    await until(lambda: gateway.readiness().ready)
-    return gateway
-
-
-@pytest.mark.own_cluster
-async def test_lame_duck_serves_and_closes_connections(
-    cluster: Cluster, gateway_config: GatewayConfig, nats_server: NatsServer
-) -> None:
+async def test_lame_duck_serves_and_closes_connections(cluster: Cluster) -> None:
     """Then the gateway refuses; a connection that was open before is closed, too."""
-    config = msgspec.structs.replace(
-        gateway_config,
-        nats_url=nats_server.url("gateway-2"),
-        process_id="gateway-2",
-        lame_duck_s=60.0,
-    )
-    gateway = await started(config)
-    headers = {"authorization": f"Bearer {API_KEY}"}
-    async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
+    async with cluster.beside(lame_duck_s=60.0) as beside:
+        gateway, http = beside.gateway, beside.http
         assert "connection" not in (await http.post(CHAT, json=BODY)).headers
         draining = asyncio.create_task(gateway.drain())
         await until(lambda: not gateway.readiness().ready)
@@ -132,4 +99,3 @@ async def test_lame_duck_serves_and_closes_connections(
         gateway.capacity.is_draining = True  # as after the lame duck
         refused = await http.post(CHAT, json=BODY)
         assert refused.status_code == 503
-    await gateway.stop()

@@ -31,18 +31,6 @@ async def test_order_of_the_keys(cluster: Cluster, first: int) -> None:
     assert await key_of(cluster, CHAT, keys, BODY) == wanted
 
 
-@pytest.mark.parametrize("header", [each for each in ORDER if each != BODY_KEY])
-async def test_every_route_reads_every_header(cluster: Cluster, header: str) -> None:
-    wanted = scoped_affinity_key("tenant-1", "mine")
-    for path, body in (
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/embeddings", {"input": "x"}),
-        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
-        (RUN, {"prompt": "x"}),
-    ):
-        assert await key_of(cluster, path, {header: "mine"}, body) == wanted, path
-
-
 async def test_long_key_is_cut(cluster: Cluster) -> None:
     keys = [await key_of(cluster, CHAT, {"session-id": "k" * n}, BODY) for n in (256, 257, 9000)]
     assert keys == [scoped_affinity_key("tenant-1", "k" * 256)] * 3

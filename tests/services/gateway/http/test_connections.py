@@ -118,7 +118,7 @@ def test_connections_leave_descriptors_to_the_rest_of_the_process(num_descriptor
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Authenticates the tenant that the path names; /wait/… never ends."""
+    """Authenticates the tenant that the path names; /wait/… ends with its client."""
     if scope["type"] == "lifespan":
         for kind in ("startup", "shutdown"):
             await receive()
@@ -127,8 +127,9 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] not in ("/health", "/ready"):
         scope["state"][ON_AUTHENTICATED](scope["path"].rpartition("/")[2])
     if scope["path"].startswith("/wait"):
-        await receive()
-        await asyncio.Event().wait()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
     status = 503 if scope["state"][IS_RESERVED] and scope["path"] not in PROBES else 200
     await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": b""})

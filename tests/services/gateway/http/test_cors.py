@@ -9,10 +9,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.build import build_gateway
 from shared.config import ConfigError, GatewayConfig, check
-from tests.services.gateway.conftest import API_KEY, Cluster
-from tests.support.servers import NatsServer
+from tests.services.gateway.conftest import Cluster
 
 OURS, FOREIGN = "https://app.example", "https://app.example.evil"
 ALLOWED, CREDENTIALS = "access-control-allow-origin", "access-control-allow-credentials"
@@ -31,25 +29,11 @@ def preflight(origin: str) -> dict[str, str]:
 async def client(
     request: pytest.FixtureRequest,
     cluster: Cluster,
-    gateway_config: GatewayConfig,
-    nats_server: NatsServer,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, bool]]:
     """Of a second gateway, and whether it allows every origin."""
-    config = msgspec.structs.replace(
-        gateway_config,
-        nats_url=nats_server.url("gateway-2"),
-        process_id="gateway-2",
-        cors_origin=request.param,
-        metrics_token="of-the-scraper",
-    )
-    gateway = await build_gateway(config)
-    await gateway.start()
-    headers = {"authorization": f"Bearer {API_KEY}"}
-    try:
-        async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
-            yield http, request.param == ("*",)
-    finally:
-        await gateway.stop()
+    changes = {"cors_origin": request.param, "metrics_token": "of-the-scraper"}
+    async with cluster.beside(**changes) as beside:
+        yield beside.http, request.param == ("*",)
 
 
 async def test_allowed_origins(client: tuple[httpx.AsyncClient, bool]) -> None:

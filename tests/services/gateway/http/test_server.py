@@ -47,8 +47,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return
-    if scope["path"] == "/slow":
-        await asyncio.sleep(2 * (HEAD_S + BODY_S))
+    if scope["path"] in ("/soon", "/slow"):
+        await asyncio.sleep(0.5 if scope["path"] == "/soon" else HEAD_S + BODY_S + 0.1)
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

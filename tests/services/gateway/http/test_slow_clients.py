@@ -10,21 +10,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from openai import APIError, AsyncOpenAI
 
-from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
-from shared.config import GatewayConfig
 from shared.errors import HearthError
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster
+from tests.services.gateway.conftest import ANSWER, Beside, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.samples import sample_sum
-from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 KEY = "key-of-acme"
@@ -34,27 +30,25 @@ LARGE = {**BODY, "logprobs": True, "top_logprobs": 20, "max_tokens": NUM_TOKENS}
 
 
 @contextlib.asynccontextmanager
-async def gateway_of(
-    nats_server: NatsServer, config: GatewayConfig, files: ModelFiles, **changes: Any
-) -> AsyncIterator[Cluster]:
+async def gateway_of(cluster: Cluster, **changes: Any) -> AsyncIterator[Beside]:
     """A gateway whose tenant `acme` may have one request open."""
-    config = msgspec.structs.replace(config, **changes)
-    async with running_cluster(nats_server, config, files) as cluster:
-        store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
-        for each in (cluster.gateway.api_keys, cluster.gateway._limits):
-            each._store = store  # 2 s, not 50 ms: a busy machine makes Redis look unavailable
+    async with cluster.beside(**changes) as beside:
+        store = RedisStore(beside.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
+        # 2 s, not 50 ms: a busy machine makes Redis look unavailable
+        beside.gateway.api_keys._stores = (store,)
+        beside.gateway._limits._store = store
         await store.write([("FLUSHALL",)])
         await TenantAdmin(store, lambda: 1.7e9).add("acme", {"concurrency": 1}, KEY)
-        cluster.http.headers["authorization"] = f"Bearer {KEY}"
+        beside.http.headers["authorization"] = f"Bearer {KEY}"
         for decode in cluster.decodes:
             decode.answer = (cluster.answer * NUM_TOKENS)[:NUM_TOKENS]
-        yield cluster
+        yield beside
         await store.close()
 
 
-def connect(cluster: Cluster, body: dict[str, Any]) -> socket.socket:
+def connect(beside: Beside, body: dict[str, Any]) -> socket.socket:
     """Sends a chat request on a connection with a small receive buffer, and reads nothing."""
-    url = httpx.URL(cluster.gateway.http_address)
+    url = httpx.URL(beside.gateway.http_address)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
     client.connect((url.host, url.port))
@@ -68,49 +62,45 @@ def connect(cluster: Cluster, body: dict[str, Any]) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_unread_response_holds_its_lease_until_it_is_closed(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles, stream: bool
+    cluster: Cluster, stream: bool
 ) -> None:
-    async with gateway_of(nats_server, gateway_config, model_files, write_timeout_s=0.5) as cluster:
-        gateway = cluster.gateway
-        client = connect(cluster, {**LARGE, "stream": stream})
+    async with gateway_of(cluster, write_timeout_s=0.5) as beside:
+        gateway = beside.gateway
+        client = connect(beside, {**LARGE, "stream": stream})
         await cluster.scheduler.submits.get()
         await until(lambda: not len(gateway._driver))  # all tokens are generated
-        check_envelope(await cluster.http.post(CHAT, json=BODY), 429, "concurrency_exceeded", None)
+        check_envelope(await beside.http.post(CHAT, json=BODY), 429, "concurrency_exceeded", None)
         assert gateway.submission._unsent.num_bytes("acme") > 20_000
         await until(lambda: not gateway._limits.num_open)
-        assert sample_sum(cluster.gateway, "hearth_slow_clients_total") == 1
+        assert sample_sum(beside.gateway, "hearth_slow_clients_total") == 1
         assert gateway.submission._unsent.num_bytes("acme") == 0
         with pytest.raises(ConnectionResetError):  # an end would look like a complete answer
             while await asyncio.get_running_loop().sock_recv(client, 1 << 16):
                 pass
         client.close()
-        response = await cluster.http.post(CHAT, json=LARGE)
+        response = await beside.http.post(CHAT, json=LARGE)
         (choice,) = response.json()["choices"]
         assert len(choice["logprobs"]["content"]) == NUM_TOKENS
         assert len(response.content) > 400_000
 
 
-async def test_running_request_of_a_client_that_does_not_read_is_aborted(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
-) -> None:
-    async with gateway_of(nats_server, gateway_config, model_files, write_timeout_s=0.5) as cluster:
-        (decode, _) = cluster.decodes
+async def test_running_request_of_a_client_that_does_not_read_is_aborted(cluster: Cluster) -> None:
+    async with gateway_of(cluster, write_timeout_s=0.5) as beside:
+        decode = cluster.decodes[0]
         decode.hold_at = NUM_TOKENS - 1
-        client = connect(cluster, {**LARGE, "stream": True})
+        client = connect(beside, {**LARGE, "stream": True})
         async with asyncio.timeout(20):
             assert (await decode.aborts.get()).reason == "client_gone"
-        await until(lambda: not cluster.gateway._limits.num_open)
-        assert sample_sum(cluster.gateway, "hearth_requests_total", outcome="client_slow") == 1
+        await until(lambda: not beside.gateway._limits.num_open)
+        assert sample_sum(beside.gateway, "hearth_requests_total", outcome="client_slow") == 1
         client.close()
 
 
-async def test_backlog_is_sent_in_parts_to_a_client_that_reads_late(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
-) -> None:
-    async with gateway_of(nats_server, gateway_config, model_files) as cluster:
-        client = connect(cluster, {**LARGE, "stream": True, "n": 2})
+async def test_backlog_is_sent_in_parts_to_a_client_that_reads_late(cluster: Cluster) -> None:
+    async with gateway_of(cluster) as beside:
+        client = connect(beside, {**LARGE, "stream": True, "n": 2})
         await cluster.scheduler.submits.get()
-        await until(lambda: not len(cluster.gateway._driver))
+        await until(lambda: not len(beside.gateway._driver))
         received = b""
         async with asyncio.timeout(20):
             while b"[DONE]" not in received:
@@ -130,26 +120,24 @@ async def test_backlog_is_sent_in_parts_to_a_client_that_reads_late(
             assert [each["finish_reason"] for each in own if each["finish_reason"]] == ["length"]
 
 
-async def test_client_library_ignores_comments(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
-) -> None:
+async def test_client_library_ignores_comments(cluster: Cluster) -> None:
     """The worker is silent until the client has the head, which only a comment's time sends."""
-    async with gateway_of(nats_server, gateway_config, model_files, keep_alive_s=0.05) as cluster:
-        (decode, _) = cluster.decodes
+    async with gateway_of(cluster, keep_alive_s=0.05) as beside:
+        decode = cluster.decodes[0]
         decode.answer, decode.hold_at = cluster.answer, 0
-        url = f"{cluster.gateway.http_address}/v1"
+        url = f"{beside.gateway.http_address}/v1"
         async with AsyncOpenAI(api_key=KEY, base_url=url, max_retries=0) as client:
             stream = await client.chat.completions.create(**BODY, stream=True)
             assert stream.response.headers["x-accel-buffering"] == "no"
             decode.released.set()
             texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
             assert "".join(texts) == ANSWER
-            await until(lambda: not cluster.gateway._limits.num_open)
+            await until(lambda: not beside.gateway._limits.num_open)
 
             decode.released.clear()
             stream = await client.chat.completions.create(**BODY, stream=True)
-            (request_id,) = cluster.gateway._driver._streams.request_ids()
-            cluster.gateway._driver.close(request_id, "failed", HearthError("broken"))
+            (request_id,) = beside.gateway._driver._streams.request_ids()
+            beside.gateway._driver.close(request_id, "failed", HearthError("broken"))
             with pytest.raises(APIError, match="broken"):
                 async for _ in stream:
                     pass

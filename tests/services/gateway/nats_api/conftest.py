@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from services.client.hearth_nats import HearthClient
 from services.gateway.service import GatewayService
 from shared.subjects import api_request
-from tests.services.gateway.conftest import Cluster, SharedCluster
+from tests.services.gateway.conftest import Cluster
 from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
@@ -37,18 +37,18 @@ def is_idle(gateway: GatewayService) -> bool:
 
 @dataclass
 class Api:
-    """A cluster, and connections of the client `client-1`: its own protocol, and raw."""
+    """A cluster, and connections of a client: its own protocol, and raw."""
 
     cluster: Cluster
     client: HearthClient
     raw: Client
+    client_id: str = "client-1"
 
     async def send(
         self,
         endpoint: str,
         data: bytes | dict[str, Any],
         *,
-        client_id: str = "client-1",
         gateway_id: str = "",
         headers: dict[str, str] | None = None,
     ) -> asyncio.Queue[Msg]:
@@ -61,7 +61,7 @@ class Api:
 
         await self.raw.subscribe(inbox, cb=take)
         payload = data if isinstance(data, bytes) else json.dumps(data).encode()
-        subject = api_request(endpoint, client_id) + (f".{gateway_id}" if gateway_id else "")
+        subject = api_request(endpoint, self.client_id) + (f".{gateway_id}" if gateway_id else "")
         await self.raw.publish(subject, payload, reply=inbox, headers=headers)
         return received
 
@@ -94,12 +94,6 @@ async def connected(server: NatsServer, name: str) -> AsyncIterator[tuple[Hearth
     finally:
         await client.close()
         await raw.close()
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def no_shared_cluster(shared_cluster: SharedCluster) -> None:
-    """For tests that start processes of the same names."""
-    await shared_cluster.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

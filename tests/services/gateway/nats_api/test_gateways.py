@@ -13,7 +13,6 @@ import pytest
 
 from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
-from services.gateway.build import build_gateway
 from services.gateway.nats_api import listeners
 from services.gateway.nats_api.endpoints import API_ENDPOINTS
 from services.gateway.service import GatewayService
@@ -21,7 +20,7 @@ from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity
 from tests.services.gateway import peer
-from tests.services.gateway.conftest import ANSWER, running_cluster
+from tests.services.gateway.conftest import ANSWER, PROCESSES, Cluster, running_cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY
 from tests.services.gateway.nats_api.conftest import (
     Api,
@@ -38,20 +37,9 @@ from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager
-async def second_gateway(
-    nats_server: NatsServer, config: GatewayConfig
-) -> AsyncIterator[GatewayService]:
-    gateway = await build_gateway(
-        msgspec.structs.replace(
-            config, nats_url=nats_server.url("gateway-2"), process_id="gateway-2"
-        )
-    )
-    await gateway.start()
-    await until(lambda: has_joined(gateway))
-    try:
-        yield gateway
-    finally:
-        await gateway.stop()
+async def second_gateway(cluster: Cluster) -> AsyncIterator[GatewayService]:
+    async with cluster.beside() as beside:
+        yield beside.gateway
 
 
 async def die(gateway: GatewayService) -> None:
@@ -62,11 +50,11 @@ async def die(gateway: GatewayService) -> None:
 
 @pytest.mark.own_cluster
 async def test_stream_of_a_lost_gateway_is_repeated_through_another(
-    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig, monkeypatch: Any
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.2)
     decode = api.cluster.decodes[0]
-    async with second_gateway(nats_server, gateway_config) as second:
+    async with second_gateway(api.cluster) as second:
         decode.hold_at = 5
         received: list[Any] = []
 
@@ -110,9 +98,7 @@ async def test_lost_worker_does_not_end_the_stream(api: Api) -> None:
 
 
 @pytest.mark.own_cluster
-async def test_draining_gateway_takes_no_request_and_finishes_its_streams(
-    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
-) -> None:
+async def test_draining_gateway_takes_no_request_and_finishes_its_streams(api: Api) -> None:
     decode = api.cluster.decodes[0]
     decode.hold_at = 5
     running = await api.send("chat", STREAMED)
@@ -124,7 +110,7 @@ async def test_draining_gateway_takes_no_request_and_finishes_its_streams(
     while "503" not in statuses:  # until then the server may not know that the gateway has left
         statuses.append(((await api.reply("chat", BODY)).headers or {}).get("Status"))
         assert len(statuses) < 10
-    async with second_gateway(nats_server, gateway_config) as second:
+    async with second_gateway(api.cluster) as second:
         assert text_of(await api.events("chat", dict(BODY))) == ANSWER
         assert not draining.done()
         decode.released.set()
@@ -134,9 +120,7 @@ async def test_draining_gateway_takes_no_request_and_finishes_its_streams(
         await until(lambda: is_idle(second))
 
 
-async def test_no_request_fails_while_gateways_come_and_go(
-    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
-) -> None:
+async def test_no_request_fails_while_gateways_come_and_go(api: Api) -> None:
     texts: list[str] = []
     is_over = asyncio.Event()
 
@@ -147,7 +131,7 @@ async def test_no_request_fails_while_gateways_come_and_go(
     loading = [asyncio.create_task(load()) for _ in range(4)]
     for _ in range(2):
         num_texts = len(texts)
-        async with second_gateway(nats_server, gateway_config) as second:
+        async with second_gateway(api.cluster) as second:
             await until(lambda: second._nats_api.counts["chat"].num_requests > 3)
             await second.drain()
         assert len(texts) > num_texts
@@ -157,12 +141,10 @@ async def test_no_request_fails_while_gateways_come_and_go(
 
 
 @pytest.mark.own_cluster
-async def test_stopped_gateway_ends_its_streams_with_an_error(
-    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
-) -> None:
+async def test_stopped_gateway_ends_its_streams_with_an_error(api: Api) -> None:
     for each in api.cluster.decodes:
         each.hold_at = 5
-    async with second_gateway(nats_server, gateway_config) as second:
+    async with second_gateway(api.cluster) as second:
         assert api.cluster.gateway._nats_api is not None
         await api.cluster.gateway._nats_api.leave()
         running = [await api.send("chat", body) for body in (STREAMED, BODY)]
@@ -172,26 +154,14 @@ async def test_stopped_gateway_ends_its_streams_with_an_error(
 
 
 @pytest.mark.own_cluster
-async def test_ready_gateway_takes_requests(
-    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
-) -> None:
+async def test_ready_gateway_takes_requests(api: Api) -> None:
     """Who sees `/ready` may send at once."""
     first = api.cluster.gateway._nats_api
     assert first is not None
     await first.leave()
-    gateway = await build_gateway(
-        msgspec.structs.replace(
-            gateway_config, nats_url=nats_server.url("gateway-2"), process_id="gateway-2"
-        )
-    )
-    await gateway.start()
-    try:
-        while not gateway.readiness().ready:
-            await asyncio.sleep(0)
+    async with api.cluster.beside(poll_s=0.0) as beside:
         assert (await api.client.request("models", {}))["data"]
-        assert gateway.readiness().ready
-    finally:
-        await gateway.stop()
+        assert beside.gateway.readiness().ready
 
 
 @pytest.mark.usefixtures("no_shared_cluster")
@@ -199,7 +169,7 @@ async def test_gateway_without_workers_takes_no_request(
     nats_server: NatsServer, gateway_config: GatewayConfig
 ) -> None:
     """Another one may have workers."""
-    gateway = await build_gateway(gateway_config)
+    gateway = await PROCESSES.gateway(gateway_config)
     await gateway.start()
     try:
         async with connected(nats_server, "client-1") as (client, _):
@@ -210,10 +180,8 @@ async def test_gateway_without_workers_takes_no_request(
 
 
 @pytest.mark.own_cluster
-async def test_discovery_finds_every_gateway_and_its_numbers(
-    api: Api, nats_server: NatsServer, gateway_config: GatewayConfig
-) -> None:
-    async with second_gateway(nats_server, gateway_config):
+async def test_discovery_finds_every_gateway_and_its_numbers(api: Api) -> None:
+    async with second_gateway(api.cluster):
         for _ in range(6):
             await api.client.request("tokenize", {"prompt": "x"})
         check_error(await api.reply("tokenize", {}), 400, "invalid_request", "prompt")
@@ -315,6 +283,6 @@ async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
 
 async def test_gateway_that_never_started_stops(gateway_config: GatewayConfig) -> None:
     """As after an error of its start, which its operator would otherwise not see."""
-    gateway = await build_gateway(gateway_config)
+    gateway = await PROCESSES.gateway(gateway_config)
     await gateway.stop()
     assert not gateway._bus.is_connected

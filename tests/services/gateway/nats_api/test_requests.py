@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import nats
@@ -80,20 +79,11 @@ async def test_limits_are_those_of_the_tenant(api: Api) -> None:
         decode.released.set()
         await all_of(running)
         await until(lambda: not gateway._limits.num_open)
-        while True:
-            reply = await api.reply("tokenize", {"prompt": "x"})
-            if "Nats-Service-Error" in (reply.headers or {}):
-                break
-        check_error(reply, 429, "requests_per_min_exceeded", None)
-        assert int((reply.headers or {})["retry-after"]) > 5
-        over_http = await api.cluster.http.post("/tokenize", json={"prompt": "x"})
-        assert over_http.json()["error"]["code"] == "requests_per_min_exceeded"
         assert (await api.client.request("models", {}))["data"]  # is free
 
 
 async def test_permissions_are_those_of_the_tenant(api: Api) -> None:
     async with limited(api, allowed_models=()):
-        check_error(await api.reply("chat", BODY), 403, "model_not_allowed", "model")
         assert (await api.client.request("models", {}))["data"] == []
     async with limited(api, concurrency=0):
         check_error(await api.reply("chat", BODY), 403, "limit_is_zero", None)
@@ -246,15 +236,6 @@ async def test_client_cannot_cancel_the_request_of_another(
         assert not await other.cancel(request_id, HERE)
     api.cluster.decodes[0].released.set()
     assert ((await all_of(replies))[-1].headers or {})["Hearth-End"] == "stop"
-
-
-async def test_closed_iterator_cancels(api: Api) -> None:
-    decode = api.cluster.decodes[0]
-    decode.hold_at = 3
-    async with aclosing(api.client.stream("chat", BODY)) as events:
-        await anext(events)
-    assert (await asyncio.wait_for(decode.aborts.get(), timeout=5)).reason == "client_gone"
-    await open_requests(api.cluster, 0)
 
 
 # ── clients that vanish ──────────────────────────────────────────────────────────────────────────

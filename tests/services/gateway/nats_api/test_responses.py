@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shared.errors import Overloaded
 from shared.subjects import api_request
 from shared.tenancy.tenant import TENANTS
 from shared.transport.untyped_messages import UntypedMessages
@@ -22,9 +21,8 @@ from tests.services.gateway.dialects.responses.events import (
     check_order,
     joined_deltas,
 )
-from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
+from tests.services.gateway.nats_api.conftest import Api, all_of, next_of
 from tests.services.gateway.samples import sample_sum
-from tests.support.servers import NatsServer
 from tests.support.waiting import until
 
 PATHS = {
@@ -59,11 +57,6 @@ async def test_messages_are_streamed_and_rejected_in_their_dialect(api: Api) -> 
     events = await api.events("messages", {**MESSAGE, "stream": True})
     message = message_of(events)
     assert message["content"] == [{"type": "text", "text": ANSWER}]
-    reply = await api.reply("messages", {**MESSAGE, "model": "huge"})
-    assert (reply.headers or {})["Nats-Service-Error-Code"] == "404"
-    error = json.loads(reply.data)
-    assert (error["type"], error["error"]["type"]) == ("error", "not_found_error")
-    assert error["request_id"] == (reply.headers or {})["Hearth-Request"]
     long = {**MESSAGE, "messages": [{"role": "user", "content": "x y " * 400}]}
     reply = await api.reply("messages", long)
     assert (reply.headers or {})["Nats-Service-Error-Code"] == "400"
@@ -147,12 +140,7 @@ def check_error(reply: Any, status: int, code: str, param: str | None) -> None:
 
 DEADLINE = "Hearth-Deadline-S"
 REJECTED: list[tuple[str, Any, dict[str, str] | None, int, str, str | None]] = [
-    ("chat", b"{", None, 400, "invalid_request", None),
-    ("chat", b"", None, 400, "invalid_request", None),
-    ("chat", b"[" * 100_000, None, 413, "payload_too_large", None),
-    ("chat", b"\xff" * 9, None, 400, "invalid_request", None),
     ("chat", {"messages": []}, None, 400, "invalid_request", "messages"),
-    ("chat", {**BODY, "model": "other"}, None, 404, "model_not_found", "model"),
     ("chat", {**BODY, "n": 0, "stream": True}, None, 400, "invalid_request", "n"),
     ("completions", {"prompt": []}, None, 400, "invalid_request", "prompt"),
     ("embeddings", {"input": "a", "dimensions": 3}, None, 400, "invalid_request", "dimensions"),
@@ -200,21 +188,7 @@ async def test_malformed_headers_are_rejected(api: Api) -> None:
         check_error(await subscription.next_msg(timeout=5), 400, "invalid_request", None)
 
 
-async def test_error_of_a_stream_is_its_last_message(api: Api) -> None:
-    api.cluster.scheduler.refusal = Overloaded("full", retry_after_s=2.5)
-    for is_streamed in (False, True):
-        replies = await all_of(await api.send("chat", {**BODY, "stream": is_streamed}))
-        check_error(replies[0], 429, "overloaded", None)
-        assert (replies[0].headers or {})["retry-after"] == "3"
-        assert len(replies) == 1
-
-
-async def test_client_without_a_record_or_tenant_is_rejected(
-    api: Api, nats_server: NatsServer
-) -> None:
-    async with connected(nats_server, "client-2") as (_, raw):
-        reply = await raw.request(api_request("chat", "client-2"), json.dumps(BODY).encode(), 5)
-        check_error(reply, 401, "invalid_api_key", None)
+async def test_client_without_a_tenant_is_rejected(api: Api) -> None:
     gateway = api.cluster.gateway
     await gateway._store.write([("HDEL", TENANTS, "tenant-1")])
     gateway.api_keys._known.clear()

@@ -9,25 +9,20 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import pytest_asyncio
 
-from services.gateway.text.model_files import ModelFiles
-from shared.config import GatewayConfig
-from tests.services.gateway.conftest import API_KEY, Cluster, running_cluster
-from tests.support.servers import NatsServer
+from tests.services.gateway.conftest import API_KEY, Beside, Cluster
 from tests.support.waiting import until
 
 TOKEN = "of-the-operator"
 PATHS = ("/v1/cluster", "/v1/cluster/events")
 
 
-@pytest.fixture
-async def open_cluster(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
-) -> AsyncIterator[Cluster]:
-    config = msgspec.structs.replace(gateway_config, operator_token=TOKEN)
-    async with running_cluster(nats_server, config, model_files) as cluster:
-        cluster.http.headers["authorization"] = f"Bearer {TOKEN}"
-        yield cluster
+@pytest_asyncio.fixture(loop_scope="session")
+async def opened(cluster: Cluster) -> AsyncIterator[Beside]:
+    async with cluster.beside(operator_token=TOKEN) as beside:
+        beside.http.headers["authorization"] = f"Bearer {TOKEN}"
+        yield beside
 
 
 async def read(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
@@ -47,33 +42,36 @@ async def test_cluster_is_closed_without_operator_token(cluster: Cluster) -> Non
             assert response.status_code == 401, (path, given)
 
 
-async def test_only_the_operator_reads_the_cluster(open_cluster: Cluster) -> None:
+async def test_only_the_operator_reads_the_cluster(opened: Beside) -> None:
     for path in PATHS:
         for given in (f"Bearer {API_KEY}", f"Bearer {TOKEN}x", f"Basic {TOKEN}", ""):
-            response = await open_cluster.http.get(path, headers={"authorization": given})
+            response = await opened.http.get(path, headers={"authorization": given})
             assert response.status_code == 401, (path, given)
             assert "decode-1" not in response.text
-    names = (await open_cluster.http.get("/ready")).json()
+    names = (await opened.http.get("/ready")).json()
     assert names["workers"] == {"prefill": [], "decode": ["decode-1", "decode-2"]}
     assert (names["scheduler"], names["kv_index"]) == (["scheduler-1"], [])
     given = {"authorization": f"Bearer {API_KEY}"}
-    public = (await open_cluster.http.get("/ready", headers=given)).json()
+    public = (await opened.http.get("/ready", headers=given)).json()
     assert public == {"ready": True, "reason": None, "redis": "ok"}
-    snapshot = (await open_cluster.http.get("/v1/cluster")).json()
-    assert snapshot["gateway_id"] == "gateway-1"
+    snapshot = (await opened.http.get("/v1/cluster")).json()
+    assert snapshot["gateway_id"] == "gateway-2"
     assert {"gateway-1", "decode-1", "decode-2"} <= snapshot["processes"].keys()
     assert snapshot["processes"]["decode-1"]["role"] == "decode"
     assert {"joined"} == {event["kind"] for event in snapshot["events"]}
 
 
-async def test_events_start_with_a_snapshot_and_go_on_with_deltas(open_cluster: Cluster) -> None:
-    async with open_cluster.http.stream("GET", "/v1/cluster/events") as response:
+@pytest.mark.own_cluster
+async def test_events_start_with_a_snapshot_and_go_on_with_deltas(
+    opened: Beside, cluster: Cluster
+) -> None:
+    async with opened.http.stream("GET", "/v1/cluster/events") as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["cache-control"] == "no-store"
         events = read(response)
         name, snapshot = await anext(events)
         assert name == "snapshot"
-        await open_cluster.decodes[1].stop()
+        await cluster.decodes[1].stop()
         lost: dict[str, Any] = {}
         async with asyncio.timeout(10):
             while "decode-2" not in lost:
@@ -87,11 +85,11 @@ async def test_events_start_with_a_snapshot_and_go_on_with_deltas(open_cluster: 
         assert delta["events"][-1]["kind"] == "stopped"
 
 
-async def test_readers_share_one_computation_that_ends_with_the_last(open_cluster: Cluster) -> None:
-    feed = open_cluster.gateway._cluster
+async def test_readers_share_one_computation_that_ends_with_the_last(opened: Beside) -> None:
+    feed = opened.gateway._cluster
     async with (
-        open_cluster.http.stream("GET", "/v1/cluster/events") as first,
-        open_cluster.http.stream("GET", "/v1/cluster/events") as second,
+        opened.http.stream("GET", "/v1/cluster/events") as first,
+        opened.http.stream("GET", "/v1/cluster/events") as second,
     ):
         one, other = read(first), read(second)
         seen: list[dict[int, Any]] = [{}, {}]
@@ -108,10 +106,10 @@ async def test_readers_share_one_computation_that_ends_with_the_last(open_cluste
     await until(lambda: feed._num_readers == 0 and not feed._background._tasks)
 
 
-async def test_closed_feed_ends_its_streams(open_cluster: Cluster) -> None:
-    async with open_cluster.http.stream("GET", "/v1/cluster/events") as response:
+async def test_closed_feed_ends_its_streams(opened: Beside) -> None:
+    async with opened.http.stream("GET", "/v1/cluster/events") as response:
         events = read(response)
         await anext(events)
-        await open_cluster.gateway._cluster.close()
+        await opened.gateway._cluster.close()
         async with asyncio.timeout(10):
             assert [name async for name, _ in events] in ([], ["delta"])

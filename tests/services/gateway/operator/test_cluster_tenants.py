@@ -11,14 +11,12 @@ import pytest
 
 from services.gateway.operator.cluster.tenants import READ_S, TenantUsage
 from services.gateway.tenancy.usage_counter import day_of
-from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
-from shared.config import GatewayConfig
 from shared.store import RedisStore
 from shared.tenancy.tenant import usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.services.gateway.conftest import API_KEY, running_cluster
-from tests.support.servers import NatsServer, RedisServer
+from tests.services.gateway.conftest import API_KEY, Cluster
+from tests.support.servers import RedisServer
 
 TOKEN = "of-the-operator"
 NOW = 1_760_000_000.0
@@ -96,16 +94,13 @@ async def test_without_redis_the_last_rows_are_marked_as_old(scene: Scene) -> No
     assert [each.tenant_id for each in report.tenants] == ["one"]
 
 
-async def test_only_the_operator_reads_tenants(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
-) -> None:
-    config = msgspec.structs.replace(gateway_config, operator_token=TOKEN)
-    async with running_cluster(nats_server, config, model_files) as cluster:
+async def test_only_the_operator_reads_tenants(cluster: Cluster) -> None:
+    async with cluster.beside(operator_token=TOKEN) as beside:
         path = "/v1/cluster/tenants"
         for given in ("", "Bearer x", f"Bearer {API_KEY}"):
-            response = await cluster.http.get(path, headers={"authorization": given})
+            response = await beside.http.get(path, headers={"authorization": given})
             assert response.status_code == 401
             assert "tenant-1" not in response.text
-        found = await cluster.http.get(path, headers={"authorization": f"Bearer {TOKEN}"})
+        found = await beside.http.get(path, headers={"authorization": f"Bearer {TOKEN}"})
         assert found.headers["cache-control"] == "no-store"
         assert "tenant-1" in {each["tenant_id"] for each in found.json()["tenants"]}

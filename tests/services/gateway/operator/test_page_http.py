@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 
 import httpx
-import msgspec
 import pytest
 
 from services.gateway.operator.page.files import FOLDER, read_files
 from services.gateway.operator.page.headers import POLICY, HostCheck
-from services.gateway.text.model_files import ModelFiles
-from shared.config import GatewayConfig
-from tests.services.gateway.conftest import Cluster, running_cluster
-from tests.support.servers import NatsServer
+from tests.services.gateway.conftest import Cluster
 
 MAX_BYTES = 80 * 1024
 MAX_LINES = 1500  # of code: without empty lines and comments
@@ -92,14 +88,11 @@ def test_other_addresses_take_every_host() -> None:
     assert not HostCheck("10.0.0.1")._is_loopback
 
 
-async def test_gateway_without_page(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
-) -> None:
-    config = msgspec.structs.replace(gateway_config, page=False)
-    async with running_cluster(nats_server, config, model_files) as cluster:
-        assert (await cluster.http.get("/page/app.js")).status_code == 404
-        assert (await cluster.http.get("/")).json() == {"name": "hearth"}
-        assert (await cluster.http.head("/")).status_code == 200
+async def test_gateway_without_page(cluster: Cluster) -> None:
+    async with cluster.beside(page=False) as beside:
+        assert (await beside.http.get("/page/app.js")).status_code == 404
+        assert (await beside.http.get("/")).json() == {"name": "hearth"}
+        assert (await beside.http.head("/")).status_code == 200
 
 
 def test_page_is_small_and_names_no_other_origin() -> None:

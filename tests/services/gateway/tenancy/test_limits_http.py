@@ -9,28 +9,23 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.build import build_gateway
 from services.gateway.tenancy.api_keys import REFRESH_S, ApiKeys
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
-from shared.config import GatewayConfig
 from shared.errors import Overloaded
 from shared.messages import Request
 from shared.store import RedisStore
 from shared.tenancy.tenant import TENANTS, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.conftest import Cluster, http_client
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import PeerDecode, Run
-from tests.support.servers import NatsServer, RedisServer
+from tests.support.servers import RedisServer
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.own_cluster
 
 KEY = "key-of-acme"
 EMBEDDINGS, COMPLETIONS = "/v1/embeddings", "/v1/completions"
@@ -47,6 +42,7 @@ class Acme:
 
     async def configure(self, **changes: Any) -> None:
         """Replaces the tenant's record by one with `changes`, and clears all counters."""
+        assert await self.cluster.gateway._usage.flush()
         await self.store.write([("FLUSHALL",)])
         self.cluster.gateway._limits._accounts.clear()
         await self.admin.add("acme", changes, KEY)
@@ -70,12 +66,15 @@ class Acme:
 async def acme(cluster: Cluster, redis_server: RedisServer) -> AsyncIterator[Acme]:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     gateway = cluster.gateway
-    for each in (gateway.api_keys, gateway._limits, gateway._usage):
-        each._store = store  # 2 s, not 50 ms: a busy machine makes Redis look unavailable
-    headers = {"authorization": f"Bearer {KEY}"}
-    url = gateway.http_address
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
-        yield Acme(store, http, cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        # 2 s, not 50 ms: a busy machine makes Redis look unavailable
+        patch.setattr(gateway.api_keys, "_stores", (store,))
+        for each in (gateway._limits, gateway._usage):
+            patch.setattr(each, "_store", store)
+        async with http_client(gateway, KEY) as http:
+            yield Acme(store, http, cluster)
+        await until(lambda: not len(gateway._driver))
+        assert await gateway._limits.flush()
     await store.close()
 
 
@@ -220,6 +219,7 @@ async def test_only_delivered_output_tokens_are_charged(acme: Acme) -> None:
     check_envelope(rejected, 429, "output_tokens_per_min_exceeded", None)
 
 
+@pytest.mark.own_cluster
 async def test_usage_counts_delivered_tokens_once(acme: Acme) -> None:
     await acme.configure()
     reported = [(await acme.post_chat()).json()["usage"] for _ in range(3)]
@@ -377,21 +377,12 @@ def _is_outdated(keys: ApiKeys) -> bool:
     return all(now - each.checked_at >= REFRESH_S for each in keys._known.values())
 
 
-async def test_drain_flushes_usage_and_leases(
-    acme: Acme, gateway_config: GatewayConfig, nats_server: NatsServer
-) -> None:
+async def test_drain_flushes_usage_and_leases(acme: Acme) -> None:
     await acme.configure(concurrency=5)
-    config = msgspec.structs.replace(
-        gateway_config, nats_url=nats_server.url("gateway-2"), process_id="gateway-2"
-    )
-    gateway = await build_gateway(config)
-    await gateway.start()
-    await until(lambda: gateway.readiness().ready)
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
-        assert (await http.post(CHAT, json=BODY)).status_code == 200
-    await gateway.drain()
-    await gateway.stop()
+    async with acme.cluster.beside() as beside:
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert (await beside.http.post(CHAT, json=BODY, headers=headers)).status_code == 200
+        await beside.gateway.drain()
     (row,) = await acme.usage()
     assert row.requests == 1
     assert await acme.num_open() == 0

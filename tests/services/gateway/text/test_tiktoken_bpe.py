@@ -166,6 +166,7 @@ def characters() -> Iterator[str]:
         yield "".join(f"a{char}1{char} " for char in block)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("filling", [" ", "\n", " \n", "a", "ab1"])
 def test_ids_of_text_with_max_chars_are_equal(tokenizer_pair: TokenizerPair, filling: str) -> None:
     """White space before a word makes the pattern matching backtrack."""

@@ -47,6 +47,7 @@ async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
     await _delete_all(store)
     yield store
     await _delete_all(store)
+    await cluster.gateway.stored.public_watcher._poll()
     await store.close()
 
 
@@ -321,7 +322,6 @@ async def test_text_that_is_not_rendered_is_rejected(model_files: ModelFiles) ->
 
 
 @pytest.mark.parametrize("change", [{"is_zero_retention": True}, {"allowed_regions": ["mars"]}])
-@pytest.mark.own_cluster
 async def test_stored_text_follows_the_permissions_of_now(
     cluster: Cluster, store: RedisStore, change: dict[str, object]
 ) -> None:
@@ -366,11 +366,10 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
     await pinned_prefix.save(store, prefix, 1_000)
     public = cluster.gateway.preparer._preparation._public
     assert public is not None
-    await until(lambda: public._prefixes)
+    await cluster.gateway.stored.public_watcher._poll()  # not after a second
     return unpack_token_ids(public._prefixes[0].token_ids)
 
 
-@pytest.mark.own_cluster
 async def test_tenants_share_the_blocks_of_a_public_prefix_only(
     cluster: Cluster, store: RedisStore
 ) -> None:
@@ -390,7 +389,6 @@ async def test_tenants_share_the_blocks_of_a_public_prefix_only(
     assert len(hashes) == len(first.prompt_token_ids) // 64
 
 
-@pytest.mark.own_cluster
 async def test_salted_or_different_prompt_has_no_public_blocks(
     cluster: Cluster, store: RedisStore
 ) -> None:
@@ -408,7 +406,6 @@ async def test_salted_or_different_prompt_has_no_public_blocks(
         assert unpack_hashes(request.block_hashes) == extend_chain(root, prompt, 16)
 
 
-@pytest.mark.own_cluster
 async def test_gateway_stores_token_ids_of_a_public_prefix(
     cluster: Cluster, store: RedisStore
 ) -> None:
@@ -422,7 +419,6 @@ async def test_gateway_stores_token_ids_of_a_public_prefix(
     check_envelope(await cluster.http.delete(f"{PREFIXES}/house"), 404, "prefix_not_found", "name")
 
 
-@pytest.mark.own_cluster
 async def test_deleted_public_prefix_is_not_shared(cluster: Cluster, store: RedisStore) -> None:
     await publish(cluster, store)
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")

@@ -121,7 +121,6 @@ async def test_routes_are_documented(cluster: Cluster) -> None:
         assert {"200", "400", "429"} <= set(paths[path]["post"]["responses"]), path
 
 
-@pytest.mark.own_cluster
 async def test_one_admission_for_all_documents(cluster: Cluster) -> None:
     """100 documents cost a request, and nothing is submitted beside a bad one."""
     body = await ranked(cluster, documents=["the fox"] * 100)

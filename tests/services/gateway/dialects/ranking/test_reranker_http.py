@@ -7,19 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.dialects.ranking.pairs import SYSTEM
 from services.gateway.text.model_files import ModelFiles, RankingTokens
-from shared.config import GatewayConfig
 from shared.messages import TokenLogprobs
 from shared.packing import unpack_token_ids
 from tests.services.gateway import peer
-from tests.services.gateway.conftest import running_cluster
+from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
-from tests.support.servers import NatsServer
 from tests.support.services.model_dir import write_model_dir
 
 CARD = "---\nlicense: mit\npipeline_tag: text-ranking\n---\n# Ranks\n"
@@ -66,14 +63,9 @@ def test_other_checkpoints_do_not_rank(tmp_path: Path, card: str) -> None:
 
 
 async def test_question_and_score(
-    tmp_path: Path,
-    nats_server: NatsServer,
-    gateway_config: GatewayConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = msgspec.structs.replace(
-        gateway_config, model_dir=write_reranker(tmp_path), model_name="tiny"
-    )
+    changes = {"model_dir": write_reranker(tmp_path), "model_name": "tiny"}
     files = ModelFiles(tmp_path)
     assert files.ranking is not None and files.ranking.tokens is not None
     yes, no = files.ranking.tokens
@@ -83,8 +75,8 @@ async def test_question_and_score(
         return TokenLogprobs(-0.5, (no, yes), (-0.5, -0.5 - gap))
 
     monkeypatch.setattr(peer, "logprobs_at", logprobs_at)
-    async with running_cluster(nats_server, config, files) as cluster:
-        response = await cluster.http.post("/v1/rerank", json=BODY)
+    async with cluster.beside(**changes) as beside:
+        response = await beside.http.post("/v1/rerank", json=BODY)
         assert response.status_code == 200, response.text
         body = response.json()
         scores = [each["relevance_score"] for each in body["results"]]
@@ -107,18 +99,12 @@ async def test_question_and_score(
         assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 2
         for decode in cluster.decodes:
             decode.tells_logprobs = False
-        check_envelope(
-            await cluster.http.post("/v1/rerank", json=BODY), 500, "internal_error", None
-        )
+        check_envelope(await beside.http.post("/v1/rerank", json=BODY), 500, "internal_error", None)
 
 
-async def test_reranker_that_cannot_be_asked(
-    tmp_path: Path, nats_server: NatsServer, gateway_config: GatewayConfig
-) -> None:
-    config = msgspec.structs.replace(
-        gateway_config, model_dir=write_reranker(tmp_path, tokens=("yes",)), model_name="tiny"
-    )
-    async with running_cluster(nats_server, config, ModelFiles(tmp_path)) as cluster:
-        response = await cluster.http.post("/v1/rerank", json=BODY)
+async def test_reranker_that_cannot_be_asked(tmp_path: Path, cluster: Cluster) -> None:
+    model_dir = write_reranker(tmp_path, tokens=("yes",))
+    async with cluster.beside(model_dir=model_dir, model_name="tiny") as beside:
+        response = await beside.http.post("/v1/rerank", json=BODY)
         check_envelope(response, 400, "invalid_request", "model")
         assert not cluster.scheduler.submitted

@@ -35,7 +35,7 @@ from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.nats_api.test_gateways import second_gateway
 from tests.services.gateway.samples import sample_sum
-from tests.support.servers import NatsServer, RedisServer
+from tests.support.servers import RedisServer
 from tests.support.waiting import until
 
 TENANT, OTHER = TenantRecord(tenant_id="t1"), TenantRecord(tenant_id="t:1")
@@ -158,7 +158,10 @@ async def held(stored: Stored) -> int:
     return total
 
 
-async def test_tenant_that_holds_most_makes_room_for_all(redis_server: RedisServer) -> None:
+async def test_tenant_that_holds_most_makes_room_for_all(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "READ_AGAIN_S", 0.0)
     stored = Stored(redis_server)
     small, *large = (TenantRecord(tenant_id=each) for each in ("small", "one", "two", "tw:o"))
     first, *others = names(small, 4)
@@ -449,9 +452,9 @@ async def test_away_redis(redis_server: RedisServer) -> None:
     await stored.redis.close()
 
 
-async def test_other_gateway_goes_on(cluster: Cluster, nats_server: NatsServer) -> None:
+async def test_other_gateway_goes_on(cluster: Cluster) -> None:
     first = await cluster.openai.responses.create(model="tiny", input="hi")
-    async with second_gateway(nats_server, cluster.gateway._config) as other:
+    async with second_gateway(cluster) as other:
         client = cluster.openai.with_options(base_url=f"{other.http_address}/v1")
         assert (await client.responses.retrieve(first.id)).id == first.id
         second = await client.responses.create(

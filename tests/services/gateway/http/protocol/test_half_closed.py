@@ -30,7 +30,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_client_that_ends_its_side_gets_its_response() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
-        writer.write(GET.replace(b"/ ", b"/slow ", 1))
+        writer.write(GET.replace(b"/ ", b"/soon ", 1))
         writer.write_eof()
         answer = await rest_of(reader)
         assert answer.count(OK) == 1

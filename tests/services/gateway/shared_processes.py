@@ -1,0 +1,85 @@
+"""Processes that the gateways of a test run share: a gateway starts four, of 0.4 s of CPU each."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from services.gateway.build import build_gateway, connected_gateway
+from services.gateway.models.checked_model import checked_model
+from services.gateway.models.encoding_pools import ENCODING_PROCESS
+from services.gateway.models.model_check import CheckedModel
+from services.gateway.models.served_text import process_setup
+from services.gateway.preparation.preparation_pool import PreparationPool
+from services.gateway.processes import PREPARATION_PROCESS
+from services.gateway.service import GatewayService
+from services.gateway.structured.grammars.checks import CHECK_NICENESS, CHECK_PROCESS
+from shared.config import GatewayConfig
+
+
+class SharedPool(PreparationPool):
+    """A gateway that stops does not end its processes."""
+
+    async def close(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        await super().close()
+
+
+@dataclass
+class ModelProcesses:
+    """Of one model. `encoding`: tokenizes its prompts."""
+
+    own: CheckedModel
+    pool: SharedPool
+    check_pool: SharedPool
+    encoding: SharedPool
+
+    @classmethod
+    async def started(cls, config: GatewayConfig) -> ModelProcesses:
+        assert config.model_dir is not None
+        given = (config.model_dir, config.response_template, config.tool_format)
+        own = await asyncio.to_thread(checked_model, *given)
+        new = partial(SharedPool, process_setup(own, config.tool_format))
+        return cls(
+            own,
+            new(module=PREPARATION_PROCESS),
+            new(module=CHECK_PROCESS, niceness=CHECK_NICENESS, grows=True),
+            SharedPool(None, num_processes=1, module=ENCODING_PROCESS, is_costly=True),
+        )
+
+    async def end(self) -> None:
+        for each in (self.pool, self.check_pool, self.encoding):
+            await each.end()
+
+
+class SharedProcesses:
+    """Of gateways with the model of `config`, on one event loop."""
+
+    def __init__(self) -> None:
+        self.config: GatewayConfig | None = None
+        self._found: ModelProcesses | None = None
+
+    async def gateway(self, config: GatewayConfig) -> GatewayService:
+        if self.config is None or _model_of(config) != _model_of(self.config):
+            return await build_gateway(config)
+        if self._found is None:
+            self._found = await ModelProcesses.started(config)
+        found = self._found
+        gateway = await connected_gateway(
+            config, found.own, pool=found.pool, check_pool=found.check_pool
+        )
+        assert gateway._models.own is not None
+        gateway._models.own.renderer._encoding = found.encoding
+        return gateway
+
+    async def close(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            await found.end()
+
+
+def _model_of(config: GatewayConfig) -> tuple[object, ...]:
+    return config.model_dir, config.response_template, config.tool_format
