@@ -208,6 +208,12 @@ class Preparer:
             )
             return found.token_ids[0]
 
+    def check_capacity(self) -> None:
+        """For work that takes no slot. Raises Overloaded, and NoCapacity if the gateway is
+        draining.
+        """
+        self._capacity.check()
+
     async def _rendered_and_checked(
         self, generation: GenerationRequest, tenant_id: str, text: ServedText
     ) -> tuple[GenerationRequest, CheckedPlan | None]:

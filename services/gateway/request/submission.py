@@ -142,7 +142,7 @@ class Submission:
             if model_of is None:
                 named = await self._preparer.named_model(tenant.tenant_id, kind, data)
             model = named or (self._models.default_name if model_of is None else model_of())
-            chosen = await self._choose_named(reservation, model)
+            chosen = await self.choose(reservation, model)
             return await self._preparer.prepare_body(tenant, chosen, job, data, read, named=named)
 
         async def scan(job: str) -> bytes | None:
@@ -181,7 +181,7 @@ class Submission:
         default_model = self._models.default_name if model is None else model
         generations = endpoint.generations(body, default_model)
         named = generations[0].model
-        chosen = await self._choose_named(reservation, named)
+        chosen = await self.choose(reservation, named)
         files = chosen.text.files
         generations = endpoint.for_model(body, generations, files)
         if prompts:
@@ -263,21 +263,18 @@ class Submission:
         self._num_prompts[tenant_id] += num_prompts
 
     async def choose(self, reservation: Reservation, name: str) -> ServedModel:
-        """Returns the model of all prompts of the response. Raises UnknownModel, ModelNotAllowed,
-        NoRegionAllowed, and NoCapacity if it cannot be served now.
+        """Returns the model of all prompts of the response. `name` may be an alias. Raises
+        UnknownModel, ModelNotAllowed, NoRegionAllowed, DependencyUnavailable if the name cannot be
+        checked, and NoCapacity if the model cannot be served now.
         """
         if reservation.model is None:
             self._capacity.check()
-            self._models.check(reservation.tenant, name)
+            resolved = await self._names.resolve(reservation.tenant.tenant_id, name)
+            self._models.check(reservation.tenant, resolved)
             check_regions(reservation.tenant)
             with self._capacity.preparing():  # it may wait for files that are read
-                reservation.model = await self._models.choose(name)
+                reservation.model = await self._models.choose(resolved)
         return reservation.model
-
-    async def _choose_named(self, reservation: Reservation, name: str) -> ServedModel:
-        """`name` may be an alias. Raises DependencyUnavailable if it cannot be checked."""
-        resolved = await self._names.resolve(reservation.tenant.tenant_id, name)
-        return await self.choose(reservation, resolved)
 
     async def _charge(self, reservation: Reservation, prepared: Sequence[PreparedRequest]) -> None:
         """Charges the tokens of all prompts of one response. Raises the error that rejects it."""

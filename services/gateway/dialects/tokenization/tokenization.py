@@ -57,6 +57,7 @@ class Tokenization:
         if len(data) > MAX_INLINE_BYTES:
             return await self._answer_large(tenant, DETOKENIZE, data)
         body = DETOKENIZE_FIELDS.decode(data)
+        self._preparer.check_capacity()
         model = await self._names.main(tenant, body.model or None)
         response = detokenize(body, model.text.files.tokens, vocab_size=model.card.vocab_size)
         return msgspec.json.encode(response)

@@ -13,14 +13,12 @@ import msgspec
 import pytest
 from litestar.openapi.spec import OpenAPI
 
-from services.gateway.build import build_gateway
 from services.gateway.dialects.openai.chat import ChatCompletionRequest, to_generation_request
 from services.gateway.request import preparer
 from services.gateway.request.preparer import MAX_INLINE_CHARS
 from shared.config import GatewayConfig
-from shared.errors import NoCapacity, Overloaded
 from shared.messages import Failure, Finish, Served
-from tests.services.gateway.conftest import API_KEY, Cluster
+from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of, text_of
 from tests.support.waiting import until
 
@@ -164,11 +162,6 @@ async def test_missing_field(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"\xff\xfd",
-        b"[" * 30_000,
         b'{"temperature": NaN}',
         rb'{"messages": [{"role": "user", "content": "no digits: \ud8"}]}',
     ],
@@ -185,32 +178,18 @@ async def test_unknown_route_and_method(cluster: Cluster) -> None:
     assert "POST" in wrong.headers["allow"]
 
 
-async def test_unknown_model(cluster: Cluster) -> None:
-    response = await cluster.http.post(CHAT, json={**BODY, "model": "huge"})
-    check_envelope(response, 404, "model_not_found", "model")
-
-
 async def test_authentication(cluster: Cluster) -> None:
     async with httpx.AsyncClient(base_url=cluster.gateway.http_address) as keyless:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
-            for response in (
-                await keyless.post(CHAT, json=BODY, headers=headers),
-                await keyless.get("/v1/models", headers=headers),
-            ):
-                check_envelope(response, 401, "invalid_api_key", None)
-                assert response.json()["error"]["type"] == "authentication_error"
+            response = await keyless.get("/v1/models", headers=headers)
+            check_envelope(response, 401, "invalid_api_key", None)
+            assert response.json()["error"]["type"] == "authentication_error"
 
 
 async def test_prompt_longer_than_the_context(cluster: Cluster) -> None:
     messages = [{"role": "user", "content": "x y " * 400}]
     response = await cluster.http.post(CHAT, json={**BODY, "messages": messages})
     check_envelope(response, 400, "context_length_exceeded", "messages")
-
-
-async def test_body_too_large(cluster: Cluster) -> None:
-    messages = [{"role": "user", "content": "x" * 70_000}]
-    response = await cluster.http.post(CHAT, json={**BODY, "messages": messages})
-    check_envelope(response, 413, "payload_too_large", None)
 
 
 async def test_chunked_body_too_large(cluster: Cluster) -> None:
@@ -221,23 +200,6 @@ async def test_chunked_body_too_large(cluster: Cluster) -> None:
     response = await cluster.http.post(CHAT, content=endless())
     assert "content-length" not in response.request.headers
     check_envelope(response, 413, "payload_too_large", None)
-
-
-@pytest.mark.parametrize(
-    ("refusal", "status", "retry_after"),
-    [
-        (Overloaded("queues are full", retry_after_s=2.5), 429, "3"),
-        (NoCapacity("no worker"), 503, "1"),
-    ],
-)
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_scheduler_rejection(
-    cluster: Cluster, refusal: Any, status: int, retry_after: str, is_stream: bool
-) -> None:
-    cluster.scheduler.refusal = refusal
-    response = await cluster.http.post(CHAT, json={**BODY, "stream": is_stream})
-    check_envelope(response, status, refusal.code, None)
-    assert response.headers["retry-after"] == retry_after
 
 
 @pytest.mark.own_cluster
@@ -289,32 +251,16 @@ async def test_failure_before_and_after_the_first_token(cluster: Cluster) -> Non
     check_envelope(response, 500, "internal_error", None)
 
 
-async def test_too_many_requests_and_deadline(
-    cluster: Cluster, gateway_config: GatewayConfig, nats_server: Any
-) -> None:
-    config = msgspec.structs.replace(
-        gateway_config,
-        nats_url=nats_server.url("gateway-2"),
-        process_id="gateway-2",
-        max_requests=1,
-        request_timeout_s=0.8,
-    )
-    gateway = await build_gateway(config)
-    await gateway.start()
-    await until(lambda: gateway.readiness().ready)
+async def test_too_many_requests_and_deadline(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 0
-    headers = {"authorization": f"Bearer {API_KEY}"}
-    try:
-        async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
-            first = asyncio.create_task(http.post(CHAT, json=BODY))
-            await cluster.scheduler.submits.get()
-            second = await http.post(CHAT, json=BODY)
-            check_envelope(second, 429, "overloaded", None)
-            assert second.headers["retry-after"] == "1"
-            check_envelope(await first, 504, "deadline_exceeded", None)
-            assert (await cluster.decodes[0].aborts.get()).reason == "deadline"
-    finally:
-        await gateway.stop()
+    async with cluster.beside(max_requests=1, request_timeout_s=0.8) as beside:
+        first = asyncio.create_task(beside.http.post(CHAT, json=BODY))
+        await cluster.scheduler.submits.get()
+        second = await beside.http.post(CHAT, json=BODY)
+        check_envelope(second, 429, "overloaded", None)
+        assert second.headers["retry-after"] == "1"
+        check_envelope(await first, 504, "deadline_exceeded", None)
+        assert (await cluster.decodes[0].aborts.get()).reason == "deadline"
 
 
 async def test_prompts_in_preparation_count_as_open_requests(

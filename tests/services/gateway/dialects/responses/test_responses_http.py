@@ -52,11 +52,6 @@ async def test_stream(cluster: Cluster) -> None:
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == ANSWER
 
 
-async def test_cut_stream_is_incomplete(cluster: Cluster) -> None:
-    events = await streamed(cluster, max_output_tokens=3)
-    assert events[-1]["type"] == "response.incomplete"
-
-
 async def test_logprobs(cluster: Cluster) -> None:
     include = ["message.output_text.logprobs"]
     events = await streamed(cluster, include=include, top_logprobs=2)
@@ -163,7 +158,6 @@ async def test_refusals(
         ({"hearth_history": []}, 400, "hearth_history"),
         ({"hearth_tools": []}, 400, "hearth_tools"),
         ({"input": [{"role": "assistant", "content": "a"}]}, 400, "input"),  # by the template
-        ({"model": "none"}, 404, "model"),
     ]
     for fields, status, param in cases:
         response = await cluster.http.post(PATH, json={"input": "hi", **fields})
@@ -187,12 +181,3 @@ async def test_input_tokens_are_those_of_the_request(cluster: Cluster) -> None:
     counted = (await cluster.http.post(f"{PATH}/input_tokens", json=again)).json()
     body = await created(cluster, **again)
     assert counted["input_tokens"] == body["usage"]["input_tokens"]
-
-
-@pytest.mark.parametrize("root", ["", "/client/v4"])
-async def test_below_an_account(cluster: Cluster, root: str) -> None:
-    path = f"{root}/accounts/tenant-1/ai/v1/responses"
-    response = await cluster.http.post(path, json={"input": "hi"})
-    assert response.json()["output"][0]["content"][0]["text"] == ANSWER
-    foreign = await cluster.http.post(path.replace("tenant-1", "other"), json={"input": "hi"})
-    assert foreign.status_code == 403

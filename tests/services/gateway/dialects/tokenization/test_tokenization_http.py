@@ -169,20 +169,16 @@ async def test_body_above_a_mib_is_rejected(cluster: Cluster) -> None:
             await convert(tenant, exact + b" ")
 
 
-@pytest.mark.own_cluster
 async def test_aliases_of_the_tenant_name_the_model(acme: Acme) -> None:
     await acme.configure(allowed_models=("tiny",))
     aliases = ModelAliasAdmin(acme.store, lambda: 1.0)
     await aliases.put("@cf/fast", "tiny", "acme")
     await aliases.put("@cf/other", "other")
-    for text in ("a", "a " * 5000):
-        body = {"prompt": text, "model": "@cf/fast"}
-        assert (await acme.http.post("/tokenize", json=body)).status_code == 200
-        for name in ("@cf/other", "@cf/none"):
-            response = await acme.http.post("/tokenize", json={**body, "model": name})
-            check_envelope(response, 404, "model_not_found", "model")
-    body = {"tokens": [1], "model": "@cf/fast"}
-    assert (await acme.http.post("/detokenize", json=body)).status_code == 200
+    body = {"prompt": "a " * 5000, "model": "@cf/fast"}
+    assert (await acme.http.post("/tokenize", json=body)).status_code == 200
+    for name in ("@cf/other", "@cf/none"):
+        response = await acme.http.post("/tokenize", json={**body, "model": name})
+        check_envelope(response, 404, "model_not_found", "model")
 
 
 @pytest.mark.parametrize(
@@ -204,8 +200,6 @@ async def test_body_takes_a_preparation_slot(
     assert taken == [is_small]
     monkeypatch.setattr(cluster.gateway.capacity, "_max_requests", 0)
     check_envelope(await cluster.http.post("/tokenize", json=body), 429, "overloaded", None)
-    monkeypatch.setattr(cluster.gateway.capacity, "is_draining", True)
-    check_envelope(await cluster.http.post("/tokenize", json=body), 503, "no_capacity", None)
 
 
 async def test_running_requests_are_answered_together(cluster: Cluster) -> None:
@@ -221,7 +215,6 @@ async def test_version_needs_no_key(cluster: Cluster) -> None:
         assert response.status_code == 200 and list(response.json()) == ["version"]
         schema = (await http.get("/openapi.json")).json()
         assert response.json()["version"] == schema["info"]["version"]
-        assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 401
         assert (await http.post("/version")).status_code == 405
 
 
@@ -232,7 +225,6 @@ async def test_bodies_are_described(cluster: Cluster) -> None:
         assert name in json.dumps(body)
 
 
-@pytest.mark.own_cluster
 async def test_a_request_is_charged_and_no_tokens_are(acme: Acme) -> None:
     await acme.configure(
         requests_per_min=60, input_tokens_per_min=10, concurrency=1, allowed_models=("tiny",)
@@ -244,9 +236,8 @@ async def test_a_request_is_charged_and_no_tokens_are(acme: Acme) -> None:
         assert int(response.headers["x-ratelimit-remaining-requests"]) == 60 - number
         assert int(response.headers["x-ratelimit-remaining-tokens"]) == 10
     await acme.configure(allowed_models=("other",))
-    for body in ({"prompt": "a"}, {"prompt": "a " * 5000}):
-        response = await acme.http.post("/tokenize", json=body)
-        check_envelope(response, 403, "model_not_allowed", "model")
+    response = await acme.http.post("/tokenize", json={"prompt": "a " * 5000})
+    check_envelope(response, 403, "model_not_allowed", "model")
 
 
 @pytest.mark.parametrize("path", ["/tokenizer_info", "/v1/tokenizer_info?model=tiny"])

@@ -8,15 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.dialects.workers_ai.errors import BUSY
 from services.gateway.request.unsent_output import UnsentOutput
-from shared.errors import DependencyUnavailable, HearthError, NoCapacity, Overloaded
+from shared.errors import DependencyUnavailable
 from shared.messages import Failure, Finish, Served
 from shared.store import StoreUnavailable
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.dialects.workers_ai.conftest import ALIASES
-from tests.services.gateway.dialects.workers_ai.test_run_http import BODY, ROOT, RUN, frames_of
+from tests.services.gateway.dialects.workers_ai.test_run_http import BODY, ROOT, RUN
 from tests.services.gateway.tenancy.test_limits_http import Acme, acme
 
 __all__ = ["acme"]
@@ -67,12 +66,10 @@ async def test_bad_field_is_named(cluster: Cluster, fields: dict[str, Any], fiel
     assert cluster.scheduler.submits.empty()
 
 
-async def test_no_key_and_bad_json(cluster: Cluster) -> None:
+async def test_bodies_that_say_nothing(cluster: Cluster) -> None:
     check_rejected(
         await cluster.http.post(RUN, json={}), 400, 5004, "messages, input, prompt, text and query"
     )
-    for data in (b"{", b"[]", b"\xff\xfe", b"[" * 30_000, b"null", b"1", b'"x"'):
-        check_rejected(await cluster.http.post(RUN, content=data), 400, 5004)
     check_rejected(await cluster.http.post(RUN), 400, 3003, "no body")
     check_rejected(await cluster.http.post(RUN, json={**BODY, "lora": "x"}), 405, 5005, "LoRA")
 
@@ -112,15 +109,11 @@ async def test_run_without_a_model(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("account", ["tenant-2", "TENANT-1", "tenant-1%20", "%2e"])
 async def test_account_of_another(cluster: Cluster, account: str) -> None:
-    """Also below `ai/v1`, and for requests that are bad otherwise."""
+    """Also for requests that are bad otherwise."""
     root = f"/client/v4/accounts/{account}/ai"
-    check_rejected(await cluster.http.post(f"{root}/run/tiny", json=BODY), 403, 10000)
     check_rejected(await cluster.http.post(f"{root}/run/%2F%2F", content=b"{"), 403, 10000)
     for path in ("models/search", "models/schema", "tasks/search", "authors/search"):
         check_rejected(await cluster.http.get(f"{root}/{path}"), 403, 10000)
-    for path in ("chat/completions", "completions", "embeddings", "responses"):
-        response = await cluster.http.post(f"{root}/v1/{path}", json=BODY)
-        check_envelope(response, 403, "foreign_account", None)
     response = await cluster.http.get(f"{root}/v1/models")
     check_envelope(response, 403, "foreign_account", None)
     assert cluster.scheduler.submits.empty()
@@ -183,39 +176,13 @@ def tenant_of(http: httpx.AsyncClient) -> str:
 
 async def test_authentication(cluster: Cluster) -> None:
     async with httpx.AsyncClient(base_url=cluster.gateway.http_address) as keyless:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
-            case = Case(10000, 401, "invalid_api_key", 401)
-            await check_same_cause(keyless, case, headers=headers)
         check_rejected(await keyless.get(f"{ROOT}/models/search"), 401, 10000)
 
 
 async def test_too_large(cluster: Cluster) -> None:
-    large = {"messages": [{"role": "user", "content": "x" * 70_000}]}
-    await check_same_cause(cluster.http, Case(3006, 413, "payload_too_large", 413), large)
     long = {"messages": [{"role": "user", "content": "x y " * 400}]}
     case = Case(3006, 413, "context_length_exceeded", 400, "messages")
     await check_same_cause(cluster.http, case, long)
-
-
-def failing(error: HearthError, case: Case) -> Any:
-    return pytest.param(error, case, id=error.code)
-
-
-@pytest.mark.parametrize(
-    ("error", "case"),
-    [
-        failing(Overloaded("queues are full", retry_after_s=3), Case(3040, 429, "overloaded", 429)),
-        failing(NoCapacity("no worker"), Case(3040, 429, "no_capacity", 503)),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_scheduler_rejection(
-    cluster: Cluster, error: HearthError, case: Case, is_stream: bool
-) -> None:
-    cluster.scheduler.refusal = error
-    openai, native = await check_same_cause(cluster.http, case, {**BODY, "stream": is_stream})
-    assert native.headers["retry-after"] == openai.headers["retry-after"]
-    assert native.json()["errors"][0]["message"].startswith(BUSY)
 
 
 async def test_redis_away(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,24 +225,12 @@ async def test_response_that_takes_too_much_memory(
     await check_same_cause(cluster.http, Case(3040, 429, "overloaded", 429))
 
 
-@pytest.mark.own_cluster
-async def test_limits_of_a_tenant(acme: Acme) -> None:
+async def test_permissions_of_a_tenant(acme: Acme) -> None:
     acme.http.headers["x-test-tenant"] = "acme"
     await acme.configure(allowed_models=["other"])
-    case = Case(5018, 403, "model_not_allowed", 403, "model")
-    await check_same_cause(acme.http, case)
     search = await acme.http.get("/accounts/acme/ai/models/search")
     assert search.json()["result"] == []
     schema = await acme.http.get("/accounts/acme/ai/models/schema", params={"model": "tiny"})
     check_rejected(schema, 403, 5018)
     await acme.configure(concurrency=0)
     await check_same_cause(acme.http, Case(3023, 403, "limit_is_zero", 403))
-    await acme.configure(requests_per_min=2)
-    frames = await frames_of(acme.http, BODY, RUN.replace("tenant-1", "acme"))
-    assert frames[-1]["usage"]
-    response = await acme.http.post(RUN.replace("tenant-1", "acme"), json={})
-    check_rejected(response, 400, 5004)
-    assert response.headers["x-ratelimit-remaining-requests"] == "0"
-    case = Case(3036, 429, "requests_per_min_exceeded", 429)
-    _, native = await check_same_cause(acme.http, case)
-    assert int(native.headers["retry-after"]) >= 1

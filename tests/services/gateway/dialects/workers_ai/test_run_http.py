@@ -9,14 +9,11 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway.build import build_gateway
 from services.gateway.request import prepared_bodies
-from shared.config import GatewayConfig
 from shared.messages import Request
 from shared.packing import unpack_token_ids
-from tests.services.gateway.conftest import ANSWER, API_KEY, Cluster
+from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.peer import EMBEDDING
-from tests.support.waiting import until
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi, what is a block hash?"}]
 BODY: dict[str, Any] = {"messages": MESSAGES}
@@ -83,12 +80,6 @@ async def test_spellings_of_the_path(cluster: Cluster, alias: str, root: str) ->
         result = await run(cluster, path=f"{root}/tenant-1/ai/run/{name}")
         assert result["response"] == ANSWER
         assert (await submitted(cluster)).model == "tiny"
-
-
-async def test_alias_below_openai_routes(cluster: Cluster, alias: str) -> None:
-    response = await cluster.http.post(f"{ROOT}/v1/chat/completions", json={**BODY, "model": alias})
-    assert response.json()["model"] == alias
-    assert (await submitted(cluster)).model == "tiny"
 
 
 async def test_body_without_a_content_type(cluster: Cluster) -> None:
@@ -159,50 +150,23 @@ async def test_missing_embedding_is_an_error(cluster: Cluster) -> None:
     assert [each["code"] for each in response.json()["errors"]] == [3043]
 
 
-async def test_reject_if_busy_and_session_affinity(cluster: Cluster) -> None:
-    headers = {"x-session-affinity": "s"}
-    body = {**BODY, "options": {"rejectIfBusy": True}}
-    assert (await cluster.http.post(RUN, json=body, headers=headers)).status_code == 200
-    message = await cluster.scheduler.submits.get()
-    assert not message.is_queueable
-    assert message.affinity_key
+async def test_reject_if_busy(cluster: Cluster) -> None:
+    await run(cluster, {**BODY, "options": {"rejectIfBusy": True}})
+    assert not (await cluster.scheduler.submits.get()).is_queueable
     await run(cluster)
-    message = await cluster.scheduler.submits.get()
-    assert message.is_queueable
-    assert not message.affinity_key
+    assert (await cluster.scheduler.submits.get()).is_queueable
 
 
-async def test_openai_routes_below_the_account(cluster: Cluster) -> None:
+async def test_models_below_the_account(cluster: Cluster) -> None:
     for root in (f"{ROOT}/v1", "/accounts/tenant-1/ai/v1"):
-        chat = await cluster.http.post(f"{root}/chat/completions", json=BODY)
-        assert chat.json()["choices"][0]["message"]["content"] == ANSWER
-        text = await cluster.http.post(f"{root}/completions", json={"prompt": "x"})
-        assert text.json()["object"] == "text_completion"
-        embeddings = await cluster.http.post(f"{root}/embeddings", json={"input": "x"})
-        assert embeddings.json()["data"][0]["object"] == "embedding"
         models = (await cluster.http.get(f"{root}/models")).json()
         assert models == (await cluster.http.get("/v1/models")).json()
         model = (await cluster.http.get(f"{root}/models/tiny")).json()
         assert model == models["data"][0]
 
 
-async def test_no_padding(
-    cluster: Cluster, gateway_config: GatewayConfig, nats_server: Any
-) -> None:
-    config = msgspec.structs.replace(
-        gateway_config,
-        nats_url=nats_server.url("gateway-2"),
-        process_id="gateway-2",
-        padding=False,
-    )
-    gateway = await build_gateway(config)
-    await gateway.start()
-    headers = {"authorization": f"Bearer {API_KEY}"}
-    try:
-        await until(lambda: gateway.readiness().ready)
-        async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
-            *texts, _ = await frames_of(http, BODY)
-    finally:
-        await gateway.stop()
+async def test_no_padding(cluster: Cluster) -> None:
+    async with cluster.beside(padding=False) as beside:
+        *texts, _ = await frames_of(beside.http, BODY)
     assert "".join(each["response"] for each in texts) == ANSWER
     assert all(list(each) == ["response"] for each in texts)
