@@ -97,6 +97,7 @@ def test_rank_computes_its_subtree_alone(
     assert num_computed > 1
 
 
+@pytest.mark.each_value
 def test_bits_depend_neither_on_other_rows_nor_on_threads(
     lanes: SumLanes, dtype: torch.dtype
 ) -> None:
