@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 10,
         "kv_lora_rank": 20,
         "q_lora_rank": 14,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": 2,  # its 256 experts take 100 s in the interpreter
     },
 }
 
@@ -49,9 +49,10 @@ def prompt_of(num_tokens: int) -> list[int]:
     params=[
         "Gemma2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "MixtralForCausalLM",
         *(
             pytest.param(family, marks=pytest.mark.long)
-            for family in ("LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")
+            for family in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         ),
     ]
 )
@@ -69,6 +70,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, li
     return tmp_path, token_ids[-NUM_NEW:]
 
 
+@pytest.mark.each_value
 def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device) -> None:
     assert ops.HAS_TRITON
     folder, expected = checkpoint
