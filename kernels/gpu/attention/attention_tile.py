@@ -28,6 +28,10 @@ MAX_LATENT_DIM = 1024  # at most 512 of them are values
 SEGMENT = 1024  # tokens summed separately if bits must not depend on chunks and splits
 MOST_LATENT_HEADS = 64  # limit of a tile
 
+# Rows and columns of sums that leave no registers for the addresses of a tensor core's operands,
+# one for each 16 columns: loops over such tiles compute them again instead of retaining them.
+LARGE_SUMS = tl.constexpr((64, 256))
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -257,7 +261,8 @@ def _attend_tiles(
     column = tl.arange(0, q.shape[1])[None, :]  # [1, BLOCK_D]
     last_seen = tl.minimum(position, readable[1] - 1)  # [BLOCK_M]
     block = _block_ids(first, end, readable, paged, BLOCK_SIZE, BLOCK_N)
-    for start in tl.range(first, end, BLOCK_N):
+    IS_LARGE: tl.constexpr = q.shape[0] >= LARGE_SUMS[0] and q.shape[1] >= LARGE_SUMS[1]
+    for start in tl.range(first, end, BLOCK_N, disable_licm=IS_LARGE):
         next_block = _block_ids(start + BLOCK_N, end, readable, paged, BLOCK_SIZE, BLOCK_N)
         token = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         row = block * block_rows + token % BLOCK_SIZE  # [BLOCK_N]
@@ -302,7 +307,8 @@ def _attend_latents(
     column = tl.arange(0, q.shape[1])[None, :]  # [1, BLOCK_D]
     last_seen = tl.minimum(position, readable[1] - 1)  # [BLOCK_M]
     block = _block_ids(first, end, readable, paged, BLOCK_SIZE, BLOCK_N)
-    for start in tl.range(first, end, BLOCK_N):
+    IS_LARGE: tl.constexpr = q.shape[0] >= LARGE_SUMS[0] and q.shape[1] >= LARGE_SUMS[1]
+    for start in tl.range(first, end, BLOCK_N, disable_licm=IS_LARGE):
         next_block = _block_ids(start + BLOCK_N, end, readable, paged, BLOCK_SIZE, BLOCK_N)
         token = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         if BLOCK_SIZE % BLOCK_N == 0:  # the tile's rows are adjacent

@@ -225,7 +225,9 @@ def _decode_attention_kernel(
     num_heads = tl.num_programs(0) * GROUP
     target = (out_ptr, parts_ptr, sums_ptr, seq, head, num_heads, num_parts)
     if IS_INVARIANT:
-        for unit in tl.range(first_unit, tl.maximum(end_unit, first_unit + 1)):
+        end_unit = tl.maximum(end_unit, first_unit + 1)
+        # What the stores need is computed again for each unit, not retained across its loop.
+        for unit in tl.range(first_unit, end_unit, disable_licm=True):
             start = tl.maximum(lowest, unit * UNIT)
             span = (start, first_full, end_full, tl.minimum((unit + 1) * UNIT, length))
             state = attend(
@@ -266,20 +268,16 @@ def _store(
     if acc.shape[0] > GROUP:
         is_inside &= row[:, None] < GROUP
     first_head = head * GROUP
-    is_part = num_parts_of_seq + row > row + 1  # [BLOCK_M]
-    if parts_ptr is not None:
+    if parts_ptr is not None and num_parts_of_seq > 1:
         first = part.to(tl.int64) * num_heads + first_head
         total_ptr = sums_ptr + num_parts.to(tl.int64) * num_heads
-        tl.store(parts_ptr + first * VALUE_DIM + place, acc, mask=is_inside & is_part[:, None])
-        tl.store(sums_ptr + first + row, top, mask=(row < GROUP) & is_part)
-        tl.store(total_ptr + first + row, total, mask=(row < GROUP) & is_part)
-        is_inside &= ~is_part[:, None]
-    out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
-    tl.store(
-        out_ptr + (seq.to(tl.int64) * num_heads + first_head) * VALUE_DIM + place,
-        out,
-        mask=is_inside,
-    )
+        tl.store(parts_ptr + first * VALUE_DIM + place, acc, mask=is_inside)
+        tl.store(sums_ptr + first + row, top, mask=row < GROUP)
+        tl.store(total_ptr + first + row, total, mask=row < GROUP)
+    else:
+        out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
+        first = seq.to(tl.int64) * num_heads + first_head
+        tl.store(out_ptr + first * VALUE_DIM + place, out, mask=is_inside)
 
 
 @triton.jit(do_not_specialize=VARYING[:-1])
