@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
@@ -17,8 +18,10 @@ from shared.errors import ConfigError
 
 Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]]
 MAX_HELD_CHARS = 4096  # of text that may be a delimiter
-MATCH_TIMEOUT_S = 0.02  # of a search on the event loop, which usually takes microseconds
-MAX_TIMEOUTS = 8  # a busy machine may break some off, too
+MAX_PATTERN_CHARS = 1024  # compiled in 2 ms; 20,000 take 0.15 s, beside which no other thread runs
+MATCH_TIMEOUT_S = 0.005  # of a search on the event loop, which usually takes microseconds
+NUM_TRIES = 2  # on a busy machine, the first one may have waited for a core
+MAX_TIMEOUTS = 8
 REGAIN_S = 60.0
 log = structlog.get_logger(__name__)
 
@@ -29,8 +32,8 @@ _NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|(?<!\[)\^")
 
 
 class Patience:
-    """Of a pattern that takes too long: a checkpoint may bring one that takes for ever. After
-    MAX_TIMEOUTS searches that were broken off it matches nothing; each REGAIN_S restores one.
+    """Of the patterns of a template: a checkpoint may bring one that takes for ever. After
+    MAX_TIMEOUTS searches that were broken off they match nothing; each REGAIN_S restores one.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -67,23 +70,20 @@ class Delimiter(msgspec.Struct, frozen=True):
             if lead is None:
                 return None, False
             start = lead.start()
-        if self.patience.is_over:
-            return None, False
-        try:
-            found = self.pattern.search(text, start, partial=not is_ended, timeout=MATCH_TIMEOUT_S)
-        except TimeoutError:
-            return self.patience.lose()
-        return self._judged(found, text, is_ended)
+        return self._tried(partial(self.pattern.search, text, start), text, is_ended)
 
     def match(self, text: str, *, is_ended: bool) -> tuple[Any, bool]:
         """As `search`, at the start of the text alone."""
+        return self._tried(partial(self.pattern.match, text), text, is_ended)
+
+    def _tried(self, find: Callable[..., Any], text: str, is_ended: bool) -> tuple[Any, bool]:
         if self.patience.is_over:
             return None, False
-        try:
-            found = self.pattern.match(text, partial=not is_ended, timeout=MATCH_TIMEOUT_S)
-        except TimeoutError:
-            return self.patience.lose()
-        return self._judged(found, text, is_ended)
+        for _ in range(NUM_TRIES):
+            with suppress(TimeoutError):
+                found = find(partial=not is_ended, timeout=MATCH_TIMEOUT_S)
+                return self._judged(found, text, is_ended)
+        return self.patience.lose()
 
     def _judged(self, found: Any, text: str, is_ended: bool) -> tuple[Any, bool]:
         if found is None or is_ended:
@@ -96,7 +96,11 @@ class Delimiter(msgspec.Struct, frozen=True):
 
 
 def delimiter(
-    scope: str, literal: Anchor | None, pattern: str | None, markers: MarkerTokens
+    scope: str,
+    literal: Anchor | None,
+    pattern: str | None,
+    markers: MarkerTokens,
+    patience: Patience,
 ) -> Delimiter | None:
     """Raises ConfigError."""
     if literal is not None and pattern is not None:
@@ -106,7 +110,9 @@ def delimiter(
         texts.sort(key=len, reverse=True)
         joined = "|".join(regex.escape(each) for each in texts)
         is_prefix = any(a != b and a.startswith(b) for a in texts for b in texts)
-        return Delimiter(compiled(scope, joined), can_grow=is_prefix, leads=_leads(joined))
+        return Delimiter(
+            regex.compile(joined), can_grow=is_prefix, leads=_leads(joined), patience=patience
+        )
     if pattern is None:
         return None
     marked = markers.replaced_pattern(pattern)
@@ -115,11 +121,15 @@ def delimiter(
         can_grow=True,
         leads=_leads(marked),
         is_at_start=marked.startswith(r"\A"),
+        patience=patience,
     )
 
 
 def compiled(scope: str, pattern: str) -> Any:
-    """Raises ConfigError."""
+    """Raises ConfigError, also for a pattern that is too long."""
+    if len(pattern) > MAX_PATTERN_CHARS:
+        most = f"the limit is {MAX_PATTERN_CHARS}"
+        raise ConfigError(f"{scope}_pattern: has {len(pattern)} characters, {most}")
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:

@@ -255,11 +255,9 @@ class ResponseParser:
         stripped = self._buffer.lstrip()
         if not stripped and not self._is_ended:
             return False
-        found = region.close.pattern.match(stripped, partial=not self._is_ended)
-        if found is not None and not self._is_ended:
-            at_end = found.end() == len(stripped)
-            if found.partial or (at_end and region.close.can_grow):
-                return False
+        found, is_pending = region.close.match(stripped, is_ended=self._is_ended)
+        if is_pending:
+            return False
         if found is not None:
             self._buffer = stripped[found.end() :]
         self._leave()

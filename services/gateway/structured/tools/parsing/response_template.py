@@ -20,6 +20,7 @@ from msgspec import Meta
 from services.gateway.structured.tools.parsing.delimiter import (
     Anchor,
     Delimiter,
+    Patience,
     compiled,
     delimiter,
 )
@@ -104,7 +105,8 @@ def compiled_template(
         raise ConfigError(f"response_template: {error}") from error
     if sum(_is_outside(each) for each in checked.fields.values()) > 1:
         raise ConfigError("response_template: more than one field has no `open`")
-    regions = [_region(name, each, markers) for name, each in checked.fields.items()]
+    patience = Patience()
+    regions = [_region(name, each, markers, patience) for name, each in checked.fields.items()]
     return ResponseTemplate(tuple(each for each in regions if calls or each.kind != "calls"))
 
 
@@ -112,13 +114,15 @@ def _is_outside(field: _FieldSource) -> bool:
     return field.open is None and field.open_pattern is None
 
 
-def _region(name: str, field: _FieldSource, markers: MarkerTokens) -> TemplateRegion:
+def _region(
+    name: str, field: _FieldSource, markers: MarkerTokens, patience: Patience
+) -> TemplateRegion:
     scope, kind = f"response_template.fields.{name}", _KINDS.get(name, "other")
-    opening = delimiter(f"{scope}.open", field.open, field.open_pattern, markers)
+    opening = delimiter(f"{scope}.open", field.open, field.open_pattern, markers, patience)
     region = TemplateRegion(
         kind=kind,
         open=opening,
-        close=delimiter(f"{scope}.close", field.close, field.close_pattern, markers),
+        close=delimiter(f"{scope}.close", field.close, field.close_pattern, markers, patience),
         content=field.content,
         args=_marked_args(field.content_args, markers),
         join=field.join or "",

@@ -15,7 +15,7 @@ from services.gateway.schemas.argument_text import ArgumentKinds, read
 from services.gateway.structured.tools.parsing.response_template import TemplateRegion
 
 MAX_BODY_CHARS = 256 * 1024  # each token copies what is held
-MATCH_TIMEOUT_S = 0.1
+MATCH_TIMEOUT_S = 0.05
 _UNQUOTED_KEY = regex.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
 _WORDS = {"true": True, "false": False, "null": None}
 
