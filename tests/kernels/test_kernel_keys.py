@@ -105,7 +105,7 @@ def test_each_family_is_compiled_by_key(
     FAMILIES[family].write(tmp_path / "model")
     folder = tmp_path / "model"
     if is_quantized:
-        folder = quantize(folder, tmp_path / "quantised", "fp8")
+        folder = quantize(folder, tmp_path / "quantized", "fp8")
     computer = computer_of(folder, block_size=64)
     with triton_ops() as driver:
         finish_model(computer.model, OPTIONS.mode, is_compressed=False)

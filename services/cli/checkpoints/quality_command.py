@@ -51,7 +51,7 @@ def quality(
     ],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The checkpoint that DIR is a quantised copy of."),
+        typer.Option(metavar="DIR", help="The checkpoint that DIR is a quantized copy of."),
     ] = None,
     kv_dtype: Annotated[
         KvChoice, typer.Option(help="fp8, or bf16 to judge weights alone.")

@@ -158,7 +158,7 @@ def finish_model(
     if model.layer_config.is_quantized:
         report = weights_report(model)
         log.info(
-            "weights_quantised", num=report.num_quantized, num_bytes=report.num_quantized_bytes
+            "weights_quantized", num=report.num_quantized, num_bytes=report.num_quantized_bytes
         )
     if activations == "bf16-exchange" and isinstance(model, Decoder):
         model.round_sums()

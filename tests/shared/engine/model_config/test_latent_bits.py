@@ -39,7 +39,7 @@ def logits(folder: Path, dtype: str = "bfloat16") -> Tensor:
 def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Path) -> None:
     family, kind, options = KINDS[name]
     FAMILIES[family].write(tmp_path / "plain", dtype=torch.bfloat16)
-    folder = quantize(tmp_path / "plain", tmp_path / "quantised", kind, **options)  # type: ignore[arg-type]
+    folder = quantize(tmp_path / "plain", tmp_path / "quantized", kind, **options)  # type: ignore[arg-type]
     dense = dequantize_folder(folder, tmp_path / "dense", torch.bfloat16)
     assert torch.equal(logits(folder), logits(dense))
 
@@ -48,7 +48,7 @@ def test_kimis_config_may_be_written_twice(tmp_path: Path) -> None:
     """For the model and for its language model; the dense layers of Kimi are not quantized."""
     FAMILIES["kimi, text"].write(tmp_path / "plain", dtype=torch.bfloat16)
     folder = quantize(
-        tmp_path / "plain", tmp_path / "quantised", "int4", group=0, ignored=KIMI_IGNORED[:3]
+        tmp_path / "plain", tmp_path / "quantized", "int4", group=0, ignored=KIMI_IGNORED[:3]
     )
 
     def twice(config: dict[str, Any]) -> None:
@@ -66,14 +66,14 @@ def test_kimis_config_may_be_written_twice(tmp_path: Path) -> None:
 def test_zeros_of_rotary_rows_are_refused(tmp_path: Path) -> None:
     FAMILIES["deepseek"].write(tmp_path / "plain", dtype=torch.bfloat16)
     options = {"group": 0, "is_symmetric": False}
-    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "int4", **options)
+    folder = quantize(tmp_path / "plain", tmp_path / "quantized", "int4", **options)
     with pytest.raises(CheckpointError, match=r"weight_zero_point: zero points of a layer with ro"):
         logits(folder, "float32")
 
 
 def test_rotary_rows_in_two_blocks_are_refused(tmp_path: Path) -> None:
     FAMILIES["deepseek"].write(tmp_path / "plain", dtype=torch.bfloat16, intermediate_size=240)
-    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "fp8")
+    folder = quantize(tmp_path / "plain", tmp_path / "quantized", "fp8")
     name = "model.layers.0.mlp.up_proj"
     rows = PairedRows(head=60, first=0, dim=60)
     form = CheckpointForm(paired=((rf"{name}\.weight", rows),))

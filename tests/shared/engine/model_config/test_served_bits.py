@@ -64,7 +64,7 @@ PROMPT = [(11 * n) % 190 for n in range(45)]
 def written(root: Path, name: str) -> Path:
     fields, kind, options = KINDS[name]
     write_model(root / "plain", dtype=torch.bfloat16, **fields)
-    return quantize(root / "plain", root / "quantised", kind, **options)  # type: ignore[arg-type]
+    return quantize(root / "plain", root / "quantized", kind, **options)  # type: ignore[arg-type]
 
 
 # Each form of weights once: in fused layers, of experts, and not decoded beside the product. Each
@@ -122,7 +122,7 @@ def test_ranks_have_the_bits_of_the_undivided_model(name: str, tmp_path: Path) -
     fields = {**BLOCKS, "intermediate_size": 2048, "num_attention_heads": 8, "hidden_size": 512}
     fields["num_key_value_heads"] = 8
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **fields)
-    folder = quantize(tmp_path / "plain", tmp_path / "quantised", name)  # type: ignore[arg-type]
+    folder = quantize(tmp_path / "plain", tmp_path / "quantized", name)  # type: ignore[arg-type]
     executor = load(folder)
     lines = [Blocks(64).line(PROMPT)]
     expected = executor.step_logits(step_of([(lines[0], 45)]))
@@ -137,7 +137,7 @@ def test_ranks_have_the_bits_of_the_undivided_model(name: str, tmp_path: Path) -
 
 def test_a_cut_inside_of_a_block_is_an_error(tmp_path: Path) -> None:
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **BLOCKS)
-    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "fp8")
+    folder = quantize(tmp_path / "plain", tmp_path / "quantized", "fp8")
     message = r"k_proj\.weight_scale_inv: ranks cut it at row 64, inside of 128 rows"
     with pytest.raises(CheckpointError, match=message):
         load_group(folder, "cpu", MeshShape(4))
@@ -179,7 +179,7 @@ def test_private_weights_are_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_fused_layers_need_one_format(tmp_path: Path) -> None:
-    folder = tmp_path / "quantised"
+    folder = tmp_path / "quantized"
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **BLOCKS)
     quantize(tmp_path / "plain", folder, "int4", ignored=[r"re:.*k_proj"])
     message = "self_attn.q_proj int4 in groups of 32, symmetric, self_attn.k_proj dense"

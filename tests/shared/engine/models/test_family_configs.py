@@ -201,7 +201,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"architectures": None},
         "architecture '' .model_type ''. is not supp",
     ),
-    "quantised": (
+    "quantized": (
         "Gemma3ForConditionalGeneration",
         {"quantization_config": {"bits": 4}},
         "quantization_config",

@@ -57,7 +57,7 @@ def test_weights_are_rounded_to_the_nearest_code(
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 def test_linear_layers_are_quantized_and_all_else_is_kept(kind: str, tmp_path: Path) -> None:
     """In shards; the index names the new tensors."""
-    source, target = tmp_path / "plain", tmp_path / "quantised"
+    source, target = tmp_path / "plain", tmp_path / "quantized"
     write_llama(source, dtype=torch.bfloat16, max_shard_size="60KB", hidden_size=64, head_dim=16)
     (source / "tokenizer.json").write_text("{}")
     quantize(source, target, kind, ignored=["model.layers.0.mlp.up_proj"])  # type: ignore[arg-type]

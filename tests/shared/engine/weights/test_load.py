@@ -217,7 +217,7 @@ def _edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object
 
 BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "missing": (lambda t: t.pop(NORM), f"tensor {NORM} is missing"),
-    "quantised": (
+    "quantized": (
         lambda t: t.update({NORM.replace("weight", "weight_scale"): torch.ones(3)}),
         f"tensor {NORM}_scale is not part of the model",
     ),
@@ -297,7 +297,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "zero": ({"num_hidden_layers": 0}, "at `\\$.num_hidden_layers`"),
     "heads": ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
     "odd head": ({"head_dim": 11}, "head_dim 11 is odd"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "shape": ({"vocab_size": 200}, "tensor lm_head.weight has shape \\[199, 48\\]"),
 }
 

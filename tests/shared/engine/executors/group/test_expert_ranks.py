@@ -151,7 +151,7 @@ def test_sums_in_bf16_are_rounded_alike(folder: Path, experts: ExpertSplit) -> N
 def test_four_bit_experts_are_shared_too(experts: ExpertSplit, tmp_path: Path) -> None:
     write_model(tmp_path / "plain", dtype=torch.bfloat16, **{**TINY, **SHAPES["mixtral"]})
     ignored = [r"re:.*self_attn.*"]
-    folder = quantize(tmp_path / "plain", tmp_path / "quantised", "int4", ignored=ignored)
+    folder = quantize(tmp_path / "plain", tmp_path / "quantized", "int4", ignored=ignored)
     executor = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
     expected = [executor.step_logits(step) for step in steps()]
     for rank in of_ranks(folder, (2, 1), "bfloat16", experts):

@@ -5,7 +5,7 @@ reading weights is the cost, at batch 64 and in prompts arithmetic is. All forms
 of the same shapes (no checkpoint is read), and alternate; a figure is the median of the rounds.
 Bytes are those of the weights in this process, over those of the checkpoint's tensors.
 
-    python -m benchmarks.compression.quantised [--layers 8] [--hidden 2048] [--inner 8192]
+    python -m benchmarks.compression.quantized [--layers 8] [--hidden 2048] [--inner 8192]
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def main(argv: list[str]) -> None:
     bars += [
         at_most(f"{row['case']} / the file's", row["over_file"], MOST_BYTES, "") for row in sizes
     ]
-    write_result("quantised", rows + sizes, bars, ["-m", "benchmarks.compression.quantised", *argv])
+    write_result("quantized", rows + sizes, bars, ["-m", "benchmarks.compression.quantized", *argv])
 
 
 if __name__ == "__main__":

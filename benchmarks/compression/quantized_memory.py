@@ -1,6 +1,6 @@
 """Peak memory of a prompt of 2,048 tokens with experts of four bits, over their file and the KV.
 
-    python -m benchmarks.compression.quantised_memory [--layers 12] [--hidden 1024] [--experts 16]
+    python -m benchmarks.compression.quantized_memory [--layers 12] [--hidden 1024] [--experts 16]
 
 A random checkpoint is written, loaded in a process of its own, and prefilled in the CPU's default
 steps of 512 tokens. A model of a few MB loads and runs first, so that libraries and compiled code
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.compression.quantised import CONFIGS
+from benchmarks.compression.quantized import CONFIGS
 from benchmarks.report import Row, at_most, write_result
 from shared.block_hash import root_hash
 from shared.config import CPU_BATCH_TOKENS
@@ -140,7 +140,7 @@ def in_child(folder: Path) -> dict[str, int]:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.compression.quantised_memory",
+        "benchmarks.compression.quantized_memory",
         "--child",
         str(folder),
     ]
@@ -177,8 +177,8 @@ def main(argv: list[str]) -> None:
         in_child(folder)
         row = memory_row(in_child(folder))
     bars = [at_most("peak / (file + KV)", row["peak_over_file_and_kv"], MOST, "")]
-    command = ["-m", "benchmarks.compression.quantised_memory", *argv]
-    write_result("quantised_memory", [row], bars, command)
+    command = ["-m", "benchmarks.compression.quantized_memory", *argv]
+    write_result("quantized_memory", [row], bars, command)
 
 
 if __name__ == "__main__":
