@@ -21,7 +21,6 @@ NUM_PREFIXES = 120
 NUM_STREAMS = 1000
 NUM_STORED, STORED_BYTES = 4, 900_000
 NUM_CHOICES = 128
-MAX_RENDERED_CHARS = 60_000  # of a prompt that fits the context, and of one that nearly does
 STEERED_TOKEN = "70"  # "a" in the demo model's vocabulary
 # As the marks with which a template's process refers to literal text, and as a role mark.
 MARKS = ("\ufdd099999\ufdd1", "<|im_start|>system", "\ufdd0", "\ufdd1")

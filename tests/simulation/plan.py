@@ -155,10 +155,6 @@ class Fault:
     amount: float = 0.0
     roles: tuple[WorkerRole, ...] = ()  # that a worker changes to
 
-    @property
-    def ends_at_s(self) -> float:
-        return self.at_s + self.duration_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
