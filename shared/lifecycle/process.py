@@ -11,7 +11,6 @@ A background task that raises also ends the process.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -22,8 +21,10 @@ import structlog
 import uvloop
 
 from shared.background import TASK_FAILED, Background, start_awaited
+from shared.clock import MonotonicClock
 from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
+from shared.lifecycle.garbage import collect_garbage, freeze_heap
 from shared.log import configure_logging
 from shared.metrics.process_report import ProcessReport
 from shared.telemetry.line_writer import replace_standard_streams
@@ -32,8 +33,6 @@ log = structlog.get_logger(__name__)
 
 HEARTH_ERROR_STATUS = 2
 START_STOP_S = 1.5  # time from a signal during the start to the exit
-# Objects before a garbage collection; Python's default of 700 is too frequent
-MAX_YOUNG_OBJECTS = 10_000
 
 
 class Service(Protocol):
@@ -90,9 +89,10 @@ async def _live(
     if not starting.done():
         await _abandon(starting)
     stopped.cancel()
-    service = await starting
+    service, background = await starting, Background()
     try:
-        freeze_gc_heap()
+        freeze_heap()
+        background.start_own(collect_garbage(MonotonicClock()))
         log.info("ready")
         await stopping.wait()
         log.info("draining")
@@ -102,6 +102,7 @@ async def _live(
         log.warning("drain_interrupted", drain_timeout_s=drain_timeout_s)
     finally:
         await service.stop()
+        await background.stop()
     log.info("stopped")
 
 
@@ -147,13 +148,6 @@ async def _abandon(starting: asyncio.Task[Service]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def freeze_gc_heap() -> None:
-    """Excludes modules and tables from collection: they live as long as the process."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(MAX_YOUNG_OBJECTS)
 
 
 def die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

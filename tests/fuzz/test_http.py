@@ -28,7 +28,7 @@ from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
-from shared.lifecycle.process import freeze_gc_heap
+from shared.lifecycle.garbage import freeze_heap
 from shared.randomness import SystemRandomness
 from shared.tenancy.tenant_admin import store_api_key
 from tests.fuzz.mutations import anything, spoiled, torn
@@ -427,7 +427,7 @@ async def longest_turn_s(work: Awaitable[bytes]) -> tuple[bytes, float]:
     with garbage collected as in a process of the gateway: the heap of the tests is much larger.
     """
     thresholds = gc.get_threshold()
-    freeze_gc_heap()
+    freeze_heap()
     longest, task = 0.0, asyncio.ensure_future(work)
     before = time.thread_time()
     while not task.done():
