@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tests.support.kernels.cases.case import Inputs, Result
+
 MAX_BYTES = 1 << 20  # of one part's rows: all parts together stay below 16 MiB
 HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host fills the queue
-TOLERANCE = 2e-2  # BF16 results beside FP32: two units in the last place of its 8 bits
 
 Mode = Literal["device", "dry", "compile"]
 Row = dict[str, Any]
@@ -71,6 +72,17 @@ class Session:
         import torch
 
         return torch.device("cpu" if self.is_dry else "cuda")
+
+    @property
+    def inputs(self) -> Inputs:
+        """Of the cases of kernels, in blocks of a worker's size."""
+        from tests.support.kernels.cases.case import Inputs
+        from tests.support.kernels.cases.sizes import REAL
+        from tests.support.kernels.cases.sizes import SMALL as SMALL_SIZES
+
+        sizes = REAL if self.shapes is EIGHT_B else SMALL_SIZES
+        own = replace(sizes, block_size=self.shapes.block_size)
+        return Inputs(own, self.device, is_computed=not self.is_dry)
 
     def add(self, columns: Row | None = None, /, *, kernels: Sequence[str] = (), **row: Any) -> Row:
         """Writes a row at once, so that it survives the death of the process. `kernels`: the
@@ -160,27 +172,20 @@ class Session:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / repetitions
 
-    def check(
-        self,
-        case: str,
-        found: Tensor,
-        wanted: Callable[[], Tensor],
-        *,
-        tolerance: float = TOLERANCE,
-        kernels: Sequence[str] = (),
-    ) -> bool:
-        """Adds a row with the largest error in units of the largest element; above `tolerance` or
-        for NaN the part fails at its end. A dry run computes nothing to compare.
+    def check(self, case: str, result: Result, *, kernels: Sequence[str] = ()) -> bool:
+        """Adds a row with the largest error in units of the largest element; for a result that is
+        not what it must be the part fails at its end. A dry run computes nothing to compare.
         """
         if self.is_dry:
             return True
-        expected = wanted().float()
-        difference = (found.float() - expected).abs().max()
-        error = float(difference / expected.abs().max().clamp_min(1e-30))
-        is_ok = error <= tolerance  # NaN is not
-        self.add(case=case, ok=is_ok, max_error=error, tolerance=tolerance, kernels=kernels)
-        if not is_ok:
+        wanted, is_ok = result.wanted(), True
+        try:
+            result.check(result.found, wanted)
+        except AssertionError:
+            is_ok = False
             self.failures.append(case)
+        error = _largest_error(result.found.float(), wanted.float())
+        self.add(case=case, ok=is_ok, max_error=error, kernels=kernels)
         return is_ok
 
     def digest(self, case: str, tensor: Tensor, *, kernels: Sequence[str] = ()) -> str | None:
@@ -231,6 +236,13 @@ class Session:
             "of_roofline": round(predicted_s / measured_s, 3),
             "ceiling": self._ceiling("copy_bytes_s")[1],
         }
+
+
+def _largest_error(found: Tensor, wanted: Tensor) -> float:
+    """Of what is a number in one of both; NaN if it is none in the other."""
+    is_number = ~(found.isnan() & wanted.isnan())
+    difference = (found - wanted)[is_number].abs()
+    return float(difference.max() / wanted[is_number].abs().max().clamp_min(1e-30))
 
 
 def append_line(path: Path, line: str) -> None:

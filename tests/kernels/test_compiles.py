@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.device import IS_INTERPRETED
 from kernels.sum_lanes import SumLanes
 from tests.kernels.support.ahead_of_time import MachineCode, compiling
-from tests.kernels.support.split_weights import empty_split as _empty_split
+from tests.support.kernels.split_weights import empty_split as _empty_split
 
 pytest.importorskip("triton")
 if IS_INTERPRETED:

@@ -19,12 +19,12 @@ if IS_INTERPRETED:
 from triton.runtime.jit import JITFunction
 
 from tests.kernels import test_compiles
-from tests.kernels.gpu.first.case import Case, Inputs
-from tests.kernels.gpu.first.sizes import REAL, SMALL
-from tests.kernels.gpu.first.table import CASES, samples
+from tests.support.kernels.cases.case import Case, Inputs
+from tests.support.kernels.cases.sizes import REAL, SMALL
+from tests.support.kernels.cases.table import CASES, samples
 
 CPU = torch.device("cpu")
-MOST_CASES = 120
+MOST_CASES = 125
 
 Launch = tuple[Any, ...]  # a kernel's name, the types of its tensors, and its constants
 

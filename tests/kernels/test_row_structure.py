@@ -19,8 +19,8 @@ if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from tests.kernels.support.row_structure import differing, structure
-from tests.kernels.support.split_weights import empty_split
 from tests.support.kernels.fake_driver import fake_driver
+from tests.support.kernels.split_weights import empty_split
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NUM_ROWS = (1, 2, 3, 8, 16, 17, 64, 65, 128, 256)

@@ -13,13 +13,13 @@ from kernels.device import IS_INTERPRETED
 from kernels.reference.decompress import decompress
 from kernels.split_weight import GROUP, SplitWeight, exponent_entropy, split_weight
 from kernels.torch_ops.select_rows import select_rows
-from tests.kernels.support.split_weights import (
+from tests.support.kernels.split_weights import (
     all_bit_patterns,
     bits_of,
     normal_weight,
     with_outliers,
 )
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.tolerance import assert_near
 
 SHAPES = [(1, 1), (3, 63), (5, 64), (7, 100), (2, 128), (33, 129), (40, 384), (65, 600), (3, 4225)]
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_kit.bit_checks.sizes import sizes_of
-from benchmarks.gpu_kit.cases import experts, gemm
-from benchmarks.gpu_kit.cases.attention import LATENT, LATENT_SCALE, ROTATED
-from benchmarks.gpu_kit.cases.case import EPS, FP32, INT32, integers
-from benchmarks.gpu_kit.cases.sampling import columns_of
+from benchmarks.gpu_kit.operands import experts, products
+from benchmarks.gpu_kit.operands.columns import EPS, FP32, INT32, integers, sampling_columns
+from benchmarks.gpu_kit.operands.paged import LATENT, LATENT_SCALE, ROTATED
 from benchmarks.gpu_kit.session import Session
 
 POOL = 4  # contexts of the longest prompt have room in the cache that all rows share
@@ -144,7 +143,7 @@ def linear(product: str) -> Build:
     def build(session: Session) -> RowOp:
         from kernels.gpu.gemm.linear import linear as launch
 
-        x, weight = gemm.operands(session, product, sizes_of(session).many_rows)
+        x, weight = products.operands(session, product, sizes_of(session).many_rows)
         return RowOp(
             ("linear",), lambda rows: launch(x[rows].clone(), weight, is_batch_invariant=True)
         )
@@ -156,8 +155,8 @@ def lane_linear(product: str) -> Build:
     def build(session: Session) -> RowOp:
         from kernels.gpu.gemm.lane_linear import lane_linear as launch
 
-        x, weight = gemm.operands(session, product, sizes_of(session).many_rows)
-        lanes = gemm.lanes_of(session, product)
+        x, weight = products.operands(session, product, sizes_of(session).many_rows)
+        lanes = products.lanes_of(session, product)
         return RowOp(("lane_linear",), lambda rows: launch(x[rows].clone(), weight, lanes=lanes))
 
     return build
@@ -184,8 +183,8 @@ def grouped_linear(product: str) -> Build:
 def per_head_linear(session: Session) -> RowOp:
     from kernels.gpu.gemm.per_head_linear import per_head_linear as launch
 
-    x = _rows(session, gemm.HEADS, gemm.HEAD_WIDTH)
-    weight = session.random(gemm.HEADS, LATENT, gemm.HEAD_WIDTH, seed=1)
+    x = _rows(session, products.HEADS, products.HEAD_WIDTH)
+    weight = session.random(products.HEADS, LATENT, products.HEAD_WIDTH, seed=1)
     return RowOp(("per_head_linear",), lambda rows: launch(x[rows].clone(), weight))
 
 
@@ -221,7 +220,7 @@ def sample(session: Session) -> RowOp:
     from kernels.gpu.sampling.sample import sample as launch
 
     logits = _rows(session, session.shapes.vocab, dtype=FP32)
-    columns = columns_of(session, len(logits))
+    columns = sampling_columns(session, len(logits))
     return RowOp(
         ("sample",),
         lambda rows: launch(logits[rows], *(each[rows].clone() for each in columns.values())),

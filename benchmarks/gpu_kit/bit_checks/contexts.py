@@ -10,9 +10,8 @@ from torch import Tensor
 
 from benchmarks.gpu_kit.bit_checks.sizes import sizes_of
 from benchmarks.gpu_kit.bit_checks.verdict import Verdict
-from benchmarks.gpu_kit.cases.attention import LATENT, LATENT_SCALE, ROTATED, starts
-from benchmarks.gpu_kit.cases.case import integers
-from benchmarks.gpu_kit.cases.paged import Paged, paged
+from benchmarks.gpu_kit.operands.columns import integers, starts
+from benchmarks.gpu_kit.operands.paged import LATENT, LATENT_SCALE, ROTATED, Paged, latents, paged
 from benchmarks.gpu_kit.session import Session
 
 POSITIONS = (0, 63, 1023, 1024, 2047, 2048)  # around the ends of tiles and segments
@@ -60,7 +59,7 @@ def heads_prompt(session: Session) -> Prompt:
 def latent_prompt(session: Session) -> Prompt:
     num_tokens = sizes_of(session).prompt
     query = session.random(num_tokens, 16, LATENT + ROTATED)
-    context = paged(session, [num_tokens] * 2, planes=1, kv_heads=1, head_dim=LATENT + ROTATED)
+    context = latents(session, [num_tokens] * 2)
     options = {"value_dim": LATENT, "is_batch_invariant": True}
     return Prompt(query, context, LATENT_SCALE, options)
 

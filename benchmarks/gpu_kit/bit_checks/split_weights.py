@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.gpu_kit.bit_checks.sizes import sizes_of
 from benchmarks.gpu_kit.bit_checks.verdict import Verdict
-from benchmarks.gpu_kit.cases import gemm
+from benchmarks.gpu_kit.operands import products
 
 KERNELS = ("compressed_linear", "linear", "lane_linear")
 
@@ -24,8 +24,8 @@ def _compare_segments(verdict: Verdict, product: str) -> None:
 
     sizes = sizes_of(verdict.session)
     exact: dict[str, Any] = {"is_batch_invariant": True}
-    x, weight = gemm.operands(verdict.session, product, sizes.many_rows)
-    split = gemm.split_of(verdict.session, weight)
+    x, weight = products.operands(verdict.session, product, sizes.many_rows)
+    split = products.split_of(verdict.session, weight)
     for num_rows in (*sizes.num_rows, sizes.many_rows):
         rows = x[:num_rows]
         found, wanted = compressed_linear(rows, split, **exact), linear(rows, weight, **exact)
@@ -36,11 +36,11 @@ def _compare_lanes(verdict: Verdict, product: str) -> None:
     from kernels.gpu.gemm.compressed_linear import compressed_linear, fits_lanes
     from kernels.gpu.gemm.lane_linear import lane_linear
 
-    session, lanes = verdict.session, gemm.lanes_of(verdict.session, product)
+    session, lanes = verdict.session, products.lanes_of(verdict.session, product)
     if not fits_lanes(lanes):  # the engine decompresses such a weight
         return
-    x, weight = gemm.operands(session, product, sizes_of(session).many_rows)
-    split = gemm.split_of(session, weight)
+    x, weight = products.operands(session, product, sizes_of(session).many_rows)
+    split = products.split_of(session, weight)
     for num_rows in sizes_of(session).num_rows:
         rows = x[:num_rows]
         found = compressed_linear(rows, split, lanes=lanes)

@@ -16,8 +16,8 @@ import torch
 from benchmarks.gpu_kit.bit_checks import batch_ops, contexts, small_model, split_weights
 from benchmarks.gpu_kit.bit_checks.sizes import sizes_of
 from benchmarks.gpu_kit.bit_checks.verdict import State, Verdict
-from benchmarks.gpu_kit.cases import gemm
 from benchmarks.gpu_kit.failures import recorded
+from benchmarks.gpu_kit.operands import products
 from benchmarks.gpu_kit.session import Session
 
 Check = Callable[[Verdict], None]
@@ -68,7 +68,7 @@ def compare_library(session: Session) -> None:
     """Rows for torch's default product, which promises nothing."""
     apart = Verdict(session)
     for product in ("qkv", "o", "gate_up", "down"):
-        x, weight = gemm.operands(session, product, sizes_of(session).many_rows)
+        x, weight = products.operands(session, product, sizes_of(session).many_rows)
         op = batch_ops.RowOp((), lambda rows: torch.nn.functional.linear(x[rows], weight))  # noqa: B023
         compare_rows(apart, f"torch's product {product}", op)
 

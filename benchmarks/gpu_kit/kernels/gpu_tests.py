@@ -1,15 +1,13 @@
 """The tests that need a GPU, a row for each as it ends: the first ones, the rest or a shard of it.
 
-Without a device, the kernels of the first tests are launched: small in a dry run, and at real sizes
-to be compiled. The rest then launches those of the tests that compile each kernel.
+Without a device, the kernels of the first tests are launched: small in a dry run, of each function
+once or, for the rest, all; and at real sizes to be compiled.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from benchmarks.gpu_kit.failures import raise_for, recorded
 from benchmarks.gpu_kit.session import Session, Unavailable
 
 ROOT = Path(__file__).resolve().parents[3]
-FIRST = "tests/kernels/gpu/first"
+FIRST = "tests/kernels/gpu/test_first.py"
 PLACES = ("tests/kernels/gpu", "tests/shared/engine/test_on_devices.py")
 NEEDED = ("pytest", "hypothesis", "msgspec", "structlog")  # by tests/conftest.py
 MAX_WORKERS = 8
@@ -71,32 +69,20 @@ def launch(session: Session, *, is_first: bool) -> None:
     """A row for each operation, with the number of its calls. Raises RuntimeError at the end for
     kernels that do not compile.
     """
+    from tests.support.kernels.cases.case import Inputs
+    from tests.support.kernels.cases.sizes import REAL, SMALL
+    from tests.support.kernels.cases.table import CASES, samples
+
     if not is_first and session.mode == "compile":
         raise Unavailable("all but the first tests compile their kernels on the device")
     counts: Counter[str] = Counter()
     failed: list[str] = []
-    for op, call in first_calls(session) if is_first else compiled_calls():
-        with recorded(session, op, failed):
-            call()
-        counts[op] += 1
+    is_compiled = session.mode == "compile"
+    inputs = Inputs(REAL if is_compiled else SMALL, session.device, is_computed=False)
+    for case in samples() if is_first and not is_compiled else CASES:
+        with recorded(session, case.op, failed):
+            case.launch(inputs)
+        counts[case.op] += 1
     for op, number in counts.items():
         session.add(case=op, calls=number)
     raise_for(failed)
-
-
-def first_calls(session: Session) -> list[tuple[str, Callable[[], None]]]:
-    """In a dry run one of each function: parsing all kernels takes long."""
-    from tests.kernels.gpu.first.case import Inputs
-    from tests.kernels.gpu.first.sizes import REAL, SMALL
-    from tests.kernels.gpu.first.table import CASES, samples
-
-    is_compiled = session.mode == "compile"
-    inputs = Inputs(REAL if is_compiled else SMALL, session.device, is_computed=False)
-    chosen = CASES if is_compiled else samples()
-    return [(case.op, partial(case.launch, inputs)) for case in chosen]
-
-
-def compiled_calls() -> list[tuple[str, Callable[[], None]]]:
-    from tests.kernels.test_compiles import LAUNCHES
-
-    return list(LAUNCHES.items())

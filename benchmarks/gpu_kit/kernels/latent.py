@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu_kit.cases.attention import LATENT, LATENT_SCALE, ROTATED, latents, starts
 from benchmarks.gpu_kit.failures import recorded
 from benchmarks.gpu_kit.kernels.timed import add_time
+from benchmarks.gpu_kit.operands.columns import starts
+from benchmarks.gpu_kit.operands.paged import LATENT, LATENT_SCALE, ROTATED, latents
 from benchmarks.gpu_kit.session import Session
 
 NUM_HEADS = (16, 8, 64, 128)  # DeepSeek-V2-Lite's; one rank's, and all, of Kimi K2 and DeepSeek-V3

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kit.cases import experts, gemm
-from benchmarks.gpu_kit.cases.quantized import BUILDS
 from benchmarks.gpu_kit.kernels.timed import add_time, in_turn
+from benchmarks.gpu_kit.operands import experts, products
+from benchmarks.gpu_kit.operands.quantized import BUILDS
 from benchmarks.gpu_kit.session import Session
+from tests.support.kernels.cases.sizes import Mixture
 
 BF16_BYTES = 2
 NUM_ROWS = (1, 8, 64, 256)
@@ -37,8 +38,8 @@ def lanes(session: Session, _: str) -> None:
     from kernels.gpu.gemm.lane_linear import lane_linear
 
     for product in ("o", "down"):
-        own = gemm.lanes_of(session, product)
-        shape = gemm.weight_shape(session, product)
+        own = products.lanes_of(session, product)
+        shape = products.weight_shape(session, product)
         weight = _weights(session, shape)
         for num_rows in NUM_ROWS:
             x = session.random(num_rows, shape[1])
@@ -78,7 +79,7 @@ def _grouped(session: Session, name: str, product: str) -> None:
         )
 
 
-def _batches(session: Session, mixture: experts.Mixture, num_tokens: int) -> list[experts.Routed]:
+def _batches(session: Session, mixture: Mixture, num_tokens: int) -> list[experts.Routed]:
     """Of other tokens each, so that a few tokens' experts are not in the cache from before."""
     firsts = range(0, max(NUM_TOKENS) - num_tokens + 1, num_tokens)[: 1 if session.is_dry else 16]
     return [experts.routed(session, mixture, range(each, each + num_tokens)) for each in firsts]
@@ -100,7 +101,7 @@ def quantized(session: Session, what: str) -> None:
 
     exact: dict[str, Any] = {"is_batch_invariant": True}
     for product in ("qkv", "down"):
-        shape = gemm.weight_shape(session, product)
+        shape = products.weight_shape(session, product)
         weight, num_bytes = BUILDS[what](session, shape)
         dense = _weights(session, shape)
         for num_rows in QUANTIZED_ROWS:
@@ -122,7 +123,7 @@ def quantized(session: Session, what: str) -> None:
 
 def _weights(session: Session, shape: tuple[int, int]) -> Callable[[], Tensor]:
     def make(seed: int) -> Tensor:
-        return session.random(*shape, scale=gemm.WEIGHT_SCALE, seed=seed)
+        return session.random(*shape, scale=products.WEIGHT_SCALE, seed=seed)
 
     return in_turn(session, make, BF16_BYTES * shape[0] * shape[1])
 

@@ -22,15 +22,15 @@ from benchmarks.gpu_kit.session import Session, Unavailable
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKED = (
-    *("linear qkv, 64 rows, exact", "linear qkv, 1 rows, free", "lane_linear o, 64 rows"),
-    *("decode_attention 1 x 2048, exact", "prefill_attention 512 tokens, exact"),
-    *("rms_norm", "silu_and_mul", "rotate_and_store", "sample", "top_k"),
-    *("gather_blocks, checksum", "scatter_blocks, checksum", "copy_blocks"),
-    *("compressed_linear qkv, 1 rows, exact", "penalize", "apply_token_mask"),
+    *("linear-qkv-batch-exact", "linear-qkv-one-not exact", "lane_linear-o-batch"),
+    *("decode_attention-one-exact", "prefill_attention-exact", "rms_norm-batch"),
+    *("silu_and_mul-batch", "rotate_and_store-batch-not norms", "sample-batch-not mask"),
+    *("gather_blocks-not fp8-checksum", "scatter_blocks-not fp8-checksum", "copy_blocks-some"),
+    *("top_k-batch", "compressed_linear-o-one-exact", "penalize-batch", "apply_token_mask-batch"),
 )
 PROFILED = (  # each launches one kernel of these names
-    *("linear gate_up, 1 rows, exact", "linear gate_up, 64 rows, exact"),
-    *("decode_attention 64 x up to 2048, exact", "decode_attention 64 x up to 2048, free"),
+    *("linear-gate_up-one-exact", "linear-gate_up-batch-exact"),
+    *("decode_attention-batch-exact", "decode_attention-batch-not exact"),
 )
 KERNELS = ("_decode_attention_kernel", "_linear_kernel")
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis")

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from benchmarks.gpu_kit.bit_checks import batch_ops
 from benchmarks.gpu_kit.bit_checks.sizes import FULL
 from benchmarks.gpu_kit.bit_checks.verdict import Verdict
-from benchmarks.gpu_kit.cases import experts
 from benchmarks.gpu_kit.kernels.bits import Check, compare_rows, judge
+from benchmarks.gpu_kit.operands import experts
 from benchmarks.gpu_kit.session import Session
 from kernels.ops import TRITON_MODULES
 from kernels.reference.grouped_linear import grouped_linear
@@ -99,7 +99,8 @@ def test_every_operation_that_sums_is_compared() -> None:
 @pytest.mark.parametrize("product", experts.PRODUCTS)
 def test_rows_of_experts_return_to_their_tokens(product: str, tmp_path: Path) -> None:
     """A token's rows are the same whichever other tokens are in its batch."""
-    session, mixture = session_in(tmp_path), experts.SMALL
+    session = session_in(tmp_path)
+    mixture = experts.mixture_of(session, experts.QWEN3)
     own = experts.operands(session, mixture, product, 12)
     rows = {}
     for tokens in (range(12), range(5, 9)):

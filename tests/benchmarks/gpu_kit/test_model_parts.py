@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from benchmarks.gpu_kit import roofline
-from benchmarks.gpu_kit.cases.paged import paged
 from benchmarks.gpu_kit.kv_push.cache import PushPlan
 from benchmarks.gpu_kit.model_steps import events, loading
 from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, prefill
+from benchmarks.gpu_kit.operands.paged import paged
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B, EIGHT_B, SMALL
 from shared.config import default_block_size

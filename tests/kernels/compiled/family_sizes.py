@@ -19,8 +19,8 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.kv_layout import FP8
 from shared.numerics import Activations
-from tests.kernels.support.split_weights import empty_split
 from tests.support.engine.families import FAMILIES
+from tests.support.kernels.split_weights import empty_split
 
 FP8_WEIGHTS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 pytest tests/kernels/gpu      small shapes, FP32; with -m long FP16
     pytest tests/kernels/gpu -m gpu                  real shapes and BF16, on CUDA
-    pytest tests/kernels/gpu/first -m first          a few of them, each kernel once
+    pytest tests/kernels/gpu/test_first.py -m first  a few of them, each kernel once
 
 Without either they cannot run, and are not collected.
 """

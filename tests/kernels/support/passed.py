@@ -24,8 +24,8 @@ def sources_digest() -> str:
     digest = blake2b(triton.__version__.encode(), digest_size=8)
     own = list((ROOT / "kernels").glob("*.py"))
     gpu = list((ROOT / "kernels" / "gpu").rglob("*.py"))
-    names = ("support/ahead_of_time.py", "support/split_weights.py", "test_compiles.py")
-    tests = [ROOT / "tests" / "kernels" / name for name in names]
+    names = "kernels/support/ahead_of_time.py", "support/kernels/split_weights.py"
+    tests = [ROOT / "tests" / name for name in (*names, "kernels/test_compiles.py")]
     tests += sorted((ROOT / "tests" / "kernels" / "compiled").glob("*.[jp]*"))
     for path in sorted(own + gpu) + tests:
         digest.update(path.read_bytes())

@@ -12,7 +12,6 @@ from kernels.cpu.gemm.lane_linear import lane_linear, pack_lanes
 from kernels.ops import packed_form
 from kernels.reference.grouped_linear import grouped_sums as reference_sums
 from kernels.sum_lanes import SumLanes, add_lanes
-from tests.kernels.gpu.inputs import poisoned_outputs
 from tests.kernels.support.expert_inputs import (
     LANES,
     NUM_COLUMNS,
@@ -20,6 +19,7 @@ from tests.kernels.support.expert_inputs import (
     expert_operands,
     expert_rows,
 )
+from tests.support.kernels.inputs import poisoned_outputs
 from tests.support.threads import computing_threads
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -12,7 +12,7 @@ from kernels.cpu.gemm.avx512_bf16_gemm import PIECE_STEPS, pack_pairs
 from kernels.cpu.gemm.linear import is_packed, linear, pack_weight
 from kernels.cpu.simd.cpu_features import has_amx, has_avx512, has_pair_products
 from kernels.ops import packed_form
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.tolerance import assert_near
 from tests.support.threads import computing_threads
 
 # (K, N): full tiles of AMX and others, a K that oneDNN splits, fewer columns than a block

@@ -7,7 +7,7 @@ import torch
 
 from kernels.cpu.moe import expert_rows as compiled
 from kernels.torch_ops import expert_rows as by_torch
-from tests.kernels.gpu.inputs import poisoned_outputs
+from tests.support.kernels.inputs import poisoned_outputs
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33, 70])

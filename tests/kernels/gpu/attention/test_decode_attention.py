@@ -12,10 +12,10 @@ from kernels.gpu.attention.decode_attention import decode_attention
 from kernels.gpu.attention.prefill_attention import prefill_attention
 from kernels.reference.decode_attention import decode_attention as reference
 from shared.kv_layout import Chunk, Reach, Window
-from tests.kernels.gpu.contexts import Paged, paged
-from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.support.lower import lower_of
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.contexts import Paged, paged
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 LENS = [63, 0, 1, 150, 100]
 if not IS_INTERPRETED:

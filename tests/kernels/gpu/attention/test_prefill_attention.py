@@ -11,10 +11,10 @@ from kernels.device import IS_INTERPRETED
 from kernels.gpu.attention.prefill_attention import prefill_attention
 from kernels.reference.prefill_attention import prefill_attention as reference
 from shared.kv_layout import Chunk, Reach, Window
-from tests.kernels.gpu.contexts import Paged, paged
-from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.support.lower import lower_of
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.contexts import Paged, paged
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 # (query_len, context_len): full prompts, chunks, single tokens, no new tokens, empty contexts
 CHUNKS = [(63, 63), (0, 0), (1, 100), (37, 130), (0, 30), (1, 1), (0, 0)]

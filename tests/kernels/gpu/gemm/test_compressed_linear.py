@@ -18,9 +18,9 @@ from kernels.gpu.gemm.fused_rows import DEFAULT
 from kernels.gpu.gemm.linear import linear
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.split_weight import SplitWeight, split_weight
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.split_weights import bits_of, normal_weight, with_outliers
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.split_weights import bits_of, normal_weight, with_outliers
+from tests.support.kernels.tolerance import assert_near
 
 # (N, K): less than a tile, tiles and a remainder, K that ends within a group, a byte, a step
 SHAPES = [(63, 100), (70, 600), (33, 1153), (1, 1)]

@@ -8,8 +8,8 @@ from kernels.check_tensor import BadTensor
 from kernels.gpu.gemm.decompress import decompress
 from kernels.reference.decompress import decompress as reference_decompress
 from kernels.split_weight import SplitWeight, split_weight
-from tests.kernels.gpu.inputs import poisoned_outputs
-from tests.kernels.support.split_weights import (
+from tests.support.kernels.inputs import poisoned_outputs
+from tests.support.kernels.split_weights import (
     all_bit_patterns,
     bits_of,
     normal_weight,

@@ -11,13 +11,13 @@ from kernels.gpu.gemm.grouped_linear import grouped_linear, grouped_sums
 from kernels.gpu.gemm.lane_linear import lane_linear
 from kernels.reference.grouped_linear import grouped_sums as reference_sums
 from kernels.sum_lanes import SumLanes, add_lanes
-from tests.kernels.gpu.inputs import poisoned_outputs
 from tests.kernels.support.expert_inputs import (
     LANES,
     NUM_EXPERTS,
     expert_operands,
     expert_rows,
 )
+from tests.support.kernels.inputs import poisoned_outputs
 
 NUM_COLUMNS = 70
 

@@ -14,9 +14,9 @@ from kernels.gpu.gemm.lane_linear import lane_linear, lane_sums
 from kernels.reference.lane_linear import lane_sums as reference_sums
 from kernels.split_weight import split_weight
 from kernels.sum_lanes import SumLanes, add_lanes
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.split_weights import bits_of
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.split_weights import bits_of
+from tests.support.kernels.tolerance import assert_near
 
 # Lanes of equal width; uneven ones of 32 columns, of a step's part and longer; empty ones.
 LANES = {

@@ -9,8 +9,8 @@ from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
 from kernels.gpu.gemm.linear import linear
 from kernels.reference.linear import linear as reference_linear
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 # (N, K): less than a tile, tiles and a remainder
 SHAPES = [(63, 100), (100, 600), (1, 1)]

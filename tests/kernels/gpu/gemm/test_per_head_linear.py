@@ -10,8 +10,8 @@ from kernels.check_tensor import BadTensor
 from kernels.gpu.gemm.linear import linear
 from kernels.gpu.gemm.per_head_linear import per_head_linear
 from kernels.reference.linear import per_head_linear as reference
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 SHAPES = [(1, 1, 16, 20), (3, 5, 300, 48), (70, 3, 130, 33)]  # rows, heads, K, N
 

@@ -8,8 +8,8 @@ from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
 from kernels.gpu.kv.copy_blocks import MAX_COPIES, copy_blocks
 from kernels.torch_ops.copy_blocks import copy_blocks as reference_copy_blocks
-from tests.kernels.gpu.inputs import random
-from tests.kernels.gpu.paged import assert_same_bits
+from tests.support.kernels.inputs import random
+from tests.support.kernels.tolerance import assert_same_bits
 
 NUM_LAYERS = 2 if IS_INTERPRETED else 32
 

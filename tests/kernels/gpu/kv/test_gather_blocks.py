@@ -12,8 +12,8 @@ from kernels.gpu.kv.scatter_blocks import scatter_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather_blocks
 from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter_blocks
-from tests.kernels.gpu.inputs import random
-from tests.kernels.gpu.paged import assert_same_bits
+from tests.support.kernels.inputs import random
+from tests.support.kernels.tolerance import assert_same_bits
 
 NUM_LAYERS = 2 if IS_INTERPRETED else 32
 RUNS = [(5, 63), (7, 100), (0, 63), (64, 64), (15, 1), (0, 1)]  # first token, number of tokens

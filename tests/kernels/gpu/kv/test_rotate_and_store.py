@@ -11,9 +11,9 @@ from kernels.device import IS_INTERPRETED
 from kernels.gpu.kv.rotate_and_store import rotate_and_store
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
 from kernels.reference.store_kv import store_kv as reference_store_kv
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.gpu.paged import assert_same_bits, empty_cache, slots_of
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.paged import empty_cache, slots_of
+from tests.support.kernels.tolerance import assert_near, assert_same_bits
 
 FP8 = torch.float8_e4m3fn
 LENGTHS = [63, 1] if IS_INTERPRETED else [63, 1, 100, 4096]

@@ -7,8 +7,8 @@ from kernels.check_tensor import BadTensor
 from kernels.gpu.kv.rotate_and_store_latent import rotate_and_store_latent
 from kernels.reference.rotate_and_store_latent import rotate_and_store_latent as reference
 from kernels.reference.store_kv import scaled_bytes
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 BLOCK_SIZE, NUM_TOKENS = 16, 37
 

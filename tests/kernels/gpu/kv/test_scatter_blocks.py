@@ -7,9 +7,9 @@ from kernels.check_tensor import BadTensor
 from kernels.gpu.kv.scatter_blocks import scatter_blocks
 from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter_blocks
-from tests.kernels.gpu.inputs import random
 from tests.kernels.gpu.kv.test_gather_blocks import RUNS, SHAPES, paged, payload_of
-from tests.kernels.gpu.paged import assert_same_bits
+from tests.support.kernels.inputs import random
+from tests.support.kernels.tolerance import assert_same_bits
 
 
 @pytest.mark.parametrize(("first", "count"), RUNS)

@@ -7,7 +7,7 @@ import torch
 
 from kernels.gpu.moe.expert_rows import add_experts, sort_by_expert
 from kernels.torch_ops import expert_rows as library
-from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.support.kernels.inputs import poisoned_outputs, random
 
 
 @pytest.mark.parametrize("num_tokens", [33, 700, 1])

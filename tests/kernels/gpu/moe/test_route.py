@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.gpu.moe.route import route
 from kernels.torch_ops.route import route as torch_route
 from shared.engine.model_config.moe_config import Routing
-from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.support.kernels.inputs import poisoned_outputs, random
 
 GROUPED = Routing(
     score="sigmoid",

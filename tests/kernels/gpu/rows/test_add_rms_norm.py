@@ -6,8 +6,8 @@ import torch
 from kernels.check_tensor import BadTensor
 from kernels.gpu.rows.add_rms_norm import add_rms_norm
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 
 @pytest.mark.parametrize("num_rows", [1, 63])

@@ -6,8 +6,8 @@ import torch
 from kernels.check_tensor import BadTensor
 from kernels.gpu.rows.rms_norm import rms_norm
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 WIDTHS = [63, 1024, 1, 100]
 

@@ -6,8 +6,8 @@ import torch
 from kernels.check_tensor import BadTensor
 from kernels.gpu.rows.silu_and_mul import silu_and_mul
 from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
-from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
 
 @pytest.mark.parametrize("num_tokens", [63, 1, 100])

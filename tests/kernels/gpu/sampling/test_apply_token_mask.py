@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.check_tensor import BadTensor
 from kernels.gpu.sampling.apply_token_mask import apply_token_mask
 from kernels.reference.apply_token_mask import apply_token_mask as reference
-from tests.kernels.gpu.inputs import random
+from tests.support.kernels.inputs import random
 
 NUM_ROWS = 7
 

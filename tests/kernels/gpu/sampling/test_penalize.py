@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.check_tensor import BadTensor
 from kernels.gpu.sampling.penalize import penalize
 from kernels.torch_ops.penalize import penalize as reference_penalize
-from tests.kernels.gpu.inputs import random
+from tests.support.kernels.inputs import random
 
 
 def _entries(num_entries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

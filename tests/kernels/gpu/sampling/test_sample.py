@@ -15,7 +15,7 @@ from kernels.gpu.sampling.sample_noise import noise_key, uniform
 from kernels.torch_ops.sample import _allowed
 from kernels.torch_ops.sample import sample as reference_sample
 from kernels.torch_ops.sample import uniform as reference_uniform
-from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.support.kernels.inputs import poisoned_outputs, random
 
 VOCAB_SIZES = [1, 100, 1000] if IS_INTERPRETED else [1, 63, 100, 32_000, 128_256]
 REPEATS = 1 if IS_INTERPRETED else 8  # of each row of options

@@ -7,7 +7,7 @@ from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
 from kernels.gpu.sampling.top_k import top_k
 from kernels.torch_ops.top_k import top_k as reference_top_k
-from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.support.kernels.inputs import poisoned_outputs, random
 
 WIDTHS = [63, 1000, 1] + ([] if IS_INTERPRETED else [32_000, 128_256])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.kernels.gpu.inputs import random
+from tests.support.kernels.inputs import random
 
 NO_BLOCK = 2**30  # far outside every cache
 

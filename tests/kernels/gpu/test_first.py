@@ -1,4 +1,4 @@
-"""At most 120 cases, for the first seconds on a GPU: each kernel at real sizes in BF16, compared
+"""At most 125 cases, for the first seconds on a GPU: each kernel at real sizes in BF16, compared
 with a reference that the GPU computes in FP32.
 
 The interpreter runs the same cases at small sizes: one of each function, in long runs all.
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kernels.device import IS_INTERPRETED
-from tests.kernels.gpu.first.case import Case, Inputs
-from tests.kernels.gpu.first.sizes import REAL, SMALL
-from tests.kernels.gpu.first.table import CASES, samples
+from tests.support.kernels.cases.case import Case, Inputs
+from tests.support.kernels.cases.sizes import REAL, SMALL
+from tests.support.kernels.cases.table import CASES, samples
 
 OFTEN = samples() if IS_INTERPRETED else CASES
 PARAMETERS = [

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kit.cases.case import INT32, integers
+from benchmarks.gpu_kit.operands.columns import INT32, integers
 from benchmarks.gpu_kit.session import Session
+
+LATENT, ROTATED = 512, 64  # elements of DeepSeek-V2's cached row
+LATENT_SCALE = (128 + ROTATED) ** -0.5
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,7 @@ def paged(
         tables.view(len(lens), width),
         integers(session, lens),
     )
+
+
+def latents(session: Session, lens: Sequence[int]) -> Paged:
+    return paged(session, lens, planes=1, kv_heads=1, head_dim=LATENT + ROTATED)

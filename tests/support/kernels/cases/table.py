@@ -1,9 +1,11 @@
-"""All first cases, the operations that most others depend on first."""
+"""All Triton kernels: launches at the shapes of real models, their references, and how results
+compare with them. The operations that most others depend on come first.
+"""
 
 from __future__ import annotations
 
-from tests.kernels.gpu.first import attention, experts, kv, products, rows, sampling
-from tests.kernels.gpu.first.case import Case
+from tests.support.kernels.cases import attention, experts, kv, products, rows, sampling
+from tests.support.kernels.cases.case import Case
 
 CASES = [*products.CASES, *experts.CASES, *attention.CASES, *rows.CASES, *kv.CASES, *sampling.CASES]
 

@@ -1,4 +1,4 @@
-"""The sizes of first cases: on a GPU those of real models, under the interpreter small ones."""
+"""The sizes of cases: on a GPU those of real models, under the interpreter small ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Of experts."""
+
+    num_experts: int
+    num_chosen: int  # by a token
+    hidden: int
+    inner: int
+
+    def weight_shape(self, product: str) -> tuple[int, int]:
+        """[N, K] of one expert's fused gate and up, or of its down."""
+        wide = (2 * self.inner, self.hidden)
+        return wide if product == "gate_up" else (self.hidden, self.inner)
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,7 @@ class Sizes:
     head_dim: int
     vocab: int
     block_size: int
-    experts: dict[str, int]  # "num", "of_token", "hidden", "inner"
+    mixtures: dict[str, Mixture]
     latent: dict[str, Any]  # "width" of the latent, "rope", "block_size", "heads" by name
     rows: dict[str, int]
     contexts: dict[str, list[int]]
@@ -45,14 +60,9 @@ class Sizes:
             "narrow": (63, 96),
         }
 
-    @property
-    def expert_weights(self) -> dict[str, tuple[int, int]]:
-        hidden, inner = self.experts["hidden"], self.experts["inner"]
-        return {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
 
-
-# Llama-3.1-8B, and the heads of 70B. GeGLU of Gemma 2 9B; experts of Qwen3-30B-A3B; latents of
-# DeepSeek-V3.
+QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
+# Llama-3.1-8B, and the heads of 70B. GeGLU of Gemma 2 9B; latents of DeepSeek-V3.
 REAL = Sizes(
     dtype=torch.bfloat16,
     hidden=4096,
@@ -64,7 +74,7 @@ REAL = Sizes(
     head_dim=128,
     vocab=128_256,
     block_size=16,
-    experts={"num": 128, "of_token": 8, "hidden": 2048, "inner": 768},
+    mixtures={QWEN3: Mixture(128, 8, 2048, 768), MIXTRAL: Mixture(8, 2, 4096, 14_336)},
     latent={
         **{"width": 512, "rope": 64, "block_size": 64},
         "heads": {"rank": 8, "sixteen": 16, "half": 64, "all": 128},
@@ -91,7 +101,7 @@ SMALL = Sizes(
     head_dim=32,
     vocab=300,
     block_size=16,
-    experts={"num": 4, "of_token": 2, "hidden": 128, "inner": 32},
+    mixtures={QWEN3: Mixture(4, 2, 128, 32), MIXTRAL: Mixture(4, 2, 64, 256)},
     latent={
         **{"width": 32, "rope": 8, "block_size": 16},
         "heads": {"rank": 3, "sixteen": 2, "half": 5, "all": 8},

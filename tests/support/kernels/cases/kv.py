@@ -1,6 +1,8 @@
-"""First cases of operations on the KV cache. Moved blocks have the bits of the reference."""
+"""Operations on the KV cache. Moved blocks have the bits of the reference."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,31 +21,32 @@ from kernels.torch_ops.copy_blocks import copy_blocks as reference_copy
 from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather
 from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter
-from tests.kernels.gpu.first.case import Inputs, Steps, cases
-from tests.kernels.gpu.paged import assert_same_bits, empty_cache, slots_of
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.cases.case import Inputs, Result, Results, cases
+from tests.support.kernels.paged import empty_cache, slots_of
+from tests.support.kernels.tolerance import assert_equal, assert_near, assert_same_bits
 
 FP8 = torch.float8_e4m3fn
 NUM_LAYERS = 2
 FIRST_TOKEN = 5  # within a block
 EPS = 1e-6
+WRITTEN = partial(assert_near, has_nan=True)  # and nothing else
 
 
-def rotate_and_store(inputs: Inputs, rows: str, has_norms: bool) -> Steps:
+def rotate_and_store(inputs: Inputs, rows: str, has_norms: bool) -> Results:
     heads, angles, slots, norms = _new_tokens(inputs, rows)
     norms = norms if has_norms else {}
     cache = _cache_for(inputs, heads)
     expected = cache.clone() if has_norms else cache.float()
     query = storing.rotate_and_store(heads, *angles, cache, slots, **norms)
-    yield
-    heads = heads if has_norms else heads.float()  # a norm rounds to the dtype of its input
-    assert_near(query, reference_store(heads, *angles, expected, slots, **norms))
-    assert torch.equal(cache.isnan(), expected.isnan())
-    assert_near(cache.nan_to_num(), expected.nan_to_num())
-    assert_same_bits(cache[1], expected[1].to(cache.dtype))
+    given = heads if has_norms else heads.float()  # a norm rounds to the dtype of its input
+    return (
+        Result(query, lambda: reference_store(given, *angles, expected, slots, **norms)),
+        Result(cache, lambda: expected, WRITTEN),
+        Result(cache[1], lambda: expected[1].to(cache.dtype), assert_same_bits),
+    )
 
 
-def rotate_and_store_fp8(inputs: Inputs, rows: str, has_norms: bool) -> Steps:
+def rotate_and_store_fp8(inputs: Inputs, rows: str, has_norms: bool) -> Results:
     """What is stored equals the unscaled cache, scaled."""
     heads, angles, slots, norms = _new_tokens(inputs, rows)
     norms = norms if has_norms else {}
@@ -52,13 +55,18 @@ def rotate_and_store_fp8(inputs: Inputs, rows: str, has_norms: bool) -> Steps:
     scales = inputs.random(2, num_kv_heads, dtype=torch.float32, seed=4).abs() + 0.1
     expected_query = storing.rotate_and_store(heads, *angles, unscaled, slots, **norms)
     query = storing.rotate_and_store(heads, *angles, cache, slots, **norms, kv_scales=scales)
-    yield
-    assert torch.equal(query, expected_query)
-    by_slot = unscaled.transpose(2, 3).flatten(1, 2)  # [2, slots, num_kv_heads, D]
-    stored = slots[slots >= 0]
-    expected = empty_cache(len(heads), num_kv_heads, block_size, heads, FP8)
-    store_kv(*by_slot[:, stored], expected, stored, kv_scales=scales)
-    assert_same_bits(cache, expected)
+
+    def wanted() -> Tensor:
+        by_slot = unscaled.transpose(2, 3).flatten(1, 2)  # [2, slots, num_kv_heads, D]
+        stored = slots[slots >= 0]
+        expected = empty_cache(len(heads), num_kv_heads, block_size, heads, FP8)
+        store_kv(*by_slot[:, stored], expected, stored, kv_scales=scales)
+        return expected
+
+    return (
+        Result(query, lambda: expected_query, assert_equal),
+        Result(cache, wanted, assert_same_bits),
+    )
 
 
 def _new_tokens(
@@ -83,7 +91,7 @@ def _cache_for(inputs: Inputs, heads: Tensor, dtype: torch.dtype | None = None) 
     return empty_cache(*shape, heads, dtype or sizes.dtype)
 
 
-def rotate_and_store_latent(inputs: Inputs, heads: str, rows: str) -> Steps:
+def rotate_and_store_latent(inputs: Inputs, heads: str, rows: str) -> Results:
     latent, num_tokens = inputs.sizes.latent, inputs.sizes.rows[rows]
     width, rope = latent["width"], latent["rope"]
     query = inputs.random(num_tokens, latent["heads"][heads], width + rope)[..., width:]
@@ -95,36 +103,38 @@ def rotate_and_store_latent(inputs: Inputs, heads: str, rows: str) -> Steps:
     slots = slots_of(num_tokens, num_blocks * latent["block_size"], inputs.device)
     rest, options = (new, *inputs.angles(num_tokens, rope // 2)), {"norm": norm, "eps": EPS}
     out = storing_latents.rotate_and_store_latent(query, *rest, cache, slots, **options)
-    yield
-    assert_near(out, reference_store_latent(query, *rest, expected, slots, **options))
-    assert torch.equal(cache.isnan(), expected.isnan())
-    assert_near(cache.nan_to_num(), expected.nan_to_num())
+    return (
+        Result(out, lambda: reference_store_latent(query, *rest, expected, slots, **options)),
+        Result(cache, lambda: expected, WRITTEN),
+    )
 
 
-def gather_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Steps:
+def gather_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Results:
     cache, payload, table = _moved(inputs, is_fp8=is_fp8)
-    checksum, options = _checksum(inputs, has_checksum=has_checksum)
+    checksum = _checksum(inputs, has_checksum=has_checksum)
     run = table, FIRST_TOKEN, inputs.sizes.moved_tokens
-    gathering.gather_blocks(cache, *run, payload, **options)
-    yield
-    expected = torch.zeros_like(payload)
-    reference_gather(cache, *run, expected)
-    assert_same_bits(payload, expected)
-    if has_checksum:
-        assert torch.equal(checksum, payload_checksum(payload))
+    gathering.gather_blocks(cache, *run, payload, checksum=checksum)
+
+    def wanted() -> Tensor:
+        expected = torch.zeros_like(payload)
+        reference_gather(cache, *run, expected)
+        return expected
+
+    return Result(payload, wanted, assert_same_bits), *_summed(checksum, payload)
 
 
-def scatter_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Steps:
+def scatter_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Results:
     cache, payload, table = _moved(inputs, is_fp8=is_fp8)
-    checksum, options = _checksum(inputs, has_checksum=has_checksum)
+    checksum = _checksum(inputs, has_checksum=has_checksum)
     expected = inputs.copy(cache)
     run = table, FIRST_TOKEN, inputs.sizes.moved_tokens
-    scattering.scatter_blocks(cache, *run, payload, **options)
-    yield
-    reference_scatter(expected, *run, payload)
-    assert_same_bits(cache, expected)
-    if has_checksum:
-        assert torch.equal(checksum, payload_checksum(payload))
+    scattering.scatter_blocks(cache, *run, payload, checksum=checksum)
+
+    def wanted() -> Tensor:
+        reference_scatter(expected, *run, payload)
+        return expected
+
+    return Result(cache, wanted, assert_same_bits), *_summed(checksum, payload)
 
 
 def _moved(inputs: Inputs, *, is_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,21 +151,29 @@ def _moved(inputs: Inputs, *, is_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
     return cache, inputs.random(*shape, dtype=dtype, seed=1), table
 
 
-def _checksum(inputs: Inputs, *, has_checksum: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    checksum = inputs.integers([77], torch.int64)
-    return checksum, {"checksum": checksum} if has_checksum else {}
+def _checksum(inputs: Inputs, *, has_checksum: bool) -> Tensor | None:
+    return inputs.integers([77], torch.int64) if has_checksum else None
 
 
-def copy_blocks(inputs: Inputs, num: str) -> Steps:
+def _summed(checksum: Tensor | None, payload: Tensor) -> Results:
+    if checksum is None:
+        return ()
+    return (Result(checksum, lambda: payload_checksum(payload), assert_equal),)
+
+
+def copy_blocks(inputs: Inputs, num: str) -> Results:
     """Each block moves to the next one: all but the ends are a source and a destination."""
     sizes, num_copies = inputs.sizes, inputs.sizes.copies[num]
     shape = num_copies + 1, sizes.kv_heads, sizes.block_size, sizes.head_dim
     cache = inputs.random(NUM_LAYERS, 2, *shape)
     expected, blocks = inputs.copy(cache), inputs.integers(range(num_copies), torch.int64)
     copying.copy_blocks(cache, blocks, blocks + 1)
-    yield
-    reference_copy(expected, blocks, blocks + 1)
-    assert_same_bits(cache, expected)
+
+    def wanted() -> Tensor:
+        reference_copy(expected, blocks, blocks + 1)
+        return expected
+
+    return (Result(cache, wanted, assert_same_bits),)
 
 
 BOTH = (True, False)

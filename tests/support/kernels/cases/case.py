@@ -1,23 +1,37 @@
-"""A first case: a function that launches an operation's kernels, yields, and then compares.
+"""A case of the table: a function that launches an operation's kernels and returns their results
+beside what they must be.
 
-Up to its `yield` it only makes tensors and launches, so a kit without a GPU can count and compile
-the same launches.
+It only makes tensors and launches; a reference is computed where a result is checked. So a kit
+without a GPU can count and compile the same launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.kernels.gpu import contexts
-from tests.kernels.gpu.first.sizes import Sizes
-from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.support.kernels import contexts
+from tests.support.kernels.cases.sizes import Sizes
+from tests.support.kernels.inputs import poisoned_outputs, random
+from tests.support.kernels.tolerance import assert_near
 
-Steps = Iterator[None]
+
+class Result(NamedTuple):
+    """`wanted` computes the reference, on the device of the inputs; `check` compares with it, and
+    raises AssertionError. Those of a case are checked in order: a reference may compute several.
+    """
+
+    found: Tensor
+    wanted: Callable[[], Tensor]
+    check: Callable[[Tensor, Tensor], None] = assert_near
+
+
+Results = tuple[Result, ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,7 @@ class Case:
     """`kernels`: the operations whose kernels are launched."""
 
     op: str
-    function: Callable[..., Steps]
+    function: Callable[..., Results]
     options: tuple[tuple[str, object], ...]
     kernels: tuple[str, ...]
 
@@ -95,18 +109,23 @@ class Case:
         labels = (_label(name, value) for name, value in self.options)
         return "-".join((self.function.__name__, *labels))
 
-    def launch(self, inputs: Inputs) -> None:
-        next(self.function(inputs, **dict(self.options)))
+    @property
+    def is_exact(self) -> bool:
+        """The bits of the result depend on nothing but the inputs and the kind of card."""
+        return bool(dict(self.options).get("is_exact", True))
+
+    def launch(self, inputs: Inputs) -> Results:
+        return self.function(inputs, **dict(self.options))
 
     def check(self, inputs: Inputs) -> None:
-        steps = self.function(inputs, **dict(self.options))
         with poisoned_outputs():
-            next(steps)
-        next(steps, None)
+            results = self.launch(inputs)
+        for found, wanted, check in results:
+            check(found, wanted())
 
 
 def cases(
-    function: Callable[..., Steps],
+    function: Callable[..., Results],
     *,
     op: str | None = None,
     kernels: tuple[str, ...] | None = None,

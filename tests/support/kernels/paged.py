@@ -20,7 +20,3 @@ def empty_cache(
     num_blocks = -(-num_tokens // block_size) + 2
     shape = (2, num_blocks, num_kv_heads, block_size, like.shape[2])
     return torch.full(shape, torch.nan, device=like.device).to(dtype)
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))

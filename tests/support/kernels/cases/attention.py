@@ -1,4 +1,4 @@
-"""First cases of attention, compared with the reference in FP32 on the same device."""
+"""Attention, compared with the reference in FP32 on the same device."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from kernels.gpu.attention import decode_attention as decoding
 from kernels.gpu.attention import prefill_attention as prefilling
 from kernels.reference.decode_attention import decode_attention as reference_decode
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill
-from tests.kernels.gpu.contexts import Paged
-from tests.kernels.gpu.first.case import Inputs, Steps, cases
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.cases.case import Inputs, Result, Results, cases
+from tests.support.kernels.contexts import Paged
 
 SOFTCAP = 50.0
 FP8 = torch.float8_e4m3fn
 
 
-def decode_attention(inputs: Inputs, contexts: str, is_exact: bool) -> Steps:
+def decode_attention(inputs: Inputs, contexts: str, is_exact: bool) -> Results:
     lens = inputs.sizes.contexts[contexts]
     return _decode(inputs, lens, is_batch_invariant=is_exact)
 
 
-def decode_attention_of_more_heads(inputs: Inputs, is_exact: bool) -> Steps:
+def decode_attention_of_more_heads(inputs: Inputs, is_exact: bool) -> Results:
     heads = inputs.sizes.more_heads
     return _decode(inputs, inputs.sizes.contexts["batch"], heads=heads, is_batch_invariant=is_exact)
 
 
-def decode_attention_in_window(inputs: Inputs, is_exact: bool) -> Steps:
+def decode_attention_in_window(inputs: Inputs, is_exact: bool) -> Results:
     """With capped scores, as in Gemma 2."""
     lens = inputs.sizes.contexts["batch"]
     lower = inputs.integers([max(0, each - inputs.sizes.window) for each in lens])
     return _decode(inputs, lens, lower=lower, softcap=SOFTCAP, is_batch_invariant=is_exact)
 
 
-def decode_attention_fp8(inputs: Inputs, is_exact: bool) -> Steps:
+def decode_attention_fp8(inputs: Inputs, is_exact: bool) -> Results:
     options = {"heads": inputs.sizes.more_heads, "cache_dtype": FP8}
     return _decode(inputs, inputs.sizes.contexts["batch"], **options, is_batch_invariant=is_exact)
 
@@ -48,32 +47,34 @@ def _decode(
     heads: int | None = None,
     cache_dtype: torch.dtype | None = None,
     **options: Any,
-) -> Steps:
+) -> Results:
     paged, scales = _paged(inputs, lens, cache_dtype)
     query = inputs.random(len(lens), heads or inputs.sizes.heads, inputs.sizes.head_dim)
     rest = paged.tables, paged.context_lens, inputs.sizes.head_dim**-0.5
     out = decoding.decode_attention(query, paged.cache, *rest, kv_scales=scales, **options)
-    yield
-    wide = _scaled(paged.cache, scales)
-    assert_near(out, reference_decode(query.float(), wide, *rest, **options))
+
+    def wanted() -> Tensor:
+        return reference_decode(query.float(), _scaled(paged.cache, scales), *rest, **options)
+
+    return (Result(out, wanted),)
 
 
-def prefill_attention(inputs: Inputs, is_exact: bool) -> Steps:
+def prefill_attention(inputs: Inputs, is_exact: bool) -> Results:
     return _prefill(inputs, is_batch_invariant=is_exact)
 
 
-def prefill_attention_of_more_heads(inputs: Inputs, is_exact: bool) -> Steps:
+def prefill_attention_of_more_heads(inputs: Inputs, is_exact: bool) -> Results:
     return _prefill(inputs, heads=inputs.sizes.more_heads, is_batch_invariant=is_exact)
 
 
-def prefill_attention_in_window(inputs: Inputs, is_exact: bool) -> Steps:
+def prefill_attention_in_window(inputs: Inputs, is_exact: bool) -> Results:
     new = (range(context - length, context) for length, context in inputs.sizes.runs)
     positions = [position for run in new for position in run]
     lower = inputs.integers([max(0, each + 1 - inputs.sizes.window) for each in positions])
     return _prefill(inputs, lower=lower, softcap=SOFTCAP, is_batch_invariant=is_exact)
 
 
-def prefill_attention_fp8(inputs: Inputs, is_exact: bool) -> Steps:
+def prefill_attention_fp8(inputs: Inputs, is_exact: bool) -> Results:
     options = {"heads": inputs.sizes.more_heads, "cache_dtype": FP8}
     return _prefill(inputs, **options, is_batch_invariant=is_exact)
 
@@ -84,7 +85,7 @@ def _prefill(
     heads: int | None = None,
     cache_dtype: torch.dtype | None = None,
     **options: Any,
-) -> Steps:
+) -> Results:
     query_lens, lens = zip(*inputs.sizes.runs, strict=True)
     paged, scales = _paged(inputs, lens, cache_dtype)
     num_heads = heads or inputs.sizes.heads
@@ -94,12 +95,15 @@ def _prefill(
     out = prefilling.prefill_attention(
         query, paged.cache, *rest, scale, kv_scales=scales, **options
     )
-    yield
-    wide = _scaled(paged.cache, scales)
-    assert_near(out, reference_prefill(query.float(), wide, *rest, scale, **options))
+
+    def wanted() -> Tensor:
+        wide = _scaled(paged.cache, scales)
+        return reference_prefill(query.float(), wide, *rest, scale, **options)
+
+    return (Result(out, wanted),)
 
 
-def latent_attention(inputs: Inputs, heads: str, is_exact: bool) -> Steps:
+def latent_attention(inputs: Inputs, heads: str, is_exact: bool) -> Results:
     """Decode and prefill of values that are the first elements of their keys."""
     latent, lens = inputs.sizes.latent, inputs.sizes.contexts["latents"]
     head_dim, num_heads = latent["width"] + latent["rope"], latent["heads"][heads]
@@ -113,11 +117,14 @@ def latent_attention(inputs: Inputs, heads: str, is_exact: bool) -> Steps:
     long_query = inputs.random(sum(query_lens), num_heads, head_dim, seed=1)
     rest = tables, starts_of(inputs, query_lens), context_lens, scale
     long_out = prefilling.prefill_attention(long_query, cache, *rest, **options)
-    yield
-    wide = cache.float()
-    expected = reference_decode(query.float(), wide, tables, context_lens, scale, **options)
-    assert_near(out, expected)
-    assert_near(long_out, reference_prefill(long_query.float(), wide, *rest, **options))
+    one = tables, context_lens, scale
+    return (
+        Result(out, lambda: reference_decode(query.float(), cache.float(), *one, **options)),
+        Result(
+            long_out,
+            lambda: reference_prefill(long_query.float(), cache.float(), *rest, **options),
+        ),
+    )
 
 
 def starts_of(inputs: Inputs, query_lens: list[int] | tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""First cases of operations on rows."""
+"""Operations on rows."""
 
 from __future__ import annotations
 
@@ -9,43 +9,39 @@ from kernels.gpu.rows import silu_and_mul as silu
 from kernels.reference.gated import gelu_and_mul as reference_gelu
 from kernels.reference.gated import silu_and_mul as reference_silu
 from kernels.reference.rms_norm import rms_norm as reference_norm
-from tests.kernels.gpu.first.case import Inputs, Steps, cases
-from tests.kernels.support.tolerance import assert_near
+from tests.support.kernels.cases.case import Inputs, Result, Results, cases
 
 EPS = 1e-5
 
 
-def rms_norm(inputs: Inputs, rows: str) -> Steps:
+def rms_norm(inputs: Inputs, rows: str) -> Results:
     sizes = inputs.sizes
     x, weight = inputs.random(sizes.rows[rows], sizes.hidden), inputs.random(sizes.hidden, seed=1)
     y = norms.rms_norm(x, weight, EPS)
-    yield
-    assert_near(y, reference_norm(x.float(), weight.float(), EPS))
+    return (Result(y, lambda: reference_norm(x.float(), weight.float(), EPS)),)
 
 
-def add_rms_norm(inputs: Inputs, rows: str, has_unit_offset: bool) -> Steps:
+def add_rms_norm(inputs: Inputs, rows: str, has_unit_offset: bool) -> Results:
     shape = inputs.sizes.rows[rows], inputs.sizes.hidden
     x, residual = inputs.random(*shape), inputs.random(*shape, seed=1)
     weight, offset = inputs.random(shape[1], seed=2), {"has_unit_offset": has_unit_offset}
     y, total = add_norms.add_rms_norm(x, residual.clone(), weight, EPS, **offset)
-    yield
-    rounded = x + residual
-    assert_near(total, rounded)
-    assert_near(y, reference_norm(rounded.float(), weight.float(), EPS, **offset))
+    return (
+        Result(total, lambda: x + residual),
+        Result(y, lambda: reference_norm((x + residual).float(), weight.float(), EPS, **offset)),
+    )
 
 
-def silu_and_mul(inputs: Inputs, rows: str) -> Steps:
+def silu_and_mul(inputs: Inputs, rows: str) -> Results:
     gate_up = inputs.random(inputs.sizes.rows[rows], 2 * inputs.sizes.inner)
     y = silu.silu_and_mul(gate_up)
-    yield
-    assert_near(y, reference_silu(gate_up.float()))
+    return (Result(y, lambda: reference_silu(gate_up.float())),)
 
 
-def gelu_and_mul(inputs: Inputs, rows: str) -> Steps:
+def gelu_and_mul(inputs: Inputs, rows: str) -> Results:
     gate_up = inputs.random(inputs.sizes.rows[rows], 2 * inputs.sizes.gelu_inner)
     y = gelu.gelu_and_mul(gate_up)
-    yield
-    assert_near(y, reference_gelu(gate_up.float()))
+    return (Result(y, lambda: reference_gelu(gate_up.float())),)
 
 
 CASES = [

@@ -1,6 +1,8 @@
-"""First cases of sampling, over the logits of a batch."""
+"""Sampling, over the logits of a batch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from kernels.reference.apply_token_mask import apply_token_mask as reference_mas
 from kernels.torch_ops.penalize import penalize as reference_penalize
 from kernels.torch_ops.sample import sample as reference_sample
 from kernels.torch_ops.top_k import top_k as reference_top_k
-from tests.kernels.gpu.first.case import Inputs, Steps, cases
+from tests.support.kernels.cases.case import Inputs, Result, Results, cases
+from tests.support.kernels.tolerance import assert_equal
 
 K = 20
 ENTRIES_PER_ROW = 80
@@ -23,14 +26,13 @@ OPTIONS = ((0.0, 0, 1.0, 0.0), (0.9, 0, 1.0, 0.0), (1.0, 20, 1.0, 0.0), (0.8, 30
 ROWS_PER_DIFFERENCE = 32
 
 
-def top_k(inputs: Inputs, rows: str) -> Steps:
+def top_k(inputs: Inputs, rows: str) -> Results:
     logits = _logits(inputs, rows)
     found = ranking.top_k(logits, K)
-    yield
-    assert torch.equal(found, reference_top_k(logits, K))
+    return (Result(found, lambda: reference_top_k(logits, K), assert_equal),)
 
 
-def penalize(inputs: Inputs, rows: str) -> Steps:
+def penalize(inputs: Inputs, rows: str) -> Results:
     """Distinct tokens of each row."""
     logits = _logits(inputs, rows)
     num_rows, vocab_size = logits.shape
@@ -40,22 +42,28 @@ def penalize(inputs: Inputs, rows: str) -> Steps:
     factors = inputs.random(2, len(row), dtype=torch.float32, seed=1)
     entries = row, token, factors[0].abs() + 0.5, factors[1]
     penalizing.penalize(logits, *entries)
-    yield
-    reference_penalize(expected, *entries)
-    assert torch.equal(logits, expected)
+    return _changed(logits, lambda: reference_penalize(expected, *entries), expected)
 
 
-def apply_token_mask(inputs: Inputs, rows: str) -> Steps:
+def apply_token_mask(inputs: Inputs, rows: str) -> Results:
     logits = _logits(inputs, rows)
     expected = inputs.copy(logits)
     every_row, words = torch.arange(len(logits), device=inputs.device), _words(inputs, logits)
     masking.apply_token_mask(logits, every_row, words)
-    yield
-    reference_mask(expected, every_row, words)
-    assert torch.equal(logits, expected)
+    return _changed(logits, lambda: reference_mask(expected, every_row, words), expected)
 
 
-def sample(inputs: Inputs, rows: str, has_mask: bool) -> Steps:
+def _changed(logits: Tensor, change: Callable[[], None], expected: Tensor) -> Results:
+    """Of operations in place."""
+
+    def wanted() -> Tensor:
+        change()
+        return expected
+
+    return (Result(logits, wanted, assert_equal),)
+
+
+def sample(inputs: Inputs, rows: str, has_mask: bool) -> Results:
     logits = _logits(inputs, rows)
     num_rows = len(logits)
     chosen = [OPTIONS[row % len(OPTIONS)] for row in range(num_rows)]
@@ -71,11 +79,13 @@ def sample(inputs: Inputs, rows: str, has_mask: bool) -> Steps:
     )
     mask = _words(inputs, logits) if has_mask else None
     tokens = sampling.sample(logits, *columns, mask)
-    yield
-    expected = reference_sample(logits, *columns, mask)
     is_greedy = columns[0] == 0
-    assert torch.equal(tokens[is_greedy], expected[is_greedy])
-    assert int((tokens != expected).sum()) <= num_rows // ROWS_PER_DIFFERENCE
+
+    def assert_sampled(actual: Tensor, expected: Tensor) -> None:
+        assert torch.equal(actual[is_greedy], expected[is_greedy])
+        assert int((actual != expected).sum()) <= num_rows // ROWS_PER_DIFFERENCE
+
+    return (Result(tokens, lambda: reference_sample(logits, *columns, mask), assert_sampled),)
 
 
 def _logits(inputs: Inputs, rows: str) -> Tensor:
