@@ -49,6 +49,8 @@ MAX_PIPELINED = 16  # requests of a connection that wait for their responses
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
 BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
 WRITE_TIMEOUT_S = 30.0  # without a byte taken by the client
+TICK_S = 0.1  # uvicorn's own: the date of responses is renewed each tenth
+STOP_POLL_S = 0.01  # while the last responses are sent
 
 
 def probes_alone(app: ASGIApp) -> ASGIApp:
@@ -299,11 +301,40 @@ class _Http(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process; sets `is_listening` after startup."""
+    """Leaves signals to the process; sets `is_listening` after startup. Without connections it
+    stops at once: uvicorn looks ten times a second whether it should, and has.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_listening = asyncio.Event()
+        self._is_stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._is_stopping.set()
+
+    async def main_loop(self) -> None:
+        num_ticks = 0
+        while not await self.on_tick(num_ticks):
+            num_ticks += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._is_stopping.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        state = self.server_state
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while state.connections or state.tasks:  # noqa: ASYNC110  # which have no event
+                    await asyncio.sleep(STOP_POLL_S)
+        for task in state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -412,7 +443,7 @@ class WebServer:
         if self._task is None:
             self._socket.close()
             return
-        self._server.should_exit = True
+        self._server.stop()
         await asyncio.wait({self._task})
         await self._background.stop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -35,14 +36,14 @@ class NoFields(msgspec.Struct, frozen=True):
     """An empty body, or any: it is not read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ApiEndpoint:
     """Describes an endpoint to clients over NATS. `encode_error`: in the form of its dialect."""
 
     endpoint: Endpoint
     encode_error: EncodeError = encode_openai_error
 
-    @property
+    @cached_property
     def info(self) -> EndpointInfo:
         endpoint = self.endpoint
         metadata = {
