@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 import xxhash
 
 from shared.errors import CheckpointError
@@ -31,8 +30,6 @@ from shared.tokenizer.tiktoken_model import (
     read_ranks,
     tokenizer_json,
 )
-
-log = structlog.get_logger(__name__)
 
 TOKENIZER_FILE, RANKS_FILE = "tokenizer.json", "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
@@ -132,5 +129,8 @@ def _write(content: dict[str, Any], source: str, cache_dir: Path) -> Path:
     with tempfile.NamedTemporaryFile(dir=cache_dir, suffix=".tmp", delete=False) as file:
         file.write(encoded)
     Path(file.name).replace(path)  # replaces the file at once: several processes may convert
+    import structlog  # 0.06 s, in processes that convert nothing
+
+    log = structlog.get_logger(__name__)
     log.info("tokenizer_converted", path=str(path), num_bytes=len(encoded))
     return path
