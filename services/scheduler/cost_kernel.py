@@ -179,8 +179,8 @@ def _nearest(
         while place > 0 and each_s < seconds[place - 1]:
             place -= 1
         if place < num:
-            seconds[place + 1 :] = seconds[place:-1].copy()
-            rows[place + 1 :] = rows[place:-1].copy()
+            for after in range(num - 1, place, -1):  # a slice takes seconds to compile
+                seconds[after], rows[after] = seconds[after - 1], rows[after - 1]
             seconds[place], rows[place] = each_s, row
     return rows, seconds
 
@@ -223,9 +223,11 @@ def _costs_of_decodes(
                 kind = min(num_kinds, max_kinds - 1)
                 num_kinds = kind + 1
                 formats[kind], missing_tokens[kind] = format_code, num_missing_tokens
-                nearest[kind], nearest_s[kind] = _nearest(
+                rows, seconds = _nearest(
                     prefills, prefill_uncached, terms, format_code, num_missing_tokens, 0, 2
                 )
+                for place in range(2):
+                    nearest[kind, place], nearest_s[kind, place] = rows[place], seconds[place]
             first = nearest[kind, 0]
             # a worker does not push to itself
             is_same_process = first >= 0 and prefills.columns.codes[NAME, first] == codes[NAME, row]
@@ -243,7 +245,8 @@ def _costs_of_decodes(
         has_context = floats[CONTEXT_TOKENS, row] >= terms.num_context_tokens
         if is_open and is_allowed and has_room and has_context:
             cost[row] = best_s + floats[LOAD_S, row]
-    cost[excluded] = inf
+    for row in excluded:
+        cost[row] = inf
     first, num_equal = _least(cost)
     return cost, is_remote, first, num_equal
 
