@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 MAX_TEMPLATES = 3
 TEMPLATE_WAIT_S = 15.0  # time of the imports; a plain start takes as long
-FORK_S = 5.0  # a fork takes milliseconds
+FORK_S = 2.0  # a fork takes milliseconds
 UNREPORTED_S = 1.0  # that a template takes to report the end of a worker
 TEMPLATE_LOG = "template.log"
 

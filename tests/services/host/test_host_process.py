@@ -24,7 +24,7 @@ from tests.support.services.live_host import (
 from tests.support.services.probes import Probes
 from tests.support.services.unwritable_logs import full_disk, stopped_reader
 
-SOME_FAULTS = ("cut", "silent", "kinds", *ENDLESS)
+SOME_FAULTS = ("cut", "kinds", *ENDLESS)
 SECRETS = {
     "HF_TOKEN": "secret-of-the-hub",
     "HEARTH_OPERATOR_TOKEN": "secret-of-an-operator",
@@ -161,21 +161,6 @@ async def test_killed_template_is_replaced(op: Operator, host: LiveHost) -> None
     )
 
 
-async def test_workers_die_with_their_host_and_return_with_it(op: Operator, host: LiveHost) -> None:
-    await op.state("demo-a", "standby", "hot")
-    await op.state("demo-b", "standby")
-    pids = host.worker_pids()
-    assert len(pids) == 2
-    host.kill()
-    while any(is_alive(pid) for pid in pids):
-        await asyncio.sleep(0.01)
-    op.newest.clear()
-    host.start()
-    for name in ("demo-a", "demo-b"):
-        model = await op.state(name, "standby")
-        assert model.start_s < 60
-
-
 def test_second_host_on_one_state_folder_does_not_start(host: LiveHost, tmp_path: Path) -> None:
     other = LiveHost(host.nats, host.redis, tmp_path, host.budget)
     (tmp_path / "state").symlink_to(host.folder / "state")
@@ -193,12 +178,12 @@ async def test_workers_of_a_frozen_host_go_on(op: Operator, host: LiveHost) -> N
     os.kill(host.process.pid, signal.SIGSTOP)
     try:
         first = op.newest[worker_id].sequence_number
-        await op.until(lambda: op.newest[worker_id].sequence_number > first + 12)  # 3 s
+        await op.until(lambda: op.newest[worker_id].sequence_number > first + 9)  # 2.25 s
         assert op.newest[worker_id].state == "ready"
         seen = op.newest["host-1"].sequence_number
     finally:
         os.kill(host.process.pid, signal.SIGCONT)
-    await op.until(lambda: op.newest["host-1"].sequence_number > seen + 8)
+    await op.until(lambda: op.newest["host-1"].sequence_number > seen + 3)
     assert (await op.state("demo-a", "hot")).worker_id == worker_id
 
 
@@ -221,7 +206,7 @@ async def test_template_that_hangs_stops_nothing(op: Operator, host: LiveHost) -
         os.kill(template, signal.SIGCONT)
     after = await op.state("demo-b", "standby")
     sequence_number = op.newest["host-1"].sequence_number
-    await op.until(lambda: op.newest["host-1"].sequence_number > sequence_number + 8)
+    await op.until(lambda: op.newest["host-1"].sequence_number > sequence_number + 3)
     assert (await op.state("demo-b", "standby")).worker_id == after.worker_id
 
 
@@ -232,10 +217,16 @@ def worker_pid(template: int, name: str) -> int:
     )
 
 
-async def test_host_and_workers_whose_logs_cannot_be_written_go_on(
+async def test_workers_die_with_their_host_and_return_although_no_log_can_be_written(
     op: Operator, host: LiveHost
 ) -> None:
-    host.stop()
+    await op.state("demo-a", "standby", "hot")
+    await op.state("demo-b", "standby")
+    pids = [*children(host.process.pid), *host.worker_pids()]
+    assert len(pids) >= 3  # a template and two workers
+    host.kill()
+    while any(is_alive(pid) for pid in pids):
+        await asyncio.sleep(0.01)
     log = host.folder / "host.log"
     log.unlink()
     reader = stopped_reader(log)
@@ -244,10 +235,12 @@ async def test_host_and_workers_whose_logs_cannot_be_written_go_on(
     op.newest.clear()
     host.start()
     pid = host.process.pid
+    for name in ("demo-a", "demo-b"):
+        model = await op.state(name, "standby")
+        assert model.start_s < 60
     for closes in (False, True):
         if closes:
             os.close(reader)
-        await op.state("demo-a", "standby", "hot")
         await op.wake("demo-a")
         before = await op.state("demo-a", "hot")
         for each in host.worker_pids():
