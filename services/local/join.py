@@ -17,7 +17,6 @@ from services.local.credentials import (
     random_process_id,
     role_of,
 )
-from services.local.servers import LOOPBACK
 from services.local.state import (
     LocalClusterState,
     changing,
@@ -26,6 +25,7 @@ from services.local.state import (
     save,
     write_secret,
 )
+from shared.config import is_loopback
 from shared.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ def add_credential(
     return NewCredential(
         credential=credential,
         nats_url=credential.nats_url(state.nats_host if host is None else host, state.nats_port),
-        is_reachable=state.nats_host != LOOPBACK,
+        is_reachable=not is_loopback(state.nats_host),
     )
 
 

@@ -294,7 +294,7 @@ def credential(
         added = add_credential(role, process_id, host, region)
     print(added.nats_url)
     if not added.is_reachable:
-        note = "note: this NATS listens on 127.0.0.1 only; `hearth up --advertise HOST` opens it"
+        note = "note: this NATS listens on loopback only; `hearth up --advertise HOST` opens it"
         print(note, file=sys.stderr)
     print(_usage_of(added.credential.role), file=sys.stderr)
 

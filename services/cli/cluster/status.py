@@ -76,7 +76,16 @@ def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s
         )
 
 
-async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: float) -> None:
+async def _status(
+    nats_url: str,
+    *,
+    is_once: bool,
+    is_json: bool,
+    interval_s: float,
+    first_beat_s: float = FIRST_BEAT_TIMEOUT_S,
+    first_poll_s: float = FIRST_POLL_S,
+) -> None:
+    """`first_beat_s`: the longest wait for any heartbeat; `first_poll_s`: for all others."""
     clock, view, background = MonotonicClock(), FleetView(), Background()
     process_id = process_id_for("observer", nats_url)
     bus = await NatsBus.connect(
@@ -98,8 +107,8 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
         await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
         background.start_own(_judge(bus, view, clock))
         if is_once:
-            await _first_beat(received, nats_url)
-        await clock.sleep(FIRST_POLL_S)
+            await _first_beat(received, nats_url, first_beat_s)
+        await clock.sleep(first_poll_s)
         with _screen(is_live=not (is_once or is_json)) as show:
             while True:
                 print_json(view) if is_json else show(tables(view, is_connected=bus.is_connected))
@@ -111,14 +120,14 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
         await bus.close()
 
 
-async def _first_beat(received: asyncio.Event, nats_url: str) -> None:
+async def _first_beat(received: asyncio.Event, nats_url: str, timeout_s: float) -> None:
     """A machine under load may delay heartbeats for seconds. Raises DependencyUnavailable."""
     try:
-        async with asyncio.timeout(FIRST_BEAT_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await received.wait()
     except TimeoutError:
         where = without_password(nats_url)
-        message = f"no heartbeat at {where} within {FIRST_BEAT_TIMEOUT_S:g} s"
+        message = f"no heartbeat at {where} within {timeout_s:g} s"
         raise DependencyUnavailable(message) from None
 
 

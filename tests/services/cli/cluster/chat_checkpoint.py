@@ -16,7 +16,7 @@ TEMPLATE = (
 )
 
 
-def write_chat_checkpoint(folder: Path, *, max_position_embeddings: int = 192) -> Path:
+def write_chat_checkpoint(folder: Path, *, max_position_embeddings: int = 144) -> Path:
     """Generates random text in a context of `max_position_embeddings` tokens; returns `folder`."""
     vocab_size = write_byte_tokenizer(folder, TEMPLATE)
     write_llama(folder, vocab_size=vocab_size, max_position_embeddings=max_position_embeddings)

@@ -1,76 +1,65 @@
-"""`hearth status --once`: with a late heartbeat, without heartbeats and without a server. Each of
-them waits for seconds: all at the same time.
-"""
+"""`hearth status --once`: with a late heartbeat, without heartbeats and without a server."""
+
+from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.cli.cluster.status import FIRST_BEAT_TIMEOUT_S, FIRST_POLL_S
+from services.cli.cluster import status as module
+from services.cli.cluster.status import _status
 from shared.clock import MonotonicClock
+from shared.errors import DependencyUnavailable
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
+from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer
-from tests.support.services.running import WAIT_S, start_hearth
 
-USERS = (("observer", "observer-1"), ("gateway", "gateway-1"))
+FIRST_POLL_S = 0.05
+ONCE = {"is_once": True, "is_json": True, "interval_s": 1.0, "first_poll_s": FIRST_POLL_S}
 UNREACHABLE = "nats://o:word@127.0.0.1:9"
+USERS = (("observer", "observer-1"), ("gateway", "gateway-1"))
 
 
-async def test_status_waits_for_a_heartbeat_and_for_a_server(tmp_path: Path) -> None:
-    (tmp_path / "late").mkdir()
-    late, silent = NatsServer(tmp_path / "late", USERS), NatsServer(tmp_path, USERS)
-    try:
-        await asyncio.gather(
-            waits_for_the_first_heartbeat(tmp_path, late),
-            fails_without_heartbeats(tmp_path, silent),
-            fails_without_a_server(tmp_path),
-        )
-    finally:
-        late.stop()
-        silent.stop()
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path, USERS)
+    yield server
+    server.stop()
 
 
-async def waits_for_the_first_heartbeat(state_home: Path, server: NatsServer) -> None:
+async def test_status_waits_for_a_heartbeat(
+    server: NatsServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = server.url("observer-1")
-    status = start_hearth(state_home, "status", "--once", "--json", HEARTH_NATS_URL=url)
-    with pytest.raises(subprocess.TimeoutExpired):  # the command waits for a heartbeat
-        await asyncio.to_thread(status.wait, 2 * FIRST_POLL_S)
+    with pytest.raises(DependencyUnavailable) as silent:
+        await _status(url, **ONCE, first_beat_s=2 * FIRST_POLL_S)
+    address = f"nats://127.0.0.1:{server.port}"
+    assert silent.value.message == f"no heartbeat at {address} within {2 * FIRST_POLL_S:g} s"
+    assert "{" not in capsys.readouterr().out  # in this process, the bus logs
+    late = asyncio.create_task(_status(url, **ONCE))
+    done, _ = await asyncio.wait({late}, timeout=4 * FIRST_POLL_S)
+    assert not done
     bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1")
     health_monitor = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
     await health_monitor.start()
     try:
-        output = await ended(status)
+        await late
     finally:
         await health_monitor.stop()
         await bus.close()
-    assert status.returncode == 0, output
-    assert [row["process_id"] for row in json.loads(output)["services"]] == ["gateway-1"]
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("{"))
+    services = json.loads(line)["services"]
+    assert [row["process_id"] for row in services] == ["gateway-1"]
 
 
-async def fails_without_heartbeats(state_home: Path, server: NatsServer) -> None:
-    """In a pipe it looks once."""
-    status = start_hearth(state_home, "status", HEARTH_NATS_URL=server.url("observer-1"))
-    output = await ended(status)
-    assert status.returncode != 0
-    address = f"nats://127.0.0.1:{server.port}"
-    assert f"no heartbeat at {address} within {FIRST_BEAT_TIMEOUT_S:g} s" in output
-    assert "Traceback" not in output, output
-
-
-async def fails_without_a_server(state_home: Path) -> None:
-    status = start_hearth(state_home, "status", "--once", "--nats-url", UNREACHABLE)
-    output = await ended(status)
-    assert status.returncode == 2
-    assert len(output.splitlines()) == 1
-    assert output.startswith("hearth: ") and "cannot reach NATS" in output
-
-
-async def ended(status: subprocess.Popen[str]) -> str:
-    """Its output."""
-    output, _ = await asyncio.to_thread(status.communicate, timeout=WAIT_S)
-    return output
+def test_status_without_a_server_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
+    status = call_hearth(("status", "--once", "--nats-url", UNREACHABLE), {})
+    assert (status.returncode, status.stdout) == (2, "")
+    (line,) = status.stderr.splitlines()
+    assert line.startswith("hearth: ") and "cannot reach NATS" in line

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from services.cli.cluster import up
 from services.client.first_answers import first_requests
 from services.local.servers import free_port
 from services.local.state import LocalClusterState, StateDir
@@ -25,8 +25,11 @@ from shared.errors import DependencyUnavailable
 from shared.subjects import credential_of
 from tests.services.cli.in_process import call_hearth
 from tests.services.local.hub_home import MODEL, offline, write_hub_home
+from tests.support.cluster.process_template import template
+from tests.support.cluster.service_processes import process_environ
 from tests.support.servers import RedisServer, Server, find_binary
 from tests.support.services.running import (
+    WAIT_S,
     NoModel,
     add_tenants,
     cluster_of,
@@ -36,7 +39,6 @@ from tests.support.services.running import (
     processes_of,
     ready,
     records_of,
-    run_hearth,
     start_hearth,
 )
 
@@ -105,12 +107,13 @@ class SharedUp:
 def shared_up(
     tmp_path_factory: pytest.TempPathFactory, chat_model: Path, temporary_dir: Path
 ) -> Iterator[SharedUp]:
-    """Serves a model by its id on the Hub, from the cache on disk."""
+    """Serves a model by its id on the Hub, from the cache on disk. NATS is on IPv6."""
     home = write_hub_home(tmp_path_factory.mktemp("hf"), chat_model)
 
     def start() -> Up:
         state_home = tmp_path_factory.mktemp("state")
-        return Up(state_home, "--model", MODEL, TMPDIR=str(temporary_dir), **offline(home))
+        options = ("--model", MODEL, "--advertise", "::1")
+        return Up(state_home, *options, TMPDIR=str(temporary_dir), **offline(home))
 
     shared = SharedUp(start)
     yield shared
@@ -131,9 +134,13 @@ def test_up_starts_one_process_per_service(running: Up) -> None:
     assert 1 <= len(checking) <= 3
     encoding = [each for each in lines if "encoding_process" in each]
     assert len(encoding) <= 1  # of its model, which it starts last
-    # five services, nats-server, redis-server, and up itself; a process that is just being forked
-    # has the command line of its parent
-    assert len({*lines} - {*preparing, *checking, *encoding}) == 8
+    compiling = [each for each in lines if "kernels.cpu" in each]  # what long prompts will need
+    # a process that is just being forked has the command line of its parent
+    others = {*lines} - {*preparing, *checking, *encoding, *compiling}
+    services = sorted(each.split("\0")[3] for each in others if "\0services\0" in each)
+    assert services == ["decode", "gateway", "kv-index", "prefill", "scheduler", "up"]
+    servers = {Path(each.split("\0")[0].split(" ")[0]).name for each in others}
+    assert servers >= {"nats-server", "redis-server"} and len(others) == 8, others
     workers = ready(running.state)["workers"]
     assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
 
@@ -157,24 +164,28 @@ def test_chat_finds_the_cluster_and_answers_twice(running: Up) -> None:
     assert len(times) == 2
 
 
-def test_status_shows_all_processes_and_worker_counters(running: Up) -> None:
+def test_status_shows_all_processes_and_an_operator_sees_the_cluster(running: Up) -> None:
     assert complete(running.state.url, running.state.api_key)["model"] == MODEL
     environ = environ_for(running.state_home)
-    table = call_hearth(("status", "--once"), environ)
+    table = call_hearth(("status",), environ)  # in a pipe, it looks once
     assert table.returncode == 0, table.stderr
     shown = re.findall(r"^(\S+-1) .* (\S+) *$", table.stdout, re.MULTILINE)
     names = ["prefill-1", "decode-1", "gateway-1", "scheduler-1", "kv_index-1"]
     assert shown == [(name, "ready") for name in names]
-    status = call_hearth(("status", "--once", "--json"), environ)
-    assert status.returncode == 0, status.stderr
-    prefill, decode = json_line_of(status.stdout)["workers"]
+    operator = running.state.nats_url_of("operator")
+    assert operator is not None
+    seen = call_hearth(("status", "--once", "--json", "--nats-url", operator), environ)
+    assert seen.returncode == 0, seen.stderr
+    status = json_line_of(seen.stdout)
+    assert status.keys() == {"workers", "services", "roles"}
+    prefill, decode = status["workers"]
     assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
     assert decode["generated_per_s"] == 0
     assert 0 <= decode["hit_ratio"] <= 1
     assert decode["model"] == prefill["model"] == MODEL
 
 
-def test_models_are_added_and_an_operator_sees_the_cluster(running: Up) -> None:
+def test_models_are_added_and_listed(running: Up) -> None:
     environ = environ_for(running.state_home)
     added = call_hearth(("model", "add", "other", "org/other"), environ)
     try:
@@ -185,11 +196,6 @@ def test_models_are_added_and_an_operator_sees_the_cluster(running: Up) -> None:
     heading, row = listed.stdout.splitlines()[-2:]  # in this process, the bus logs before them
     assert heading.split()[-1] == "pinned"  # without hosts no column for states
     assert row.split()[:2] == ["other", "r1"]
-    operator = running.state.nats_url_of("operator")
-    assert operator is not None
-    seen = call_hearth(("status", "--once", "--json", "--nats-url", operator), environ)
-    status = json_line_of(seen.stdout)
-    assert status.keys() == {"workers", "services", "roles"} and len(status["workers"]) == 2
 
 
 def json_line_of(output: str) -> Any:
@@ -222,14 +228,17 @@ def test_bench_prints_a_table_and_one_json_line(running: Up) -> None:
         assert abs(row["prompt_tokens"] - 60) < 15
 
 
-def test_worker_joins_with_a_new_credential_and_leaves(running: Up) -> None:
-    environ = environ_for(running.state_home)
-    added = call_hearth(("credential", "worker", "--process-id", "far"), environ)
-    assert "listens on 127.0.0.1 only" in added.stderr
-    worker = start_hearth(
-        running.state_home,
-        *("worker", "--model-dir", MODEL, "--num-threads", "1"),
-        **{**running.environ, "HEARTH_NATS_URL": added.stdout.strip()},
+def test_worker_joins_with_a_new_credential_and_leaves(
+    running: Up, chat_model: Path, tmp_path: Path
+) -> None:
+    added = call_hearth(
+        ("credential", "worker", "--process-id", "far"), environ_for(running.state_home)
+    )
+    assert "listens on loopback only" in added.stderr
+    worker = template().start(
+        [str(tmp_path), "worker", "--model-dir", str(chat_model), "--model-name", MODEL],
+        process_environ({"HEARTH_NATS_URL": added.stdout.strip(), "HEARTH_NUM_THREADS": "1"}),
+        tmp_path / "worker.log",
     )
 
     def is_known() -> bool:
@@ -243,7 +252,35 @@ def test_worker_joins_with_a_new_credential_and_leaves(running: Up) -> None:
         eventually(lambda: not is_known(), "worker that left")
     finally:
         worker.kill()
-        worker.communicate()
+
+
+class RunningCluster:
+    """Stands for the cluster that `hearth up` would start."""
+
+    observer = None
+    model_name = MODEL
+
+    def __init__(self, state: LocalClusterState) -> None:
+        self.url, self.api_key = state.url, state.api_key
+        self.is_stopped = False
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_stopped = True
+
+
+def test_check_asks_its_questions_and_stops(
+    running: Up, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = RunningCluster(running.state)
+    monkeypatch.setattr(up, "LocalCluster", lambda *_, **__: cluster)
+    monkeypatch.setattr(up, "replace_standard_streams", lambda: None)
+    command = ("up", "--check", "--model", str(chat_model))
+    checked = call_hearth(command, environ_for(running.state_home))
+    assert checked.returncode == 0 and cluster.is_stopped, checked.stderr
+    assert re.search(r"cached \d+ of \d+ prompt tokens .* decode decode-1", checked.stdout)
+    assert checked.stdout.endswith(f"{running.state.url}/v1\nstopping …\n")
 
 
 def test_killed_nats_is_restarted_and_the_cluster_answers(running: Up) -> None:
@@ -311,28 +348,6 @@ async def test_failed_first_request_is_an_error_only_with_check() -> None:
         await request_answers(is_check=True)
 
 
-def test_children_of_a_killed_up_end(tmp_path: Path, chat_model: Path) -> None:
-    """Over IPv6, and with a temporary directory whose path is too long for sockets."""
-    temporary = tmp_path / ("x" * 80)
-    temporary.mkdir()
-    cluster = Up(
-        tmp_path,
-        *("--model", str(chat_model), "--role", "both"),
-        *("--http", "[::1]:0", "--advertise", "::1"),
-        TMPDIR=str(temporary),
-    )
-    assert cluster.state.url.startswith("http://[::1]:")
-    assert complete(cluster.state.url, cluster.state.api_key)["usage"]["completion_tokens"] == 8
-    assert ready(cluster.state)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
-    directory, _ = cluster_of(tmp_path) or pytest.fail("the cluster is not running")
-    scratch = (directory / "tmp").resolve()
-    cluster.stop(signal.SIGKILL)
-    eventually(lambda: not processes_of(tmp_path), "end of the children")
-    assert list(scratch.rglob("kv.sock"))
-    StateDir.create(directory.parent).close(retain_logs=False)  # as the next `hearth up` does
-    assert not scratch.exists()
-
-
 @pytest.fixture
 def open_nats() -> Iterator[Server]:
     """An external nats-server without credentials."""
@@ -342,37 +357,45 @@ def open_nats() -> Iterator[Server]:
     server.stop()
 
 
-def test_check_with_external_servers_leaves_them_running(
+def test_children_of_a_killed_up_end_and_external_servers_go_on(
     tmp_path: Path, chat_model: Path, open_nats: Server, redis_server: RedisServer
 ) -> None:
-    result = run_hearth(
+    """HTTP is on IPv6, and the path of the temporary directory is too long for sockets."""
+    temporary = tmp_path / ("x" * 80)
+    temporary.mkdir()
+    cluster = Up(
         tmp_path,
-        *("up", "--check", "--model", str(chat_model), "--http", "127.0.0.1:0"),
-        *("--role", "both", "--redis", redis_server.url),
-        *("--nats", f"nats://127.0.0.1:{open_nats.port}"),
+        *("--model", str(chat_model), "--role", "both", "--http", "[::1]:0"),
+        *("--redis", redis_server.url, "--nats", f"nats://127.0.0.1:{open_nats.port}"),
+        TMPDIR=str(temporary),
     )
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"cached \d+ of \d+ prompt tokens .* decode worker-\w{12}", result.stdout)
-    assert "redis ready" not in result.stdout
-    assert "nats ready" not in result.stdout
-    assert processes_of(tmp_path) == {}
+    assert cluster.state.url.startswith("http://[::1]:")
+    assert complete(cluster.state.url, cluster.state.api_key)["usage"]["completion_tokens"] == 8
+    ((prefill,), (decode,)) = ready(cluster.state)["workers"].values()
+    assert prefill == decode and re.fullmatch(r"worker-\w{12}", decode)
+    directory, _ = cluster_of(tmp_path) or pytest.fail("the cluster is not running")
+    scratch = (directory / "tmp").resolve()
+    output = cluster.stop(signal.SIGKILL)
+    assert "worker-" in output and "redis ready" not in output and "nats ready" not in output
+    eventually(lambda: not processes_of(tmp_path), "end of the children")
     for server in (open_nats, redis_server):
         os.kill(server.pid, 0)
+    assert list(scratch.rglob("kv.sock"))
+    StateDir.create(directory.parent).close(retain_logs=False)  # as the next `hearth up` does
+    assert not scratch.exists()
 
 
 def test_up_fails_with_the_error_of_a_worker(tmp_path: Path, chat_model: Path) -> None:
-    broken = tmp_path / "broken"
-    subprocess.run(["cp", "-r", str(chat_model), str(broken)], check=True)
-    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
     port = free_port("127.0.0.1")
-    options = ("--model", str(broken), "--role", "both", "--http", f"127.0.0.1:{port}")
-    result = run_hearth(tmp_path, "up", *options)
-    assert result.returncode == 2
+    options = ("--model", str(chat_model), "--role", "both", "--http", f"127.0.0.1:{port}")
+    process = start_hearth(tmp_path, "up", *options, HEARTH_MAX_SEQUENCES="0")
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    failure = output.strip().splitlines()[-1]
     assert re.fullmatch(
-        r"hearth: worker-1 ended during startup \(exit status 2: .*safetensors.*\); "
-        r"its log: .*",
-        result.stderr.strip(),
+        r"hearth: worker-1 ended during startup \(exit status 2: .*max_sequences.*\); its log: .*",
+        failure,
     )
-    assert Path(result.stderr.strip().rpartition("its log: ")[2]).is_file()
+    assert Path(failure.rpartition("its log: ")[2]).is_file()
     # those of a gateway that has been killed end with their input
     eventually(lambda: not processes_of(tmp_path), "end of all processes", timeout_s=10)
