@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -82,20 +83,25 @@ MAX_DEPTH = 6
 class Bodies:
     """`root`: the document that references point into. `known`: values of fields, by their names:
     without a model that is served, messages and short outputs, most bodies would test little.
+    `num_hard`: how many of HARD each field gets, in turns.
     """
 
-    def __init__(self, root: dict[str, Any], known: dict[str, Any]) -> None:
+    def __init__(
+        self, root: dict[str, Any], known: dict[str, Any], num_hard: int = len(HARD)
+    ) -> None:
         self._root = root
         self._known = known
+        self._num_hard = num_hard
+        self._turns = itertools.cycle(HARD)
 
     def of(self, schema: dict[str, Any], count: int, seed: str) -> Iterator[bytes]:
-        """The same ones for each seed. First each of HARD in each place where any value may be;
+        """The same ones for each seed. First some of HARD in each place where any value may be;
         then `count` others, of which a third is valid, and a tenth is no object.
         """
         choose = random.Random(seed)
         fields = self._resolved(schema).get("properties", {})
         for name in filter(lambda each: self._reaches_any(fields[each]), fields if count else ()):
-            for value in HARD:
+            for value in itertools.islice(self._turns, self._num_hard):
                 body = self._object(schema, choose, 0, wanted={name})
                 yield encoded({**body, name: self._with_any(fields[name], value, choose)}, choose)
         for _ in range(count):
@@ -255,6 +261,7 @@ def http_requests(
     tenant: str,
     count: int,
     seed: int,
+    num_hard: int = len(HARD),
 ) -> Iterator[AnyRequest]:
     """`count` of each of the routes, each a method and a path as the OpenAPI document has it; a
     quarter of those without a body, or under an account.
@@ -262,7 +269,7 @@ def http_requests(
     choose = random.Random(seed)
     run = msgspec.json.schema_components([RunRequest], ref_template="#/components/schemas/{name}")
     schemas = {**document["components"]["schemas"], **run[1]}
-    bodies = Bodies({"components": {"schemas": schemas}}, _known(model))
+    bodies = Bodies({"components": {"schemas": schemas}}, _known(model), num_hard)
     for method, path in routes:
         operation = document["paths"].get(path, {}).get(method, {})
         content = operation.get("requestBody", {}).get("content", {})
@@ -276,11 +283,13 @@ def http_requests(
             yield AnyRequest(f"{method} {path}", method, filled, body if has_body else b"")
 
 
-def nats_requests(model: str, *, count: int, seed: int) -> Iterator[AnyRequest]:
+def nats_requests(
+    model: str, *, count: int, seed: int, num_hard: int = len(HARD)
+) -> Iterator[AnyRequest]:
     """`count` for each endpoint that the discovery of services describes."""
     for name, api in API_ENDPOINTS.items():
         schema = json.loads(api.info.metadata["request_schema"])
-        for body in Bodies(schema, _known(model)).of(schema, count, f"{seed} {name}"):
+        for body in Bodies(schema, _known(model), num_hard).of(schema, count, f"{seed} {name}"):
             yield AnyRequest(name, "nats", name, body)
 
 

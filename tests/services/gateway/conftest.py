@@ -55,14 +55,23 @@ def model_files(model_dir: Path) -> ModelFiles:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs tests of gateways on the event loop of the shared cluster and the shared processes.
+    Those that end the shared cluster come last: after each, the next one would start it again.
 
     Other folders have clusters, too, and pytest hands over the tests of all.
     """
-    for item in items:
-        is_here = item.path.is_relative_to(Path(__file__).parent)
+    folder = Path(__file__).parent
+    here = [index for index, item in enumerate(items) if item.path.is_relative_to(folder)]
+    ordered = sorted((items[index] for index in here), key=_ends_the_cluster)
+    for index, item in zip(here, ordered, strict=True):
+        items[index] = item
         is_async = inspect.iscoroutinefunction(getattr(item, "function", None))
-        if is_here and is_async and "gateway_config" in getattr(item, "fixturenames", ()):
+        if is_async and "gateway_config" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+def _ends_the_cluster(item: pytest.Item) -> bool:
+    is_own = item.get_closest_marker("own_cluster") is not None
+    return is_own or "no_shared_cluster" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -119,12 +128,28 @@ class Cluster:
     async def reset(self) -> None:
         """Resets the peers to their defaults, and waits until the gateway has no open request."""
         self.http.cookies.clear()
+        await self._start_ended()
         for decode in self.decodes:
             decode.reset(self.answer)
         self.scheduler.reset(self.decodes)
         await until(lambda: not len(self.gateway._driver) and self.is_ready)
         for each in (*self.decodes, self.scheduler):
             each.forget()
+
+    async def _start_ended(self) -> None:
+        """Starts peers again that a test has ended."""
+        for index, decode in enumerate(self.decodes):
+            if decode.has_ended:
+                await decode.stop()
+                self.decodes[index] = PeerDecode(await self.bus_of(decode.worker_id), self.answer)
+                await self.decodes[index].start()
+        if self.scheduler.has_ended:
+            await self.scheduler.stop()
+            self.scheduler = PeerScheduler(await self.bus_of("scheduler-1"), list(self.decodes))
+            await self.scheduler.start()
+
+    async def bus_of(self, name: str) -> NatsBus:
+        return await NatsBus.connect(self.nats_server.url(name), process_id=name)
 
     @property
     def is_ready(self) -> bool:
@@ -140,7 +165,10 @@ class Cluster:
 
 def http_client(gateway: GatewayService, api_key: str = API_KEY) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {api_key}"}
-    return httpx.AsyncClient(base_url=gateway.http_address, headers=headers, timeout=30)
+    # HTTP alone: the certificates of authorities take 40 ms to load
+    return httpx.AsyncClient(
+        base_url=gateway.http_address, headers=headers, timeout=30, verify=False
+    )
 
 
 @pytest.fixture(scope="session")
@@ -170,11 +198,15 @@ class SharedCluster:
     def __post_init__(self) -> None:
         self._stack = contextlib.AsyncExitStack()
         self._cluster: Cluster | None = None
+        self.store = RedisStore(self.config.redis_url, MonotonicClock(), timeout_s=2.0)
 
     async def open(self) -> Cluster:
+        """With the API key, which other tests may have deleted."""
         if self._cluster is None:
             running = running_cluster(self.nats_server, self.config, self.model_files)
             self._cluster = await self._stack.enter_async_context(running)
+        self._cluster.gateway.api_keys._known.clear()
+        await store_key(self.store)
         return self._cluster
 
     async def close(self) -> None:
@@ -189,6 +221,7 @@ async def shared_cluster(
     shared = SharedCluster(nats_server, gateway_config, model_files)
     yield shared
     await shared.close()
+    await shared.store.close()
     await PROCESSES.close()
 
 
@@ -198,15 +231,13 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """The shared cluster, with the peers' defaults.
 
-    A test that stops a part of the cluster, or counts its actions, is marked `own_cluster`: the
-    test gets a new cluster, which no other test uses.
+    A test that stops the gateway, or counts all of its actions, is marked `own_cluster`: the test
+    gets a new cluster, which no other test uses.
     """
     is_own = request.node.get_closest_marker("own_cluster") is not None
     if is_own:
         await shared_cluster.close()
     cluster = await shared_cluster.open()
-    cluster.gateway.api_keys._known.clear()
-    await store_key(cluster.gateway._config)
     yield cluster
     if is_own:
         await shared_cluster.close()
@@ -224,19 +255,19 @@ async def no_shared_cluster(shared_cluster: SharedCluster) -> None:
     await shared_cluster.close()
 
 
-async def store_key(config: GatewayConfig) -> None:
+async def store_key(store: RedisStore) -> None:
     """Stores the API key again: other tests empty Redis."""
-    store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
     await store_api_key(store, API_KEY, "tenant-1")
     await TenantAdmin(store, lambda: 0.0).add_client("tenant-1", "client-1")
-    await store.close()
 
 
 @contextlib.asynccontextmanager
 async def running_cluster(
     nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> AsyncIterator[Cluster]:
-    await store_key(gateway_config)
+    store = RedisStore(gateway_config.redis_url, MonotonicClock(), timeout_s=2.0)
+    await store_key(store)
+    await store.close()
     answer = model_files.tokenizer.encode([ANSWER])
     decodes = []
     for name in ("decode-1", "decode-2"):
@@ -254,5 +285,5 @@ async def running_cluster(
             yield cluster
         finally:
             await gateway.stop()
-            for each in (scheduler, *decodes):
+            for each in (cluster.scheduler, *cluster.decodes):
                 await each.stop()

@@ -140,6 +140,7 @@ class PeerDecode:
     def __post_init__(self) -> None:
         self.step = 0
         self.is_hung = False
+        self.has_ended = False
         self.tasks: set[asyncio.Task[None]] = set()
         self.placed: set[bytes] = set()
         self.earlier: set[bytes] = set()  # placements before the last `forget`
@@ -188,6 +189,7 @@ class PeerDecode:
         await self.health_monitor.transition_to("ready")
 
     async def stop(self) -> None:
+        self.has_ended = True
         for task in self.tasks:
             task.cancel()
         await self.health_monitor.stop()
@@ -195,6 +197,7 @@ class PeerDecode:
 
     async def die(self) -> None:
         """Stops like a killed process: sends nothing more, not even a last heartbeat."""
+        self.has_ended = True
         for task in self.tasks:
             task.cancel()
         await self.bus.close()
@@ -282,6 +285,7 @@ class PeerScheduler:
 
     def __post_init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
+        self.has_ended = False
         self.forget()
         self.health_monitor = HealthMonitor(
             self.bus, MonotonicClock(), SystemRandomness(), roles=("scheduler",)
@@ -317,6 +321,7 @@ class PeerScheduler:
 
     async def stop(self) -> None:
         assert self.task is not None
+        self.has_ended = True
         self.task.cancel()
         await self.health_monitor.stop()
         await self.bus.close()

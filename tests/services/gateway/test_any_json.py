@@ -13,6 +13,7 @@ import pytest
 import structlog.testing
 
 from tests.services.gateway.any_json import (
+    HARD,
     AnyRequest,
     http_requests,
     nats_requests,
@@ -28,11 +29,13 @@ SEED = 1
 ENDLESS = "/v1/cluster/events"
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "num_hard"), [(2, 2), pytest.param(16, len(HARD), marks=pytest.mark.long)]
+)
 async def test_any_json_ends_no_process_and_fails_no_server(
-    cluster: Cluster, nats_server: NatsServer, count: int
+    cluster: Cluster, nats_server: NatsServer, count: int, num_hard: int
 ) -> None:
-    """`count`: of the requests for each route and subject."""
+    """`count`: of the requests for each route and subject; `num_hard`: for each of its fields."""
     document = (await cluster.http.get("/openapi.json")).json()
     found: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, each: found.append(each))
@@ -42,11 +45,16 @@ async def test_any_json_ends_no_process_and_fails_no_server(
     failed: list[tuple[AnyRequest, int]] = []
     with structlog.testing.capture_logs() as logs:
         requests = http_requests(
-            document, _routes(cluster), model="tiny", tenant="tenant-1", count=count, seed=SEED
+            *(document, _routes(cluster)),
+            **{"model": "tiny", "tenant": "tenant-1", "count": count, "seed": SEED},
+            num_hard=num_hard,
         )
         async with connected(nats_server, "client-1") as (_, raw):
             await until(lambda: has_joined(cluster.gateway))
-            for each in (*requests, *nats_requests("tiny", count=count, seed=SEED)):
+            for each in (
+                *requests,
+                *nats_requests("tiny", count=count, seed=SEED, num_hard=num_hard),
+            ):
                 if each.method == "nats":
                     status = await nats_status(raw, "client-1", each)
                 else:

@@ -27,22 +27,26 @@ from services.gateway.observability.metrics.preparation import PoolLoad
 from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.service import preparation_loads
 from services.gateway.structured.grammars.checks import GrammarChecks
+from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import NoCapacity
-from tests.support.services.model_dir import without_process, write_model_dir
+from tests.support.services.model_dir import served_text, without_process, write_model_dir
 from tests.support.waiting import until
 
 
 class Rig:
-    """`loads`: the sources that were read. `may_load`: holds the threads that read."""
+    """`loads`: the sources that were read. `may_load`: holds the threads that read. `has_check`:
+    a process with limits reads a source first.
+    """
 
-    def __init__(self, max_loaded: int) -> None:
+    def __init__(self, max_loaded: int, *, has_check: bool = False) -> None:
         self.time = 0.0
         self.loads: list[str] = []
         self.may_load = threading.Event()
         self.may_load.set()
         pool = PreparationPool(None)
-        self._loader = TextLoader(pool, GrammarChecks(pool), tool_format="template")
+        loader = TextLoader(pool, GrammarChecks(pool), tool_format="template")
+        self._read = loader.load if has_check else lambda path: served_text(ModelFiles(Path(path)))
         self.texts = LoadedTexts(self._load, self, max_loaded=max_loaded)
 
     def now(self) -> float:
@@ -54,7 +58,7 @@ class Rig:
     def _load(self, source: str) -> ServedText:
         self.loads.append(source)
         assert self.may_load.wait(10)
-        return without_process(self._loader.load(source))
+        return without_process(self._read(source))
 
     async def get(self, path: Path, digest: str = "d") -> ServedText:
         return await self.texts.get(TextSource(str(path), digest))
@@ -166,7 +170,7 @@ async def test_other_weights_in_the_same_directory_are_read_again(dirs: list[Pat
 
 
 async def test_failure_is_logged_with_its_source_and_retried_after_a_pause(tmp_path: Path) -> None:
-    rig, path = Rig(max_loaded=2), tmp_path / "later"
+    rig, path = Rig(max_loaded=2, has_check=True), tmp_path / "later"
     with structlog.testing.capture_logs() as lines:
         for left_s in (RETRY_S, 2.0):
             with pytest.raises(NoCapacity, match="cannot be read at the gateway") as raised:
@@ -200,7 +204,7 @@ async def test_invalid_files_are_named_on_one_line_to_operators_alone(tmp_path: 
         structlog.testing.capture_logs() as lines,
         pytest.raises(NoCapacity, match="files of this model cannot be read") as raised,
     ):
-        await Rig(max_loaded=2).get(path)
+        await Rig(max_loaded=2, has_check=True).get(path)
     assert str(tmp_path) not in raised.value.message
     assert lines[0]["source"] == str(path)
     assert "tokenizer" in lines[0]["reason"] and "\n" not in lines[0]["reason"]

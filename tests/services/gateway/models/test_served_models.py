@@ -12,9 +12,7 @@ import pytest_asyncio
 from services.gateway.models.live_models import Catalog
 from services.gateway.models.loaded_texts import LoadedTexts
 from services.gateway.models.served_models import ServedModels
-from services.gateway.models.served_text import TextLoader
-from services.gateway.preparation.preparation_pool import PreparationPool
-from services.gateway.structured.grammars.checks import GrammarChecks
+from services.gateway.models.served_text import ServedText
 from services.gateway.tenancy.errors import ModelNotAllowed
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import DependencyUnavailable, InvalidRequest, NoCapacity, UnknownModel
@@ -32,6 +30,10 @@ from tests.support.world.store import MemoryStore
 ACME, OTHER = TenantRecord(tenant_id="acme"), TenantRecord(tenant_id="other")
 
 
+def _read(source: str) -> ServedText:
+    return without_process(served_text(ModelFiles(Path(source))))
+
+
 class Rig:
     def __init__(self, own: ModelFiles | None) -> None:
         self.time, self.number = 0.0, 0
@@ -40,13 +42,11 @@ class Rig:
         self.reader = RegistryReader(self.store, self)
         self.fleet = Fleet("gateway-0")
         self.catalog = Catalog(self.fleet, "" if own is None else "tiny", self)
-        pool = PreparationPool(None)
-        loader = TextLoader(pool, GrammarChecks(pool), tool_format="template")
         self.models = ServedModels(
             self.catalog,
             None if own is None else served_text(own),
             self.reader,
-            LoadedTexts(lambda source: without_process(loader.load(source)), self, max_loaded=4),
+            LoadedTexts(_read, self, max_loaded=4),
             SeededRandomness(7),
         )
 

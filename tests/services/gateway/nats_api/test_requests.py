@@ -46,8 +46,8 @@ async def limited(api: Api, **changes: Any) -> AsyncIterator[None]:
         yield
     finally:
         await store.write([("FLUSHALL",)])
+        await store_key(store)
         await store.close()
-        await store_key(gateway._config)
         gateway.api_keys._known.clear()
         gateway._limits._accounts.clear()
 

@@ -11,18 +11,25 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.services.gateway.conftest import API_KEY, Beside, Cluster
+from tests.services.gateway.conftest import API_KEY, Beside, Cluster, SharedCluster
 from tests.support.waiting import until
 
 TOKEN = "of-the-operator"
 PATHS = ("/v1/cluster", "/v1/cluster/events")
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def opened(cluster: Cluster) -> AsyncIterator[Beside]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def operated(shared_cluster: SharedCluster) -> AsyncIterator[Beside]:
+    cluster = await shared_cluster.open()
     async with cluster.beside(operator_token=TOKEN) as beside:
         beside.http.headers["authorization"] = f"Bearer {TOKEN}"
         yield beside
+
+
+@pytest.fixture
+def opened(cluster: Cluster, operated: Beside) -> Beside:
+    """A gateway of this module, beside a cluster in its first state."""
+    return operated
 
 
 async def read(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
@@ -61,7 +68,6 @@ async def test_only_the_operator_reads_the_cluster(opened: Beside) -> None:
     assert {"joined"} == {event["kind"] for event in snapshot["events"]}
 
 
-@pytest.mark.own_cluster
 async def test_events_start_with_a_snapshot_and_go_on_with_deltas(
     opened: Beside, cluster: Cluster
 ) -> None:
@@ -107,6 +113,7 @@ async def test_readers_share_one_computation_that_ends_with_the_last(opened: Bes
 
 
 async def test_closed_feed_ends_its_streams(opened: Beside) -> None:
+    """The last test: the gateway has one feed."""
     async with opened.http.stream("GET", "/v1/cluster/events") as response:
         events = read(response)
         await anext(events)

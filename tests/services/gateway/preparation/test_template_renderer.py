@@ -14,7 +14,11 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.preparation import preparation_pool
-from services.gateway.preparation.preparation_pool import PreparationPool, _PoolProcess
+from services.gateway.preparation.preparation_pool import (
+    TEMPLATE_PROCESS,
+    PreparationPool,
+    _PoolProcess,
+)
 from services.gateway.preparation.template_renderer import Renderer
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.process_jobs import (
@@ -38,15 +42,17 @@ GREEDY_TEMPLATE = "{% set box = namespace(grown='x' * 1000) %}" + (
     "{% set box.grown = box.grown ~ box.grown %}{% endfor %}{% endif %}" + TEMPLATE
 )
 NEVER_S = 3600.0
+QUICK = "tests.services.gateway.preparation.quick_process"
 
 
 class PooledRenderer(Renderer):
     """A renderer with its own pool of processes, whose seats a test may look at."""
 
-    def __init__(self, template: ChatTemplate, num_processes: int) -> None:
+    def __init__(self, template: ChatTemplate, num_processes: int, module: str) -> None:
         setup = ProcessSetup(template.source)
         self.pool = PreparationPool(
             setup,
+            module=module,
             num_processes=num_processes,
             max_wait_s=60.0,  # long, so that a paused machine does not count as a hang
             hang_s=600.0,
@@ -62,9 +68,11 @@ Make = Callable[..., Awaitable[PooledRenderer]]
 async def make() -> AsyncIterator[Make]:
     renderers: list[PooledRenderer] = []
 
-    async def renderer(source: str, num_processes: int = 1) -> PooledRenderer:
+    async def renderer(
+        source: str, num_processes: int = 1, module: str = TEMPLATE_PROCESS
+    ) -> PooledRenderer:
         template = ChatTemplate(source, special_tokens=["<s>"], variables={"bos_token": "<s>"})
-        renderers.append(PooledRenderer(template, num_processes))
+        renderers.append(PooledRenderer(template, num_processes, module))
         return renderers[-1]
 
     yield renderer
@@ -108,7 +116,7 @@ async def test_rejection_includes_message_of_template(make: Make) -> None:
 
 async def test_each_job_has_its_own_result(make: Make) -> None:
     """Jobs after an endless job and after a rejected job succeed."""
-    renderer = await make(ENDLESS_TEMPLATE)
+    renderer = await make(ENDLESS_TEMPLATE, module=QUICK)
     jobs = [[{"role": "user", "content": f"{number} "}] for number in range(20)]
     jobs[1] = MESSAGES * 2
     jobs[9] = [{"role": "user"}]
@@ -133,9 +141,9 @@ async def test_cancel_after_reply_does_not_affect_next_job(make: Make) -> None:
 
 
 async def test_job_not_started_in_time_is_overloaded(make: Make) -> None:
-    renderer = await make(ENDLESS_TEMPLATE)
+    renderer = await make(ENDLESS_TEMPLATE, module=QUICK)
     await renderer.render(MESSAGES)  # starts the process, which takes a while
-    renderer.pool.max_wait_s = 1.0
+    renderer.pool.max_wait_s = 0.1
     tasks = [asyncio.create_task(renderer.render(each)) for each in (MESSAGES * 2, MESSAGES)]
     first, second = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(first, InvalidRequest)
@@ -208,7 +216,10 @@ async def test_process_of_templates_inherits_no_secret(
     assert b"PATH=" in environ and b"secret-of" not in environ
 
 
-async def test_job_of_frozen_process_is_done_by_another(make: Make) -> None:
+async def test_job_of_frozen_process_is_done_by_another(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation_pool, "SUSPECT_S", 0.1)
     renderer = await make(TEMPLATE)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     (process_id,) = renderer.pool.process_ids
@@ -222,6 +233,7 @@ async def test_job_of_frozen_process_is_done_by_another(make: Make) -> None:
 async def test_job_whose_processes_freeze_again_fails(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preparation_pool, "SUSPECT_S", 0.1)
     renderer = await make(TEMPLATE)
     started = renderer.pool._started
 
@@ -354,25 +366,25 @@ async def test_integers_of_any_size_reach_the_template(make: Make) -> None:
     ]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, OverflowError, KeyError, OSError])
 async def test_error_of_a_job_fails_that_job_alone(
-    make: Make, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer = await make(TEMPLATE)
-    with monkeypatch.context() as patch:
+    for error in (RuntimeError, OverflowError, KeyError, OSError):
+        with monkeypatch.context() as patch:
 
-        def fail(*_: object) -> bytes:
-            raise error("of a client's data")
+            def fail(*_: object, error: type[Exception] = error) -> bytes:
+                raise error("of a client's data")
 
-        patch.setattr(preparation_pool, "frame", fail)
-        with pytest.raises((InvalidRequest, NoCapacity)):
-            await renderer.render(MESSAGES)
-    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+            patch.setattr(preparation_pool, "frame", fail)
+            with pytest.raises((InvalidRequest, NoCapacity)):
+                await renderer.render(MESSAGES)
+        assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
 async def test_small_jobs_of_a_tenant_share_a_turn(make: Make) -> None:
     """A job that ends the process ends alone: those after it run again."""
-    renderer = await make(ENDLESS_TEMPLATE)
+    renderer = await make(ENDLESS_TEMPLATE, module=QUICK)
     pool = renderer.pool
     await renderer.render(MESSAGES, tenant_id="b")
     sent = []

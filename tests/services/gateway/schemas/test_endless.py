@@ -50,6 +50,7 @@ def test_other_schemas_stay_as_they_are(schema: Any) -> None:
     assert without_endless(whole) == whole
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("num", "is_told"), [(150, True), (2000, True), (6000, False)])
 @pytest.mark.parametrize("has_end", [False, True])
 def test_long_chains_take_bounded_time(num: int, is_told: bool, has_end: bool) -> None:

@@ -117,7 +117,14 @@ def test_deadline_ends_those_that_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [[600], [600] * 3, [600, 600, 8], [40] * 100, [300] * 63, [1] * 600 + [500, 500]]
+    "sizes",
+    [
+        *([600], [600, 600, 8], [40] * 100),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ([600] * 3, [300] * 63, [1] * 600 + [500, 500])
+        ),
+    ],
 )
 def test_responses_of_one_tenant_have_a_bounded_number_open(sizes: list[int]) -> None:
     streams = Streams("g")

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.streams import streams
 from services.gateway.text.model_files import ModelFiles
 from shared import subjects
 from shared.config import GatewayConfig
@@ -28,6 +29,13 @@ WAIT_S = 8
 SLACK_S = 1.5  # for a busy machine; the complete submission window takes 4 s
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and keepalives that are late count as lost sooner."""
+    monkeypatch.setattr(streams, "TOKEN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(streams, "KEEPALIVE_LIMIT_S", 0.7)
+
+
 async def emitted(cluster: Cluster, worker: int, position: int) -> None:
     """Waits until the worker has emitted the token at `position`."""
     async with asyncio.timeout(WAIT_S):
@@ -43,11 +51,11 @@ def num_resubmissions(events: list[Any]) -> int:
 
 async def wait_for_first_token(cluster: Cluster) -> None:
     """Waits for a token at the gateway: `emitted` does not prove that `Placed` arrived there."""
-    streams = cluster.gateway._driver._streams._by_request
-    await until(lambda: all(each.queue.has_output for each in streams.values()))
+    found = cluster.gateway._driver._streams._by_request
+    await until(lambda: all(each.queue.has_output for each in found.values()))
 
 
-@pytest.mark.parametrize("is_killed", [pytest.param(True, marks=pytest.mark.own_cluster), False])
+@pytest.mark.parametrize("is_killed", [True, False])
 async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> None:
     """The worker is killed, or hangs: heartbeats continue, the step counter does not change."""
     before = sample_sum(cluster.gateway, "hearth_resubmissions_total")
@@ -79,7 +87,6 @@ async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> Non
     assert (await first.aborts.get()).reason == "superseded"  # fenced when it resumes
 
 
-@pytest.mark.own_cluster
 async def test_stopping_worker_is_replaced_at_once(cluster: Cluster) -> None:
     first = cluster.decodes[0]
     first.hold_at = 5
@@ -87,12 +94,11 @@ async def test_stopping_worker_is_replaced_at_once(cluster: Cluster) -> None:
     await emitted(cluster, 0, 4)
     await wait_for_first_token(cluster)
     cluster.scheduler.workers = cluster.decodes[1:]
-    await first.health_monitor.stop()
+    await first.stop()
     async with asyncio.timeout(WAIT_S):
         assert text_of(await running) == ANSWER
 
 
-@pytest.mark.own_cluster
 async def test_no_scheduler_is_503_within_a_second(cluster: Cluster) -> None:
     await cluster.scheduler.stop()
     started = time.monotonic()
@@ -138,6 +144,7 @@ async def test_lost_messages_of_several_choices_are_resent(cluster: Cluster) -> 
     assert body["hearth"]["num_resubmissions"] == 0
 
 
+@pytest.mark.usefixtures("quick")
 async def test_lost_finish_is_resent(cluster: Cluster) -> None:
     cluster.decodes[0].loses = lambda entry: entry.finish is not None
     async with asyncio.timeout(WAIT_S):
@@ -146,6 +153,7 @@ async def test_lost_finish_is_resent(cluster: Cluster) -> None:
     assert await cluster.decodes[0].acks.get()
 
 
+@pytest.mark.usefixtures("quick")
 async def test_unknown_placement_is_resubmitted(cluster: Cluster) -> None:
     first = cluster.decodes[0]
     first.hold_at = 5
@@ -170,6 +178,7 @@ async def test_request_continues_after_worker_busy(cluster: Cluster) -> None:
     assert text_of(await events_of(cluster)) == ANSWER
 
 
+@pytest.mark.usefixtures("quick")
 async def test_missing_keepalive_resubmits(cluster: Cluster) -> None:
     scheduler = cluster.scheduler
     scheduler.is_holding, scheduler.sends_keepalives = True, False
@@ -182,12 +191,13 @@ async def test_missing_keepalive_resubmits(cluster: Cluster) -> None:
         assert (await running).status_code == 200
 
 
+@pytest.mark.usefixtures("quick")
 async def test_keepalives_prevent_resubmission(cluster: Cluster) -> None:
     cluster.scheduler.is_holding = True
     running = asyncio.create_task(cluster.http.post(CHAT, json=BODY))
     await cluster.scheduler.submits.get()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(cluster.scheduler.submits.get(), 2.0)
+        await asyncio.wait_for(cluster.scheduler.submits.get(), 1.0)
     cluster.scheduler.is_holding = False
     assert (await running).status_code == 200
 

@@ -219,7 +219,6 @@ async def test_only_delivered_output_tokens_are_charged(acme: Acme) -> None:
     check_envelope(rejected, 429, "output_tokens_per_min_exceeded", None)
 
 
-@pytest.mark.own_cluster
 async def test_usage_counts_delivered_tokens_once(acme: Acme) -> None:
     await acme.configure()
     reported = [(await acme.post_chat()).json()["usage"] for _ in range(3)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -75,6 +75,7 @@ def role_marks(parts: list[str]) -> list[str]:
     return [each for _, each in sorted({hit for hit in found if hit[0] >= 0})]
 
 
+@settings(max_examples=40)
 @given(tools=st.lists(objects, min_size=1, max_size=3))
 def test_template_alone_writes_role_marks(tools: list[dict[str, Any]]) -> None:
     """The text of any tools is unchanged, in keys as in values, and none of it is a role mark."""

@@ -304,7 +304,6 @@ async def test_openai_sdk(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.own_cluster
 async def test_lost_worker_does_not_change_the_response(cluster: Cluster, is_stream: bool) -> None:
     """Two prompts with two choices, echo and logprobs: worker 2 computes prompt logprobs again."""
     fields = {"prompt": ["a b", "c"], "n": 2, "echo": True, "logprobs": 1, "stop": "brown"}

@@ -74,7 +74,10 @@ async def test_input_forms(cluster: Cluster, inputs: Any, num_inputs: int) -> No
     assert cluster.scheduler.submits.qsize() == num_inputs
 
 
-@pytest.mark.parametrize(("leaves", "num_free"), [(False, 4096), (True, 4096), (True, 100)])
+@pytest.mark.parametrize(
+    ("leaves", "num_free"),
+    [(False, 4096), pytest.param(True, 4096, marks=pytest.mark.long), (True, 100)],
+)
 async def test_inputs_are_submitted_some_at_once(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, leaves: bool, num_free: int
 ) -> None:
@@ -162,7 +165,6 @@ def test_error_without_a_known_hidden_size() -> None:
         check_dimensions(generation, None)
 
 
-@pytest.mark.own_cluster
 async def test_lost_worker_is_replaced(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 0
     running = asyncio.create_task(embed(cluster))

@@ -202,10 +202,8 @@ async def test_chunked_body_too_large(cluster: Cluster) -> None:
     check_envelope(response, 413, "payload_too_large", None)
 
 
-@pytest.mark.own_cluster
 async def test_no_scheduler(cluster: Cluster) -> None:
-    await cluster.scheduler.health_monitor.stop()
-    await cluster.scheduler.bus.close()
+    await cluster.scheduler.stop()
     await until(lambda: cluster.gateway.readiness().reason == "no live scheduler")
     assert (await cluster.http.get("/ready")).status_code == 503
     response = await cluster.http.post(CHAT, json=BODY)
@@ -213,10 +211,9 @@ async def test_no_scheduler(cluster: Cluster) -> None:
     assert response.headers["retry-after"] == "1"
 
 
-@pytest.mark.own_cluster
 async def test_known_model_without_workers_lacks_capacity(cluster: Cluster) -> None:
     for decode in cluster.decodes:
-        await decode.health_monitor.stop()
+        await decode.stop()
     cluster.scheduler.workers.clear()
     await until(lambda: cluster.gateway.readiness().reason == "no live decode worker")
     response = await cluster.http.post(CHAT, json=BODY)

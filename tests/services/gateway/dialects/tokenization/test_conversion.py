@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -50,6 +50,7 @@ def texts() -> st.SearchStrategy[str]:
     return st.lists(pieces, max_size=12).map("".join)
 
 
+@settings(max_examples=40)
 @given(text=texts())
 def test_detokenized_tokens_are_the_same_text(tokenizer: PromptTokenizer, text: str) -> None:
     body = TokenizeRequest(prompt=text, add_special_tokens=False)

@@ -116,6 +116,7 @@ async def test_span_process_that_dies_or_stops_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(span_exporter, "SUSPECT_S", 0.05)
+    monkeypatch.setattr(span_exporter, "RESTART_S", 0.05)
     receiver.released.clear()
     tracing = await open_tracing()
     send(tracing)

@@ -127,7 +127,7 @@ def messages(draw: st.DrawFn, family: str, *, imitates: bool) -> Message:
 
 
 @pytest.mark.parametrize("name", NAMES_OF_FAMILIES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_split_anywhere_the_message_is_whole(name: str, data: st.DataObject) -> None:
     family = family_of(name)
@@ -140,7 +140,7 @@ def test_split_anywhere_the_message_is_whole(name: str, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("name", NAMES_OF_FAMILIES)
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_constrained_answer_is_not_searched(name: str, data: st.DataObject) -> None:
     """Reasoning comes before it, or a call in its place; nothing in it is either."""
@@ -160,7 +160,7 @@ def test_constrained_answer_is_not_searched(name: str, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("name", NAMES_OF_FAMILIES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_text_cannot_imitate_a_marker_that_is_a_token(name: str, data: st.DataObject) -> None:
     if name == "pythonic":

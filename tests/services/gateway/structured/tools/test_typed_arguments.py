@@ -71,7 +71,7 @@ def exact(value: Any) -> str:
 
 
 @pytest.mark.parametrize("name", TYPED)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_written_value_is_read_back(name: str, data: st.DataObject) -> None:
     schema, candidates = data.draw(arguments_schemas())
@@ -113,7 +113,7 @@ def test_each_value_of_a_union_can_be_written(
     assert refused_calls(name, root, ({"a": each} for each in values)) == []
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_the_grammar_allows_what_is_written(data: st.DataObject) -> None:
     """But for texts: those that begin as JSON must be in quotes."""
@@ -144,7 +144,7 @@ def refused_calls(
 
 
 @pytest.mark.parametrize("name", TYPED)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_what_the_grammar_allows_is_valid(name: str, data: st.DataObject) -> None:
     schema, _ = data.draw(arguments_schemas())

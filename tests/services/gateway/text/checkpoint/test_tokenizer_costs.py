@@ -26,7 +26,7 @@ TEXT = "a" * 100
 DECODERS: list[tuple[Sequence[Any], bool]] = [
     ([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1, 0)], True),
     ([decoders.Fuse(), decoders.Replace("a", "aaaa")], True),
-    ([decoders.Fuse(), *[decoders.Replace("a", "a" * 16)] * 5], False),
+    ([decoders.Fuse(), *[decoders.Replace("a", "a" * 4)] * 5], False),
     ([decoders.Replace("a", "bbb"), decoders.Replace("b", "aaa")], False),
     ([decoders.Replace("", "bc"), decoders.Replace("", "bc")], False),
     ([decoders.BPEDecoder(suffix="</w>")] * 3, True),
