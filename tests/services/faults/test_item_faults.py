@@ -211,6 +211,7 @@ def errors_of(index: int, has_all_errors: bool) -> tuple[Exception, ...]:
 
 
 @ALL_ERRORS
+@pytest.mark.asyncio(loop_scope="module")
 async def test_fault_that_passes_costs_no_request_and_no_block(
     cluster: LiveCluster,
     ended: list[object],
@@ -258,6 +259,7 @@ async def everything_has_ended(cluster: LiveCluster) -> None:
 
 
 @ALL_ERRORS
+@pytest.mark.asyncio(loop_scope="module")
 async def test_item_fails_and_every_process_lives(
     cluster: LiveCluster,
     ended: list[object],

@@ -26,7 +26,8 @@ from tests.fuzz.mutations import BYTES, LISTS, NUMBERS, TEXTS, paths
 from tests.support.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster
 from tests.support.world.bus import matches
 
-PER_VALUE = 3
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 VALUES = (NUMBERS, TEXTS, BYTES, LISTS, (None, True))
 PROMPT = "a request of one tenant, long enough for prefill to push"
 ENDPOINTS = ("chat", "completions", "embeddings", "messages", "tokenize", "models", "cancel", "no")
@@ -56,8 +57,9 @@ RAW = (
 )
 
 
+@pytest.mark.parametrize("per_value", [1, pytest.param(3, marks=pytest.mark.long)])
 async def test_no_message_ends_a_process_or_a_request_of_others(
-    cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch
+    cluster: LiveCluster, ended: list[object], monkeypatch: pytest.MonkeyPatch, per_value: int
 ) -> None:
     sent = await recorded(cluster, monkeypatch)
     expected = await text_of(cluster)
@@ -69,7 +71,7 @@ async def test_no_message_ends_a_process_or_a_request_of_others(
         for role in (*PROCESSES, "operator"):
             rogue = await connected(stack, cluster, f"{role}-2")
             for subject, data in messages_of(role, sent):
-                for number, payload in enumerate(payloads(data, draw)):
+                for number, payload in enumerate(payloads(data, draw, per_value)):
                     reply = f"_INBOX.{role}-2.-.{len(subject)}.{number}"
                     await rogue.publish(subject, payload, reply=reply)
                 await rogue.flush(timeout=30)
@@ -145,9 +147,10 @@ def messages_of(role: str, sent: dict[str, dict[str, bytes]]) -> list[tuple[str,
     return list(found.items())
 
 
-def payloads(data: bytes, draw: random.Random) -> list[bytes]:
+def payloads(data: bytes, draw: random.Random, per_value: int) -> list[bytes]:
+    """Those of any message, and `per_value` for each value of this one."""
     tree = msgspec.msgpack.decode(data)
-    others = [spoiled(tree, path, draw) for path in paths(tree) if path for _ in range(PER_VALUE)]
+    others = [spoiled(tree, path, draw) for path in paths(tree) if path for _ in range(per_value)]
     return [*RAW, data[: len(data) // 2], *others]
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+POLL_S = 0.02  # the longest time that a stop takes
+
 
 @dataclass
 class OtlpReceiver:
@@ -55,7 +57,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
     thread.start()
     receiver.url = f"http://127.0.0.1:{server.server_port}"
     try:

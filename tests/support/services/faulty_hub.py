@@ -124,7 +124,7 @@ def faulty_hub() -> Iterator[str]:
     server.handle_error = lambda *arguments: None  # type: ignore[method-assign]
     server.daemon_threads = True
     server.released = threading.Event()  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

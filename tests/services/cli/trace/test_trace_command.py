@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest_asyncio
 from rich.console import Console
@@ -18,8 +20,8 @@ from shared.randomness import SystemRandomness
 from shared.subjects import trace
 from shared.telemetry.timeline import Phase, Timeline, Try
 from shared.transport.bus import NatsBus
+from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer
-from tests.support.services.running import WAIT_S, start_hearth
 
 TIMELINE = Timeline(
     request_id="r-1",
@@ -59,9 +61,17 @@ TIMELINE = Timeline(
 )
 
 
+@dataclass
+class Gateways:
+    """`silent`: the bus of the one that answers no question."""
+
+    server: NatsServer
+    silent: NatsBus
+
+
 @pytest_asyncio.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    """With one gateway that knows r-1, and one that never answers."""
+async def gateways(tmp_path: Path) -> AsyncIterator[Gateways]:
+    """One gateway knows r-1, the other one is silent."""
     names = ("gateway-1", "gateway-2")
     users = (("observer", "observer-1"), *(("gateway", name) for name in names))
     server = NatsServer(tmp_path, users)  # type: ignore[arg-type]
@@ -73,7 +83,7 @@ async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
         monitors.append((monitor, bus))
         if name == "gateway-1":
             await bus.serve(trace(name), ReadTimeline, _read)
-    yield server
+    yield Gateways(server, monitors[1][1])
     for monitor, bus in monitors:
         await monitor.stop()
         await bus.close()
@@ -84,23 +94,22 @@ def _read(question: ReadTimeline) -> TimelineRead:
     return TimelineRead(timeline=TIMELINE if question.request_id == "r-1" else None)
 
 
-async def run(tmp_path: Path, server: NatsServer, *arguments: str) -> tuple[int, str]:
-    process = start_hearth(tmp_path, "trace", *arguments, HEARTH_NATS_URL=server.url("observer-1"))
-    output = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
-    return process.returncode, output[0]
+async def run(gateways: Gateways, *arguments: str) -> CompletedProcess[str]:
+    environ = {"HEARTH_NATS_URL": gateways.server.url("observer-1")}
+    return await asyncio.to_thread(call_hearth, ("trace", *arguments), environ)
 
 
-async def test_trace_prints_the_timeline(tmp_path: Path, server: NatsServer) -> None:
-    status, output = await run(tmp_path, server, "r-1", "--json")
-    lines = output.splitlines()
-    assert status == 0, output
+async def test_trace_prints_the_timeline(gateways: Gateways) -> None:
+    found = await run(gateways, "r-1", "--json")
+    assert found.returncode == 0, found.stderr
+    lines = (found.stdout + found.stderr).splitlines()
     assert "no reply within 1 s: gateway-2" in lines
     printed = next(line for line in lines if line.startswith("{"))
     assert json.loads(printed)["tries"][0]["worker_id"] == "decode-1"
-    status, output = await run(tmp_path, server, "r-2")
-    assert status == 1
-    assert "no gateway knows the request 'r-2'" in output
-    assert "Traceback" not in output
+    await gateways.silent.serve(trace("gateway-2"), ReadTimeline, _read)
+    found = await run(gateways, "r-2")
+    assert found.returncode == 1
+    assert "no gateway knows the request 'r-2'" in found.stdout + found.stderr
 
 
 def test_table_has_workers_bytes_and_late_masks() -> None:
