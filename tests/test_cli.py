@@ -77,7 +77,7 @@ def test_hub_model_name_is_its_id() -> None:
 
 def test_process_output_equals_in_process_output() -> None:
     """Other tests call `main` in the test process; this test starts the command."""
-    for arguments in (["chat"], ["status", "--help"], ["tenant"]):
+    for arguments in (["chat"], ["status", "--help"]):
         process, called = hearth_process(*arguments), hearth(*arguments)
         assert process.returncode == called.returncode
         assert process.stdout == called.stdout

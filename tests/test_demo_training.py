@@ -22,6 +22,7 @@ from demo_training.tokenizer import train_tokenizer
 from demo_training.tool_cases import ToolCase, held_out_cases, name_of, shared_grams
 from demo_training.tool_dialogues import Exchange, ToolCorpus, ToolDialogues, load_tools
 from services.gateway.text.chat_template import ChatTemplate
+from tests.support.grids import in_short_run
 
 VOCABULARY = 2048
 
@@ -73,7 +74,7 @@ def function_of(call: str) -> dict[str, str]:
     return {"name": name, "arguments": json.dumps(arguments)}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", in_short_run(range(5), range(20)))
 def test_the_template_writes_what_the_model_was_trained_on(
     corpus: Corpus, tools: ToolCorpus, tokenizer: Tokenizer, template: ChatTemplate, seed: int
 ) -> None:
