@@ -49,7 +49,7 @@ def undisturbed() -> str:
     return run(main())
 
 
-@fuzz(20)
+@fuzz(10)
 @given(plans, st.data())
 def test_services_survive_wrong_messages(plan: Plan, data: st.DataObject) -> None:
     async def main() -> None:

@@ -118,7 +118,7 @@ def found(operations: list[Operation]) -> tuple[list[str], int]:
     return run(main())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(OPERATIONS)
 def test_nothing_leaks_between_tenants(operations: list[Operation]) -> None:
     assert found(operations)[0] == []

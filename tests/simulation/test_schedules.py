@@ -1,4 +1,4 @@
-"""250 schedules, different for each commit: the fleet's invariants hold under all faults.
+"""100 schedules, different for each commit: the fleet's invariants hold under all faults.
 
 A failure prints its seed and the command that replays it. `scripts/test --long` runs 10,000.
 """
@@ -12,8 +12,8 @@ import pytest
 
 from tests.simulation.sweep import report_of, run_seeds
 
-NUM_SCHEDULES = 250
-PIECE = 25  # schedules per case: about two seconds
+NUM_SCHEDULES = 100
+PIECE = 10  # schedules per case: about one second
 FIRST_SEEDS = 1_000_000  # number of different first seeds of commits
 
 
