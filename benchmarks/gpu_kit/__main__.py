@@ -167,7 +167,7 @@ class Kit:
         """
         carried = Part(
             *("carried", CARRIED_S, "kernels compiled elsewhere", f"{HERE}.compiled.carried"),
-            *(("triton",), (str(self.pack),)),
+            *((), (str(self.pack),)),  # needs Triton only where kernels were carried
         )
         status, reason = self._process(carried, "dry" if self.is_dry else "device").run(CARRIED_S)
         rows = [row for row in read_rows(self.outputs.rows) if row["case"] == "carried kernels"]

@@ -45,6 +45,7 @@ from tests.support.kernels.fake_driver import FakeDriver
 from tests.support.kernels.triton_ops import triton_ops
 
 OPTIONS = LoadOptions(max_batch_tokens=512, max_sequences=256)
+FEW = LoadOptions(max_batch_tokens=128, max_sequences=16)  # fewer keys to compile
 CHUNKS = (2, 3, 7, 16, 17, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384, 511, 512)
 
 
@@ -79,14 +80,14 @@ def fake(computer: StepComputer) -> Iterator[FakeDriver]:
         yield driver
 
 
-def warm_up(computer: StepComputer, driver: FakeDriver) -> None:
+def warm_up(computer: StepComputer, driver: FakeDriver, options: LoadOptions = OPTIONS) -> None:
     """As a worker's start does: compiles by key, runs one step."""
     num_blocks = computer.kv_cache.shape[2]
-    compile_kernels(StepKernels(computer.model, computer.kv_layout, num_blocks, OPTIONS))
+    compile_kernels(StepKernels(computer.model, computer.kv_layout, num_blocks, options))
     names = {each.name for each in driver.compiled}
     assert "_decode_attention_kernel" in names
     assert driver.num_launches == 0
-    run_largest_step(computer, OPTIONS)
+    run_largest_step(computer, options)
     driver.compiled.clear()
 
 
@@ -110,10 +111,10 @@ def test_each_family_is_compiled_by_key(
     with triton_ops() as driver:
         finish_model(computer.model, OPTIONS.mode, is_compressed=False)
         if is_quantized and computer.model.config.has_experts:  # whose steps need real choices
-            compile_kernels(StepKernels(computer.model, computer.kv_layout, 64, OPTIONS))
+            compile_kernels(StepKernels(computer.model, computer.kv_layout, 64, FEW))
             assert "_grouped_kernel" in {each.name for each in driver.compiled}
             return
-        warm_up(computer, driver)
+        warm_up(computer, driver, FEW)
         resize(computer, 2**22)  # strides beyond 2^31
         assert Counter(each.name for each in driver.compiled) == {}
         groups = len(computer.kv_layout.groups)
@@ -140,7 +141,7 @@ def test_compressed_weights_are_compiled_by_key(tmp_path: Path) -> None:
 
 
 def resize(computer: StepComputer, num_blocks: int) -> None:
-    compile_kernels(StepKernels(computer.model, computer.kv_layout, num_blocks, OPTIONS))
+    compile_kernels(StepKernels(computer.model, computer.kv_layout, num_blocks, FEW))
 
 
 def sampled(step: StepInputs, **fields: object) -> StepInputs:
@@ -206,7 +207,7 @@ def test_warm_worker_with_an_fp8_cache_compiles_nothing(
     computer = computer_of(tmp_path, FP8)
     with triton_ops() as driver:
         finish_model(computer.model, OPTIONS.mode, is_compressed=False)
-        warm_up(computer, driver)
+        warm_up(computer, driver, FEW)
         for rows in ([1], [1] * 4, [32], [7, 1, 1]):
             for context in (0, 513):
                 computer.run(idle_step(16, rows, context_tokens=context))
