@@ -24,13 +24,14 @@ from tests.kernels.support.passed_runs import PassedRun
 
 ROOT = Path(__file__).parents[2]
 GPU_TESTS = Path(__file__).parent / "gpu"
-ENGINE = "test_engine.py"  # a run of its own: it has many more sources
-PARTS = sorted(
+PARTS = {
     path.name
     for path in GPU_TESTS.iterdir()
-    if (path.name.startswith("test_") or any(path.glob("test_*.py"))) and path.name != ENGINE
-)
-RUNS = (PARTS[::2], PARTS[1::2], [ENGINE])  # a process each: imports take 5 s
+    if path.name.startswith("test_") or any(path.glob("test_*.py"))
+}
+# Two processes of 30 s each; imports take 5 s. The first has no source of the engine.
+WITH_ENGINE = {"moe", "rows", "sampling", "test_engine.py", "test_start_check.py"}
+RUNS = sorted(PARTS - WITH_ENGINE), sorted(WITH_ENGINE)
 
 
 @pytest.mark.parametrize("parts", RUNS, ids=" ".join)

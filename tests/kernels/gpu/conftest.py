@@ -15,10 +15,15 @@ import pytest
 import torch
 
 from kernels.device import IS_INTERPRETED, has_triton_device
-from tests.kernels.support.interpreter import patch_once_per_launch, sum_dots_in_order
+from tests.kernels.support.interpreter import (
+    patch_once_per_launch,
+    skip_unused_work,
+    sum_dots_in_order,
+)
 
 if IS_INTERPRETED:
     patch_once_per_launch()
+    skip_unused_work()
     sum_dots_in_order()
 HERE = Path(__file__).parent
 DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])

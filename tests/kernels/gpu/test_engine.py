@@ -22,21 +22,31 @@ from tests.support.engine.checkpoints import write_model
 from tests.support.engine.steps import Blocks, advance, prefill, step_of
 
 NUM_PROMPT, NUM_NEW = 13, 3
-SMALL = {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 2}
+SMALL = {
+    "hidden_size": 32,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Qwen3ForCausalLM": {},  # norms of heads
-    "Gemma2ForCausalLM": {"sliding_window": 7, "attn_logit_softcapping": 3.0},
+    "Gemma2ForCausalLM": {  # each second layer has a window
+        "num_hidden_layers": 2,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 3.0,
+    },
     "MixtralForCausalLM": {"num_local_experts": 5, "intermediate_size": 40},
     "DeepseekV3ForCausalLM": {  # latents
         "head_dim": 8,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": 2,
         "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8,
         "v_head_dim": 10,
         "kv_lora_rank": 20,
         "q_lora_rank": 14,
-        "first_k_dense_replace": 2,  # its 256 experts take 100 s in the interpreter
+        "first_k_dense_replace": 1,  # its 256 experts take 100 s in the interpreter
     },
 }
 
@@ -125,8 +135,8 @@ def test_sampled_tokens(tmp_path: Path, device: torch.device) -> None:
     executor = load_executor(
         tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
-    inputs = step_of([(Blocks(executor.num_blocks).line(prompt_of(9)), 9)])
-    rows = sampling_rows(9, temperature=0.9, top_k=20, top_p=0.8, seed=np.arange(9))
+    inputs = step_of([(Blocks(executor.num_blocks).line(prompt_of(4)), 4)])
+    rows = sampling_rows(4, temperature=0.9, top_k=20, top_p=0.8, seed=np.arange(4))
     sampling = replace(inputs.sampling, rows=rows)
     sampled = asyncio.run(executor.run(replace(inputs, sampling=sampling))).token_ids
     columns = sampling_columns(sampling, device)
@@ -138,7 +148,7 @@ def test_split_weights_give_the_same_logits(
     tmp_path: Path, is_tied: bool, device: torch.device
 ) -> None:
     """Covers linear layers, the output head and the rows of an embedding lookup."""
-    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    shape = {**SMALL, "hidden_size": 64, "intermediate_size": 128}
     write_model(tmp_path, "LlamaForCausalLM", **shape, tie_word_embeddings=is_tied)
     logits = []
     for weights in ("dense", "compressed"):
