@@ -43,6 +43,7 @@ GRACE_S = 5
 # connection, and no request is sent on a connection that the server is closing.
 KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
+MAX_READS_PER_TURN = 16  # of some 50 us each; libuv itself reads from all connections in one turn
 LARGE_READ_BYTES = 64 * 1024  # after which other connections have their turn
 MAX_PIPELINED = 16  # requests of a connection that wait for their responses
 # Limits for slow clients, which occupy a connection and memory.
@@ -106,12 +107,14 @@ class _Http(HttpToolsProtocol):
         write_timeout_s: float,
         on_slow_client: Callable[[], None],
         connections: Connections,
+        reads: FairStarts,
         starts: FairStarts,
         tenant_of: TenantOf,
         **named: Any,
     ) -> None:
         super().__init__(*args, **named)
         self._connections = connections
+        self._reads = reads
         self._starts = starts
         self._tenant_of = tenant_of
         self._place: OpenConnection | None = None
@@ -123,6 +126,7 @@ class _Http(HttpToolsProtocol):
         self._on_slow_client = on_slow_client
         self._unanswered: list[RequestResponseCycle] = []
         self._num_waiting = 0  # requests that have not been started
+        self._unparsed = b""
         self._num_buffered_bytes = 0  # since the parser's last event
         self._is_idle = False
         self._timer: asyncio.TimerHandle | None = None
@@ -184,6 +188,21 @@ class _Http(HttpToolsProtocol):
         self._connection.bytes_sent()
 
     def data_received(self, data: bytes) -> None:
+        """Parses `data` now or, if many connections have sent something, in a later turn."""
+        if self._place is None:
+            return
+        self._unparsed += data
+        if len(self._unparsed) > len(data):  # its turn comes
+            return
+        self._reads.start(self._place.holder, self._parse)
+        if self._unparsed and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def _parse(self) -> None:
+        data, self._unparsed = self._unparsed, b""
+        self._read_on()
+        if self.transport.is_closing():
+            return
         if self._is_idle:
             self._is_idle = False
             self._wait(self._head_timeout_s)
@@ -279,7 +298,8 @@ class _Http(HttpToolsProtocol):
     def _end_grace(self) -> None:
         if self._place is None or self._connections.may_stay(self._place):
             return
-        if self._num_waiting or self._waits_for_response():  # its key may not be known yet
+        # its key may not be known yet
+        if self._unparsed or self._num_waiting or self._waits_for_response():
             self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
         else:
             self.transport.close()
@@ -294,7 +314,7 @@ class _Http(HttpToolsProtocol):
             self._timer = None
 
     def _too_slow(self, timeout_s: float) -> None:
-        if self.flow.read_paused:  # the server has paused reading
+        if self.flow.read_paused or self._unparsed:  # the server has paused reading
             self._wait(timeout_s)
         else:
             self.transport.close()
@@ -383,6 +403,7 @@ class WebServer:
                 write_timeout_s=write_timeout_s,
                 on_slow_client=on_slow_client,
                 connections=self.connections,
+                reads=FairStarts(max_per_turn=MAX_READS_PER_TURN),
                 starts=self._starts,
                 tenant_of=tenant_of,
             ),

@@ -15,7 +15,13 @@ import pytest
 import uvloop
 
 from services.gateway.http.connections import Connections
-from services.gateway.http.server import MAX_PIPELINED, HeadWithBody, WebServer
+from services.gateway.http.server import (
+    MAX_PIPELINED,
+    MAX_READS_PER_TURN,
+    ON_AUTHENTICATED,
+    HeadWithBody,
+    WebServer,
+)
 from shared.background import TASK_FAILED
 from tests.support.waiting import until
 
@@ -173,6 +179,35 @@ async def test_request_of_another_tenant_starts_among_those_of_a_burst() -> None
         assert {*paths[:12]} >= {"/own", "/health"}
         for writer in writers:
             writer.close()
+    await server.stop()
+
+
+async def test_burst_on_open_connections_is_parsed_by_turns_of_the_tenants() -> None:
+    parsed: list[str] = []
+
+    async def authenticated(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            scope["state"][ON_AUTHENTICATED](tenant_of(scope["headers"]))
+        await app(scope, receive, send)
+
+    def tenant_of(headers: Any) -> str:
+        parsed.append(dict(headers)[b"tenant"].decode())
+        return parsed[-1]
+
+    server = WebServer(authenticated, "127.0.0.1", 0, tenant_of=tenant_of)
+    await server.start()
+    tenants = ["one"] * (6 * MAX_READS_PER_TURN) + ["other"]
+    async with asyncio.timeout(20):
+        streams = [await asyncio.open_connection(*server.address) for _ in tenants]
+        for _ in range(2):  # the connections are their tenants' from the first response on
+            parsed.clear()
+            for tenant, (_, writer) in zip(tenants, streams, strict=True):
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\ntenant: %b\r\n\r\n" % tenant.encode())
+            for reader, _ in streams:
+                assert (await reader.readuntil(b"0\r\n\r\n")).startswith(OK)
+        for _, writer in streams:
+            writer.close()
+    assert parsed.index("other") <= 4 * MAX_READS_PER_TURN  # parsed and authenticated
     await server.stop()
 
 
