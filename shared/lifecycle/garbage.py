@@ -2,8 +2,8 @@
 
 Reference counts free nearly all that a request leaves; a full collection finds a few cycles. It
 visits every container of the process, during which the event loop stands still: some 60 ms beside a
-thousand streams. So Python collects young objects alone, in some 5 ms, and a full collection runs
-when the process is idle, or when memory has grown since the last one.
+thousand streams. So Python collects young objects alone, a few milliseconds at a time, and a full
+collection runs when the process is idle, or when memory has grown since the last one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from shared.clock import Clock
 
 # Objects before a collection of the youngest, and such collections before one of those that
-# survived it. Python's default of 700 objects is too frequent.
-MAX_YOUNG_OBJECTS = 5_000
+# survived it: each visits so few that it takes less than a turn of a busy event loop.
+MAX_YOUNG_OBJECTS = 1_000
 MAX_YOUNG_COLLECTIONS = 4
 NEVER = 1_000_000_000
 CHECK_S = 1.0
