@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -16,8 +16,10 @@ from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.config import url_problems
 from shared.errors import ConfigError
-from shared.store import RedisStore, Store
 from shared.tls import TlsFiles
+
+if TYPE_CHECKING:
+    from shared.store import Store
 
 T = TypeVar("T")
 
@@ -51,6 +53,8 @@ def time_text(unix_s: float) -> str:
 
 def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -> T:
     """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    from shared.store import RedisStore  # 0.1 s, for commands that have no store
+
     url = find_redis(redis_url)
 
     async def go() -> T:

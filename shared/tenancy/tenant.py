@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import re
 from hashlib import sha256
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from shared.errors import ConfigError
 from shared.messages import MAX_WEIGHT, Count, Name
-from shared.store import Store
 from shared.transport.wire_errors import UNREADABLE
+
+if TYPE_CHECKING:
+    from shared.store import Store
 
 GENERATION = "hearth:generation"
 TENANTS = "hearth:tenants"

@@ -10,9 +10,7 @@ import typer
 
 from services.cli.checkpoints.quality_prompts import Prompt, read_prompts, token_ids_of
 from services.cli.options import OPERATE
-from services.cli.output import print_json, table_console
 from services.local.hub_download import local_copy
-from shared.log import configure_logging
 
 if TYPE_CHECKING:
     from shared.engine.quantize.compare import Summary
@@ -72,6 +70,7 @@ def quality(
     from shared.engine.models.checkpoint_config import read_config
     from shared.engine.quantize.compare import compare, summary
     from shared.engine.quantize.variants import Comparisons
+    from shared.log import configure_logging
 
     configure_logging("quality", level="warning")
     found, needs_weights = read_prompts(prompts), load_format is not LoadFormat.DUMMY
@@ -88,6 +87,8 @@ def quality(
 
 
 def _show(summaries: dict[str, Summary], prompts: list[Prompt], *, is_json: bool) -> None:
+    from services.cli.output import print_json, table_console
+
     if is_json:
         rows = [_row(what, each, prompts) for what, each in summaries.items()]
         print_json({"prompts": len(prompts), "comparisons": rows})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,9 @@ from services.cli.operators.audited import audited
 from services.cli.options import OPERATE
 from services.cli.tenants.tenant_options import with_limits
 from shared.errors import ConfigError
-from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
+
+if TYPE_CHECKING:
+    from shared.tenancy.tenant_admin import TenantAdmin
 
 app = typer.Typer()
 tenant_app = typer.Typer(
@@ -39,6 +41,7 @@ def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> 
     A limit that is not given is unlimited, and 0 allows nothing.
     """
     from services.cli.tenants.tenant_tables import with_tenant_admin
+    from shared.tenancy.tenant_admin import new_api_key
 
     api_key = new_api_key()
     with_tenant_admin(redis_url, lambda it: it.add(tenant, changes, api_key))
@@ -84,6 +87,7 @@ def rotate(
 ) -> None:
     """Print a new API key; replaced keys stay valid for --keep-s, or until they are revoked."""
     from services.cli.tenants.tenant_tables import with_tenant_admin
+    from shared.tenancy.tenant_admin import new_api_key
 
     if not 0 <= keep_s <= 366 * 86_400:
         raise ConfigError(f"--keep-s {keep_s:g} is not from 0 to a year")
@@ -162,6 +166,7 @@ def api_key(
 ) -> None:
     """Create an additional API key, and its tenant if new: prints the key once."""
     from services.cli.tenants.tenant_tables import with_tenant_admin
+    from shared.tenancy.tenant_admin import new_api_key
 
     api_key = new_api_key()
     with_tenant_admin(redis_url, lambda admin: admin.add_key(tenant, api_key))
