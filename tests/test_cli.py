@@ -19,6 +19,7 @@ from services.cli.cluster.service_options import (
 )
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 from tests.services.cli.in_process import call_hearth
+from tests.support.grids import in_one_test
 
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
@@ -88,11 +89,11 @@ def test_no_argument_prints_help() -> None:
     assert hearth().stdout == hearth("--help").stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    result = hearth(command, "--help")
-    assert result.returncode == 0
-    assert "Example" in result.stdout or command == "health"
+def test_every_command_has_help_with_an_example() -> None:
+    for command in COMMANDS:
+        result = hearth(command, "--help")
+        assert result.returncode == 0, command
+        assert "Example" in result.stdout or command == "health", command
 
 
 @pytest.mark.parametrize("config", [GatewayConfig, SchedulerConfig, KvIndexConfig, WorkerConfig])
@@ -100,7 +101,7 @@ def test_every_config_field_has_help_text(config: type) -> None:
     assert {field.name for field in msgspec.structs.fields(config)} <= set(HELP)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "words"),
     [
         (["serve"], "No such command 'serve'"),

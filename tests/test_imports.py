@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.grids import in_one_test
+
 ROOT = Path(__file__).resolve().parent.parent
 BASE = {
     "msgspec",
@@ -228,7 +230,7 @@ def test_no_folder_exceeds_max_files() -> None:
     assert crowded == {}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("file", "name"),
     [
         ("services/scheduler/service.py", "services.kv_index.index"),

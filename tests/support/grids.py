@@ -7,9 +7,12 @@ differ in every parameter, `each_value(1)` the first cell.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -37,6 +40,49 @@ def in_short_run(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
         )
         for case in cases
     ]
+
+
+def in_one_test(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Any], Any]:
+    """Like `pytest.mark.parametrize`, but one test of all cases, for tables of cheap ones: a test
+    takes up to 20 ms beside its own time. A failure has its case as a note.
+    """
+    wanted = [each.strip() for each in names.split(",")] if isinstance(names, str) else [*names]
+    rows = [dict(zip(wanted, _values(case, wanted), strict=True)) for case in cases]
+    assert rows
+
+    def decorated(test: Any) -> Any:
+        @wraps(test)
+        def run(**fixtures: Any) -> None:
+            for row in rows:
+                with _noting(row):
+                    test(**fixtures, **row)
+
+        @wraps(test)
+        async def run_async(**fixtures: Any) -> None:
+            for row in rows:
+                with _noting(row):
+                    await test(**fixtures, **row)
+
+        found: Any = run_async if inspect.iscoroutinefunction(test) else run
+        signature = inspect.signature(test)
+        fixtures = [each for each in signature.parameters.values() if each.name not in wanted]
+        found.__signature__ = signature.replace(parameters=fixtures)
+        return found
+
+    return decorated
+
+
+def _values(case: Any, names: Sequence[str]) -> Sequence[Any]:
+    return case if len(names) > 1 else (case,)
+
+
+@contextmanager
+def _noting(row: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {row}")
+        raise
 
 
 def covering(cells: Sequence[frozenset[Any]], at_most: int = sys.maxsize) -> set[int]:

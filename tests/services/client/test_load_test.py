@@ -8,6 +8,7 @@ import pytest
 from services.client.http_client import BodyReader, Connection, Sample
 from services.client.load_test import LoadTestOptions, Quota, row_of
 from shared.errors import DependencyUnavailable, HearthError
+from tests.support.grids import in_one_test
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (
@@ -24,7 +25,7 @@ def chunked(parts: tuple[bytes, ...]) -> bytes:
     return HEAD + b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (*parts, b""))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_one_test("seed", range(20))
 def test_chunked_body_is_complete_however_it_is_split(seed: int) -> None:
     response, randomness = chunked(EVENTS), random.Random(seed)
     reader, body = BodyReader(), b""

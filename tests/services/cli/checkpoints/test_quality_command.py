@@ -9,6 +9,7 @@ import pytest
 
 from services.cli.checkpoints.quality_prompts import Prompt, read_prompts
 from tests.services.cli.in_process import call_hearth
+from tests.support.grids import in_one_test
 
 DEMO = "shared/demo_model"
 TEXTS = ["What is the KV cache?", "[b]What[/b] is Hearth?"]
@@ -60,7 +61,7 @@ def test_prompts_are_read_as_texts_and_as_token_ids(prompts: Path, tmp_path: Pat
     assert read_prompts(prompts) == [Prompt(1, "a\u2028b"), Prompt(3, "c")]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "content", "message"),
     [
         ("a.txt", b"", "no prompt, one a line"),

@@ -28,6 +28,7 @@ from shared.transport.bus import NatsBus
 from tests.services.cli.cluster.heartbeats import host_heartbeat, hosted
 from tests.services.cli.in_process import call_hearth
 from tests.services.cli.models.conftest import Hearth, text
+from tests.support.grids import in_one_test
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.services.running import environ_for
 
@@ -138,7 +139,7 @@ def test_unreadable_record_affects_its_model_only(
     assert [row[0] for row in rows(hearth)] == ["m"]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "words"),
     [
         (["add", "a b", "org/x"], "invalid model 'a b'"),
