@@ -86,12 +86,15 @@ def test_existing_directory_takes_precedence_over_the_hub(
     assert local_copy(Path("/nowhere")) == Path("/nowhere")  # the configuration check reports it
 
 
-def test_cached_model_is_used_offline(hub_home: Path) -> None:
-    result = resolve(MODEL, HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
-    assert result.returncode == 0, result.stderr
+def test_cached_model_alone_is_used_offline(hub_home: Path) -> None:
+    result = resolve(MODEL, "org/other", HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
     found = Path(result.stdout.strip())
-    assert found.name == COMMIT
+    assert found.name == COMMIT, result.stderr
     assert (found / "model.safetensors").is_file()
+    assert result.returncode == 1
+    assert "'org/other' is not a directory here, not in" in result.stderr
+    assert "HF_HUB_OFFLINE prevents the download" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_cached_model_is_used_if_the_hub_is_unreachable(hub_home: Path) -> None:
@@ -100,21 +103,12 @@ def test_cached_model_is_used_if_the_hub_is_unreachable(hub_home: Path) -> None:
     assert COMMIT in result.stdout
 
 
-def test_uncached_model_is_rejected_offline(hub_home: Path) -> None:
-    line = error_line("org/other", HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
-    assert "'org/other' is not a directory here, not in" in line
-    assert "HF_HUB_OFFLINE prevents the download" in line
-
-
-def test_unreachable_hub_is_in_the_error(tmp_path: Path) -> None:
-    line = error_line(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+def test_unreachable_hub_and_invalid_hub_id_are_in_the_error(tmp_path: Path) -> None:
+    environ = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    line, invalid = error_lines(MODEL, "org/a..b--c", **environ)
     assert "http://127.0.0.1:9 cannot be reached" in line
     assert "give a checkpoint directory" in line
-
-
-def test_invalid_hub_id_is_in_the_error(tmp_path: Path) -> None:
-    line = error_line("org/a..b--c", HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
-    assert "'org/a..b--c' is not a directory here, and not a valid id on" in line
+    assert "'org/a..b--c' is not a directory here, and not a valid id on" in invalid
 
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
@@ -140,7 +134,7 @@ def hub(answer: Callable[[str], Answer]) -> Iterator[str]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -236,21 +230,26 @@ def test_safetensors_are_required_only_with_weights(hub_home: Path) -> None:
     assert resolve(MODEL, NEEDS="text", **offline).returncode == 0
 
 
-def test_command_reports_an_uncached_model_in_one_line(tmp_path: Path) -> None:
-    environ = {**environ_for(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    for command in (
-        ("up", "--model", MODEL),
-        ("bench", "--model", MODEL),
+@pytest.mark.parametrize(
+    "command",
+    [
         ("decode", "--nats-url", "nats://127.0.0.1:1", "--model-dir", MODEL),
-    ):
-        result = subprocess.run(
-            [sys.executable, "-m", "services", *command],
-            env=environ,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert result.returncode == 2
-        assert result.stderr.startswith(f"hearth: model {MODEL!r} is not a directory here")
-        assert len(result.stderr.splitlines()) == 1
+        pytest.param(("up", "--model", MODEL), marks=pytest.mark.long),
+        pytest.param(("bench", "--model", MODEL), marks=pytest.mark.long),
+    ],
+    ids=lambda command: command[0],
+)
+def test_command_reports_an_uncached_model_in_one_line(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "services", *command],
+        env={**environ_for(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"hearth: model {MODEL!r} is not a directory here")
+    assert len(result.stderr.splitlines()) == 1
