@@ -16,17 +16,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.cli.cluster import up
+from services.cli.cluster import status, up
 from services.client.first_answers import first_requests
 from services.local.servers import free_port
 from services.local.state import LocalClusterState, StateDir
+from services.worker.worker import build_worker
 from shared.clock import MonotonicClock
+from shared.config import WorkerConfig
+from shared.engine.executors.timing_executor import TimingExecutor
 from shared.errors import DependencyUnavailable
+from shared.fleet.fleet_view import FleetView
 from shared.subjects import credential_of
 from tests.services.cli.in_process import call_hearth
 from tests.services.local.hub_home import MODEL, offline, write_hub_home
-from tests.support.cluster.process_template import template
-from tests.support.cluster.service_processes import process_environ
 from tests.support.servers import RedisServer, Server, find_binary
 from tests.support.services.running import (
     WAIT_S,
@@ -41,6 +43,7 @@ from tests.support.services.running import (
     records_of,
     start_hearth,
 )
+from tests.support.waiting import until
 
 
 class Up:
@@ -176,9 +179,9 @@ def test_status_shows_all_processes_and_an_operator_sees_the_cluster(running: Up
     assert operator is not None
     seen = call_hearth(("status", "--once", "--json", "--nats-url", operator), environ)
     assert seen.returncode == 0, seen.stderr
-    status = json_line_of(seen.stdout)
-    assert status.keys() == {"workers", "services", "roles"}
-    prefill, decode = status["workers"]
+    shown_json = json_line_of(seen.stdout)
+    assert shown_json.keys() == {"workers", "services", "roles"}
+    prefill, decode = shown_json["workers"]
     assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
     assert decode["generated_per_s"] == 0
     assert 0 <= decode["hit_ratio"] <= 1
@@ -204,14 +207,22 @@ def json_line_of(output: str) -> Any:
     return json.loads(line)
 
 
-def test_status_repeats_until_interrupted(running: Up) -> None:
-    process = start_hearth(running.state_home, "status", "--json", "--interval-s", "0.1")
-    assert process.stdout is not None
-    for _ in range(3):
-        assert len(json.loads(process.stdout.readline())["workers"]) == 2
-    process.send_signal(signal.SIGINT)
-    assert "Traceback" not in process.communicate(timeout=30)[0]
-    assert process.returncode == 0
+def test_status_repeats_until_interrupted(running: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_shown, print_json = 0, status.print_json
+
+    def print_three_times(view: FleetView) -> None:
+        nonlocal num_shown
+        print_json(view)
+        num_shown += 1
+        if num_shown == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(status, "print_json", print_three_times)
+    command = ("status", "--json", "--interval-s", "0.1")
+    result = call_hearth(command, environ_for(running.state_home))
+    assert (result.returncode, num_shown) == (0, 3), result.stderr
+    lines = [each for each in result.stdout.splitlines() if each.startswith("{")]
+    assert [len(json.loads(each)["workers"]) for each in lines] == [2, 2, 2]
 
 
 def test_bench_prints_a_table_and_one_json_line(running: Up) -> None:
@@ -228,30 +239,43 @@ def test_bench_prints_a_table_and_one_json_line(running: Up) -> None:
         assert abs(row["prompt_tokens"] - 60) < 15
 
 
-def test_worker_joins_with_a_new_credential_and_leaves(
-    running: Up, chat_model: Path, tmp_path: Path
-) -> None:
-    added = call_hearth(
-        ("credential", "worker", "--process-id", "far"), environ_for(running.state_home)
-    )
+def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: Path) -> None:
+    environ = environ_for(running.state_home)
+    added = call_hearth(("credential", "worker", "--process-id", "far"), environ)
     assert "listens on loopback only" in added.stderr
-    worker = template().start(
-        [str(tmp_path), "worker", "--model-dir", str(chat_model), "--model-name", MODEL],
-        process_environ({"HEARTH_NATS_URL": added.stdout.strip(), "HEARTH_NUM_THREADS": "1"}),
-        tmp_path / "worker.log",
+    config = WorkerConfig(
+        nats_url=added.stdout.strip(),
+        process_id="far",
+        model_dir=chat_model,
+        model_name=MODEL,
+        device="cpu",
     )
+    asyncio.run(join_and_leave(running, config))
 
+
+class FarExecutor(TimingExecutor):
+    """Of another revision than the cluster's."""
+
+    revision = "far"
+    eos_token_ids = ()
+    has_head = True
+
+
+async def join_and_leave(up: Up, config: WorkerConfig) -> None:
     def is_known() -> bool:
-        workers = ready(running.state)["workers"]["decode"]
-        return "far" in map(credential_of, workers)
+        return "far" in map(credential_of, ready(up.state)["workers"]["decode"])
 
+    def load(config: WorkerConfig) -> FarExecutor:
+        return FarExecutor(MonotonicClock(), num_blocks=64, vocab_size=400)
+
+    worker = await build_worker(config, ("prefill", "decode"), load)
+    await worker.start()
     try:
-        eventually(is_known, "worker that joined")
-        worker.terminate()
-        assert worker.wait(timeout=30) == 0
-        eventually(lambda: not is_known(), "worker that left")
+        await until(is_known)
+        await worker.drain()
     finally:
-        worker.kill()
+        await worker.stop()
+    await until(lambda: not is_known())
 
 
 class RunningCluster:
