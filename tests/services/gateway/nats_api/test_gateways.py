@@ -279,6 +279,7 @@ async def test_lost_connection_to_nats_ends_the_streams_of_a_gateway(
         await until(lambda: is_idle(cluster.gateway))
 
 
+@pytest.mark.usefixtures("no_shared_cluster")
 async def test_gateway_that_never_started_stops(gateway_config: GatewayConfig) -> None:
     """As after an error of its start, which its operator would otherwise not see."""
     gateway = await PROCESSES.gateway(gateway_config)

@@ -23,6 +23,7 @@ from tests.services.gateway.dialects.responses.events import (
 )
 from tests.services.gateway.nats_api.conftest import Api, all_of, next_of
 from tests.services.gateway.samples import sample_sum
+from tests.support.grids import in_one_test
 from tests.support.waiting import until
 
 PATHS = {
@@ -157,7 +158,7 @@ REJECTED: list[tuple[str, Any, dict[str, str] | None, int, str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("endpoint", "body", "headers", "status", "code", "param"), REJECTED)
+@in_one_test(("endpoint", "body", "headers", "status", "code", "param"), REJECTED)
 async def test_bad_request_gets_one_error(
     api: Api,
     endpoint: str,

@@ -25,6 +25,7 @@ from tests.services.gateway.structured.grammars.conftest import (
     tokenizer,
     vocabulary,
 )
+from tests.support.grids import in_one_test
 
 __all__ = ["accepts", "token_id_of", "tokenizer", "vocabulary"]
 
@@ -131,7 +132,7 @@ def test_other_names_stay_allowed_without_a_pattern_of_names() -> None:
     assert found == {"type": "object", "patternProperties": {"^a": {}}}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("schema", "text", "is_valid"),
     [
         ({"properties": {"a": {}}}, "null", False),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.streams import streams
+from services.gateway.streams import early_entries, streams
 from services.gateway.text.model_files import ModelFiles
 from shared import subjects
 from shared.config import GatewayConfig
@@ -229,7 +229,10 @@ async def test_client_disconnect_cancels_queued_request(cluster: Cluster) -> Non
         assert await cluster.scheduler.cancels.get() == message.request.request_id
 
 
-async def test_foreign_placement_is_aborted(cluster: Cluster) -> None:
+async def test_foreign_placement_is_aborted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_entries, "EARLY_LIMIT_S", 0.2)
     worker = cluster.decodes[0]
     entry = TokenEntry(b"f" * 16, 0, 0, (5, 6))
     batch = TokenBatch(worker_id=worker.worker_id, entries=(entry,))
@@ -254,7 +257,7 @@ async def test_second_placement_is_superseded(cluster: Cluster) -> None:
     assert text_of(await running) == ANSWER
 
 
-@pytest.mark.usefixtures("no_shared_cluster")
+@pytest.mark.usefixtures("no_shared_cluster", "quick")
 async def test_bus_restart_does_not_resubmit(
     tmp_path: Path, gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
@@ -277,7 +280,7 @@ async def test_bus_restart_does_not_resubmit(
         server.stop()
         await until(lambda: cluster.gateway.readiness().reason == "not connected to the bus")
         assert (await cluster.http.get("/ready")).status_code == 503
-        await asyncio.sleep(2.5)  # longer than every silence timeout
+        await asyncio.sleep(1.5)  # longer than every silence timeout
         server.start()
         first.released.set()
         async with asyncio.timeout(WAIT_S):

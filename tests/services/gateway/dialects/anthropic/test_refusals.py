@@ -26,6 +26,7 @@ from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.anthropic.stream import MESSAGES, events_of
 from tests.services.gateway.dialects.anthropic.test_messages_http import BODY
 from tests.services.gateway.tenancy.test_limits_http import Acme, acme
+from tests.support.grids import in_one_test
 
 __all__ = ["acme"]
 
@@ -59,7 +60,7 @@ HI = {"role": "user", "content": "hi"}
 AT = "messages[0].content[0]"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "field"),
     [
         ({"max_tokens": None}, "max_tokens"),
@@ -155,7 +156,7 @@ def test_prompt_too_long_has_the_numbers_that_clients_read(message: str, expecte
     assert body.error.message == expected
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("error", "status", "kind"),
     [
         (Overloaded("full", retry_after_s=3), 529, "overloaded_error"),

@@ -20,6 +20,7 @@ from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob
 from shared.errors import InvalidRequest
 from shared.packing import unpack_token_ids
+from tests.support.grids import in_one_test
 
 USER = {"role": "user", "content": "What time is it?"}
 FUNCTION = {"name": "clock", "arguments": '{"zone": "UTC"}'}
@@ -128,7 +129,7 @@ def test_variables_of_the_template() -> None:
     assert generation(verbosity="medium").reasoning.is_shown
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param"),
     [
         ({"messages": [USER, RESULT]}, "messages[1].tool_call_id"),
@@ -175,7 +176,7 @@ NO_OBJECTS = (
 )
 
 
-@pytest.mark.parametrize("arguments", NO_OBJECTS)
+@in_one_test("arguments", NO_OBJECTS)
 def test_arguments_that_are_no_object_are_kept_as_text(arguments: str) -> None:
     """A model may write such arguments; its conversation goes on, so that it can mend them."""
     call = {**CALL, "function": {"name": "clock", "arguments": arguments}}

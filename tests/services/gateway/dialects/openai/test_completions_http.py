@@ -19,6 +19,7 @@ from shared.messages import TokenEntry
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
+from tests.support.grids import in_one_test
 from tests.support.waiting import until
 
 ROUTE = "/v1/completions"
@@ -337,7 +338,7 @@ async def test_lost_worker_does_not_change_the_response(cluster: Cluster, is_str
 # ── rejections ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param"),
     [
         ({"prompt": None}, "prompt"),

@@ -12,6 +12,7 @@ from shared.grammar.spec import GRAMMAR_FEATURE, GrammarSpec
 from shared.messages import Failure, Request
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of
+from tests.support.grids import in_one_test
 
 COMPLETIONS, RUN = "/v1/completions", "/client/v4/accounts/tenant-1/ai/run/tiny"
 BODIES: dict[str, dict[str, Any]] = {CHAT: BODY, COMPLETIONS: {"prompt": "hi"}, RUN: BODY}
@@ -75,7 +76,7 @@ async def test_ignored_keyword_is_a_warning(cluster: Cluster) -> None:
     assert events[-2]["hearth"]["warnings"] == [warning]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param", "code", "part"),
     [
         (

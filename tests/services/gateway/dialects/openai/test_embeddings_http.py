@@ -23,6 +23,7 @@ from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import EMBEDDING
 from tests.services.gateway.samples import sample_sum
 from tests.services.gateway.streams.test_recovery_http import WAIT_S
+from tests.support.grids import in_one_test
 from tests.support.waiting import until
 
 ROUTE = "/v1/embeddings"
@@ -138,7 +139,7 @@ async def test_openai_sdk(cluster: Cluster) -> None:
     assert [list(each.embedding) for each in answer.data] == [UNIT, UNIT]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param"),
     [
         ({"input": ""}, "input"),

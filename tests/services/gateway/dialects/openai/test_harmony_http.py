@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from services.gateway.text.model_files import ModelFiles
-from shared.config import GatewayConfig
 from shared.grammar.spec import GrammarSpec
-from tests.services.gateway.conftest import SharedCluster, running_cluster
+from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_tools_http import answers
-from tests.support.servers import NatsServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_completion_has_no_markup_of_the_family(
-    shared_cluster: SharedCluster,
-    nats_server: NatsServer,
-    gateway_config: GatewayConfig,
-    model_files: ModelFiles,
-) -> None:
+async def test_completion_has_no_markup_of_the_family(cluster: Cluster) -> None:
     """No chat template wrote its prompt: the constraint is of all its text, which is not parsed."""
-    await shared_cluster.close()
-    config = msgspec.structs.replace(gateway_config, response_template="harmony")
     text = "<|channel|>final<|message|>{}<|end|>"
-    async with running_cluster(nats_server, config, model_files) as cluster:
+    async with cluster.beside(response_template="harmony") as beside:
         answers(cluster, text)
         free = {"prompt": "hi", "max_tokens": 400}
         constrained = {**free, "guided_regex": "a+"}
         for body in (free, constrained):
-            response = await cluster.http.post("/v1/completions", json=body)
+            response = await beside.http.post("/v1/completions", json=body)
             assert response.json()["choices"][0]["text"] == text
         sent = [(await cluster.scheduler.submits.get()).request.sampling.grammar for _ in "ab"]
         assert sent == [None, GrammarSpec(kind="regex", source="a+")]
-        chat = await cluster.http.post(CHAT, json={**BODY, "guided_regex": "a+", "max_tokens": 400})
+        chat = await beside.http.post(CHAT, json={**BODY, "guided_regex": "a+", "max_tokens": 400})
         assert chat.json()["choices"][0]["message"]["content"] == "{}<|end|>"
         grammar = (await cluster.scheduler.submits.get()).request.sampling.grammar
         assert grammar is not None and "final" in grammar.source

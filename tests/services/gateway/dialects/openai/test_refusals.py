@@ -20,6 +20,7 @@ from shared.config import GatewayConfig
 from shared.messages import Failure, Finish, Served
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of, text_of
+from tests.support.grids import in_one_test
 from tests.support.waiting import until
 
 USER = {"role": "user", "content": "x"}
@@ -37,7 +38,7 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
     assert body["error"]["message"]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),

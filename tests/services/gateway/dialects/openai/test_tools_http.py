@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.text.model_files import ModelFiles
-from shared.config import GatewayConfig
-from tests.services.gateway.conftest import Cluster, SharedCluster, running_cluster
+from tests.services.gateway.conftest import Cluster, SharedCluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of
-from tests.support.servers import NatsServer
 from tests.support.services.model_dir import CHAT_TEMPLATE, write_model_dir
 
 CLOCK: dict[str, Any] = {
@@ -35,22 +32,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def tools_cluster(
-    shared_cluster: SharedCluster,
-    nats_server: NatsServer,
-    gateway_config: GatewayConfig,
-    model_files: ModelFiles,
-    tmp_path_factory: pytest.TempPathFactory,
+    shared_cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
-    await shared_cluster.close()
+    """The shared peers with another gateway."""
+    cluster = await shared_cluster.open()
     model_dir = write_model_dir(tmp_path_factory.mktemp("models") / "tiny")
     (model_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE + TOOL_NAMES)
     path = model_dir / "own.json"
     path.write_text(json.dumps(TEMPLATE))
-    config = msgspec.structs.replace(
-        gateway_config, model_dir=model_dir, response_template=str(path)
-    )
-    async with running_cluster(nats_server, config, model_files) as cluster:
-        yield cluster
+    async with cluster.beside(model_dir=model_dir, response_template=str(path)) as beside:
+        yield replace(cluster, gateway=beside.gateway, http=beside.http)
+    await cluster.reset()
 
 
 TEMPLATE = {

@@ -19,6 +19,7 @@ from tests.services.gateway.dialects.ranking.embeddings import (
 )
 from tests.services.gateway.nats_api.conftest import Api, api
 from tests.services.gateway.peer import PeerDecode
+from tests.support.grids import in_one_test
 
 __all__ = ["api"]
 
@@ -160,7 +161,7 @@ BAD: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize("inline_bytes", [prepared_bodies.MAX_INLINE_BYTES, 1])
-@pytest.mark.parametrize(("field", "value", "param"), BAD)
+@in_one_test(("field", "value", "param"), BAD)
 async def test_bad_field_is_named(
     cluster: Cluster, monkeypatch: Any, field: str, value: str, param: str, inline_bytes: int
 ) -> None:
@@ -171,7 +172,7 @@ async def test_bad_field_is_named(
     assert cluster.scheduler.submits.empty()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("body", "param"),
     [
         ({"text_1": "a"}, "text_2"),

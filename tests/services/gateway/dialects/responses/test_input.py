@@ -15,6 +15,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.structured.tools.tool import NamedTool
 from shared.errors import HearthError
+from tests.support.grids import in_one_test
 
 CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object"}}
 NAMESPACE = {"type": "namespace", "name": "fs", "tools": [{**CLOCK, "name": "read"}]}
@@ -186,7 +187,7 @@ SCHEMA = {"type": "json_schema", "name": "n", "schema": {}}
 PARTS = [{"type": "input_image", "image_url": "data:"}]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param", "status"),
     [
         ({"input": None}, "input", 400),

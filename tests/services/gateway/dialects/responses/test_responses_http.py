@@ -15,6 +15,7 @@ from tests.services.gateway.dialects.responses.events import (
     events_of,
     joined_deltas,
 )
+from tests.support.grids import in_one_test
 
 PATH = "/v1/responses"
 
@@ -138,7 +139,7 @@ async def test_response_that_is_not_stored(cluster: Cluster) -> None:
     ("method", "path"),
     [("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")],
 )
-@pytest.mark.parametrize("response_id", ["resp_" + "0" * 32, "x", "resp_%00"])
+@in_one_test("response_id", ["resp_" + "0" * 32, "x", "resp_%00"])
 async def test_unknown_response(cluster: Cluster, method: str, path: str, response_id: str) -> None:
     response = await cluster.http.request(method, f"{PATH}/{response_id}{path}")
     assert response.status_code == 404

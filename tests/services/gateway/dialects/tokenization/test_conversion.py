@@ -28,6 +28,7 @@ from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest, PayloadTooLarge
+from tests.support.grids import in_one_test
 
 SPECIAL = ["<|user|>", "<|end|>", "<|endoftext|>", "<|im_start|>", "<|us", "er|>"]
 PIECES = ["", " ", "  ", "\n", "\r\n", "\t", "a", "the", "é", "e\u0301", "東", "😀", "\u0000"]
@@ -145,7 +146,7 @@ def run_detokenize(data: bytes, files: ModelFiles) -> Any:
     return detokenize(DETOKENIZE_FIELDS.decode(data), files.tokens, vocab_size=400)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("run", "data", "param"),
     [
         (run_tokenize, b"{}", "prompt"),

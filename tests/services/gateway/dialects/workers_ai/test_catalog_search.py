@@ -16,6 +16,7 @@ from services.gateway.dialects.workers_ai.catalog_search import (
 from services.gateway.dialects.workers_ai.model_schema import model_schema
 from shared.errors import InvalidRequest
 from tests.services.gateway.peer import CARD
+from tests.support.grids import in_one_test
 
 NAMES = ["tiny", "@cf/meta/llama-3-8b", "@hf/org/other"]
 ROWS = model_rows(CARD, NAMES)
@@ -37,7 +38,7 @@ def test_row() -> None:
     assert len({each.id for each in ROWS}) == 3
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("params", "names"),
     [
         ({}, NAMES),

@@ -7,6 +7,7 @@ from services.gateway.dialects.workers_ai.model_id import (
     MalformedModelId,
     parse_model_id,
 )
+from tests.support.grids import in_one_test
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ def test_id_with_and_without_its_first_slash(model_id: str) -> None:
     assert parse_model_id(f"/{model_id}") == parse_model_id(model_id) == model_id
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("model_id", "problem"),
     [
         ("", "missing"),

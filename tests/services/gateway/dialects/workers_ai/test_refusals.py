@@ -17,6 +17,7 @@ from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.dialects.workers_ai.conftest import ALIASES
 from tests.services.gateway.dialects.workers_ai.test_run_http import BODY, ROOT, RUN
 from tests.services.gateway.tenancy.test_limits_http import Acme, acme
+from tests.support.grids import in_one_test
 
 __all__ = ["acme"]
 
@@ -36,7 +37,7 @@ def check_rejected(response: httpx.Response, status: int, number: int, part: str
     assert part in entry["message"]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "field"),
     [
         ({"prompt": "x"}, "prompt"),
@@ -74,7 +75,7 @@ async def test_bodies_that_say_nothing(cluster: Cluster) -> None:
     check_rejected(await cluster.http.post(RUN, json={**BODY, "lora": "x"}), 405, 5005, "LoRA")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "status", "number"),
     [
         ("@cf/meta/unknown", 400, 5007),

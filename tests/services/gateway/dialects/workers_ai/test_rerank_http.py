@@ -12,6 +12,7 @@ from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.ranking.embeddings import texts_embedded
 from tests.services.gateway.dialects.workers_ai.test_refusals import check_rejected
 from tests.services.gateway.dialects.workers_ai.test_run_http import RUN
+from tests.support.grids import in_one_test
 
 CONTEXTS = ["the lazy dog", "hello world", "the quick brown fox"]
 BODY: dict[str, Any] = {"query": "the quick fox", "contexts": [{"text": each} for each in CONTEXTS]}
@@ -55,7 +56,7 @@ BAD: list[tuple[str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "named"), BAD)
+@in_one_test(("field", "value", "named"), BAD)
 async def test_bad_field_is_named(cluster: Cluster, field: str, value: str, named: str) -> None:
     data = f'{json.dumps(BODY)[:-1]}, "{field}": {value}}}'
     check_rejected(await cluster.http.post(RUN, content=data), 400, 5004, named)

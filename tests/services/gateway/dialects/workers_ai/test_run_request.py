@@ -22,6 +22,7 @@ from services.gateway.dialects.workers_ai.run_request import (
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from shared.errors import InvalidRequest, PayloadTooLarge
+from tests.support.grids import in_one_test
 
 USER = {"role": "user", "content": "x"}
 CHAT = {"messages": [USER]}
@@ -97,7 +98,7 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
     assert len(generations(**CHAT, **dict.fromkeys([*NEUTRAL_VALUES, "prompt", "text"]))) == 1
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param"),
     [
         ({}, None),

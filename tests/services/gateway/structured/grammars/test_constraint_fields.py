@@ -13,6 +13,7 @@ from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.grammars.constraint_fields import ConstraintFields, constraint_of
 from services.gateway.structured.grammars.json_pointers import pointers
 from shared.errors import InvalidRequest
+from tests.support.grids import in_one_test
 
 FIELDS = SupportedFields(ConstraintFields, {})
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
@@ -32,7 +33,7 @@ def of(kind: Any, source: str, param: str) -> OutputConstraint:
     return OutputConstraint(kind=kind, source=source, param=param)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "expected"),
     [
         ({}, None),
@@ -116,7 +117,7 @@ def test_spelling(fields: dict[str, Any], expected: OutputConstraint | None) -> 
     assert constraint(**fields) == expected
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param"),
     [
         ({"response_format": {}}, "response_format.type"),

@@ -11,6 +11,7 @@ from services.gateway.dialects.openai.chat import CHAT_FIELDS, to_generation_req
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.structured.tools.tool import CustomFormat, NamedTool, Tool, ToolOptions
 from shared.errors import InvalidRequest, PayloadTooLarge
+from tests.support.grids import in_one_test
 
 USER = {"role": "user", "content": "x"}
 SCHEMA = {"type": "object", "properties": {"zone": {"type": "string"}}}
@@ -143,7 +144,7 @@ def test_allowed_tools_limit_the_calls_and_not_the_prompt(mode: str, is_flat: bo
 NAMED = {"type": "function", "function": {"name": "other"}}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "param"),
     [
         ({"tools": [CLOCK, NESTED_CLOCK]}, "tools[1].function.name"),

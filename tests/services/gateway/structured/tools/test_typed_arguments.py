@@ -34,6 +34,7 @@ from tests.services.gateway.structured.tools.wire_formats import (
     Message,
     wire_text,
 )
+from tests.support.grids import in_one_test
 
 TAGGED = ("qwen_xml", "glm")
 TYPED = (*TAGGED, "pythonic", "function_gemma", "gemma4")
@@ -99,18 +100,16 @@ UNIONS: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...] = (
 
 
 @pytest.mark.parametrize("name", TYPED)
-@pytest.mark.parametrize(("schema", "values"), UNIONS)
-def test_each_value_of_a_union_can_be_written(
-    name: str, schema: dict[str, Any], values: tuple[Any, ...]
-) -> None:
+def test_each_value_of_a_union_can_be_written(name: str) -> None:
     """A lexer that takes the longest match finds no end of `null` where a text may go on."""
-    root = {
-        "type": "object",
-        "properties": {"a": schema},
-        "required": ["a"],
-        "$defs": {"maybe": {"anyOf": [{"type": "null"}, {"type": "string"}]}},
-    }
-    assert refused_calls(name, root, ({"a": each} for each in values)) == []
+    for schema, values in UNIONS:
+        root = {
+            "type": "object",
+            "properties": {"a": schema},
+            "required": ["a"],
+            "$defs": {"maybe": {"anyOf": [{"type": "null"}, {"type": "string"}]}},
+        }
+        assert refused_calls(name, root, ({"a": each} for each in values)) == [], schema
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -160,7 +159,7 @@ def test_what_the_grammar_allows_is_valid(name: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("name", TYPED)
-@pytest.mark.parametrize(
+@in_one_test(
     ("schema", "place"),
     [
         ({"type": "string", "format": "uri"}, "/properties/a/format"),
@@ -186,7 +185,7 @@ def test_keyword_that_a_format_cannot_enforce(name: str, schema: Any, place: str
         assert plan.warnings == (f"tools[0].parameters: ignored: {place}",)
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"plain"}))
+@in_one_test("name", sorted(set(FAMILIES) - {"plain"}))
 def test_schema_without_finite_arguments(name: str) -> None:
     endless = {"properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}
     tool = Tool(name=NAME, parameters={"$defs": {"a": endless}, "$ref": "#/$defs/a"})

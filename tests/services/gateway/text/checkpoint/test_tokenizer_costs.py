@@ -21,6 +21,7 @@ from services.gateway.text.checkpoint.tokenizer_costs import (
 from services.gateway.text.tokenizer import MAX_SLOW_CHARS, PromptTokenizer
 from shared.errors import ConfigError
 from shared.tokenizer.tokenizer_steps import read_steps
+from tests.support.grids import in_one_test
 
 TEXT = "a" * 100
 DECODERS: list[tuple[Sequence[Any], bool]] = [
@@ -92,7 +93,7 @@ def precompiled(text: str) -> dict[str, Any]:
 ANY, LETTER, SPACE = {"Regex": r"\s*"}, {"String": "a"}, {"String": " "}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("steps", "reason"),
     [
         ([replace(LETTER, "b" * 999)], "999 times"),
