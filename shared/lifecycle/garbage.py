@@ -30,7 +30,7 @@ MAX_INTERVAL_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """Seconds of a clock, CPU seconds of the process, and the most bytes that it has had."""
 
     now: float
@@ -41,17 +41,17 @@ class Usage:
 class CollectionPolicy:
     """`usage`: at the last full collection."""
 
-    def __init__(self, usage: Usage) -> None:
+    def __init__(self, usage: ProcessUsage) -> None:
         self._collected = usage
 
-    def is_due(self, before: Usage, now: Usage) -> bool:
+    def is_due(self, before: ProcessUsage, now: ProcessUsage) -> bool:
         """Whether to collect; `before`: some IDLE_S ago."""
         elapsed_s = now.now - self._collected.now
         is_idle = now.cpu_s - before.cpu_s <= MAX_IDLE_SHARE * (now.now - before.now)
         has_grown = now.peak_bytes - self._collected.peak_bytes >= MAX_GROWTH_BYTES
         return is_idle or elapsed_s >= MAX_INTERVAL_S or (has_grown and elapsed_s >= MIN_INTERVAL_S)
 
-    def collected(self, usage: Usage) -> None:
+    def collected(self, usage: ProcessUsage) -> None:
         self._collected = usage
 
 
@@ -83,7 +83,7 @@ def has_survivors() -> bool:
     return gc.get_count()[2] > 0
 
 
-def _usage(clock: Clock) -> Usage:
+def _usage(clock: Clock) -> ProcessUsage:
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return Usage(clock.now(), time.process_time(), peak_bytes)
+    return ProcessUsage(clock.now(), time.process_time(), peak_bytes)

@@ -20,7 +20,7 @@ from shared.lifecycle.garbage import (
     MAX_YOUNG_OBJECTS,
     MIN_INTERVAL_S,
     CollectionPolicy,
-    Usage,
+    ProcessUsage,
     collect_garbage,
     freeze_heap,
 )
@@ -118,8 +118,8 @@ async def test_idle_process_collects_what_survived() -> None:
 def test_busy_process_collects_when_memory_has_grown_or_after_minutes(
     after_s: float, cpu_s: float, growth_bytes: int, is_due: bool
 ) -> None:
-    policy = CollectionPolicy(Usage(5.0, 1.0, 100))
-    policy.collected(Usage(7.0, 2.0, 1000))
-    before = Usage(7.0 + after_s - IDLE_S, 9.0, 1000)
-    now = Usage(7.0 + after_s, 9.0 + cpu_s, 1000 + growth_bytes)
+    policy = CollectionPolicy(ProcessUsage(5.0, 1.0, 100))
+    policy.collected(ProcessUsage(7.0, 2.0, 1000))
+    before = ProcessUsage(7.0 + after_s - IDLE_S, 9.0, 1000)
+    now = ProcessUsage(7.0 + after_s, 9.0 + cpu_s, 1000 + growth_bytes)
     assert policy.is_due(before, now) is is_due
