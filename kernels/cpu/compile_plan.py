@@ -21,7 +21,6 @@ QuantizedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zero
 Part = Literal["attention", "layers", "rows", "steps"]  # steps: all that a worker runs first
 
 _SIZES = "head_dim", "block_size"  # attention alone depends on it; other code is the same for all
-_MASKS = "has_plain_attention", "has_masked_attention"
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class CompilePlan:
     block_size: int
     is_compressed: bool  # the weights
     is_blocked: bool  # layers without experts have a kernel: their matrices are full blocks of 32
-    has_plain_attention: bool  # some layer has neither window nor softcap
-    has_masked_attention: bool
     has_gelu: bool
     # Kinds of QKV, output, gate and up, down, if the checkpoint is quantized.
     quantized: tuple[QuantizedKind, ...] = ()
@@ -52,18 +49,16 @@ class CompilePlan:
     def _fields(self, part: Part) -> dict[str, Any]:
         """Describes what determines the code of a part."""
         fields, form = asdict(self), self._attention_form()
-        of_layers = {name: fields[name] for name in fields if name not in (*_SIZES, *_MASKS)}
-        masks = {} if form == "tiles" else {name: fields[name] for name in _MASKS}
+        of_layers = {name: fields[name] for name in fields if name not in _SIZES}
         match part:
             case "attention":
-                common = {"dtype": self.dtype, "has_fp8_kv": self.has_fp8_kv}
-                return {**common, **masks, "form": form}
+                return {"dtype": self.dtype, "has_fp8_kv": self.has_fp8_kv, "form": form}
             case "steps":
-                return {**of_layers, **masks, "form": form}
+                return {**of_layers, "form": form}
         return of_layers
 
     def _attention_form(self) -> str:
-        """Tiles of AMX, which have one kernel for all masks; FP32 that is read in place; or copies.
+        """Tiles of AMX, FP32 that is read in place, or copies.
 
         See `amx_attention.can_attend_on_amx` and `vector_attention.is_direct`.
         """

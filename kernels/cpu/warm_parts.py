@@ -57,10 +57,7 @@ def compile_attention(plan: CompilePlan) -> None:
     query, cache = _zeros(plan, 2, 1, plan.head_dim), _cache(plan)
     cache = cache.to(torch.float8_e4m3fn) if plan.has_fp8_kv else cache
     table, lens, starts = torch.zeros(1, 1).long(), torch.tensor([2]), torch.tensor([0, 2])
-    if plan.has_plain_attention:
-        prefill_attention(query, cache, table, starts, lens, 1.0)
-    if plan.has_masked_attention:
-        prefill_attention(query, cache, table, starts, lens, 1.0, lower=torch.zeros(2).int())
+    prefill_attention(query, cache, table, starts, lens, 1.0)
     rms_norm(_zeros(plan, _FEW, _BLOCK), _zeros(plan, _BLOCK), 0.0)
     if plan.dtype == "bfloat16":
         frame = torch.zeros(frame_codec.BLOCK_BYTES, dtype=torch.uint8).numpy()

@@ -57,7 +57,7 @@ def rotate_and_store(
         array(heads.contiguous()),
         cos.contiguous().numpy(),
         sin.contiguous().numpy(),
-        slot_mapping.long().numpy(),
+        slot_mapping.long().contiguous().numpy(),
         array(query),
         array(key),
         array(value),

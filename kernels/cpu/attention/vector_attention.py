@@ -96,9 +96,7 @@ class Mask(NamedTuple):
     softcap: Any
 
 
-def _mask(lower: Tensor | None, softcap: float | None, num_tokens: int) -> Mask | None:
-    if lower is None and softcap is None:
-        return None
+def _mask(lower: Tensor | None, softcap: float | None, num_tokens: int) -> Mask:
     bounds = np.zeros(num_tokens, np.int32) if lower is None else lower.numpy()
     return Mask(bounds, _f32(0.0 if softcap is None else softcap))
 
@@ -157,10 +155,8 @@ def _attend(
     num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
-    """Attends a batch of runs. `mask` and `direct` are None where a model does not use them. numba
-    compiles a separate variant for None, so that unused code is not compiled.
-
-    With `direct` an FP32 cache of full squares is read in place.
+    """Attends a batch of runs. With `direct` an FP32 cache of full squares is read in place; it is
+    None elsewhere: numba compiles a separate variant for None, so that unused code is not compiled.
     """
     _, num_kv_heads, group, head_dim = query.shape
     # A literal would compile a second variant of `_scratch`.
@@ -192,8 +188,6 @@ def _attend(
 @compiled()
 def _lowest(row: int, mask: Any) -> Any:
     """The first position that a run from `row` of the batch on reads: bounds never decrease."""
-    if mask is None:
-        return 0
     return np.int64(mask.lower[row])
 
 
@@ -310,9 +304,8 @@ def _weigh(at: Any, mask: Any, scratch: Any) -> None:
     _, _, _, scores, tops, totals, _, _ = scratch
     start = _start(lowest)
     row_bytes = _whole(position + num_tokens - start, TILE) * 4
-    if mask is not None:  # noqa: SIM102 - numba prunes the two branches separately
-        if mask.softcap > 0.0:
-            _cap(scores.ctypes.data, num_tokens * group * row_bytes // 4, mask.softcap)
+    if mask.softcap > 0.0:
+        _cap(scores.ctypes.data, num_tokens * group * row_bytes // 4, mask.softcap)
     row_at, row = scores.ctypes.data, 0
     for token in range(num_tokens):
         last = position + token + 1 - start

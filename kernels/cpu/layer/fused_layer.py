@@ -116,7 +116,7 @@ class PackedLayer:
             self._before,
             cos.contiguous().numpy(),
             sin.contiguous().numpy(),
-            slot_mapping.numpy(),
+            slot_mapping.contiguous().numpy(),
             array(query),
             array(key),
             array(value),

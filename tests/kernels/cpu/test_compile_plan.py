@@ -18,17 +18,17 @@ from numba.core.dispatcher import Dispatcher
 import kernels.cpu
 from kernels.cpu import warm_parts
 from kernels.cpu.attention.prefill_attention import prefill_attention
+from kernels.cpu.attention.rotate_and_store import rotate_and_store
 from kernels.cpu.compile_plan import CompilePlan, Part
 from kernels.ops import cpu_host
 
 Calls = set[tuple[str, tuple[Any, ...]]]
 COMPILE = {"attention": warm_parts.compile_attention, "layers": warm_parts.compile_layers}
 SIZES = [(32, 16), (96, 64), (64, 8), (80, 16), (80, 32), (20, 4), (16, 16), (576, 64)]
-MASKS = [(True, True), (True, False), (False, True)]
 
 
 def _plan(dtype: str, head_dim: int = 64, block_size: int = 16, **fields: Any) -> CompilePlan:
-    plan = CompilePlan(dtype, head_dim, block_size, False, False, True, True, False)
+    plan = CompilePlan(dtype, head_dim, block_size, False, False, False)
     return replace(plan, **fields)
 
 
@@ -64,14 +64,7 @@ def _calls(part: Part, plan: CompilePlan) -> Calls:
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_attention_of_one_marker_has_one_code(dtype: str, is_fp8: bool) -> None:
-    plans = [
-        _plan(
-            dtype, *size, has_fp8_kv=is_fp8, has_plain_attention=plain, has_masked_attention=masked
-        )
-        for size in SIZES
-        for plain, masked in MASKS
-    ]
-    _assert_markers_match("attention", plans)
+    _assert_markers_match("attention", [_plan(dtype, *size, has_fp8_kv=is_fp8) for size in SIZES])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -101,3 +94,30 @@ def test_a_block_table_has_one_code_in_any_layout() -> None:
         for each in (table.expand(2, 1), torch.zeros(2, 3).long()[:, ::2], table.repeat(2, 1)):
             prefill_attention(query, cache, each, starts, lens, 1.0)
     assert len([name for name, _ in calls if name.endswith("._attend")]) == 1
+
+
+def test_attention_has_one_code_for_all_masks() -> None:
+    query, cache = torch.zeros(2, 1, 16), torch.zeros(2, 3, 1, 16, 16)
+    place = torch.tensor([[2]]), torch.tensor([0, 2]), torch.tensor([2])
+    with _recorded() as calls:
+        for mask in ({}, {"lower": torch.zeros(2).int()}, {"softcap": 3.0}):
+            prefill_attention(query, cache, *place, 1.0, **mask)
+    assert len([name for name, _ in calls if name.endswith("._attend")]) == 1
+
+
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["operations", "fused layer"])
+def test_slots_of_a_group_of_layers_have_the_code_of_others(is_blocked: bool) -> None:
+    """They can be a column of all groups' slots."""
+    plan = _plan("bfloat16" if cpu_host().has_gemm("bfloat16") else "float32")
+    if is_blocked and not cpu_host().has_gemm(plan.dtype):
+        pytest.skip("this CPU has no fused layers")
+    layer = warm_parts._Layer(plan)._kernel if is_blocked else None
+    kv_cache, angles = warm_parts._cache(plan), torch.zeros(2, 3, plan.head_dim // 2)
+    with _recorded() as calls:
+        for slots in (torch.zeros(3).long(), torch.zeros(3, 2).long()[:, 1]):
+            if layer is not None:
+                layer.pre_attention(warm_parts._zeros(plan, 3, 32), *angles, kv_cache, slots)
+            else:
+                heads = warm_parts._zeros(plan, 3, 3, plan.head_dim)
+                rotate_and_store(heads, *angles, kv_cache, slots)
+    assert len(calls) == 1

@@ -5,28 +5,48 @@ that generate code once an operation, for half the time; tests of the engine fin
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from kernels.ops import cpu_host
+
+INT4, FP8 = ("int4",), ("fp8",)
 
 
 @cache
 def compile_first(
-    dtype: str, *, head_dim: int = 32, is_blocked: bool = False, is_compressed: bool = False
+    dtype: str, *, head_dim: int = 32, quantized: tuple[str, ...] = (), **fields: Any
 ) -> None:
-    """Compiles attention with and without masks, and layers. `head_dim` of a multiple of 32: of a
-    cache that is read in place or in tiles, else of copies. `is_blocked`: fused layers.
+    """Compiles attention and layers. `head_dim` of a multiple of 32: of a cache that is read in
+    place or in tiles, else of copies. `quantized`: the kind of all weights, or none. `fields`:
+    of the plan; `is_blocked`: fused layers.
     """
     host = cpu_host()
-    if not host.has_kernels or (is_blocked and not host.has_gemm(dtype)):
+    if not host.has_kernels or (fields.get("is_blocked") and not host.has_gemm(dtype)):
         return
-    plan = host.compile_plan(
-        dtype=dtype,
-        head_dim=head_dim,
-        block_size=16,
-        is_compressed=is_compressed,
-        is_blocked=is_blocked,
-        has_plain_attention=True,
-        has_masked_attention=True,
-        has_gelu=False,
-    )
-    host.compile_ahead(plan)
+    plan: dict[str, Any] = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "block_size": 16,
+        "is_compressed": False,
+        "is_blocked": False,
+        "has_gelu": False,
+        "quantized": 4 * quantized,
+        "quantized_experts": 2 * quantized,
+        **fields,
+    }
+    host.compile_ahead(host.compile_plan(**plan))
+
+
+def compile_experts_first() -> None:
+    """Of dense models in both dtypes, and of one with latents in FP8."""
+    for dtype in ("float32", "bfloat16"):
+        compile_first(dtype, head_dim=20, has_experts=True)
+    compile_fp8_first()
+
+
+def compile_fp8_first() -> None:
+    compile_first("bfloat16", head_dim=20, quantized=FP8, has_experts=True, has_latents=True)
+
+
+def compile_int4_first() -> None:
+    compile_first("bfloat16", quantized=INT4, has_fp8_kv=True)

@@ -45,9 +45,6 @@ def compile_plan(
         config.num_heads * config.head_dim,
         config.num_kv_heads * config.head_dim,
     )
-    is_masked = [
-        layer.reach is not None or config.attention_softcap is not None for layer in config.layers
-    ]
     has_layer_kernel = (
         cpu_host().has_gemm(dtype)
         and config.latent is None
@@ -62,8 +59,6 @@ def compile_plan(
         block_size=kv_layout.block_size,
         is_compressed=is_compressed,
         is_blocked=has_layer_kernel,
-        has_plain_attention=not all(is_masked),
-        has_masked_attention=any(is_masked),
         has_gelu=config.activation != "silu",
         quantized=_quantized_kinds(config, dtype, _PARTS),
         quantized_experts=_quantized_kinds(config, dtype, _EXPERTS),

@@ -12,6 +12,7 @@ from kernels.cpu.gemm.lane_linear import lane_linear, pack_lanes
 from kernels.ops import packed_form
 from kernels.reference.grouped_linear import grouped_sums as reference_sums
 from kernels.sum_lanes import SumLanes, add_lanes
+from tests.kernels.support.compiled_first import compile_experts_first
 from tests.kernels.support.expert_inputs import (
     LANES,
     NUM_COLUMNS,
@@ -24,6 +25,11 @@ from tests.support.threads import computing_threads
 
 DTYPES = (torch.bfloat16, torch.float32)
 LONG_FP32 = pytest.param(torch.float32, marks=pytest.mark.long)  # 3 s to compile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_experts_first()
 
 
 @pytest.fixture(params=LANES)

@@ -7,7 +7,13 @@ import torch
 
 from kernels.cpu.moe import expert_rows as compiled
 from kernels.torch_ops import expert_rows as by_torch
+from tests.kernels.support.compiled_first import compile_experts_first
 from tests.support.kernels.inputs import poisoned_outputs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_experts_first()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33, 70])

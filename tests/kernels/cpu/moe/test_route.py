@@ -12,6 +12,7 @@ from kernels.cpu.moe.route import route
 from kernels.routing import ExpertChoice
 from kernels.torch_ops.route import route as torch_route
 from shared.engine.model_config.moe_config import Routing
+from tests.kernels.support.compiled_first import compile_experts_first
 
 ROUTINGS = {
     "softmax": Routing(score="softmax"),
@@ -28,6 +29,11 @@ ROUTINGS = {
     "groups of one": Routing(score="sigmoid", num_groups=8, top_groups=5, has_choice_bias=True),
 }
 BACKENDS = {"compiled": route, "torch": torch_route}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_experts_first()
 
 
 @pytest.fixture(params=BACKENDS)

@@ -25,8 +25,6 @@ FIELDS: dict[str, Any] = {
     "block_size": 16,
     "is_compressed": False,
     "is_blocked": True,
-    "has_plain_attention": True,
-    "has_masked_attention": False,
     "has_gelu": False,
 }
 
