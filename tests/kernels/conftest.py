@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from kernels.device import IS_INTERPRETED
+from tests.support.kernels.compile_template import forked_compilers
 from tests.support.threads import computing_threads
 
 
@@ -23,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _use_one_thread() -> Iterator[None]:
     """Uses one thread unless a test sets another number: test runs share a machine's cores."""
     with computing_threads(1):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_compilers() -> Iterator[None]:
+    with nullcontext() if IS_INTERPRETED else forked_compilers():
         yield
 
 

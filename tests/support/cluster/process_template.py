@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -44,7 +44,7 @@ MODULES = (
 
 
 class Launch(msgspec.Struct, tag=True):
-    arguments: list[str]  # of monitored_process
+    arguments: list[str]
     environ: dict[str, str]
     log_path: str
 
@@ -57,10 +57,13 @@ class Poll(msgspec.Struct, tag=True):
 
 
 class ProcessTemplate:
-    def __init__(self) -> None:
+    """`module`: its process, which calls `serve`; `environ`: added to this process's."""
+
+    def __init__(self, module: str, environ: Mapping[str, str]) -> None:
+        one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # a pool of threads does not fork
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            env=process_environ({"OPENBLAS_NUM_THREADS": "1"}),  # a pool of threads does not fork
+            [sys.executable, "-m", module],
+            env=process_environ({**one_thread, **environ}),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -90,7 +93,7 @@ class ProcessTemplate:
 @cache
 def template() -> ProcessTemplate:
     """That of this process."""
-    return ProcessTemplate()
+    return ProcessTemplate(MODULE, {})
 
 
 class ForkedProcess:
@@ -135,24 +138,30 @@ def main() -> None:
     for module in MODULES:
         import_module(module)
     import_worker()
+    serve(_become_monitored)
+
+
+def serve(become: Callable[[Sequence[str]], None]) -> None:
+    """Forks a process for each request, which calls `become` with its arguments."""
     gc.collect()
     gc.freeze()  # no collection of a process writes to these pages
     for line in iter(sys.stdin.buffer.readline, b""):
         match msgspec.json.decode(line, type=Launch | Poll):
             case Launch() as launch:
-                answer: int | None = _fork(launch)
+                answer: int | None = _fork(launch, become)
             case Poll(pid):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 answer = os.waitstatus_to_exitcode(status) if ended else None
         os.write(1, msgspec.json.encode(answer) + b"\n")
 
 
-def _fork(launch: Launch) -> int:
+def _fork(launch: Launch, become: Callable[[Sequence[str]], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
-        _become(launch)
+        _enter(launch)
+        become(launch.arguments)
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -164,7 +173,7 @@ def _fork(launch: Launch) -> int:
     os._exit(status)
 
 
-def _become(launch: Launch) -> None:
+def _enter(launch: Launch) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(launch.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for source, target in ((null, 0), (log, 1), (log, 2)):
@@ -173,7 +182,10 @@ def _become(launch: Launch) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(launch.environ)
-    sys.argv = ["monitored_process", *launch.arguments]
+
+
+def _become_monitored(arguments: Sequence[str]) -> None:
+    sys.argv = ["monitored_process", *arguments]
     import_module("tests.support.cluster.monitored_process").main()
 
 

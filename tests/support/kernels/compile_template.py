@@ -1,0 +1,94 @@
+"""Children that compile CPU kernels by fork: a template has imported torch, numba and the kernels.
+
+A plan has two children, whose imports take 1.6 s of CPU time each; most find their code in the
+cache, which other plans have filled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kernels.cpu
+from tests.support.cluster.process_template import ForkedProcess, ProcessTemplate, serve
+
+MODULE = "tests.support.kernels.compile_template"
+
+
+@contextmanager
+def forked_compilers() -> Iterator[None]:
+    """Inside, `kernels.cpu.warm` forks the children that fill the cache of this run."""
+    from kernels.cpu import warm
+    from kernels.cpu.compile import cache_dir
+
+    start, own_cache = warm._start, cache_dir()
+
+    def start_forked(plan: Any, part: str, mode: Any, niceness: int = 0) -> Any:
+        if cache_dir() != own_cache:
+            return start(plan, part, mode, niceness)  # type: ignore[arg-type]
+        arguments = part, mode, json.dumps(asdict(plan)), str(niceness)
+        return CompilingChild(_template(own_cache), arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm, "_start", start_forked)
+        yield
+
+
+@cache
+def _template(cache: str) -> ProcessTemplate:
+    return ProcessTemplate(MODULE, {"NUMBA_CACHE_DIR": cache})
+
+
+class CompilingChild(ForkedProcess):
+    """What `kernels.cpu.warm` needs of `subprocess.Popen`."""
+
+    def __init__(self, template: ProcessTemplate, arguments: Sequence[str]) -> None:
+        number, path = tempfile.mkstemp()
+        os.close(number)
+        self._errors = Path(path)
+        super().__init__(template, template.start(arguments, os.environ, self._errors).pid)
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """Raises TimeoutExpired."""
+        self.wait(timeout)
+        errors = self._errors.read_text()
+        self._errors.unlink()
+        return None, errors
+
+
+# ── in the template ──────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    for each in pkgutil.walk_packages(kernels.cpu.__path__, "kernels.cpu."):
+        import_module(each.name)
+    serve(_compile)
+
+
+def _compile(arguments: Sequence[str]) -> None:
+    import numba
+    import torch
+
+    from kernels.cpu import warm_parts
+    from kernels.cpu.compile_plan import CompilePlan
+
+    part, mode, plan, niceness = arguments
+    os.nice(int(niceness))
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    warm_parts.main(part, mode, CompilePlan(**json.loads(plan)))
+
+
+if __name__ == "__main__":
+    main()
