@@ -131,7 +131,7 @@ def model_prompt(start: int) -> list[int]:
 
 
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(params=options(), num_received=st.integers(0, NUM_TOKENS - 1))
 def test_output_equals_solo_run_with_model(
