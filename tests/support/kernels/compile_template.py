@@ -10,7 +10,7 @@ import json
 import os
 import pkgutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -38,7 +38,7 @@ def forked_compilers() -> Iterator[None]:
         if cache_dir() != own_cache:
             return start(plan, part, mode, niceness)  # type: ignore[arg-type]
         arguments = part, mode, json.dumps(asdict(plan)), str(niceness)
-        return CompilingChild(_template(own_cache), arguments)
+        return CompilingChild(_template(own_cache), arguments, _environ(own_cache))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm, "_start", start_forked)
@@ -47,17 +47,24 @@ def forked_compilers() -> Iterator[None]:
 
 @cache
 def _template(cache: str) -> ProcessTemplate:
-    return ProcessTemplate(MODULE, {"NUMBA_CACHE_DIR": cache})
+    return ProcessTemplate(MODULE, _environ(cache))
+
+
+def _environ(cache: str) -> dict[str, str]:
+    """Of the template and of its processes: numba reads it again if it has changed."""
+    return {"NUMBA_CACHE_DIR": cache, "NUMBA_NUM_THREADS": "1"}
 
 
 class CompilingChild(ForkedProcess):
     """What `kernels.cpu.warm` needs of `subprocess.Popen`."""
 
-    def __init__(self, template: ProcessTemplate, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, template: ProcessTemplate, arguments: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
         number, path = tempfile.mkstemp()
         os.close(number)
-        self._errors = Path(path)
-        super().__init__(template, template.start(arguments, os.environ, self._errors).pid)
+        self._errors, environ = Path(path), {**os.environ, **environ}
+        super().__init__(template, template.start(arguments, environ, self._errors).pid)
 
     def communicate(self, timeout: float | None = None) -> tuple[None, str]:
         """Raises TimeoutExpired."""
