@@ -51,7 +51,7 @@ def run(session: Session, module: str, arguments: Sequence[str], needs: Sequence
     if missing:
         return "unavailable", f"not installed: {', '.join(missing)}"
     try:
-        with _launches_go_to(session, has_triton="triton" in needs):
+        with _launches_go_to(session, needs):
             import_module(module).run(session, *arguments)
     except NotBuilt as error:
         return "not built", str(error)
@@ -66,12 +66,14 @@ def run(session: Session, module: str, arguments: Sequence[str], needs: Sequence
 
 
 @contextmanager
-def _launches_go_to(session: Session, *, has_triton: bool) -> Iterator[None]:
-    """Launches of a fake driver are counted, and elsewhere the kernels that Triton's cache had."""
+def _launches_go_to(session: Session, needs: Sequence[str]) -> Iterator[None]:
+    """Launches of a fake driver are counted, and elsewhere the kernels that Triton's cache had. A
+    part that needs nothing launches nothing.
+    """
     with ExitStack() as stack:
-        if has_triton and session.mode != "dry":
+        if "triton" in needs and session.mode != "dry":
             stack.enter_context(_kernels_counted(session))
-        if session.is_dry:
+        if session.is_dry and needs:
             driver = stack.enter_context(_launches_counted(session))
             if session.mode == "compile":
                 from benchmarks.gpu_kit.compiled.compile_ahead import compiling_ahead
