@@ -23,7 +23,7 @@ CASES = [
     ("llama", "float32", "dense"),
     ("odd llama", "bfloat16", "compressed"),
     ("odd llama", "float32", "dense"),
-    ("odd llama", "float16", "dense"),
+    pytest.param(("odd llama", "float16", "dense"), marks=pytest.mark.long),  # 10 s to compile
 ]
 
 
