@@ -105,6 +105,15 @@ def test_weights_option_is_passed_to_workers(tmp_path: Path) -> None:
         check_options(options(tmp_path, weights="tiny"))
 
 
+def test_numbers_of_ranks_are_passed_to_workers(tmp_path: Path) -> None:
+    chosen = options(tmp_path, num_both=1, tp=8, prefill_tp=2, decode_tp=4, pp=3)
+    specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
+    lines = {spec.argv[3]: " ".join(spec.argv) for spec in specs}
+    for role, tp in {"prefill": 2, "decode": 4, "worker": 8}.items():
+        assert f"--tp {tp}" in lines[role]
+        assert "--pp 3" in lines[role]
+
+
 def test_cluster_without_decode_worker_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing could answer"):
         check_options(options(tmp_path, num_decode=0))

@@ -205,10 +205,8 @@ async def assert_continues(fleet: Fleet, source: MeshShape, target: MeshShape) -
         assert await handoff.target.compute(handoff.reserved, num_new) == expected
 
 
-PAIRS = [(TP_2, TP_1), (TP_1, TP_2), (TP_2, TP_2), (PP_2, TP_2), (TP_2, PP_2)]
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+# Stages are in MATRIX, and in test_other_host.py.
+@pytest.mark.parametrize(("source", "target"), [(TP_2, TP_1), (TP_1, TP_2), (TP_2, TP_2)])
 async def test_decode_continues_with_the_bits_of_one_process(
     fleet: Fleet, source: MeshShape, target: MeshShape
 ) -> None:
@@ -272,10 +270,28 @@ async def test_tokens_are_held_once_all_ranks_hold_them() -> None:
 
 
 async def test_address_of_another_host_is_a_configuration_error(fleet: Fleet) -> None:
-    group = (await fleet.of(PP_2)).executor
+    group = (await fleet.of(TP_2)).executor
     assert isinstance(group, GroupExecutor)
     with pytest.raises(ConfigError, match=r"data_plane_host: cannot receive KV on '192\.0\.2\.1'"):
         await open_receive(group, LinkKeys("aead", SystemRandomness()), "192.0.2.1")
+
+
+async def test_zeroed_blocks_are_zero_on_all_ranks(fleet: Fleet) -> None:
+    worker, single = await fleet.of(TP_2), await fleet.of(TP_1)
+    assert isinstance(single.executor, LocalExecutor)
+    handoff = Handoff(worker, single)
+    receipt, push = await handoff.expect(), handoff.start()
+    await worker.compute(handoff.pushed, NUM_TOKENS)
+    await worker.executor.zero_blocks(handoff.pushed.block_table)
+    handoff.sequence.block_tables = [handoff.pushed.block_table]
+    push.computed(NUM_TOKENS)
+    assert await push.run() and await receipt.ended is None
+    received = bytearray(b"x" * expected_bytes(single))
+    await single.executor.read_kv(
+        KvRun(handoff.reserved.block_table, 0, NUM_TOKENS), memoryview(received)
+    )
+    assert not any(received)
+    await single.receive.forget(handoff.placement_id)
 
 
 FROZEN = pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.long)
@@ -283,9 +299,11 @@ FROZEN = pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.long)
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, id="killed"), FROZEN])
 async def test_lost_rank_ends_its_pushes_and_receipts(fleet: Fleet, number: signal.Signals) -> None:
-    """The target is another worker, whose receipt sees the lost link."""
-    dying = await Worker.load(fleet.folder, TP_2)
-    target = await fleet.of(TP_2)
+    """The target is another worker, whose receipt sees the lost link. These are the last tests of
+    the worker that dies.
+    """
+    dying, target = await fleet.of(TP_2), await fleet.of(TP_1)
+    del fleet.workers[TP_2]
     assert isinstance(dying.executor, GroupExecutor)
     sending, receiving = Handoff(dying, target), Handoff(target, dying)
     receipt, own = await sending.expect(), await receiving.expect()
@@ -306,21 +324,3 @@ async def test_lost_rank_ends_its_pushes_and_receipts(fleet: Fleet, number: sign
     await target.receive.forget(sending.placement_id)
     assert not receipt.is_complete
     await dying.close()
-
-
-async def test_zeroed_blocks_are_zero_on_all_ranks(fleet: Fleet) -> None:
-    worker, single = await fleet.of(TP_2), await fleet.of(TP_1)
-    assert isinstance(single.executor, LocalExecutor)
-    handoff = Handoff(worker, single)
-    receipt, push = await handoff.expect(), handoff.start()
-    await worker.compute(handoff.pushed, NUM_TOKENS)
-    await worker.executor.zero_blocks(handoff.pushed.block_table)
-    handoff.sequence.block_tables = [handoff.pushed.block_table]
-    push.computed(NUM_TOKENS)
-    assert await push.run() and await receipt.ended is None
-    received = bytearray(b"x" * expected_bytes(single))
-    await single.executor.read_kv(
-        KvRun(handoff.reserved.block_table, 0, NUM_TOKENS), memoryview(received)
-    )
-    assert not any(received)
-    await single.receive.forget(handoff.placement_id)
