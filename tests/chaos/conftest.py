@@ -12,9 +12,9 @@ from tests.chaos.world.workload import NUM_STREAMS
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chaos]:
-    """The default services with the timing engine, and their undisturbed responses: half of the
-    matrix's load.
+    """The default services with the timing engine, and their undisturbed responses: a quarter of
+    the matrix's load, one request of each kind.
     """
     folder = tmp_path_factory.mktemp("chaos")
-    async with running_chaos(folder, num_streams=NUM_STREAMS // 2) as running:
+    async with running_chaos(folder, num_streams=NUM_STREAMS // 4) as running:
         yield running

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from tests.chaos.chaos import Chaos
-from tests.chaos.world.load import Steady
+from tests.chaos.world.load import NUM_CLIENTS, Steady
 
 MAX_DRAIN_S = 30.0
 
@@ -21,10 +21,12 @@ class Restart(msgspec.Struct, kw_only=True):
     back_s: float  # from its start until every gateway had it again
 
 
-async def restart_each(chaos: Chaos, names: list[str]) -> tuple[list[Restart], Steady]:
+async def restart_each(
+    chaos: Chaos, names: list[str], *, num_clients: int = NUM_CLIENTS
+) -> tuple[list[Restart], Steady]:
     """Restarts the processes in turn under load; the load records the clients' results."""
     restarts = []
-    async with Steady(chaos) as load:
+    async with Steady(chaos, num_clients) as load:
         for name in names:
             restarts.append(await _restart(chaos, name))
     return restarts, load

@@ -24,7 +24,8 @@ WORKERS = {"kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES), "max-batch-tokens": 
 RANKS = {"prefill-1": {"tp": "2"}, "decode-1": {"tp": "2"}}
 # Nothing is killed while frames are spoilt: a spare of decode takes what is computed again.
 OF_FRAMES = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1", "decode-2", "gateway-1")
-SHORT_CHUNKS = {"max-batch-tokens": "96"}  # so that a prompt takes several frames
+FRAMES_STEP_S = 0.005  # no fault waits for a phase of the streams
+SHORT_CHUNKS = {"max-batch-tokens": "32"}  # so that a prompt takes several frames
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +69,10 @@ async def running_frames(
     """With an inactive relay in front of each decode worker."""
     workers = {**WORKERS, **SHORT_CHUNKS, **(WORKERS_APART if transport == "tcp" else {})}
     async with (
-        _started(folder, workers, OF_FRAMES, is_model=is_model) as (cluster, monitor),
+        _started(folder, workers, OF_FRAMES, is_model=is_model, step_s=FRAMES_STEP_S) as (
+            cluster,
+            monitor,
+        ),
         relays(cluster, monitor, transport) as frame_relays,
     ):
         running = Chaos(cluster, monitor, num_streams=num_streams)
@@ -83,12 +87,13 @@ async def _started(
     services: Iterable[str] = SERVICES,
     *,
     is_model: bool,
+    step_s: float = TIMING_STEP_S,
     options_of: Mapping[str, Mapping[str, str]] = {},
 ) -> AsyncIterator[tuple[ChaosCluster, Monitor]]:
     of_model = {"kv-cache-bytes": str(NUM_BLOCKS * MODEL_BLOCK_BYTES)} if is_model else {}
     cluster = ChaosCluster(
         folder,
-        step_s=None if is_model else TIMING_STEP_S,
+        step_s=None if is_model else step_s,
         worker_options={**workers, **of_model},
         services=services,
         options_of=options_of,

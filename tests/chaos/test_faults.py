@@ -1,5 +1,5 @@
 """A subset of the matrix on one cluster: invariants that hold at any machine speed. The tests after
-it kill a gateway and Redis, those in `tests/end_to_end` workers of a model.
+it kill a gateway, those in `tests/end_to_end` workers of a model.
 
 `scripts/chaos`, which has the machine to itself, checks times against their bars.
 """
@@ -68,6 +68,7 @@ async def test_responses_equal_the_undisturbed_run(
         assert "device_lost" in chaos.cluster.log_of(victim)
 
 
+@pytest.mark.long  # one without load: tests/services/cli/cluster/test_up.py
 async def test_killed_redis_returns_with_all_tenants(chaos: Chaos) -> None:
     """Their limits and usage, and keys that no gateway has cached."""
     limits = {"acme": {"requests_per_min": 60}, "other": {"concurrency": 9}}
@@ -112,7 +113,7 @@ async def _num_requests(admin: TenantAdmin) -> int:
 
 
 async def test_disconnected_clients_leave_nothing_behind(chaos: Chaos) -> None:
-    await leave_early(chaos, 300)
+    await leave_early(chaos, 100)
     await chaos.wait_until_empty()
     assert await chaos.leftovers() == {}
 
@@ -135,7 +136,7 @@ async def test_requests_of_a_dead_gateway_are_dropped(chaos: Chaos) -> None:
 
 async def test_second_sigterm_forces_exit_and_stream_continues(chaos: Chaos) -> None:
     cluster = chaos.cluster
-    sending, exchange = _long(chaos, "gateway-1", "forced", max_tokens=300)
+    sending, exchange = _long(chaos, "gateway-1", "forced", max_tokens=120)
     task = asyncio.create_task(sending)
     await exchange.first_event.wait()
     victim = await chaos.monitor.wait(_running_decode(chaos))
@@ -151,8 +152,9 @@ async def test_second_sigterm_forces_exit_and_stream_continues(chaos: Chaos) -> 
 
 
 async def test_rolling_restart_fails_no_request(chaos: Chaos) -> None:
-    names = [name for name in chaos.cluster.services if name.endswith("-1")]
-    restarts, load = await restart_each(chaos, names)
+    """A gateway's: tests/services/gateway/test_rolling_restart.py."""
+    names = ["scheduler-1", "prefill-1", "decode-1"]
+    restarts, load = await restart_each(chaos, names, num_clients=6)
     assert [each.exit_status for each in restarts] == [0] * len(names), restarts
     assert load.num_requests > len(names)
     assert load.failed == []

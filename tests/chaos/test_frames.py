@@ -8,7 +8,7 @@ from tests.chaos.frames import run_frames
 from tests.chaos.running import running_frames
 from tests.chaos.world.relay import TRANSPORTS, Transport
 
-NUM_STREAMS = 16  # whose prompts take enough frames
+NUM_STREAMS = 8  # one of each kind; their prompts take enough frames
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ async def test_spoilt_frames_are_detected_and_never_served(
     ):
         row = await run_frames(running, frame_relays, transport)
     assert (row.lost, row.altered) == (0, 0), row
-    assert row.spoilt > 10, row
-    assert row.found > 10 and not row.missed, row
+    assert row.spoilt > 5, row
+    assert row.found > 5 and not row.missed, row
     assert row.tries_failed > 0, row
     assert row.whole_after_s is not None, row

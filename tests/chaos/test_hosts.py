@@ -1,4 +1,6 @@
-"""Two rows of a host that fails under load; `python -m tests.chaos --hosts` runs all."""
+"""Two rows of a host that fails under load; `python -m tests.chaos --hosts` runs all. The short run
+kills and freezes a host in `tests/services/host/test_host_process.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.chaos.world.workload import requests
 
 KINDS, NUM_OUTPUT_TOKENS = (1, 3), 150  # with these a row takes seconds
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -27,7 +29,7 @@ async def streams(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Str
 
 @pytest.mark.parametrize(
     ("fault", "phase"),
-    [("freeze", "parking"), pytest.param("kill", "waking", marks=pytest.mark.long)],
+    [("freeze", "parking"), ("kill", "waking")],
 )
 async def test_streams_outlive_their_host(
     streams: Streams, fault: HostFault, phase: HostPhase

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ONE_OF_EACH = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1", "gateway-1")
 NUM_BLOCKS = 128  # enough for a few requests
+NUM_OUTPUT_TOKENS = 40
 RESPONSE_TIMEOUT_S = 30.0
 
 
@@ -40,7 +41,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
 
 async def send(cluster: ChaosCluster, number: int, api_key: str = "") -> Exchange:
     path, body = requests()[number % 32]
-    exchange = Exchange({**body, "cache_salt": str(number), "stream": number % 3 > 0}, "gateway-1")
+    changes = {"cache_salt": str(number), "stream": number % 3 > 0, "max_tokens": NUM_OUTPUT_TOKENS}
+    exchange = Exchange({**body, **changes}, "gateway-1")
     if not exchange.body["stream"]:
         del exchange.body["stream_options"]
     async with asyncio.timeout(RESPONSE_TIMEOUT_S):
