@@ -14,14 +14,10 @@ from pathlib import Path
 
 import httpx
 
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.local.join import add_credential
 from services.local.servers import free_port
 from services.local.state import LocalClusterState, running_cluster
 from shared.errors import ConfigError
 from tests.support.cluster.cluster_client import START_TIMEOUT_S, ClusterClient
-
-LEAVE_TIMEOUT_S = 60
 
 
 @dataclass
@@ -64,25 +60,6 @@ class Cluster(ClusterClient):
 
     def kill(self, process_id: str) -> None:
         os.kill(self.pid_of(process_id), signal.SIGKILL)
-
-    @contextlib.contextmanager
-    def joined(
-        self, role: str, process_id: str, *options: str
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """A worker with the demo model on one thread, which leaves at the end. It may not have
-        joined yet.
-        """
-        environ = {**os.environ, "XDG_STATE_HOME": str(self.folder)}
-        url = add_credential(role, process_id, None, environ=environ).nats_url
-        command = [sys.executable, "-m", "services", role, "--process-id", process_id]
-        command += ["--instance", "-", "--model-dir", str(DEMO_MODEL_DIR), "--num-threads", "1"]
-        command += ["--model-name", DEMO_MODEL_NAME, "--device", "cpu", *options]
-        worker = subprocess.Popen(command, env={**os.environ, "HEARTH_NATS_URL": url})
-        try:
-            yield worker
-        finally:
-            worker.terminate()
-            worker.wait(timeout=LEAVE_TIMEOUT_S)
 
 
 @contextlib.contextmanager
