@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +13,7 @@ from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.transport.bus import NatsBus
+from tests.support.cluster.process_template import ForkedProcess
 from tests.support.servers import NatsServer
 from tests.support.services.parked_worker import WorkerClient, cpu_s, memory_bytes, worker_process
 
@@ -26,8 +27,11 @@ CONTEXT = ("--kv-floor-bytes", str(8 * MIB), "--max-context-tokens", "2048")
 
 
 @pytest.fixture(scope="module")
-def process(nats_server: NatsServer) -> Iterator[subprocess.Popen[bytes]]:
-    with worker_process(nats_server, DEMO_MODEL_DIR, *OPTIONS, *CONTEXT) as process:
+def process(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkedProcess]:
+    folder = tmp_path_factory.mktemp("worker")
+    with worker_process(folder, nats_server, DEMO_MODEL_DIR, *OPTIONS, *CONTEXT) as process:
         yield process
 
 
@@ -40,7 +44,7 @@ async def index(nats_server: NatsServer) -> AsyncIterator[NatsBus]:
 
 @pytest.fixture
 async def worker(
-    nats_server: NatsServer, process: subprocess.Popen[bytes], index: NatsBus
+    nats_server: NatsServer, process: ForkedProcess, index: NatsBus
 ) -> AsyncIterator[WorkerClient]:
     """Ready, with the cache of its start, which may hold blocks."""
     client = await WorkerClient.connect(nats_server, index=index)
@@ -53,7 +57,7 @@ async def worker(
 
 
 async def test_parked_worker_gives_the_memory_of_its_cache_back(
-    worker: WorkerClient, process: subprocess.Popen[bytes]
+    worker: WorkerClient, process: ForkedProcess
 ) -> None:
     await worker.park()
     parked = memory_bytes(process.pid, "Rss")
@@ -119,8 +123,8 @@ async def test_parking_waits_for_a_stream_and_refuses_other_requests(
     worker: WorkerClient,
 ) -> None:
     prompt = PROMPTS[2][:64]
-    expected = await worker.complete(prompt, 300)
-    placement_id = await worker.place(prompt, 300)
+    expected = await worker.complete(prompt, 150)
+    placement_id = await worker.place(prompt, 150)
     parking = asyncio.create_task(worker.park())
     await worker.until_state("draining")
     with pytest.raises(WorkerBusy, match="worker-1 is draining"):
@@ -133,18 +137,18 @@ async def test_parking_waits_for_a_stream_and_refuses_other_requests(
 
 async def test_stream_that_outlasts_the_drain_is_not_harmed(worker: WorkerClient) -> None:
     prompt = PROMPTS[2][:64]
-    expected = await worker.complete(prompt, 500)
-    placement_id = await worker.place(prompt, 500)
+    expected = await worker.complete(prompt, 250)
+    placement_id = await worker.place(prompt, 250)
     with pytest.raises(WorkerBusy, match=r"still has 1 requests after 0\.05 s"):
         await worker.park(drain_s=0.05)
     await worker.until_state("ready")
-    assert len(worker.tokens_of(placement_id)) < 500
+    assert len(worker.tokens_of(placement_id)) < 250
     assert (await worker.complete(PROMPTS[3][:64], 1)) is not None
     assert await worker.finished(placement_id) == expected
 
 
 async def test_cache_shrinks_and_grows_while_sequences_hold_its_blocks(
-    worker: WorkerClient, process: subprocess.Popen[bytes]
+    worker: WorkerClient, process: ForkedProcess
 ) -> None:
     expected = await asyncio.gather(*(worker.complete(each, 120) for each in PROMPTS))
     await worker.park()
@@ -191,14 +195,14 @@ async def test_size_that_cannot_serve_is_refused_in_one_line(
 
 
 async def test_parked_worker_leaves_its_core_to_others(
-    worker: WorkerClient, process: subprocess.Popen[bytes]
+    worker: WorkerClient, process: ForkedProcess
 ) -> None:
     await worker.park()
     await worker.until_state("standby")
     first, before = worker.heartbeat, cpu_s(process.pid)
     assert first is not None and first.load is not None
     step, began_at = first.load.step, time.monotonic()
-    await worker.until(lambda: _step(worker) >= step + 5)
+    await worker.until(lambda: _step(worker) >= step + 3)
     assert cpu_s(process.pid) - before <= 0.03 * (time.monotonic() - began_at)
 
 
@@ -208,12 +212,13 @@ def _step(worker: WorkerClient) -> int:
 
 
 async def test_worker_that_starts_parked_wakes_and_ends_parked(
-    nats_server: NatsServer, worker: WorkerClient
+    nats_server: NatsServer, worker: WorkerClient, tmp_path: Path
 ) -> None:
     """SIGTERM ends it in standby, with status 0."""
     expected = await worker.complete(PROMPTS[4][:80])
     options = (*OPTIONS, *CONTEXT, "--parked")
-    with worker_process(nats_server, DEMO_MODEL_DIR, *options, process_id="worker-2") as process:
+    place = tmp_path, nats_server, DEMO_MODEL_DIR
+    with worker_process(*place, *options, process_id="worker-2") as process:
         client = await WorkerClient.connect(nats_server, "worker-2", beside=worker)
         try:
             await client.until_state("standby")

@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 
 from services.host.workers.worker_template import import_worker
+from services.scheduler import cost_kernel
 from tests.support.cluster.service_processes import ROOT, process_environ
 
 MODULE = "tests.support.cluster.process_template"
@@ -138,6 +139,7 @@ def main() -> None:
     for module in MODULES:
         import_module(module)
     import_worker()
+    import_module("services.__main__")._command()  # the tree of commands, which each would build
     serve(_become_monitored)
 
 
@@ -156,6 +158,8 @@ def serve(become: Callable[[Sequence[str]], None]) -> None:
 
 
 def _fork(launch: Launch, become: Callable[[Sequence[str]], None]) -> int:
+    if "scheduler" in launch.arguments and cost_kernel.is_cached():
+        cost_kernel.load()  # once: it takes a scheduler a second
     pid = os.fork()
     if pid:
         return pid

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +36,8 @@ from shared.packing import pack_hashes, pack_token_ids
 from shared.randomness import SystemRandomness
 from shared.subjects import HEARTBEATS, KV_EVENTS, control, lifecycle, start_decode, tokens
 from shared.transport.bus import NatsBus
+from tests.support.cluster.process_template import ForkedProcess, template
+from tests.support.cluster.service_processes import process_environ
 from tests.support.servers import NatsServer
 from tests.support.waiting import until_changed
 
@@ -45,19 +45,18 @@ M = TypeVar("M", bound=Message)
 
 WORKER, GATEWAY = "worker-1", "gateway-1"
 TIMEOUT_S = 240.0  # a first start compiles kernels
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextmanager
 def worker_process(
-    nats: NatsServer, model_dir: Path, *options: str, process_id: str = WORKER
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Ends with SIGTERM, in whatever state the worker is."""
+    folder: Path, nats: NatsServer, model_dir: Path, *options: str, process_id: str = WORKER
+) -> Iterator[ForkedProcess]:
+    """Ends with SIGTERM, in whatever state the worker is. Its log is in `folder`."""
     credential, _, instance = process_id.partition(".")
-    command = [sys.executable, "-m", "services", "worker", "--process-id", credential]
-    command += ["--instance", instance or "-", "--model-dir", str(model_dir), "--device", "cpu"]
-    environ = {**os.environ, "HEARTH_NATS_URL": nats.url(process_id), "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*command, *options], env=environ, cwd=ROOT)
+    command = [str(folder), "worker", "--process-id", credential, "--instance", instance or "-"]
+    command += ["--model-dir", str(model_dir), "--device", "cpu", *options]
+    environ = process_environ({"HEARTH_NATS_URL": nats.url(process_id)})
+    process = template().start(command, environ, folder / f"{process_id}.log")
     try:
         yield process
     finally:
