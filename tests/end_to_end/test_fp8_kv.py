@@ -29,10 +29,10 @@ from shared.transport.bus import NatsBus
 from tests.end_to_end.test_chat import text_of
 from tests.support.cluster.model_cluster import ModelCluster, run_model
 
-KV_CACHE_BYTES = 20 * 24_576  # 320 tokens in FP8, of each worker
+KV_CACHE_BYTES = 13 * 24_576  # 208 tokens in FP8, of each worker
 TEXT = "is told in many words, so that its KV fills more than one block of tokens of the cache."
 QUESTIONS = [f"{each} {TEXT} What is it?" for each in ("A prefix", "A worker", "The gateway")]
-OPTIONS = {"max_tokens": 100, "ignore_eos": True, "temperature": 1, "seed": 7}
+OPTIONS = {"max_tokens": 50, "ignore_eos": True, "temperature": 1, "seed": 7}
 WORKERS, BF16 = ("worker-1", "worker-2"), "prefill-9"
 TIMEOUT_S = 60.0
 

@@ -20,10 +20,13 @@ PROCESSES = ("gateway-1", "prefill-1", "decode-1", "scheduler-1")
 def test_hostile_constraints_are_answered_beside_a_free_stream(cluster: Cluster) -> None:
     expected = _text(cluster)
     pids = {name: cluster.pid_of(name) for name in PROCESSES}
-    with ThreadPoolExecutor(NUM_CLIENTS + 1) as threads:
+    with (
+        httpx.Client(timeout=ANSWER_TIMEOUT_S, trust_env=False) as client,
+        ThreadPoolExecutor(NUM_CLIENTS + 1) as threads,
+    ):
         free = threads.submit(_text, cluster)
         cases = hostile_grammars()
-        answers = [*threads.map(lambda case: _answer(cluster, case), cases)]
+        answers = [*threads.map(lambda case: _answer(cluster, client, case), cases)]
         assert free.result() == expected
     unexpected = [
         (case.name, response.status_code, response.text[:300])
@@ -42,18 +45,16 @@ def _text(cluster: Cluster) -> str:
     )
 
 
-def _answer(cluster: Cluster, case: Hostile) -> httpx.Response:
+def _answer(cluster: Cluster, client: httpx.Client, case: Hostile) -> httpx.Response:
     messages = [{"role": "user", "content": QUESTION}]
     body = {"model": cluster.model, "messages": messages, "temperature": 0, "max_tokens": 8}
-    return httpx.post(
+    return client.post(
         f"{cluster.url}/v1/chat/completions",
         content=json.dumps(body).encode()[:-1] + b"," + case.members + b"}",
         headers={
             "authorization": f"Bearer {cluster.state.api_key}",
             "content-type": "application/json",
         },
-        timeout=ANSWER_TIMEOUT_S,
-        trust_env=False,
     )
 
 

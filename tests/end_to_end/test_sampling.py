@@ -120,7 +120,7 @@ def num_usual(cluster: Cluster, tokenizer: Tokenizer) -> int:
 
 def num_distinct(cluster: Cluster, tokenizer: Tokenizer, **options: Any) -> int:
     extra = {"ignore_eos": True, **options.pop("extra_body", {})}
-    text = chat(cluster, max_tokens=200, extra_body=extra, **options)
+    text = chat(cluster, max_tokens=100, extra_body=extra, **options)
     return len(set(tokenizer.encode(text, add_special_tokens=False).ids))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import httpx
 import openai
@@ -53,12 +54,12 @@ class ClusterClient:
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
 
-    @property
+    @cached_property
     def sdk(self) -> openai.OpenAI:
         key = self.state.api_key
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
 
-    @property
+    @cached_property
     def model(self) -> str:
         return self.client.get("/v1/models").json()["data"][0]["id"]
 
