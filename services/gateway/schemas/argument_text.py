@@ -1,4 +1,4 @@
-"""The one rule for values whose text does not show their type, as between Qwen's XML tags.
+"""The rule for argument values whose text does not show their type, as between Qwen's XML tags.
 
 kinds of the schema      text
 strings alone            the string as it is
@@ -8,7 +8,7 @@ no strings               JSON; also Python's True, False and None, which chat te
 
 The grammar of calls (`structured/tools/xml_arguments.py`), their parser
 (`structured/tools/parsing/whole_bodies.py`) and the history (`text/history/argument_texts.py`)
-follow it. A schema's kinds: `SchemaGraph.kinds`.
+follow it. `SchemaGraph.kinds` returns the kinds of a schema.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from services.gateway.schemas.graph import ROOT, SchemaGraph
 from services.gateway.schemas.shapes import ALL_KINDS, Kind, Node, kind_of, members
 from shared.errors import InvalidRequest
 
-Kinds = frozenset[Kind | Literal["integer"]]  # "integer" instead of "number": no fractions
+Kinds = frozenset[Kind | Literal["integer"]]  # "integer" instead of "number" excludes fractions
 EVERYTHING: Kinds = frozenset(ALL_KINDS)
 TEXT: Kinds = frozenset(("string",))
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-_SPACES = " \t\r\n"  # of JSON: `strip` alone takes more characters than `\s` of a grammar
+_SPACES = " \t\r\n"  # JSON's whitespace: `strip()` removes more than `\s` of a grammar
 _INTEGER = re.compile(r"(-?[0-9]+)\.0+")
-# Bare texts that may be read as a value of a kind: a superset, as expressions without `^` and `$`.
+# Expressions, without `^` and `$`, that match at least the texts that `read` reads as each kind.
 READ_AS: dict[Kind | Literal["integer"], str] = {
     "string": r'\s*"(?s:.*)',
     "number": r"\s*-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?\s*",
@@ -42,7 +42,9 @@ READ_AS: dict[Kind | Literal["integer"], str] = {
 
 
 def read(text: str, kinds: Kinds) -> Any:
-    """The value of a text; the text where it has none of the kinds."""
+    """Returns the value that a text stands for, or the text itself if the value has none of the
+    kinds.
+    """
     if kinds == TEXT:
         return text
     bare = text.strip(_SPACES)
@@ -59,7 +61,9 @@ def read(text: str, kinds: Kinds) -> Any:
 
 
 def _number(value: float, bare: str, text: str, kinds: Kinds) -> Any:
-    """Of digits with a point or an exponent: `3.10` beside an integer may be a version."""
+    """Returns the number for digits with a point or an exponent. Returns the text if the kinds
+    allow no such number, or integers and strings: `3.10` may then be a version.
+    """
     found = _INTEGER.fullmatch(bare)
     if "integer" in kinds and found is not None:
         return int(found[1])
@@ -69,7 +73,7 @@ def _number(value: float, bare: str, text: str, kinds: Kinds) -> Any:
 
 
 def kinds_of(graph: SchemaGraph, node: Node) -> Kinds:
-    """The kinds of the node's values."""
+    """Returns the kinds of the node's values."""
     kinds = graph.kinds(node)
     numbers = [each for each in graph.alternatives(node) if "number" in each.kinds]
     if numbers and all(each.is_integer for each in numbers):
@@ -78,14 +82,16 @@ def kinds_of(graph: SchemaGraph, node: Node) -> Kinds:
 
 
 def written(value: Any, kinds: Kinds) -> str:
-    """A text that `read` reads as the value."""
+    """Returns a text that `read` reads as the value."""
     if isinstance(value, str) and (kinds == TEXT or read(value, kinds) == value):
         return value
     return json.dumps(value, ensure_ascii=False).replace("</", "<\\/")
 
 
 class ArgumentKinds:
-    """The kinds of each argument of a tool. Without a schema that can be read: all."""
+    """The kinds of each argument of a tool, by name. Every kind is allowed if the schema is
+    unreadable.
+    """
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._named: dict[str, Kinds] = {}

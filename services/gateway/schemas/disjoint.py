@@ -1,4 +1,4 @@
-"""Writes `oneOf` as `anyOf` where both mean the same: llguidance proves this for fewer schemas."""
+"""Writes `oneOf` as `anyOf` where they are equivalent: llguidance proves this for fewer schemas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shared.errors import InvalidRequest
 
 
 def without_disjoint_one_of(schema: Any) -> Any:
-    """The schema, equal in its values, with `anyOf` for each `oneOf` of which no value matches two
-    branches. As it is where this cannot be told.
+    """Returns an equivalent schema with `anyOf` for each `oneOf` of which no value matches two
+    branches. Returns the schema unchanged if this cannot be decided.
     """
     if not _has_one_of(schema):
         return schema
@@ -37,7 +37,7 @@ def _has_one_of(schema: Any) -> bool:
 
 
 def _without(schema: Any, disjoint: Set[int]) -> Any:
-    """`disjoint`: identities of schemas."""
+    """Returns the schema with each `oneOf` of a schema whose `id()` is in `disjoint` as `anyOf`."""
     if isinstance(schema, list):
         return [_without(each, disjoint) for each in schema]
     if not isinstance(schema, dict):

@@ -16,8 +16,8 @@ class SchemaDocument:
         self._known: dict[Pointer, Any] = {"": root}
 
     def schema(self, pointer: Pointer) -> dict[str, Any] | bool:
-        """The schema at a pointer made by `child` or `target`. Raises InvalidRequest for a value
-        that is no schema.
+        """Returns the schema at a pointer that `child` or `target` returned. Raises InvalidRequest
+        if the value there is not a schema.
         """
         found = self._known[pointer]
         if not isinstance(found, dict | bool):
@@ -32,7 +32,7 @@ class SchemaDocument:
         return place
 
     def target(self, reference: Any) -> Pointer | None:
-        """What a `$ref` refers to; None if it is not in this document."""
+        """Returns the pointer that a `$ref` refers to, or None if it is not in this document."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found, pointer = self.root, unquote(reference[1:])

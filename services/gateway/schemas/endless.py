@@ -1,4 +1,4 @@
-"""Takes out of a schema what no finite value matches: a model could begin it, but never end it."""
+"""Removes the parts of a schema that no finite value matches: a model could never end them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _NO_SCHEMA = frozenset(("enum", "const", "default", "examples"))
 
 
 def without_endless(schema: Any) -> Any:
-    """The schema, equal in its finite values, with `false` for each reference to a schema that only
-    infinite values match. As it is where all values are infinite, or where this cannot be told.
+    """Returns a schema with the same finite values, with `false` for each reference to a schema
+    that only infinite values match. Returns it unchanged if all values are infinite or this cannot
+    be decided.
     """
     references = set(_references(schema))
     if not references:

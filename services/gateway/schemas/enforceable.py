@@ -1,11 +1,11 @@
-"""Writes a schema as llguidance can enforce it, and says what of it the output need not match.
+"""Writes a schema as llguidance can enforce it, with warnings for the keywords that are changed.
 
-pattern           look-around and references back are left out, or refused by name and place
-properties        without `type` an object, as every vendor reads it: JSON Schema lets null through
-integer           is at most 10^18 unless a bound says otherwise: without an end, models
-                  write digits until max_tokens
-format            date-time and time with second 60 only where RFC 3339 has it, email with the
-                  lengths of RFC 5321: llguidance's own expressions let more through
+pattern           patterns with look-around or backreferences are left out, or rejected by place
+properties        without `type` means an object, as for every vendor: JSON Schema allows null too
+integer           is within ±10^18 unless the schema has bounds: without a bound, models write
+                  digits until max_tokens
+format            date-time and time allow second 60 only where RFC 3339 does, email has the
+                  lengths of RFC 5321: llguidance's own expressions match more
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shared.errors import InvalidRequest
 
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _NO_SCHEMA = frozenset(("enum", "const", "default", "examples", "required", "not", "if"))
-# Beside `properties`: a type, or what may bring one.
+# Keywords that give a type to a schema with `properties`.
 _TYPED = frozenset(("type", "$ref", "enum", "const", "allOf", "anyOf", "oneOf"))
 _NUMBERED = frozenset(("enum", "const", "$ref", "allOf", "anyOf", "oneOf"))
 MOST = 10**18  # exact as a float
-MAX_MULTIPLE = 10_000  # with bounds: 43 ms for the first masks; 10^5 and 10^9 reach the fuel's end
+MAX_MULTIPLE = 10_000  # 43 ms for the first masks with bounds; 10^5 and 10^9 use up the fuel
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<|\(\?P=")
 _NEVER = "look-around, bounds of words and references back"
-_SKIPPED = re.compile(r"\\\\|\[\^?\]?(?:\\.|[^\]\\])*\]")  # what may look like one of them
+_SKIPPED = re.compile(r"\\\\|\[\^?\]?(?:\\.|[^\]\\])*\]")  # may contain the same characters
 _ZULU = r"(\.[0-9]+)?([Zz]|[+-]00:00)"
 _EARLIER = "[^:]*:[^:]*:[0-5]"
 FORMATS = {
@@ -36,16 +36,17 @@ FORMATS = {
 
 
 def enforceable(schema: Any, *, is_strict: bool) -> tuple[Any, tuple[str, ...]]:
-    """The schema, and a warning for each pattern that is left out and each type that is added;
-    bounds and formats, which change no value that clients expect, have none. Raises InvalidRequest
-    for what a strict schema demands in vain. A schema that is invalid stays as it is.
+    """Returns the schema, and a warning for each pattern that is left out and each type that is
+    added. Added bounds and formats have no warning: they exclude no value that clients expect. An
+    invalid schema is returned unchanged. Raises InvalidRequest if a strict schema has a pattern
+    that cannot be enforced.
     """
     warnings: list[str] = []
     return _Rewriting(warnings, is_strict).of(schema, ""), tuple(warnings)
 
 
 def is_regular(pattern: str) -> bool:
-    """Whether an expression has neither look-around nor references back."""
+    """Whether an expression has neither look-around nor backreferences."""
     return _NOT_REGULAR.search(_SKIPPED.sub("", pattern)) is None
 
 
@@ -86,7 +87,7 @@ class _Rewriting:
             elif key in _BY_NAME and isinstance(value, dict):
                 yield key, dict(self._named(key, value, place))
             elif key == "additionalProperties" and self._lacks_pattern(schema):
-                pass  # what the pattern that is left out allows would be forbidden
+                pass  # it would forbid names that the pattern which is left out allows
             else:
                 yield key, self.of(value, place)
 
@@ -97,7 +98,9 @@ class _Rewriting:
                 yield name, self.of(each, below)
 
     def _is_enforced(self, pattern: str, place: str) -> bool:
-        """Raises InvalidRequest."""
+        """Whether the pattern is regular. If not, adds a warning, or raises InvalidRequest if
+        strict.
+        """
         if is_regular(pattern):
             return True
         reason = f"pattern: {_NEVER} are not enforced at {place}"
@@ -112,7 +115,7 @@ class _Rewriting:
 
 
 def _types(schema: dict[str, Any]) -> list[Any]:
-    """The names of the types; none where the schema names none."""
+    """Returns the type names of the schema, or [] if it names none."""
     named = schema.get("type", [])
     return named if isinstance(named, list) else [named]
 
@@ -123,7 +126,7 @@ def _has_cheap_multiple(schema: dict[str, Any]) -> bool:
 
 
 def _bounds(schema: dict[str, Any]) -> dict[str, int]:
-    """The bounds that an integer lacks. None for one whose other bound is beyond them."""
+    """Returns the bounds to add to an integer, or {} if its other bound is beyond them."""
     least = schema.get("minimum", schema.get("exclusiveMinimum"))
     most = schema.get("maximum", schema.get("exclusiveMaximum"))
     bounds = {}
@@ -140,5 +143,5 @@ def _expression(name: Any) -> dict[str, Any] | None:
 
 
 def escaped(key: str) -> str:
-    """A key in a JSON pointer."""
+    """Returns the key escaped for a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")

@@ -1,4 +1,4 @@
-"""Expressions of the formats of strings that are enforced. Each matches only valid texts."""
+"""Expressions of the string formats that are enforced. Each matches only valid texts."""
 
 _MONTH_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
 _DATE = f"[0-9]{{4}}-{_MONTH_DAY}|02-(0[1-9]|1[0-9]|2[0-8]))"

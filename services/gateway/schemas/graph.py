@@ -1,7 +1,7 @@
 """The alternatives of each schema of a document, and which of them have a finite value.
 
 `$ref`, `allOf`, `anyOf` and `oneOf` are expanded: a node has the product of its schemas'
-alternatives. A reference that leads to itself without a value in between has none.
+alternatives. A `$ref` that refers to itself through applicators alone has no alternatives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ NO_FINITE_VALUE = "the schema cannot be satisfied: no finite value matches it"
 
 
 class SchemaGraph:
-    """All methods raise InvalidRequest for what is no JSON Schema, GrammarTooComplex."""
+    """The alternatives of the schemas of one document. All methods raise InvalidRequest for a value
+    that is no JSON Schema, and GrammarTooComplex beyond MAX_STEPS or MAX_ALTERNATIVES.
+    """
 
     def __init__(self, root: Any) -> None:
         self.document = SchemaDocument(root)
@@ -40,7 +42,7 @@ class SchemaGraph:
         self._num_steps = 0
 
     def alternatives(self, node: Node) -> list[Shape]:
-        """A value of the node is one of one of them."""
+        """Returns shapes of which each value of the node matches at least one."""
         if node not in self._alternatives:
             shapes = [shape_of(self.document, each) for each in self._leaves_of(node)]
             shapes = [each for each in shapes if each.kinds]
@@ -50,7 +52,7 @@ class SchemaGraph:
         return self._alternatives[node]
 
     def kinds(self, node: Node) -> frozenset[Kind]:
-        """Of the values that the node allows."""
+        """Returns the kinds of the values that the node allows."""
         found: set[Kind] = set()
         for shape in self.alternatives(node):
             found |= shape.kinds
@@ -67,14 +69,14 @@ class SchemaGraph:
             yield from (*heads, rest)
 
     def is_finite(self, node: Node) -> bool:
-        """Whether a finite value matches the node: the least fixpoint over what it refers to."""
+        """Whether a finite value matches the node: the least fixpoint over its references."""
         if node not in self._is_searched:
             self._search(self.reached(node))
         return node in self._finite
 
     def endless(self, nodes: Iterable[Node]) -> set[Node]:
-        """Which of the nodes match values, but infinite ones alone: the greatest fixpoint without
-        the least. One search for all.
+        """Returns the nodes that only infinite values match: those in the greatest fixpoint and not
+        in the least. One search covers all nodes.
         """
         nodes = list(nodes)
         reached = self.reached(*nodes)
@@ -87,7 +89,7 @@ class SchemaGraph:
         return waiting & set(nodes)
 
     def reached(self, *nodes: Node) -> list[Node]:
-        """The nodes and all that they refer to."""
+        """Returns the nodes and all nodes that they refer to, directly or not."""
         seen, waiting = dict.fromkeys(nodes), list(nodes)
         while waiting:
             for shape in self.alternatives(waiting.pop()):
@@ -108,7 +110,9 @@ class SchemaGraph:
                     changed = True
 
     def unenforced(self) -> list[Pointer]:
-        """Where keywords stand that the alternatives do not hold, in the order of a search."""
+        """Returns pointers to the keywords that the alternatives do not enforce, in the order of a
+        search.
+        """
         found: dict[Pointer, None] = {}
         for node in self.reached(ROOT):
             for shape in self.alternatives(node):
@@ -119,12 +123,12 @@ class SchemaGraph:
         return list(found)
 
     def disjoint_one_ofs(self) -> list[Pointer]:
-        """The schemas whose `oneOf` is an `anyOf`: no value matches two of its branches."""
+        """Returns pointers to the schemas of whose `oneOf` no value matches two branches."""
         self.reached(ROOT)
         return [each for each in list(self._one_ofs) if self._is_disjoint(each)]
 
     def count_step(self) -> None:
-        """Raises GrammarTooComplex."""
+        """Counts one step. Raises GrammarTooComplex beyond MAX_STEPS."""
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise GrammarTooComplex("the schema takes too many steps")
@@ -174,7 +178,7 @@ class SchemaGraph:
     # ── values ───────────────────────────────────────────────────────────────────────────────────
 
     def _filter(self, shape: Shape) -> None:
-        """Drops listed values that other keywords forbid."""
+        """Removes listed values that other keywords forbid."""
         if shape.literals is None:
             return
         shape.literals = [each for each in shape.literals if fits(self, each, shape)]
@@ -185,11 +189,11 @@ class SchemaGraph:
         return any(self._has_value_by(shape, known) for shape in self.alternatives(node))
 
     def has_value(self, shape: Shape) -> bool:
-        """By the finite nodes so far."""
+        """Whether a value matches the shape, as far as nodes are known to be finite."""
         return self._has_value_by(shape, self._finite)
 
     def _has_value_by(self, shape: Shape, known: Set[Node]) -> bool:
-        """Where the nodes in `known` have values."""
+        """Whether a value matches the shape if the nodes in `known` have values."""
         if shape.literals is not None:
             return bool(shape.literals)
         return any(self._has_kind(shape, kind, known) for kind in shape.written)
@@ -217,7 +221,7 @@ class SchemaGraph:
         return all(each in known for each in needed)
 
     def _is_disjoint(self, pointer: Pointer) -> bool:
-        """Whether no value matches two branches of a `oneOf`, as far as this can be seen."""
+        """Whether it is proven that no value matches two branches of a `oneOf`."""
         branches = [self.alternatives((each,)) for each in self._one_ofs[pointer]]
         pairs = (
             (left, right)
@@ -240,7 +244,7 @@ class SchemaGraph:
         return common == {"object"} and self._has_tag(left, right)
 
     def _has_tag(self, left: Shape, right: Shape) -> bool:
-        """Whether a required property has other listed values in each."""
+        """Whether a required property has disjoint listed values in both shapes."""
         named, required, _ = members(self.document, left)
         others, needed, _ = members(self.document, right)
         return any(
@@ -265,8 +269,8 @@ def _listed(schema: dict[str, Any], keyword: str, pointer: Pointer) -> list[Any]
 
 
 def has_no_finite_value(schema: Any) -> bool:
-    """Whether each value would have to hold another one of its kind, without an end. False also
-    where this cannot be told.
+    """Whether each value would have to contain another of its own schema, without an end. False
+    also if this cannot be decided.
     """
     try:
         return not SchemaGraph(schema).is_finite(ROOT)
@@ -275,7 +279,7 @@ def has_no_finite_value(schema: Any) -> bool:
 
 
 def has_references(schema: Any) -> bool:
-    """Whether a value of the schema may hold another of its kind; cheap."""
+    """Whether the schema has a `$ref`: only then may a value contain another of its own schema."""
     waiting = [schema]
     while waiting:
         each = waiting.pop()

@@ -1,4 +1,4 @@
-"""Whether a listed value, of `enum` or `const`, matches the other keywords of its schema."""
+"""Checks values listed by `enum` or `const` against the other keywords of their schema."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Alternatives(Protocol):
 
 
 def fits(graph: Alternatives, value: Any, shape: Shape) -> bool:
-    """Whether the value matches all keywords but `enum` and `const`."""
+    """Whether the value matches all keywords except `enum` and `const`."""
     kind = kind_of(value)
     if kind not in shape.kinds:
         return False
@@ -65,8 +65,8 @@ def _matches(graph: Alternatives, value: Any, node: Node) -> bool:
 
 
 def _is_found(pattern: str, text: str) -> bool:
-    """An expression that cannot be read, or takes too long, counts as not found: the value is not
-    offered to the model.
+    """Whether the pattern matches in the text. False also if it is invalid or takes longer than
+    MATCH_TIMEOUT_S: the value is then not offered to the model.
     """
     try:
         return regex.search(pattern, text, timeout=MATCH_TIMEOUT_S) is not None

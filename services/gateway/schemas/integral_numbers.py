@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MAX_INTEGER = 2.0**63  # a larger number is none that a field takes
+MAX_INTEGER = 2.0**63  # no field accepts a larger number
 _MESSAGE = re.compile(
     r"Expected `(?:[^`]* \| )?int(?: \| [^`]*)?`, got `float` - at `\$(?P<path>[^`]*)`"
 )
@@ -18,16 +18,16 @@ Step = re.Match[str]
 
 
 def place_of_integer(message: str) -> list[Step]:
-    """The path in a body to the number in whose place a ValidationError demands an integer. Empty:
-    the error is another.
+    """Returns the path in a body to the number that a ValidationError rejects because the field is
+    an integer, or [] for any other error.
     """
     found = _MESSAGE.fullmatch(message)
     return [] if found is None else list(_STEP.finditer(found["path"]))
 
 
 def write_integers(body: Any, place: Sequence[Step]) -> bool:
-    """Writes integers there and beside it, in the same object or array. Returns False, with the
-    body unchanged, if there is a number with a fraction.
+    """Writes the numbers at the path and beside it, in the same object or array, as integers.
+    Returns False, with the body unchanged, if none of them at the path is integral.
     """
     *above, last = place
     holders = [body]
@@ -47,7 +47,9 @@ def _is_integral(value: Any) -> bool:
 
 
 def _children(holder: Any, step: Step) -> Iterable[tuple[Any, Any]]:
-    """The keys and values that a step of a path leads to; `[...]`: all values of an object."""
+    """Returns the keys and values that one step of a path selects; `[...]` selects all values of an
+    object.
+    """
     key = step["name"] if step["index"] is None else int(step["index"])
     return ((each, value) for each, value in _items(holder) if key in (None, each))
 

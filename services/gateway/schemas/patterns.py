@@ -1,4 +1,4 @@
-r"""Expressions of `pattern`, which match anywhere in a text, as expressions that match all of it.
+r"""Rewrites expressions of `pattern`, which match anywhere in a text, to match the whole text.
 
 ^ab|c$   ──▶   ab(?s:.*)|(?s:.*)c
 """
@@ -13,7 +13,9 @@ _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
 def whole(pattern: str) -> str | None:
-    """None for an expression with `^` or `$` inside, or with look-around or back references."""
+    """Returns an expression that matches a whole text, or None if the pattern has an inner `^` or
+    `$`, look-around or backreferences.
+    """
     branches = []
     for branch in _branches(pattern):
         starts, ends = branch[:1] == ["^"], branch[-1:] == ["$"]
@@ -28,7 +30,7 @@ def whole(pattern: str) -> str | None:
 
 
 def _branches(pattern: str) -> Iterator[list[str]]:
-    """The atoms of each alternative outside of groups."""
+    """Yields the atoms of each alternative outside groups."""
     depth, branch = 0, list[str]()
     for found in _ATOM.finditer(pattern):
         atom = found[0]

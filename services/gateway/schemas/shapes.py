@@ -1,4 +1,4 @@
-"""What values one alternative of a schema allows: its keywords, merged with those of `allOf`.
+"""The values that one alternative of a schema allows: its keywords, merged with those of `allOf`.
 
 A node is a set of pointers to schemas, all of which a value must match.
 """
@@ -23,7 +23,7 @@ ALL_KINDS = frozenset(KINDS)
 LENGTHS = ("minLength", "maxLength")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LOWER = ("minimum", "exclusiveMinimum")
-# Keywords that only allow or forbid values of one kind, and are enforced.
+# Enforced keywords that allow or forbid values of one kind only.
 _OF_KIND: dict[str, Kind] = {
     **dict.fromkeys((*LENGTHS, "pattern", "format"), "string"),
     **dict.fromkeys(BOUNDS, "number"),
@@ -61,17 +61,18 @@ _UNENFORCED_OF_KIND: dict[str, Kind] = {
 
 
 class Shape(msgspec.Struct, kw_only=True):
-    """`kinds`: of the values; `meant`: those that its keywords mean, as a schema without `type` but
-    with keywords of objects means objects. `literals`: all values, None: not listed. `bounds`: of
-    numbers. `patterns`: expressions, and where they stand. `objects`, `arrays`: pointers to the
-    schemas with such keywords.
+    """The values that match one alternative. `kinds` are the allowed kinds, and `meant` those that
+    its keywords imply: a schema with keywords of objects and without `type` means objects.
+    `literals` are all values, or None if they are not listed. `bounds` apply to numbers. `patterns`
+    are pairs of a pointer and its expression. `objects` and `arrays` point to the schemas with such
+    keywords, `unenforced` to the keywords that are ignored.
     """
 
     kinds: frozenset[Kind] = ALL_KINDS
     meant: frozenset[Kind] = ALL_KINDS
     is_integer: bool = False
     literals: list[Any] | None = None
-    keys: frozenset[tuple[Kind, bytes]] | None = None  # of the literals, once they are looked up
+    keys: frozenset[tuple[Kind, bytes]] | None = None  # `key_of` each literal
     bounds: dict[str, float] = {}
     least_chars: int = 0
     most_chars: float = math.inf
@@ -89,7 +90,9 @@ class Shape(msgspec.Struct, kw_only=True):
 
 
 def shape_of(document: SchemaDocument, node: Node) -> Shape:
-    """Of schemas without applicators such as `anyOf`. Raises InvalidRequest."""
+    """Returns the merged shape of schemas, whose applicators such as `anyOf` are ignored. Raises
+    InvalidRequest.
+    """
     shape = Shape()
     for pointer in node:
         schema = document.schema(pointer)
@@ -115,7 +118,9 @@ def kind_of(value: Any) -> Kind:
 
 
 def key_of(value: Any) -> tuple[Kind, bytes]:
-    """Equal for values that JSON Schema takes as equal: `true` is not 1, but 1.0 is."""
+    """Returns a key that is equal for values equal in JSON Schema: 1.0 equals 1, and `true` does
+    not.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return kind_of(value), msgspec.json.encode(value, order="sorted")
@@ -126,7 +131,9 @@ def keys_of(values: list[Any]) -> set[tuple[Kind, bytes]]:
 
 
 def _is_about(place: Pointer, kinds: frozenset[Kind]) -> bool:
-    """Whether the keyword there may forbid a value of the kinds; `format` forbids no number."""
+    """Whether the keyword at the pointer may forbid a value of the kinds; `format` forbids no
+    number.
+    """
     kind = _UNENFORCED_OF_KIND.get(place.rpartition("/")[2])
     return kind is None or kind in kinds
 
@@ -216,8 +223,8 @@ def _text(value: Any, pointer: Pointer) -> str:
 def members(
     document: SchemaDocument, shape: Shape
 ) -> tuple[dict[str, Node], set[str], Node | None]:
-    """Of an object: the schemas of its named properties in their order, the required ones, and the
-    schema of all other properties, or None where they are not mentioned.
+    """Returns the schemas of an object's named properties in order, the names of the required ones,
+    and the schema of all other properties, or None if the object does not mention them.
     """
     names: dict[str, None] = {}
     required: dict[str, None] = {}
@@ -239,7 +246,7 @@ def members(
 
 
 def items(document: SchemaDocument, shape: Shape) -> tuple[list[Node], Node]:
-    """Of an array: the schemas of its first items, and of the rest."""
+    """Returns the schemas of an array's first items, and the schema of the rest."""
     lists, rests = [], []
     for pointer in shape.arrays:
         schema = _dict(document, pointer)

@@ -1,4 +1,4 @@
-"""Writes a client's schema as grammars take it: of an output, and of a tool's arguments in JSON."""
+"""Writes a client's schema for the grammars of outputs and of tools' arguments in JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from services.gateway.schemas.enforceable import enforceable
 
 
 def written_schema(schema: Any, *, is_strict: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The schema without endless parts and what cannot be enforced, and warnings of the latter.
-    Raises InvalidRequest for a strict one with such a part.
+    """Returns the schema without endless and unenforceable parts, and warnings about the latter.
+    Raises InvalidRequest if a strict schema has an unenforceable part.
     """
     finite = {} if schema is True else without_endless(schema)
     if is_strict:
