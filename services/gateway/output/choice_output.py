@@ -1,4 +1,4 @@
-"""The output of one choice that the client has not taken; a backlog is joined."""
+"""The buffered output of one choice that its response has not written yet; a backlog is joined."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ from services.gateway.output.events import (
 )
 from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
 
-MAX_TEXTS = 64  # of one event; more are joined
-MAX_DELTA_TOKENS = 64  # with logprobs, of one event: up to 130 KiB with 20 top tokens each
+MAX_TEXTS = 64  # in one event; more are joined
+MAX_DELTA_TOKENS = 64  # with logprobs in one event: up to 130 KiB with 20 top tokens each
 
 Part = str | Event  # content, or another event of a choice
 
 
 class _Run:
-    """Content, or (with `event`) another event and those that were joined to it."""
+    """Content, or (with `event`) another event and the events that were joined to it."""
 
     __slots__ = ("event", "texts", "tokens")
 
     def __init__(self, event: Event | None = None) -> None:
         self.event = event
         self.texts: list[str] = []
-        self.tokens: ScoredTokens | None = None  # of content with logprobs
+        self.tokens: ScoredTokens | None = None  # None without logprobs
 
     def __bool__(self) -> bool:
         return self.event is not None or bool(self.texts) or self.tokens is not None
 
 
 class ChoiceOutput:
-    """Each event has at most MAX_DELTA_TOKENS tokens with logprobs, and the text of these."""
+    """Buffers the events of one choice. Each event that it returns has at most MAX_DELTA_TOKENS
+    tokens with logprobs, and their text.
+    """
 
     def __init__(self) -> None:
-        self._runs: deque[_Run] = deque()  # before the last content
-        self._content = _Run()  # nothing follows it
-        self._num_taken_chars = 0  # of content with logprobs
+        self._runs: deque[_Run] = deque()  # runs before `_content`
+        self._content = _Run()  # the last run
+        self._num_taken_chars = 0  # characters of content with logprobs
 
     def __bool__(self) -> bool:
         return bool(self._runs or self._content)
 
     def add(self, parts: Sequence[Part], tokens: Sequence[ScoredToken] = ()) -> int:
-        """`tokens`: whose text is shown with the last part. Returns the bytes that all of it takes
-        until it is taken.
+        """Buffers parts, and `tokens`, whose text is shown with the last part. Returns the bytes
+        that they occupy until `take` returns them.
         """
         num_bytes = 0
         for part in parts:
@@ -69,7 +71,7 @@ class ChoiceOutput:
         return num_bytes
 
     def take(self, choice_index: int) -> list[Event]:
-        """Returns events with at most MAX_DELTA_TOKENS tokens together."""
+        """Removes and returns events with at most MAX_DELTA_TOKENS tokens together."""
         events: list[Event] = []
         num_tokens, runs = 0, self._runs
         while runs or self._content:
@@ -98,8 +100,8 @@ class ChoiceOutput:
                 self._runs[-1].texts.append(event.text)
 
     def _take_run(self, choice_index: int, run: _Run) -> Event:
-        """The texts of tokens with logprobs are joined, since one delta holds these tokens
-        together.
+        """Removes the run's content and returns it as one event. The texts of tokens with logprobs
+        are joined, since one delta holds these tokens together.
         """
         texts, run.texts = run.texts, []
         tokens: Sequence[ScoredToken] = ()

@@ -1,4 +1,4 @@
-"""Embeddings, from the bytes that a worker sent."""
+"""Checks and decodes the embeddings that workers send as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT_BYTES = 4
 
 
 def check_embeddings(received: Iterable[bytes | None]) -> list[bytes]:
-    """Raises HearthError for a missing or truncated one."""
+    """Returns the embeddings. Raises HearthError if one is missing or truncated."""
     checked = []
     for each in received:
         if not each or len(each) % FLOAT_BYTES:
@@ -23,19 +23,21 @@ def check_embeddings(received: Iterable[bytes | None]) -> list[bytes]:
 
 
 def unpack_vector(packed: bytes, *, is_normalized: bool) -> array[float]:
-    """`packed`: little-endian FP32."""
+    """Returns the vector in `packed`, little-endian FP32, and scales it to length one if
+    `is_normalized`.
+    """
     vector = little_endian(array("f", packed))
     return normalized(vector) if is_normalized else vector
 
 
 def normalized(vector: array[float]) -> array[float]:
-    """Scales the vector to length one; returns a zero vector unchanged."""
+    """Returns the vector scaled to length one, or a zero vector unchanged."""
     length = math.hypot(*vector)
     return array("f", [value / length for value in vector]) if length else vector
 
 
 def little_endian(vector: array[float]) -> array[float]:
-    """Converts to or from the wire's byte order."""
+    """Converts the vector in place to or from little-endian byte order, and returns it."""
     if sys.byteorder == "big":
         vector.byteswap()
     return vector

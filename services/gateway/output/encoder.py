@@ -1,4 +1,4 @@
-"""The interface of a dialect to what writes responses, over HTTP or NATS."""
+"""The interface that each dialect implements for writing responses over HTTP or NATS."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from shared.errors import HearthError
 
 
 class Encoder(Protocol):
-    """One instance writes one response."""
+    """Writes one response in a dialect."""
 
     def keep_alive(self) -> bytes:
-        """Returns an event of the dialect that says nothing, for a silent stream: the timers of
-        clients do not count comments.
+        """Returns an event of the dialect without content, for a silent stream: the timeouts of
+        clients ignore comments.
         """
         ...
 
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Returns framed events in parts; an event that the dialect does not show is empty."""
+        """Yields framed events in parts; an event that the dialect does not show is empty."""
         ...
 
     def closing(self) -> bytes:
-        """Returns what follows the last event."""
+        """Returns the bytes after the last event."""
         ...
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Returns the complete encoded response in parts. Empty ones come first, while it is
+        """Yields the complete encoded response in parts. The first ones are empty, while it is
         computed. Raises HearthError, before the first other part, if it cannot be built.
         """
         ...
@@ -38,7 +38,7 @@ class Encoder(Protocol):
         ...
 
     def error_body(self, error: HearthError) -> Any:
-        """Returns the error response for the JSON encoder."""
+        """Returns the error response as an object for the JSON encoder."""
         ...
 
     def error_event(self, error: HearthError) -> bytes:

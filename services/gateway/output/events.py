@@ -1,4 +1,4 @@
-"""What a request generates, as events without a dialect. No I/O.
+"""The events that a request generates, independent of dialects. No I/O.
 
 choice:    (TextDelta | ReasoningDelta | tool call)* ──▶ Finished
 tool call: ToolCallStart ──▶ ToolArgumentsDelta+ ──▶ ToolCallEnd
@@ -14,14 +14,14 @@ import msgspec
 
 from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
 
-TEXT_BYTES = 56  # of a Python string, besides its characters
+TEXT_BYTES = 56  # the size of a Python string without its characters
 
 EndReason = Literal["stop", "length", "tool_calls"]
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag=True):
-    """`texts`: one per token, or joined. `tokens`: the tokens of the text, if logprobs were
-    requested.
+    """A part of a choice's content. `texts` has one text per token, or joined ones. `tokens` are
+    the tokens of the text if logprobs were requested.
     """
 
     choice_index: int
@@ -43,7 +43,9 @@ class ReasoningDelta(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, tag=True):
-    """`index`: of the call within its choice. `is_custom`: its arguments are `{"input": …}`."""
+    """The start of a tool call. `index` is its number within its choice. A custom tool's arguments
+    are `{"input": …}`.
+    """
 
     choice_index: int
     index: int
@@ -53,7 +55,7 @@ class ToolCallStart(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToolArgumentsDelta(msgspec.Struct, frozen=True, tag=True):
-    """`text`: a part of the arguments' JSON."""
+    """A part of a tool call. `text` is a part of the arguments' JSON."""
 
     choice_index: int
     index: int
@@ -66,7 +68,7 @@ class ToolCallEnd(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last event of a choice. `stop_sequence`: the stop string that ended it."""
+    """The last event of a choice. `stop_sequence` is the stop string that ended it, or None."""
 
     choice_index: int
     reason: EndReason
@@ -74,9 +76,9 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Usage(msgspec.Struct, frozen=True, tag=True):
-    """Tokens of a response. `prompt`: each prompt once, however many choices it has. `cached`: None
-    if a stop string ended the request before its worker reported the number. `reasoning`: the part
-    of `output` that is reasoning.
+    """The token counts of a response. `prompt` counts each prompt once, however many choices it
+    has. `cached` is None if a stop string ended the request before its worker reported the number.
+    `reasoning` is the part of `output` that is reasoning.
     """
 
     prompt: int
@@ -91,7 +93,7 @@ Event = (
 
 
 def bytes_of_event(event: Event) -> int:
-    """Bytes of its text and packed logprobs."""
+    """Returns the bytes of the event's text and packed logprobs."""
     match event:
         case TextDelta():
             return event.num_bytes
@@ -105,10 +107,10 @@ def bytes_of_event(event: Event) -> int:
 
 
 def with_ends(events: Sequence[Event]) -> Iterable[tuple[Event, Finished | None]]:
-    """Returns each text together with its choice's end if that follows at once, so that one chunk
-    can hold both; all other events alone.
+    """Yields each text with the Finished event of its choice if that follows immediately, so that
+    one chunk can hold both, and each other event with None.
     """
-    if len(events) == 1:  # as nearly always: one token
+    if len(events) == 1:  # the usual case: one token
         return ((events[0], None),)
     return _paired(events)
 

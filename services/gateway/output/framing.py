@@ -1,6 +1,6 @@
-"""How a transport separates events: server-sent events over HTTP, lines over NATS.
+"""The separation of events by transport: server-sent events over HTTP, lines over NATS.
 
-For events that differ in one text only, the rest is encoded once: most events of most responses are
+The common part of events that differ in one text is encoded once: most events of a response are
 a token's text in the same envelope.
 """
 
@@ -14,16 +14,16 @@ import msgspec
 
 _encode = msgspec.json.Encoder().encode
 _MARK = "\ufdd0text\ufdd1"
-# Where Python's `str.splitlines`, and so the lines of httpx, end besides at control characters,
-# which JSON escapes. A client that reads a stream by such lines would get half an event.
+# Python's `str.splitlines`, and so httpx, end lines at these characters too, which JSON does not
+# escape. A client that reads lines would otherwise get half an event.
 _LINE_ENDS = tuple((each.encode(), b"\\u%04x" % ord(each)) for each in "\x85\u2028\u2029")
 _ENCODED_MARK = _encode(_MARK)
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """`before`, `after`: what surrounds an event. `done`: after the last one. `name_line`: a format
-    of the line that names an event.
+    """The bytes around events: `before` and `after` enclose each event, `done` follows the last
+    one. `name_line` is a %-format for the line that names an event.
     """
 
     before: bytes
@@ -32,7 +32,9 @@ class Framing:
     name_line: bytes = b""
 
     def named(self, name: str) -> Framing:
-        """The framing of one kind of event, of a dialect that names them and has no `done`."""
+        """Returns the framing of one kind of event, for a dialect that names its events and has no
+        `done`.
+        """
         line = self.name_line % name.encode() if self.name_line else b""
         return replace(self, before=line + self.before, done=b"", name_line=b"")
 
@@ -41,7 +43,7 @@ class Framing:
 
 
 def on_one_line(encoded: bytes) -> bytes:
-    """Escapes the line ends of Unicode in JSON."""
+    """Returns JSON in which Unicode's line ends are escaped."""
     if not encoded.isascii():
         for line_end, escaped in _LINE_ENDS:
             encoded = encoded.replace(line_end, escaped)
@@ -53,8 +55,7 @@ LINES = Framing(b"", b"\n", b"")
 
 
 class TextEvent:
-    """Encodes `body_of(text)` for several texts; no other field may depend on the text.
-
+    """Encodes the events `body_of(text)` of several texts. No other field may depend on the text.
     No client-controlled text may follow the text field; earlier fields may hold any text.
     """
 

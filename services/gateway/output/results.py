@@ -1,4 +1,4 @@
-"""All events of a response that is not streamed, put together by choice."""
+"""The events of a response that is not streamed, collected by choice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class ChoiceResult:
 
 
 class Results:
-    """`usage`: zero until its event has arrived, which is the last one."""
+    """The choices and usage of one response. `usage` is zero until its event, the last one, has
+    been added.
+    """
 
     def __init__(self) -> None:
         self._by_index: dict[int, ChoiceResult] = {}
@@ -53,7 +55,7 @@ class Results:
 
     @property
     def choices(self) -> list[ChoiceResult]:
-        """Sorted by index."""
+        """The choices sorted by index."""
         return [self._by_index[index] for index in sorted(self._by_index)]
 
     def add(self, event: Event) -> None:
