@@ -19,7 +19,7 @@ class ServerName(msgspec.Struct, frozen=True):
 
 
 async def _index() -> ServerName:
-    """Claude Code asks for `/` before its first request."""
+    """Returns the server's name: Claude Code requests `/` before its first message."""
     return ServerName("hearth")
 
 

@@ -1,4 +1,4 @@
-"""`GET /server_info`: how a gateway is configured, for its operators alone."""
+"""The route `GET /server_info`: the configuration of a gateway, for its operators alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.errors import AuthenticationFailed
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`models`: by their names. Sizes in bytes, times in seconds."""
+    """The configuration of a gateway. `models` are names, sizes are bytes, times are seconds."""
 
     version: str
     process_id: str
@@ -30,8 +30,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfoRoutes:
-    """`metrics_token`: empty: only the operator's opens it. `is_operator`: of an Authorization
-    header.
+    """The endpoint of ServerInfo. If `metrics_token` is empty, only the operator's token is
+    accepted. `is_operator` checks an Authorization header.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ServerInfoRoutes:
     async def authorize(
         self, connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
     ) -> None:
-        """Raises AuthenticationFailed."""
+        """Raises AuthenticationFailed unless the token is the operator's or that of the metrics."""
         header = connection.headers.get("authorization")
         if self._is_operator(header):
             return

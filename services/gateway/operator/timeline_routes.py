@@ -1,4 +1,4 @@
-"""A request's timeline over HTTP, to the tenant whose request it was, and to the operator."""
+"""The timeline of a request over HTTP, for its tenant and for the operator."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from services.gateway.http.server import ON_AUTHENTICATED, OPERATOR
 from services.gateway.tenancy.api_keys import ApiKeys
 from shared.telemetry.timeline import Timeline
 
-READER = "reader"  # in a request's state: the tenant, or None for the operator
+READER = "reader"  # key in a request's state: the tenant's id, or None for the operator
 
 
 class TimelineRoutes:
-    """`find`: a timeline by the id of its request. `is_operator`: of an Authorization header."""
+    """The endpoint of timelines. `find` returns a timeline by its request's id. `is_operator`
+    checks an Authorization header.
+    """
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class TimelineRoutes:
     async def authorize(
         self, connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
     ) -> None:
-        """Raises AuthenticationFailed."""
+        """Stores the reader in the request's state. Raises AuthenticationFailed."""
         header, state = connection.headers.get("authorization"), connection.scope["state"]
         if self._is_operator(header):
             state[READER] = None
@@ -45,8 +47,8 @@ class TimelineRoutes:
             on_authenticated(state[READER] or OPERATOR)
 
     async def timeline(self, request: Request[Any, Any, Any]) -> Response[bytes]:
-        """Returns 404 for an unknown or forgotten request, and for one of another tenant or of
-        another gateway: they look the same.
+        """Returns the timeline as JSON. Raises RouteNotFound alike for an unknown or forgotten
+        request and for one of another tenant or gateway.
         """
         found = self._find(str(request.path_params["request_id"]))
         reader = request.scope["state"][READER]

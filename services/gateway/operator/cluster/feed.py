@@ -1,7 +1,7 @@
-"""The stream of deltas behind `GET /v1/cluster/events`: one computation a second for all readers.
+"""The stream of deltas of `GET /v1/cluster/events`: one computation a second for all readers.
 
-Nothing is computed while nobody reads. A loss is sent at once. A reader that missed a delta, as it
-did not read in time, gets a snapshot.
+Nothing is computed while nobody reads. A loss is sent at once. A reader that was too slow and
+missed a delta gets a snapshot.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class ClusterFeed:
         self._urgent.set()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: a snapshot, then deltas, until the reader leaves or `close`."""
+        """Yields server-sent events, a snapshot and then deltas, until the reader leaves or `close`
+        is called.
+        """
         self._num_readers += 1
         if self._task is None:
             self._number = self.state.delta().number
@@ -75,7 +77,7 @@ class ClusterFeed:
                 self._task = None
 
     async def close(self) -> None:
-        """Ends all readers: a stop of the process does not wait for open tabs."""
+        """Ends all readers, so that a stop of the process does not wait for open browser tabs."""
         self._is_closed = True
         await self._background.stop()
         async with self._changed:

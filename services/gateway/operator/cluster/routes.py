@@ -1,5 +1,5 @@
-"""`GET /v1/cluster`, its `/events` and `/tenants`, for the operator alone: a tenant learns nothing
-of the others, and their timing is a secret, too.
+"""`GET /v1/cluster`, its `/events` and `/tenants`, for the operator alone: a tenant may learn
+neither the load nor the timing of others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STREAMED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class ClusterRoutes:
-    """`operator_token`: empty: nobody may read."""
+    """The endpoints of the cluster. Nobody may read them if `operator_token` is empty."""
 
     def __init__(self, feed: ClusterFeed, tenants: TenantUsage, operator_token: str) -> None:
         self.feed = feed
@@ -47,7 +47,9 @@ class ClusterRoutes:
         return cls(feed, TenantUsage(store, clock, wall_clock), operator_token)
 
     def is_operator(self, header: str | None) -> bool:
-        """Of an Authorization header. Without a token there is no operator."""
+        """Whether an Authorization header has the operator's token. False if no token is
+        configured.
+        """
         try:
             given = bearer_of(header).encode()
         except AuthenticationFailed:

@@ -1,8 +1,8 @@
-"""What the page shows of the cluster: processes and the last events, as snapshots and deltas.
+"""The cluster as the page shows it: processes and the last events, as snapshots and deltas.
 No I/O.
 
 A delta has the changed fields of each process; null removes a field. Events of gateways are
-differences between their counters, so that many refused requests are one event.
+differences between their counters, so that many rejected requests are one event.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Fields = dict[str, Any]
 
 
 class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`at`: Unix time in seconds. `kind`: joined, a kind of loss, returned, or what a gateway
-    counted.
+    """One change in the cluster. `at` is Unix time in seconds. `kind` is "joined", "returned", a
+    value of Loss, or a counter of a gateway.
     """
 
     number: int
@@ -40,7 +40,7 @@ class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    number: int  # of the delta whose changes it contains
+    number: int  # the number of the last delta that it contains
     gateway_id: str
     processes: dict[str, Fields]
     events: tuple[ClusterEvent, ...]
@@ -83,15 +83,15 @@ class ClusterView:
 
     def lose(self, process_id: str, loss: Loss) -> None:
         self._view.lose(process_id, loss, self._now())
-        if loss is not Loss.STOPPED:  # `observe` has it
+        if loss is not Loss.STOPPED:  # `observe` adds this event
             self._add(loss.value, process_id)
 
     def snapshot(self) -> ClusterSnapshot:
-        """As of now."""
+        """Returns the current state."""
         return self._snapshot(self._processes(), tuple(self._events))
 
     def last(self) -> ClusterSnapshot:
-        """As of the last delta, so that the next one follows it."""
+        """Returns the state of the last delta, so that the next delta follows it."""
         num_unsent = self._num_events - self._num_sent_events
         events = tuple(self._events)
         return self._snapshot(self._sent, events[: max(0, len(events) - num_unsent)])

@@ -1,7 +1,7 @@
-"""What tenants used today, and how much of their limits they use now, for the cluster's operator.
+"""Tenants' usage of today and their current use of their limits, for the cluster's operator.
 
-Read from Redis when an operator asks, at most every READ_S for all of them together, and never on
-the path of a stream. Without Redis the last report is returned, marked as such.
+A report is read from Redis for an operator's request, at most once in READ_S for all operators. If
+Redis does not answer, the last report is returned with `is_current` false.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from shared.tenancy.tenant_admin import TenantAdmin
 log = structlog.get_logger(__name__)
 
 READ_S = 5.0
-MAX_TENANTS = 100  # of which a report has rows
+MAX_TENANTS = 100  # rows of a report
 
 
 class LimitUse(msgspec.Struct, frozen=True):
-    """`name`: as in TenantRecord. Rates: the part of one minute's amount that is used now."""
+    """The use of one limit. `name` is the field of TenantRecord. `used` of a rate is the part of
+    one minute's amount that is used now.
+    """
 
     name: str
     used: int
@@ -36,7 +38,9 @@ class LimitUse(msgspec.Struct, frozen=True):
 
 
 class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all gateways, `day` of all models. Cached tokens are part of the input tokens."""
+    """The usage of one tenant today, over all gateways and models. Cached tokens are part of the
+    input tokens.
+    """
 
     tenant_id: str
     requests: int
@@ -48,8 +52,8 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`is_current`: false if Redis did not answer; the rows are then those read before.
-    `num_tenants`: of all tenants, of which those with the first MAX_TENANTS ids have rows.
+    """The usage of tenants on `day`. If `is_current` is false, Redis did not answer and the rows
+    are older. `num_tenants` counts all tenants; those with the first MAX_TENANTS ids have rows.
     """
 
     day: str = ""
@@ -59,7 +63,7 @@ class TenantsReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantUsage:
-    """`wall`: returns Unix seconds."""
+    """Reads reports from Redis. `wall` returns Unix seconds."""
 
     def __init__(self, store: Store, clock: Clock, wall: Callable[[], float]) -> None:
         self._admin = TenantAdmin(store, wall)
@@ -70,7 +74,7 @@ class TenantUsage:
         self._reading = asyncio.Lock()
 
     async def report(self) -> TenantsReport:
-        """Readers at once share one reading."""
+        """Returns the report. Concurrent callers share one reading."""
         async with self._reading:
             if self._clock.now() - self._read_at >= READ_S:
                 try:
@@ -94,7 +98,7 @@ class TenantUsage:
     async def _row(
         self, tenant_id: str, record: TenantRecord | None, usage: list[UsageRow]
     ) -> TenantUse:
-        """`record`: None if it is unreadable."""
+        """Returns a tenant's row. `record` is None if it is unreadable."""
         known = TenantRecord(tenant_id=tenant_id) if record is None else record
         state, limits = await self._admin.state(known), enforced_limits(known)
         used = {"concurrency": state.num_open} | {name: round(state.used[name]) for name in RATES}

@@ -23,7 +23,7 @@ class PageFile(msgspec.Struct, frozen=True):
     etag: str
 
     def is_fresh(self, if_none_match: str) -> bool:
-        """Whether a client's copy with these tags is the same."""
+        """Whether an If-None-Match header has this file's tag."""
         tags = {each.strip().removeprefix("W/") for each in if_none_match.split(",")}
         return self.etag in tags or "*" in tags
 

@@ -25,8 +25,9 @@ SECURITY_HEADERS = {
 
 
 class HostCheck:
-    """A guard. Bound to loopback, only the names of loopback reach the page and the cluster: a
-    foreign name that resolves to this machine is another site's script.
+    """A guard against DNS rebinding: a gateway bound to loopback answers only requests whose Host
+    is a loopback name, since a page of another site may use a foreign name that resolves to
+    loopback.
     """
 
     def __init__(self, http_host: str) -> None:
@@ -38,7 +39,9 @@ class HostCheck:
 
 
 def _is_loopback_name(host: str) -> bool:
-    """Whether it is localhost or an address of loopback: any name may begin like an address."""
+    """Whether the host, with an optional port, is localhost or a loopback address. A name that only
+    begins like an address is not.
+    """
     name, _, port = host.rpartition(":")
     if not port.isdigit():
         name = host

@@ -1,4 +1,4 @@
-"""`GET /` and the files of the page."""
+"""The routes of `GET /` and of the page's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class PageRoutes:
 
 
 def _response(file: PageFile, request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Clients ask each time, and mostly get 304: a new release is seen at once."""
+    """Returns the file, or 304 if the client's copy is current. Clients revalidate each time, so
+    that a new release is shown at once.
+    """
     is_fresh = file.is_fresh(request.headers.get("if-none-match", ""))
     headers = {**SECURITY_HEADERS, "etag": file.etag, "cache-control": "no-cache"}
     return Response(
