@@ -102,7 +102,7 @@ class OutputBuffer:
         return _by_gateway(taken)
 
     def take_first(self) -> dict[str, list[TokenEntry]]:
-        """As `take`, but only for outputs without a sent token."""
+        """Returns and removes the entries of outputs that have not sent a token yet, by gateway."""
         taken, self._first = self._first, {}
         for output in taken:
             del self._updates[output]

@@ -28,8 +28,10 @@ log = structlog.get_logger(__name__)
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """As measured last. `start_s`: from cold to hot, `wake_s`: from standby; `process_bytes`: of a
-    worker, beside weights and KV.
+    """The last measurement of a model on this host, and its model card.
+
+    `start_s` is the time of a start from cold, `wake_s` that from standby. `process_bytes` is the
+    memory of a worker besides weights and KV.
     """
 
     key: tuple[str, str]

@@ -104,7 +104,9 @@ def _source_in(
 
 
 def _kv_item_bytes(config: ModelConfig, given: str, device: str, item_bytes: int) -> int:
-    """As its worker stores it: with auto, older CUDA devices have no FP8."""
+    """Returns the bytes of a KV element in the worker's cache. On CUDA devices without FP8, `auto`
+    means BF16.
+    """
     dtype = "bfloat16" if item_bytes == 2 else "float32"
     is_declared_alone = given == "auto" and config.declares_fp8_kv
     is_bf16 = is_declared_alone and not _has_fp8(device)

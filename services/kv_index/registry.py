@@ -241,7 +241,7 @@ class PrefixRegistry:
             await self._store.write([*deletions, ("ZREM", key, *removed)])
 
     def _commands(self, batch: Sequence[_Delta]) -> list[Command]:
-        """Without the records that raise."""
+        """Returns the Redis commands of a batch. Logs and omits records whose encoding raises."""
         commands: list[Command] = []
         sets: dict[str, Command] = {}
         for delta in batch:

@@ -148,8 +148,10 @@ class DecodeStarts:
         placement_id: bytes,
         reply: DecodeStarted | Failure | None,
     ) -> None:
-        """Between distant sites, the reply to a start may come after the next try has begun: the
-        first worker that replies has the request.
+        """Handles the reply of a worker that came after the next try began, as between distant
+        sites.
+
+        The first worker that replies has the request.
         """
         if reply is not None:
             self._silent_workers.forget(target.decode_id)

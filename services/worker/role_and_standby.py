@@ -88,7 +88,9 @@ class RoleAndStandby:
                     return await self._resize(kv_bytes)
 
     async def _change_roles(self, command: ChangeRoles) -> Done:
-        """In standby, too: the roles are those of the worker once it is woken."""
+        """Changes the roles. A worker in standby has the new roles once it is woken. Raises
+        WorkerBusy.
+        """
         if self._state == "draining":
             raise WorkerBusy(f"{self._worker.worker_id} is draining")
         await self._worker.change_roles(command)

@@ -85,7 +85,10 @@ async def _status(
     first_beat_s: float = FIRST_BEAT_TIMEOUT_S,
     first_poll_s: float = FIRST_POLL_S,
 ) -> None:
-    """`first_beat_s`: the longest wait for any heartbeat; `first_poll_s`: for all others."""
+    """Prints the cluster's processes once, or every `interval_s` until it is interrupted.
+
+    It waits at most `first_beat_s` for the first heartbeat, then `first_poll_s` for the others.
+    """
     clock, view, background = MonotonicClock(), FleetView(), Background()
     process_id = process_id_for("observer", nats_url)
     bus = await NatsBus.connect(

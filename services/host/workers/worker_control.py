@@ -47,7 +47,11 @@ class WorkerControl:
         command: ParkWorker | WakeWorker | ResizeKv,
         reply_type: type[M],
     ) -> M:
-        """To the worker that the model has now, not to one that replaces it meanwhile."""
+        """Sends the command to the model's present worker and returns its reply.
+
+        Raises HearthError if that worker has ended or was replaced, RequestTimeout after MAX_TRIES
+        tries.
+        """
         worker_id = hosted.worker_id
         async with hosted.commands:
             for _ in range(MAX_TRIES):
