@@ -91,7 +91,10 @@ def _rendered(
 
 
 def json_line(event: dict[str, Any], default: Callable[[Any], Any]) -> str:
-    """As `json.dumps`, in a third of the time. `default`: of values without a form in JSON."""
+    """Returns the event as one line of JSON, in a third of the time of `json.dumps`.
+
+    `default` converts values that JSON cannot represent.
+    """
     try:
         return msgspec.json.format(_encode(event), indent=0).decode()
     except (TypeError, ValueError):  # also a lone surrogate

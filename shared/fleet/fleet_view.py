@@ -76,7 +76,7 @@ class _KnownProcess:
 
     @property
     def state(self) -> str:
-        """As announced, or the kind of loss."""
+        """Returns the state that the process announced, or the kind of its loss."""
         return self.heartbeat.state if self.loss is None else self.loss.value
 
 

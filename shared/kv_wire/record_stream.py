@@ -193,7 +193,9 @@ class RecordStream(asyncio.BufferedProtocol):
             self._write(payload)
 
     def send_reply(self, record: Record) -> None:
-        """Like `send`, and ends the connection if the peer sends without reading the replies."""
+        """Sends a reply. Ends the connection if more than MAX_UNSENT_BYTES of replies remain
+        unread.
+        """
         self.send(record)
         transport = self._transport
         if transport is not None and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:

@@ -54,8 +54,10 @@ def engine_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def send_signal(process: Process, number: signal.Signals) -> None:
-    """Like `process.send_signal`, but does not poll the child. That poll would reap an ended child
-    before the event loop does, and the loop would report exit status 255.
+    """Sends a signal to a child that still runs, without polling it.
+
+    The poll in `process.send_signal` would reap an ended child before the event loop does, and the
+    loop would report exit status 255.
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # the child has just ended

@@ -39,13 +39,15 @@ class ProcessUsage:
 
 
 class CollectionPolicy:
-    """`usage`: at the last full collection."""
+    """The decision when to collect garbage. `usage` is the process's usage at the last full
+    collection.
+    """
 
     def __init__(self, usage: ProcessUsage) -> None:
         self._collected = usage
 
     def is_due(self, before: ProcessUsage, now: ProcessUsage) -> bool:
-        """Whether to collect; `before`: some IDLE_S ago."""
+        """Whether to collect, given the usage `now` and the usage about IDLE_S ago, `before`."""
         elapsed_s = now.now - self._collected.now
         is_idle = now.cpu_s - before.cpu_s <= MAX_IDLE_SHARE * (now.now - before.now)
         has_grown = now.peak_bytes - self._collected.peak_bytes >= MAX_GROWTH_BYTES

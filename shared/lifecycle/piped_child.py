@@ -17,8 +17,10 @@ from shared.background import start_awaited
 
 
 class PipedChild:
-    """`stdin`: a write to a child that has ended raises OSError or RuntimeError, or is dropped.
-    `stdout`: what it wrote, then EOF. The event loop reaps it when it ends.
+    """A child process with pipes. The event loop reaps it when it ends.
+
+    A write to `stdin` of an ended child raises OSError or RuntimeError, or is dropped. `stdout`
+    returns the rest of the child's output, then EOF.
     """
 
     def __init__(

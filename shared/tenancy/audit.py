@@ -34,8 +34,10 @@ class AuditLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shown_arguments(given: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    """As JSON, without URLs and other secrets. `given`: without what is None or False, as options
-    are that nobody gave. `changes`: all of them, as zero, None and False are limits.
+    """Returns a command's arguments as JSON, without URLs and secrets.
+
+    Of `given`, None and False are omitted: they are options that were not given. Of `changes`, all
+    values are included, because zero, None and False are limits.
     """
     shown = {name: each for name, each in given.items() if each is not None and each is not False}
     shown |= changes

@@ -79,13 +79,13 @@ async def store_api_key(
 
 
 async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
-    """Like `store_api_key`, over a new connection. Raises StoreUnavailable."""
+    """Stores an API key of a tenant over a new connection. Raises StoreUnavailable."""
     async with _connected(redis_url) as store:
         await store_api_key(store, api_key, tenant_id)
 
 
 async def save_client(redis_url: str, client_id: str, tenant_id: str) -> None:
-    """Like `TenantAdmin.add_client`, over a new connection."""
+    """Adds a client to a tenant over a new connection. Raises StoreUnavailable."""
     async with _connected(redis_url) as store:
         await TenantAdmin(store, time.time).add_client(tenant_id, client_id)
 

@@ -154,7 +154,7 @@ def begin_reply(
 async def reply_to(
     handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
 ) -> Message:
-    """Like `begin_reply`, but awaits the reply."""
+    """Calls the handler with the decoded message and returns its reply, or a Failure."""
     reply = begin_reply(handler, decode, data)
     return reply if isinstance(reply, Message) else await reply
 

@@ -85,8 +85,9 @@ class DirectClient(Client):
     async def listen_with_headers(
         self, subject: str, take: TakeWithHeaders, *, queue: str = ""
     ) -> Subscription:
-        """Like `listen`; also for messages with headers, which are not decoded here: their sender
-        decides on their size.
+        """Subscribes to messages with and without headers.
+
+        The headers are passed on encoded, because their sender decides on their size.
         """
 
         async def on_message(message: Msg) -> None:

@@ -32,9 +32,11 @@ class TimedRequests:
         is_use: bool = True,
         on_late: Callable[[M | Failure | None], None] | None = None,
     ) -> M:
-        """Like `Bus.request`, with a timeout of `base_s` plus the estimated round trip to `peer`: a
-        process id, or the subject of a queue group. A late reply is measured, too. `is_use`: see
-        `RoundTrips.wait_s`.
+        """Sends a request and returns the reply, with a timeout of `base_s` plus the estimated
+        round trip to `peer`.
+
+        `peer` is a process id, or the subject of a queue group. A late reply also updates the
+        estimate. For `is_use`, see `RoundTrips.wait_s`.
         """
         sent_at = self._clock.now()
 

@@ -74,7 +74,9 @@ class BundleShard:
             raise CheckpointError(f"{self.path}: tensor {name}: damaged: its checksum differs")
 
     def original_bytes(self, name: str) -> Bytes:
-        """Like `decode`, into a new array [num_bytes] of numpy, which requests huge pages."""
+        """Returns the original bytes of a tensor as a new NumPy array [num_bytes]. Raises
+        CheckpointError.
+        """
         num_bytes = self.tensors[name].num_bytes
         try:
             out = np.empty(num_bytes, np.uint8)

@@ -14,7 +14,9 @@ from shared.engine.layers.norm import RMSNorm
 
 
 class FusedLayer(nn.Module):
-    """Like `DecoderLayer`, but its output already includes the residual sum."""
+    """A decoder layer whose output already includes the residual sum, unlike that of
+    `DecoderLayer`.
+    """
 
     def __init__(
         self,

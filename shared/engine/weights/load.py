@@ -169,7 +169,9 @@ def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> 
 
 
 def report_unused(names: Iterable[str]) -> None:
-    """As transformers, loads without them and says so."""
+    """Logs the names of tensors that the model does not use. Like transformers, it loads without
+    them.
+    """
     unused = sorted(name for name in names if not is_harmless(name))
     if unused:
         log.warning("tensors_not_used", count=len(unused), first=unused[:3])

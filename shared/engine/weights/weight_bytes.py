@@ -41,7 +41,9 @@ class CompressedForm(msgspec.Struct, frozen=True, kw_only=True, tag="compressed"
 
 
 class QuantizedForm(msgspec.Struct, frozen=True, kw_only=True, tag="quantised"):
-    """One of the layouts; `dtype` of the dequantized weight."""
+    """The layout of a quantized weight, `int4` or `fp8`, and the `dtype` of the dequantized
+    weight.
+    """
 
     int4: Int4Layout | None = None
     fp8: Fp8Layout | None = None

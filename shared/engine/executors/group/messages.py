@@ -38,7 +38,9 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndRows(msgspec.Struct, frozen=True, tag=True):
-    """As `StepPlan.ended`, where no step follows."""
+    """Rows whose sequences have ended, encoded like `StepPlan.ended`. It is sent if no step
+    follows.
+    """
 
     rows: bytes
 

@@ -134,8 +134,9 @@ def sampled_steps(block_size: int, vocab_size: int, *, num_groups: int = 1) -> I
 
 
 def logprobs_step(block_size: int, num_rows: int, *, num_groups: int = 1) -> StepInputs:
-    """As many rows, each with all the log-probabilities that a request may ask for: each kind takes
-    copies of the logits of all rows.
+    """Returns a step of `num_rows` rows that each request all log-probabilities a request may have.
+
+    Raw and processed log-probabilities each copy the logits of all rows.
     """
     step = idle_step(block_size, [1] * num_rows, temperature=1.0, num_groups=num_groups)
     wanted = dict.fromkeys(range(num_rows), MAX_TOP_LOGPROBS)
