@@ -12,12 +12,16 @@ from torch.nn.functional import gelu, silu
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * intermediate], gate first -> [T, intermediate]; computed in FP32."""
+    """Returns SwiGLU of gate_up [T, 2 * intermediate], gate first: [T, intermediate], computed in
+    FP32.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return (silu(gate.float()) * up).to(gate_up.dtype)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """Like `silu_and_mul`."""
+    """Returns GeGLU of gate_up [T, 2 * intermediate], gate first: [T, intermediate], computed in
+    FP32.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return (gelu(gate.float(), approximate="tanh") * up).to(gate_up.dtype)

@@ -20,7 +20,9 @@ PIECE = 1 << 16  # words whose limits are held at a time: 8 MiB
 
 
 def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Like kernels.reference.apply_token_mask."""
+    """Computes kernels.reference.apply_token_mask with less memory: rows that allow few tokens are
+    scattered.
+    """
     if words.numel() < MANY_WORDS:
         _compare(logits, rows, words)
         return

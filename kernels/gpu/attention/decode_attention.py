@@ -47,7 +47,7 @@ def decode_attention(
     value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """Like kernels.reference.decode_attention. Raises BadTensor."""
+    """Computes kernels.reference.decode_attention with Triton. Raises BadTensor."""
     expect_attention(
         query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, value_dim
     )

@@ -55,8 +55,8 @@ def compressed_linear(
     is_batch_invariant: bool = False,
     lanes: SumLanes | None = None,
 ) -> Tensor:
-    """Like kernels.reference.compressed_linear, or with `lanes`, which must fit, like
-    kernels.reference.lane_linear. Raises BadTensor.
+    """Computes kernels.reference.compressed_linear with Triton, or kernels.reference.lane_linear if
+    `lanes` are given, which must fit K. Raises BadTensor.
     """
     num_columns, width = weight.shape
     expect_matmul(x, weight.shape, bias)

@@ -19,7 +19,7 @@ NUM_WARPS = 4
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
-    """Like kernels.reference.decompress. Raises BadTensor."""
+    """Computes kernels.reference.decompress with Triton. Raises BadTensor."""
     num_rows, width = weight.shape
     if out is None:
         out = torch.empty((num_rows, width), dtype=torch.bfloat16, device=weight.device)

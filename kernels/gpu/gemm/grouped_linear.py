@@ -27,7 +27,7 @@ LEAST_STEP, MOST_STEP = 16, 64
 def grouped_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, weight: Tensor, *, lanes: SumLanes
 ) -> Tensor:
-    """Like kernels.reference.grouped_linear. Raises BadTensor."""
+    """Computes kernels.reference.grouped_linear with Triton. Raises BadTensor."""
     y = x.new_empty(1, *_result_shape(x, rows, offsets, weight, lanes, 1))
     _launch(x, rows, offsets, weight, lanes, y)
     return y[0]
@@ -42,7 +42,7 @@ def grouped_sums(
     lanes: SumLanes,
     num_sums: int = 1,
 ) -> Tensor:
-    """Like kernels.reference.grouped_sums. Raises BadTensor."""
+    """Computes kernels.reference.grouped_sums with Triton. Raises BadTensor."""
     shape = _result_shape(x, rows, offsets, weight, lanes, num_sums)
     sums = torch.empty((num_sums, *shape), dtype=torch.float32, device=x.device)
     _launch(x, rows, offsets, weight, lanes, sums)

@@ -23,7 +23,7 @@ SPLIT_ROWS = 512  # whose sums of uneven lanes are in memory at a time
 def lane_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lanes: SumLanes
 ) -> Tensor:
-    """Like kernels.reference.lane_linear. Raises BadTensor."""
+    """Computes kernels.reference.lane_linear with Triton. Raises BadTensor."""
     out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     is_even = has_even_lanes(lanes, _tiling(x, weight, bias, lanes).block_k)
     num_rows = len(x) if is_even else SPLIT_ROWS
@@ -35,7 +35,7 @@ def lane_linear(
 
 
 def lane_sums(x: Tensor, weight: Tensor, *, lanes: SumLanes, num_sums: int = 1) -> Tensor:
-    """Like kernels.reference.lane_sums. Raises BadTensor."""
+    """Computes kernels.reference.lane_sums with Triton. Raises BadTensor."""
     lanes.check(weight.shape[1], num_sums)
     tiled = replace(_tiling(x, weight, None, lanes), is_split=True)
     sums = torch.empty((lanes.num, len(x), len(weight)), dtype=torch.float32, device=x.device)

@@ -40,7 +40,7 @@ from kernels.sum_lanes import SumLanes
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
-    """Like kernels.reference.linear. Raises BadTensor."""
+    """Computes kernels.reference.linear with Triton. Raises BadTensor."""
     num_rows, width, num_columns = len(x), x.shape[-1], len(weight)
     expect_matmul(x, (num_columns, width), bias)
     expect("weight", weight, (None, width), dtype=x.dtype, device=x.device)

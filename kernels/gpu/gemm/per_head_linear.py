@@ -23,7 +23,7 @@ from kernels.gpu.gemm.tile_dot import dot
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Like kernels.reference.linear. Raises BadTensor."""
+    """Computes kernels.reference.per_head_linear with Triton. Raises BadTensor."""
     expect("x", x, (None, None, None), dtype=FLOATS)
     num_rows, num_heads, width = x.shape
     expect("weight", weight, (num_heads, None, width), dtype=x.dtype, device=x.device)

@@ -22,7 +22,7 @@ WORDS_PER_WARP = 512
 
 
 def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Like kernels.torch_ops.copy_blocks. Raises BadTensor."""
+    """Computes kernels.torch_ops.copy_blocks with Triton. Raises BadTensor."""
     expect("kv_cache", kv_cache, (None,) * 6, is_contiguous=True)
     expect("sources", sources, (None,), dtype=INDICES, device=kv_cache.device)
     expect("destinations", destinations, sources.shape, dtype=INDICES, device=kv_cache.device)

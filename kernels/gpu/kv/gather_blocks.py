@@ -25,7 +25,7 @@ def gather_blocks(
     *,
     checksum: Tensor | None = None,
 ) -> None:
-    """Like kernels.torch_ops.gather_blocks. Raises BadTensor."""
+    """Computes kernels.torch_ops.gather_blocks with Triton. Raises BadTensor."""
     move(_gather_blocks_kernel, kv_cache, block_table, first_token, num_tokens, out, checksum)
 
 

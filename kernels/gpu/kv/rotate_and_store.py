@@ -33,7 +33,7 @@ def rotate_and_store(
     has_unit_offset: bool = False,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Like kernels.reference.rotate_and_store. Raises BadTensor."""
+    """Computes kernels.reference.rotate_and_store with Triton. Raises BadTensor."""
     _expect(heads, cos, sin, kv_cache, slot_mapping, kv_scales)
     _expect_norms(query_norm, key_norm, heads)
     num_tokens, num_all_heads, head_dim = heads.shape

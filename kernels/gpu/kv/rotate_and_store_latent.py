@@ -29,7 +29,7 @@ def rotate_and_store_latent(
     eps: float,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Like kernels.reference.rotate_and_store_latent. Raises BadTensor."""
+    """Computes kernels.reference.rotate_and_store_latent with Triton. Raises BadTensor."""
     _expect(query, latent, cos, sin, slot_mapping, norm)
     _expect_cache(kv_cache, latent, kv_scales)
     num_tokens, num_heads, rope_dim = query.shape

@@ -25,7 +25,7 @@ def scatter_blocks(
     *,
     checksum: Tensor | None = None,
 ) -> None:
-    """Like kernels.torch_ops.scatter_blocks. Raises BadTensor."""
+    """Computes kernels.torch_ops.scatter_blocks with Triton. Raises BadTensor."""
     move(_scatter_blocks_kernel, kv_cache, block_table, first_token, num_tokens, payload, checksum)
 
 

@@ -18,7 +18,7 @@ BLOCK = 1024
 
 
 def sort_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
-    """Like kernels.torch_ops.expert_rows. Raises BadTensor."""
+    """Computes `sort_by_expert` of kernels.torch_ops.expert_rows with Triton. Raises BadTensor."""
     expect("ids", ids, (None, None), dtype=torch.int64, is_contiguous=True)
     tokens = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=ids.device)
@@ -36,7 +36,7 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
 def add_experts(
     y: Tensor, places: Tensor, weights: Tensor | None, shared: Tensor | None, width: int
 ) -> Tensor:
-    """Like kernels.torch_ops.expert_rows. Raises BadTensor."""
+    """Computes `add_experts` of kernels.torch_ops.expert_rows with Triton. Raises BadTensor."""
     num_tokens, num_chosen = places.shape
     device = y.device
     expect("y", y, (None, None), dtype=FLOATS)

@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def route(
     logits: Tensor, bias: Tensor | None, num_chosen: int, routing: ExpertRouting
 ) -> ExpertChoice:
-    """Like kernels.torch_ops.route. Raises BadTensor."""
+    """Computes kernels.torch_ops.route with Triton. Raises BadTensor."""
     expect("logits", logits, (None, None), dtype=torch.float32)
     num_tokens, num_experts = logits.shape
     if bias is not None:

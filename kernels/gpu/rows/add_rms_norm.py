@@ -11,6 +11,6 @@ from kernels.gpu.rows.rms_norm import norm
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Like kernels.reference.add_rms_norm. Raises BadTensor."""
+    """Computes kernels.reference.add_rms_norm with Triton. Raises BadTensor."""
     expect("residual", residual, x.shape, dtype=x.dtype, device=x.device)
     return norm(x, residual, weight, eps, has_unit_offset=has_unit_offset)

@@ -8,5 +8,5 @@ from kernels.gpu.rows.gated import gated
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """Like kernels.reference.gated. Raises BadTensor."""
+    """Computes `gelu_and_mul` of kernels.reference.gated with Triton. Raises BadTensor."""
     return gated(gate_up, is_gelu=True)

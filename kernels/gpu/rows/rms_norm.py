@@ -19,7 +19,7 @@ MAX_WARPS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
-    """Like kernels.reference.rms_norm. Raises BadTensor."""
+    """Computes kernels.reference.rms_norm with Triton. Raises BadTensor."""
     return norm(x, None, weight, eps, has_unit_offset=has_unit_offset)[0]
 
 

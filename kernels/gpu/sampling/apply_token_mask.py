@@ -20,8 +20,8 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Like kernels.reference.apply_token_mask. Raises BadTensor. Out-of-range rows are not checked:
-    that would synchronise with the device.
+    """Computes kernels.reference.apply_token_mask with Triton. Raises BadTensor. Out-of-range rows
+    are not checked: that would synchronise with the device.
     """
     expect("logits", logits, (None, None), dtype=torch.float32)
     vocab_size = logits.shape[1]

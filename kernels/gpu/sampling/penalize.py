@@ -21,8 +21,8 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 def penalize(
     logits: Tensor, rows: Tensor, token_ids: Tensor, repetition: Tensor, subtracted: Tensor
 ) -> None:
-    """Like kernels.torch_ops.penalize. Raises BadTensor. Out-of-range indices are not checked: that
-    would synchronise with the device.
+    """Computes kernels.torch_ops.penalize with Triton. Raises BadTensor. Out-of-range indices are
+    not checked: that would synchronise with the device.
     """
     expect("logits", logits, (None, None), dtype=torch.float32)
     integers = {"rows": rows, "token_ids": token_ids}

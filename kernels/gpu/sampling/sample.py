@@ -58,7 +58,7 @@ def sample(
     output_position: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Like kernels.torch_ops.sample. Raises BadTensor."""
+    """Computes kernels.torch_ops.sample with Triton. Raises BadTensor."""
     num_rows, vocab_size = _checked(logits, mask)
     floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
     integers = {

@@ -24,7 +24,7 @@ _LEAST = tl.constexpr(-(1 << 63))
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
-    """Like kernels.torch_ops.top_k. Raises BadTensor."""
+    """Computes kernels.torch_ops.top_k, with Triton for small k. Raises BadTensor."""
     expect("x", x, (None, None), dtype=torch.float32)
     num_rows, num_columns = x.shape
     num_pieces = triton.cdiv(num_columns, PIECE)
