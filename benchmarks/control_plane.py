@@ -51,8 +51,8 @@ from tokenizers import Tokenizer
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from benchmarks.serving.aiperf import aiperf
 from benchmarks.serving.closed_loop import ClientKind, Tally, Target, load, num_events_of
+from benchmarks.serving.cluster import ONE_WORKER, SPLIT, Processes, hearth
 from benchmarks.serving.dynamo import dynamo
-from benchmarks.serving.hearth import ONE_WORKER, SPLIT, Processes, hearth
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 

@@ -19,31 +19,34 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from benchmarks.adversity.attacks import NUM_STREAMS, messages, stored_records
-from benchmarks.adversity.cores import pinned
 from benchmarks.adversity.redis_loss import up
-from benchmarks.adversity.turns import Victim, Waits, attacker, by_turns, cpu_s, p99, watched
+from benchmarks.adversity.turns import (
+    Run,
+    Victim,
+    Waits,
+    attacker,
+    by_turns,
+    cpu_s,
+    p99,
+    started,
+    watched,
+)
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.closed_loop import Target
-from benchmarks.serving.hearth import SPLIT, hearth
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.dialects.responses.storage.store import ResponseStore
 from shared.clock import MonotonicClock
-from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord
-from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
-from tests.support.servers import RedisServer
+from shared.tenancy.tenant_admin import new_api_key
 from tests.support.services.running import add_tenants
 
-STEP_S = 0.01
 NUM_DESCRIPTORS = 1024
 NUM_HELD = 1200  # connections that the holder tries to keep
 NUM_NEW = 8
@@ -71,46 +74,17 @@ _LIMITED = (
 _GATEWAY = ["gateway", "--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
 
 
-class Run:
-    """A cluster, and keys of new tenants."""
-
-    def __init__(self, target: Target, redis_url: str, gateway: psutil.Process) -> None:
-        self.target, self.gateway = target, gateway
-        self.store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
-
-    async def new_key(self, tenant_id: str) -> str:
-        api_key = new_api_key()
-        await TenantAdmin(self.store, time.time).add(tenant_id, {}, api_key)
-        return api_key
-
-
 async def measure(rows: Sequence[str]) -> list[Bar]:
     measured = {"C2": streams, "C3": stored_state, "C4": anonymous_calls, "C5": leavers}
     bars: list[Bar] = await streams_of_model() if "C6" in rows else []
     if "C1" in rows:
-        async with AsyncExitStack() as stack:
-            commands = {"gateway": ["-c", _LIMITED, *_GATEWAY]}
-            bars += await connections(await _started(stack, commands))
+        async with started({"gateway": ["-c", _LIMITED, *_GATEWAY]}) as run:
+            bars += await connections(run)
     if set(rows) - {"C1", "C6"}:
-        async with AsyncExitStack() as stack:
-            run = await _started(stack)
+        async with started() as run:
             for row in (each for each in measured if each in rows):
                 bars += await measured[row](run)
     return bars
-
-
-async def _started(stack: AsyncExitStack, commands: dict[str, list[str]] | None = None) -> Run:
-    redis = RedisServer()
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    cluster = hearth(SPLIT, folder, step_s=STEP_S, redis=redis, commands=commands)
-    target, processes = await stack.enter_async_context(cluster)
-    await stack.enter_async_context(pinned(processes))
-    run = Run(target, redis.url, processes["gateway"])
-    stack.push_async_callback(run.store.close)
-    victim = Victim(target)
-    await victim.turn(2.0)
-    victim.close()
-    return run
 
 
 async def connections(run: Run) -> list[Bar]:

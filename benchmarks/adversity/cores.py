@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from benchmarks.serving.hearth import Processes
+from benchmarks.serving.cluster import Processes
 
 WATCH_S = 0.02  # a process that the gateway starts is moved after this time
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.adversity.cluster import Cluster, Process, cluster
+from benchmarks.adversity.cluster import FaultyCluster, cluster
 from benchmarks.adversity.load import completion, is_full, print_failures, send_every
 from benchmarks.adversity.worker import StepFaults
 from benchmarks.report import Bar, at_least, at_most
+from benchmarks.serving.cluster import Process
 from services.worker.worker import DEVICE_LOST_STATUS
 from shared.engine.executors.timing_executor import STATE_BYTES
 from tests.support.cluster.clients import Exchange
@@ -43,7 +44,7 @@ async def _uneven_caches() -> list[Bar]:
     async with cluster(dict.fromkeys(KV_TOKENS, "decode")) as fleet:
         gateway = fleet.start_services()
         workers = [
-            fleet.start("decode", name, options={"kv-cache-bytes": STATE_BYTES * num_tokens})
+            fleet.start_worker("decode", name, options={"kv-cache-bytes": STATE_BYTES * num_tokens})
             for name, num_tokens in KV_TOKENS.items()
         ]
         await fleet.ready(gateway, *workers)
@@ -56,9 +57,9 @@ async def _uneven_caches() -> list[Bar]:
     return [at_least("U1 answers with 200 tokens, of 12", num_full, NUM_LONG, "requests")]
 
 
-async def _failing_device(fleet: Cluster, gateway: Process) -> list[Bar]:
-    healthy = fleet.start("decode", "decode-2", step_s=STEP_S)
-    sick = fleet.start(
+async def _failing_device(fleet: FaultyCluster, gateway: Process) -> list[Bar]:
+    healthy = fleet.start_worker("decode", "decode-2", step_s=STEP_S)
+    sick = fleet.start_worker(
         "decode", "decode-3", step_s=STEP_S, faults=StepFaults(after_s=FAILS_AFTER_S)
     )
     await fleet.ready(gateway, healthy, sick)
@@ -75,9 +76,11 @@ async def _failing_device(fleet: Cluster, gateway: Process) -> list[Bar]:
     ]
 
 
-async def _poison(fleet: Cluster, gateway: Process) -> list[Bar]:
+async def _poison(fleet: FaultyCluster, gateway: Process) -> list[Bar]:
     """One worker, so that all requests share its steps."""
-    worker = fleet.start("decode", "decode-1", step_s=STEP_S, faults=StepFaults(poison_seed=POISON))
+    worker = fleet.start_worker(
+        "decode", "decode-1", step_s=STEP_S, faults=StepFaults(poison_seed=POISON)
+    )
     await fleet.ready(gateway, worker)
     good = [completion(n, num_prompt_tokens=24, max_tokens=60) for n in range(NUM_ROWS - 1)]
     poison = completion(NUM_ROWS, num_prompt_tokens=24, max_tokens=60, seed=POISON)

@@ -18,9 +18,10 @@ from typing import Literal
 
 import psutil
 
-from benchmarks.adversity.cluster import Cluster, Process, cluster
+from benchmarks.adversity.cluster import FaultyCluster, cluster
 from benchmarks.adversity.load import completion, is_full, print_failures, send_every
 from benchmarks.report import Bar, at_least, at_most
+from benchmarks.serving.cluster import Process
 from shared.subjects import CredentialRole
 from tests.support.cluster.clients import Exchange
 from tests.support.relay import DelayingRelay
@@ -80,13 +81,13 @@ async def _exchanges_at(round_trip_s: float, layout: Layout) -> list[Exchange]:
         return await send_every(EVERY_S, gateway.url, fleet.api_key, bodies)
 
 
-def _start(fleet: Cluster, role: CredentialRole, name: str, relay_port: int) -> Process:
+def _start(fleet: FaultyCluster, role: CredentialRole, name: str, relay_port: int) -> Process:
     region = _region(name)
     if region == "here":
-        return fleet.start(role, name, step_s=STEP_S, options={"region": region})
+        return fleet.start_worker(role, name, step_s=STEP_S, options={"region": region})
     folder = fleet.folder / name
     folder.mkdir()
-    return fleet.start(
+    return fleet.start_worker(
         role,
         name,
         step_s=STEP_S,
@@ -100,7 +101,7 @@ def _region(name: str) -> str:
     return name.partition("-")[2]
 
 
-def _delayed_kv(fleet: Cluster, worker: Process, one_way_s: float) -> DelayingRelay:
+def _delayed_kv(fleet: FaultyCluster, worker: Process, one_way_s: float) -> DelayingRelay:
     """Relays the TCP data plane of a worker whose unix socket it removes: peers try that first."""
     for socket_path in Path(fleet.folder / worker.process_id).rglob("kv.sock"):
         socket_path.unlink()

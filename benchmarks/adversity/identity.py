@@ -19,18 +19,19 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.adversity.cluster import Cluster, Process, cluster
+from benchmarks.adversity.cluster import FaultyCluster, cluster
 from benchmarks.adversity.load import (
+    PATH,
     completion,
     is_full,
     num_moves,
     print_failures,
-    send,
     send_every,
 )
 from benchmarks.report import Bar, at_least, at_most
+from benchmarks.serving.cluster import Process
 from shared.lifecycle.process import HEARTH_ERROR_STATUS
-from tests.support.cluster.clients import Exchange
+from tests.support.cluster.clients import Exchange, send
 from tests.support.waiting import until
 
 NUM_REQUESTS, EVERY_S = 60, 0.05
@@ -57,11 +58,11 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
 async def _doubled_identity() -> list[Bar]:
     async with cluster({"decode-1": "decode", "decode-2": "decode"}) as fleet:
         gateway = fleet.start_services()
-        other = fleet.start("decode", "decode-2", step_s=STEP_S)
-        together = [fleet.start("decode", "decode-1", step_s=STEP_S) for _ in range(2)]
+        other = fleet.start_worker("decode", "decode-2", step_s=STEP_S)
+        together = [fleet.start_worker("decode", "decode-1", step_s=STEP_S) for _ in range(2)]
         first = await _one_left(together)
         await fleet.ready(gateway, first, other)
-        late = fleet.start("decode", "decode-1", step_s=STEP_S)
+        late = fleet.start_worker("decode", "decode-1", step_s=STEP_S)
         await late.ended()
         exchanges, second = await _load_on_two(fleet, gateway, first)
         is_first_left = first.is_running and _was_refused(second)
@@ -86,11 +87,11 @@ async def _one_left(processes: Sequence[Process]) -> Process:
 
 
 async def _load_on_two(
-    fleet: Cluster, gateway: Process, first: Process
+    fleet: FaultyCluster, gateway: Process, first: Process
 ) -> tuple[list[Exchange], Process]:
     """Returns the answers, and the process that started while `first` was frozen."""
     first.popen.send_signal(signal.SIGSTOP)
-    second = fleet.start("decode", "decode-1", step_s=STEP_S)
+    second = fleet.start_worker("decode", "decode-1", step_s=STEP_S)
     await _logged(second, "ready")
     await fleet.ready(gateway, second)
     bodies = [completion(n, num_prompt_tokens=24, max_tokens=60) for n in range(NUM_REQUESTS)]
@@ -171,7 +172,7 @@ class Clients:
         while not self._is_over:
             body = completion(len(self.exchanges) + number, num_prompt_tokens=24, max_tokens=30)
             url = self._ready[number % len(self._ready)]
-            self.exchanges.append(await send(url, self.api_key, body))
+            self.exchanges.append(await send(url, self.api_key, PATH, body))
 
 
 async def _rolling_replacements() -> list[Bar]:
@@ -179,12 +180,12 @@ async def _rolling_replacements() -> list[Bar]:
         fleet.start("kv_index", "kv_index")
         fleet.start("scheduler", "scheduler")
         gateway = _gateway(fleet, 0)
-        worker = fleet.start("decode", "decode.0", step_s=STEP_S)
+        worker = fleet.start_worker("decode", "decode.0", step_s=STEP_S)
         await fleet.ready(gateway, worker)
         gateways = [gateway]
 
         async def replace_worker(number: int, old: Process) -> Process:
-            new = fleet.start("decode", f"decode.{number}", step_s=STEP_S)
+            new = fleet.start_worker("decode", f"decode.{number}", step_s=STEP_S)
             await fleet.ready(gateway, new)
             await _leave(old)
             return new
@@ -223,7 +224,7 @@ async def _leave(process: Process) -> None:
         raise RuntimeError(f"{process.process_id}: status {status}: {process.output()[-2000:]}")
 
 
-def _gateway(fleet: Cluster, number: int) -> Process:
+def _gateway(fleet: FaultyCluster, number: int) -> Process:
     return fleet.start("gateway", f"gateway.{number}", options={"lame-duck-s": LAME_DUCK_S})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
-from tests.support.cluster.clients import Exchange, run_exchange
+from tests.support.cluster.clients import Exchange, send
 
 PATH = "/v1/completions"
 FIRST_TOKEN_ID, NUM_TOKENS = 300, 1700  # plain text in the demo model's vocabulary
@@ -32,17 +32,13 @@ def completion(
     }
 
 
-async def send(url: str, api_key: str, body: dict[str, Any]) -> Exchange:
-    return await run_exchange(Exchange(body, url), url, api_key, PATH)
-
-
 async def send_every(
     every_s: float, url: str, api_key: str, bodies: Sequence[dict[str, Any]]
 ) -> list[Exchange]:
     """Starts one request each `every_s`. Returns when all have ended."""
     tasks = []
     for body in bodies:
-        tasks.append(asyncio.create_task(send(url, api_key, body)))
+        tasks.append(asyncio.create_task(send(url, api_key, PATH, body)))
         await asyncio.sleep(every_s)
     return await asyncio.gather(*tasks)
 

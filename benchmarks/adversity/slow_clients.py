@@ -15,27 +15,19 @@ import asyncio
 import itertools
 import socket
 import sys
-import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
 from benchmarks.adversity.attacks import unread
-from benchmarks.adversity.cores import pinned
-from benchmarks.adversity.turns import Victim
+from benchmarks.adversity.turns import started
 from benchmarks.report import Bar, at_least, at_most
-from benchmarks.serving.hearth import SPLIT, hearth
-from shared.clock import MonotonicClock
-from shared.store import RedisStore
-from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
 from tests.support.cluster.service_processes import ROOT
-from tests.support.servers import RedisServer
 
 NUM_TENANTS = 20
 NUM_CONNECTIONS = 200
@@ -43,7 +35,6 @@ NUM_CHOICES = 16
 NUM_TOKENS = 400
 NUM_LOGPROBS = 20
 RECEIVE_BYTES = 4096
-STEP_S = 0.01
 MAX_RSS_MIB = 384
 MAX_GONE_S = 35.0
 SAMPLE_S = 0.1
@@ -53,25 +44,9 @@ ENDED = "hearth_requests_total{"
 
 
 async def measure(rows: Sequence[str]) -> list[Bar]:
-    redis = RedisServer()
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = hearth(SPLIT, Path(folder), step_s=STEP_S, redis=redis)
-        async with cluster as (target, processes), pinned(processes):
-            victim = Victim(target)
-            await victim.turn(2.0)  # what the first requests load is not the slow clients'
-            victim.close()
-            keys = await _new_keys(redis.url)
-            return await _measure(target.url, keys, processes["gateway"])
-
-
-async def _new_keys(redis_url: str) -> list[str]:
-    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
-    admin, keys = TenantAdmin(store, time.time), []
-    for number in range(NUM_TENANTS):
-        keys.append(new_api_key())
-        await admin.add(f"slow-{number}", {}, keys[-1])
-    await store.close()
-    return keys
+    async with started() as run:
+        keys = [await run.new_key(f"slow-{number}") for number in range(NUM_TENANTS)]
+        return await _measure(run.target.url, keys, run.gateway)
 
 
 async def _measure(url: str, keys: list[str], gateway: psutil.Process) -> list[Bar]:

@@ -9,62 +9,24 @@ the ratios say little.
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
 from redis.asyncio import Redis
 
 from benchmarks.adversity.attacker import Client
 from benchmarks.adversity.attacks import NUM_PREFIXES, rejected
-from benchmarks.adversity.cores import pinned
-from benchmarks.adversity.turns import Victim, attacker, by_turns, watched
+from benchmarks.adversity.turns import Run, attacker, started, watched
 from benchmarks.report import Bar, at_least, at_most
-from benchmarks.serving.closed_loop import Target
-from benchmarks.serving.hearth import SPLIT, hearth
 from benchmarks.stop_strings import measure as measure_stop_strings
-from shared.clock import MonotonicClock
-from shared.store import RedisStore
 from shared.tenancy.pinned_prefix import MAX_PER_TENANT
-from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
-from tests.support.servers import RedisServer
 
-STEP_S = 0.01  # as on a GPU, so that 128 choices are 12,800 tokens/s
-TURN_S = 2.0
-NUM_TURNS = 6
 MIB = 1 << 20
 MAX_GAP_MS = 50.0
 MAX_TOKEN_US = 2.0
 MAX_PREFIX_MIB = 64
 GAP_TURN_S = 5.0
 NUM_STEERED = 100_000  # tokens
-
-
-@dataclass
-class Run:
-    target: Target
-    admin: TenantAdmin
-    redis: Redis
-    victim: Victim
-    gateway: psutil.Process
-
-    async def new_key(self, tenant_id: str, **limits: int) -> str:
-        api_key = new_api_key()
-        await self.admin.add(tenant_id, limits, api_key)
-        return api_key
-
-    async def beside(self, row: str, kind: str, name: str, **options: int) -> list[Bar]:
-        """The victim's bars beside attacks of this kind, from a new tenant."""
-        api_key = await self.new_key(f"{row}-{kind}")
-        async with attacker(kind, self.target.url, api_key, **options) as attack:
-            waits = await by_turns(self.victim, attack, num_turns=NUM_TURNS, turn_s=TURN_S)
-        statuses = dict(sorted(attack.statuses.items()))
-        print(f"{row} {kind}: {waits.summary()}; attacker's responses {statuses}", flush=True)
-        return waits.bars(row, name)
 
 
 async def measure(rows: Sequence[str]) -> list[Bar]:
@@ -76,22 +38,9 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
         "F5": rejected_requests,
     }
     bars: list[Bar] = []
-    redis = RedisServer()
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = hearth(SPLIT, Path(folder), step_s=STEP_S, redis=redis)
-        async with cluster as (target, processes), pinned(processes):
-            store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
-            connection, victim = Redis.from_url(redis.url), Victim(target)
-            admin = TenantAdmin(store, time.time)
-            run = Run(target, admin, connection, victim, processes["gateway"])
-            try:
-                await victim.turn(2.0)
-                for row in rows:
-                    bars += await measured[row](run)
-            finally:
-                victim.close()
-                await store.close()
-                await connection.aclose()
+    async with started() as run:
+        for row in rows:
+            bars += await measured[row](run)
     return bars
 
 

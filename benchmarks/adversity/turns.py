@@ -6,27 +6,88 @@ import asyncio
 import itertools
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import psutil
+from redis.asyncio import Redis
 
 from benchmarks.adversity.attacker import read_response
+from benchmarks.adversity.cores import pinned
 from benchmarks.report import Bar, at_most
 from benchmarks.serving.closed_loop import Target
+from benchmarks.serving.cluster import SPLIT, hearth
 from services.client.http_client import Connection, http_request
+from shared.clock import MonotonicClock
+from shared.store import RedisStore
+from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
 from tests.support.cluster.service_processes import ROOT
+from tests.support.servers import RedisServer
 
 NUM_TOKENS = 4
 MAX_RATIO = 1.5
+STEP_S = 0.01
+NUM_TURNS, TURN_S = 6, 2.0
 PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 PATIENCE_S = 60.0  # for the end of an attacker's turn
+
+
+@dataclass
+class Run:
+    """A cluster whose gateway has a core of its own, and keys of new tenants."""
+
+    target: Target
+    gateway: psutil.Process
+    victim: Victim
+    redis: Redis
+    store: RedisStore
+
+    @property
+    def admin(self) -> TenantAdmin:
+        return TenantAdmin(self.store, time.time)
+
+    async def new_key(self, tenant_id: str, **limits: int) -> str:
+        api_key = new_api_key()
+        await self.admin.add(tenant_id, limits, api_key)
+        return api_key
+
+    async def beside(self, row: str, kind: str, name: str, **options: int) -> list[Bar]:
+        """The victim's bars beside attacks of this kind, from a new tenant."""
+        api_key = await self.new_key(f"{row}-{kind}")
+        async with attacker(kind, self.target.url, api_key, **options) as attack:
+            waits = await by_turns(self.victim, attack, num_turns=NUM_TURNS, turn_s=TURN_S)
+        statuses = dict(sorted(attack.statuses.items()))
+        print(f"{row} {kind}: {waits.summary()}; attacker's responses {statuses}", flush=True)
+        return waits.bars(row, name)
+
+
+@asynccontextmanager
+async def started(commands: Mapping[str, Sequence[str]] | None = None) -> AsyncIterator[Run]:
+    """What the first requests load is loaded. A step takes 10 ms, as on a GPU, so that 128 choices
+    are 12,800 tokens/s.
+    """
+    redis = RedisServer()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = hearth(SPLIT, Path(folder), step_s=STEP_S, redis=redis, commands=commands)
+        async with cluster as (target, processes), pinned(processes):
+            store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+            connection, victim = Redis.from_url(redis.url), Victim(target)
+            try:
+                await victim.turn(2.0)
+                victim.close()  # opened again by its next turn
+                yield Run(target, processes["gateway"], victim, connection, store)
+            finally:
+                victim.close()
+                await store.close()
+                await connection.aclose()
 
 
 class Attacker:

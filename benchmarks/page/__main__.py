@@ -29,7 +29,7 @@ import httpx
 from benchmarks.page.fleet import SCHEDULER, Workers, region_of
 from benchmarks.report import ROOT, Row, at_least, at_most, write_result
 from benchmarks.serving.closed_loop import ClientKind, Tally, Target, load
-from benchmarks.serving.hearth import ONE_WORKER, credentials, hearth
+from benchmarks.serving.cluster import ONE_WORKER, credentials, hearth
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.operator.page.files import read_files
 from services.local.servers import free_port

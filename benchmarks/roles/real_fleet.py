@@ -18,11 +18,11 @@ import uvloop
 from benchmarks.roles.step_costs import word_of
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Timeline
 from benchmarks.serving.closed_loop import Target
-from benchmarks.serving.hearth import SERVICES, hearth
+from benchmarks.serving.cluster import SERVICES, hearth
 from shared.engine.executors.timing_executor import STATE_BYTES
 from shared.messages import Role
 from shared.subjects import CredentialRole
-from tests.support.cluster.clients import Exchange, run_exchange
+from tests.support.cluster.clients import send
 from tests.support.cluster.service_processes import MODEL
 
 BLOCK_SIZE = 16
@@ -72,8 +72,7 @@ async def _send(target: Target, number: int, arrival: Arrival, began_at: float) 
         "stream": True,
     }
     await asyncio.sleep(began_at + arrival.at_s - time.monotonic())
-    exchange = Exchange(body, target.url)
-    await run_exchange(exchange, target.url, target.api_key, "/v1/completions")
+    exchange = await send(target.url, target.api_key, "/v1/completions", body)
     timeline = Timeline(arrival, exchange.started, exchange.arrivals)
     timeline.is_finished = exchange.is_successful
     return timeline

@@ -24,7 +24,7 @@ import uvloop
 
 from benchmarks.report import at_most, write_result
 from benchmarks.serving.closed_loop import Target, body_of
-from benchmarks.serving.hearth import CLIENT, OPERATOR_NAME, SERVICES, hearth
+from benchmarks.serving.cluster import CLIENT, OPERATOR_NAME, SERVICES, hearth
 from services.cli.cluster.role_change import change_roles
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import ChangeRoles, Heartbeat, WorkerLoad
@@ -36,7 +36,6 @@ from tests.support.cluster.service_processes import MODEL
 WORKERS: dict[str, CredentialRole] = {"worker-1": "worker", "worker-2": "worker"}
 NUM_BEFORE = 8  # tokens of each stream when the roles change
 POLL_S = 0.01
-TEXT, NO_TEXT = b'"content":"', b'"content":""'
 COMMANDS = {
     "worker-1": ["-m", "services", "worker", *MODEL, "--device", "cpu", "--announce", "decode"],
     "worker-2": ["-m", "services", "worker", *MODEL, "--device", "cpu", "--announce", "prefill"],
@@ -65,11 +64,6 @@ def send_all(target: Target, options: argparse.Namespace) -> list[tuple[Exchange
     return [send(target, body) for body in bodies(target, options.streams, options.tokens)]
 
 
-def text_times(exchange: Exchange) -> list[float]:
-    events = zip(exchange.events, exchange.arrivals, strict=True)
-    return [at for event, at in events if TEXT in event and NO_TEXT not in event]
-
-
 async def switch(operator: NatsBus) -> float:
     """Returns the time at which the first command was sent."""
     began = time.monotonic()
@@ -93,9 +87,9 @@ async def measure(target: Target, options: argparse.Namespace) -> dict[str, obje
     undisturbed = send_all(target, options)
     await asyncio.gather(*(task for _, task in undisturbed))
     streams = send_all(target, options)
-    while any(len(text_times(each)) < NUM_BEFORE for each, _ in streams):  # noqa: ASYNC110
+    while any(len(each.text_arrivals) < NUM_BEFORE for each, _ in streams):  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
-    num_before = [len(text_times(each)) for each, _ in streams]
+    num_before = [len(each.text_arrivals) for each, _ in streams]
     began = await switch(operator)
     changed_at = time.monotonic()
     num_open = sum(not task.done() for _, task in streams)
@@ -118,7 +112,7 @@ async def measure(target: Target, options: argparse.Namespace) -> dict[str, obje
         "tokens_pushed_by_the_new_prefill_worker": loads["worker-1"].num_pushed_tokens,
         "tokens_sampled_by_the_new_decode_worker": loads["worker-2"].num_generated_tokens,
         "commands_ms": round(1e3 * (changed_at - began), 1),
-        "first_token_in_new_roles_s": round(next(iter(text_times(first)), began) - began, 4),
+        "first_token_in_new_roles_s": round(next(iter(first.text_arrivals), began) - began, 4),
         "first_request_error": "" if is_full(first) else str(first),
     }
 

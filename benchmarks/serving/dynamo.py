@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from benchmarks.serving.closed_loop import Target
-from benchmarks.serving.hearth import START_TIMEOUT_S, Processes
+from benchmarks.serving.cluster import START_TIMEOUT_S, Processes
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from tests.support.servers import free_port
 

@@ -30,7 +30,7 @@ import uvloop
 from benchmarks.control_plane import SHAPES, cpu_s, prompts
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from benchmarks.serving.closed_loop import RESPONSES, Tally, Target, load, num_events_of
-from benchmarks.serving.hearth import SPLIT, TENANT, Processes, hearth
+from benchmarks.serving.cluster import SPLIT, TENANT, Processes, hearth
 
 SHAPE = SHAPES["split"]
 NAMES = ("chat", "workers_ai", "messages", "responses", "stored", "nats")

@@ -18,7 +18,7 @@ from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from shared.clock import MonotonicClock
 from shared.messages import Heartbeat, WorkerLoad
-from tests.support.cluster.clients import Exchange, run_exchange
+from tests.support.cluster.clients import Exchange, send
 from tests.support.cluster.cluster_client import receive_heartbeats
 
 MODEL = "model-under-test"
@@ -101,8 +101,8 @@ class Served:
 
     async def stream(self, body: Body) -> Exchange:
         """Times of all events. Raises ValueError if it is not answered in full."""
-        exchange = Exchange({**body, "stream": True}, "gateway")
-        await run_exchange(exchange, self.cluster.url, self.cluster.api_key, CHAT)
+        streamed = {**body, "stream": True}
+        exchange = await send(self.cluster.url, self.cluster.api_key, CHAT, streamed)
         if not exchange.is_successful:
             raise ValueError(f"a stream failed: {exchange}")
         return exchange

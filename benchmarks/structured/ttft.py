@@ -73,9 +73,4 @@ async def _ttft_ms(target: Served, schema: dict[str, Any] | None) -> float:
     """Until the first event with text."""
     fields = {} if schema is None else {"guided_json": schema}
     exchange = await target.stream(target.chat(max_tokens=MAX_TOKENS, **fields))
-    texts = (
-        arrived
-        for arrived, event in zip(exchange.arrivals, exchange.events, strict=True)
-        if b'"content":"' in event and b'"content":""' not in event
-    )
-    return (next(texts) - exchange.started) * 1e3
+    return (exchange.text_arrivals[0] - exchange.started) * 1e3

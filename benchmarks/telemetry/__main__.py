@@ -26,7 +26,7 @@ import uvloop
 
 from benchmarks.control_plane import MANNERS, SERVICES, SHAPES, Measurement, Servers, middle
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from benchmarks.serving.hearth import hearth
+from benchmarks.serving.cluster import hearth
 
 # the sampled share of requests; None: the SDK is not even imported
 MODES: dict[str, float | None] = {"off": None, "1 %": 0.01, "100 %": 1.0}

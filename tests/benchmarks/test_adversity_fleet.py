@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.adversity.__main__ import MODULES
-from benchmarks.adversity.cluster import events_of
 from benchmarks.adversity.devices import num_equal
 from benchmarks.adversity.distance import MAX_ROUND_TRIPS, NUM_REQUESTS, bars_of
 from benchmarks.adversity.load import completion, is_full, num_moves
 from benchmarks.adversity.worker import POISON_OUTPUT_POSITION, StepFaults
 from benchmarks.report import Bar
+from benchmarks.serving.cluster import events_of
 from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
 from tests.support.cluster.clients import Exchange
 

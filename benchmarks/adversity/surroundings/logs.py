@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.adversity.cluster import events_of
 from benchmarks.report import Bar, at_least, at_most
+from benchmarks.serving.cluster import events_of
 from tests.support.cluster.chaos_cluster import SERVICES
 from tests.support.services.unwritable_logs import MutedCluster, full_disk, stopped_reader
 

@@ -18,6 +18,7 @@ from services.client.http_client import BodyReader, http_request
 
 READ_BYTES = 65536
 DONE = b"data: [DONE]"
+TEXT, NO_TEXT = b'"content":"', b'"content":""'
 
 
 @dataclass
@@ -90,6 +91,12 @@ class Exchange:
     def ttft_s(self) -> float:
         return self.arrivals[0] - self.started
 
+    @property
+    def text_arrivals(self) -> list[float]:
+        """Of each event of a chat that has text."""
+        events = zip(self.events, self.arrivals, strict=True)
+        return [at for event, at in events if TEXT in event and NO_TEXT not in event]
+
     def pause_since(self, moment: float) -> float:
         """The longest pause in seconds that ended after `moment`; no fault happened before."""
         times = [self.started, *self.arrivals]
@@ -126,6 +133,10 @@ def _add(output: ChoiceOutput, choice: dict[str, Any]) -> None:
     elif "tokens" in logprobs:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         output.logprobs += zip(*(logprobs[name] for name in names), strict=True)
+
+
+async def send(url: str, api_key: str, path: str, body: dict[str, Any]) -> Exchange:
+    return await run_exchange(Exchange(body, url), url, api_key, path)
 
 
 async def run_exchange(exchange: Exchange, url: str, api_key: str, path: str) -> Exchange:
