@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ import uvloop
 from transformers import AutoModelForCausalLM
 
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama
-from benchmarks.report import Row, at_least, write_result
+from benchmarks.report import Row, at_least, ratio_columns, write_result
 from shared.block_hash import root_hash
 from shared.clock import MonotonicClock
 from shared.engine.batching.sequence import Sequence
@@ -62,18 +63,23 @@ class Case(msgspec.Struct, frozen=True):
 def make_cases(vocab_size: int, seed: int) -> list[Case]:
     """Different prompts for each seed, so that no prefix cache helps."""
     randomness = random.Random(seed)
-
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return [[randomness.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
-
-    cases = [
+    prompts = partial(random_prompts, randomness, vocab_size)
+    decode = [
         Case(f"batch {size}", prompts(size, NUM_PROMPT_TOKENS), [NUM_OUTPUT_TOKENS] * size)
         for size in (1, 16, 64)
     ]
     mixed = [randomness.randint(*MIXED) for _ in range(64)]
-    cases.append(Case("mixed 64", prompts(64, NUM_PROMPT_TOKENS), mixed))
-    cases.append(Case(f"prefill {NUM_LONG_TOKENS}", prompts(1, NUM_LONG_TOKENS), [1]))
-    return cases
+    return [
+        *decode,
+        Case("mixed 64", prompts(64, NUM_PROMPT_TOKENS), mixed),
+        Case(f"prefill {NUM_LONG_TOKENS}", prompts(1, NUM_LONG_TOKENS), [1]),
+    ]
+
+
+def random_prompts(
+    randomness: random.Random, vocab_size: int, count: int, length: int
+) -> list[list[int]]:
+    return [[randomness.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 class Peer:
@@ -172,14 +178,11 @@ async def seconds(work: Awaitable[None]) -> float:
 
 
 def row_of(name: str, pairs: list[tuple[float, float]]) -> Row:
-    ratios = sorted(ours / theirs for ours, theirs in pairs)
     return {
         "case": name,
         "hearth_tokens_per_s": round(statistics.median(ours for ours, _ in pairs), 1),
         "transformers_tokens_per_s": round(statistics.median(theirs for _, theirs in pairs), 1),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_min": round(ratios[0], 3),
-        "ratio_max": round(ratios[-1], 3),
+        **ratio_columns(ours / theirs for ours, theirs in pairs),
     }
 
 

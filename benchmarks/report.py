@@ -6,8 +6,9 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ def at_least(name: str, value: float, bar: float, unit: str) -> Bar:
 
 def at_most(name: str, value: float, bar: float, unit: str) -> Bar:
     return Bar(name=name, value=round(value, 4), bar=bar, unit=unit, holds=value <= bar)
+
+
+def ratio_columns(ratios: Iterable[float], digits: int = 3) -> Row:
+    """Of the rounds: the median, since the speed of the machine changes between them."""
+    found = sorted(ratios)
+    columns = {"ratio": statistics.median(found), "ratio_min": found[0], "ratio_max": found[-1]}
+    return {name: round(value, digits) for name, value in columns.items()}
 
 
 def write_result(

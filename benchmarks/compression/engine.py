@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 import uvloop
 
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama
-from benchmarks.engine_cpu import Case, Hearth
+from benchmarks.engine_cpu import Case, Hearth, random_prompts
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
@@ -41,11 +42,7 @@ LEAST_RATIO = 0.95
 
 def make_cases(vocab_size: int, seed: int, num_output_tokens: int) -> list[Case]:
     """Different prompts for each seed, so that no prefix cache helps."""
-    randomness = random.Random(seed)
-
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return [[randomness.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
-
+    prompts = partial(random_prompts, random.Random(seed), vocab_size)
     decode = [
         Case(f"batch {size}", prompts(size, NUM_PROMPT_TOKENS), [num_output_tokens] * size)
         for size in BATCHES

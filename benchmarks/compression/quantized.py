@@ -31,6 +31,7 @@ from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.linear import MatmulModule
 from shared.engine.step import StepInputs
+from tests.support.engine.quantized import packed_config
 
 VOCABULARY = 8192
 STEPS = {"batch 1": [1], "batch 64": [1] * 64, "prefill 512": [512]}
@@ -40,23 +41,7 @@ MOST_BYTES = 1.03
 GROUP = 32
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "int",
-                    "symmetric": True,
-                    "strategy": "group",
-                    "group_size": GROUP,
-                },
-            }
-        },
-        "ignore": ["lm_head"],
-    },
+    "int4": packed_config(group_size=GROUP),
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from benchmarks.report import Row, at_least, at_most, write_result
+from benchmarks.report import Row, at_least, at_most, ratio_columns, write_result
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.local_executor import LocalExecutor
@@ -143,14 +143,11 @@ def compare(model_dir: Path, options: argparse.Namespace) -> Row:
         rates = BATCH / _seconds(hearth.step, STEPS), BATCH / _seconds(peer.step, 1)
         pairs.append(rates)
         print(f"{rates[0]:8.1f} {rates[1]:8.2f}", file=sys.stderr)
-    ratios = [ours / theirs for ours, theirs in pairs]
     return {
         "case": f"batch {BATCH}, context {options.context}",
         "hearth_tokens_per_s": round(statistics.median(ours for ours, _ in pairs), 1),
         "transformers_tokens_per_s": round(statistics.median(theirs for _, theirs in pairs), 2),
-        "ratio": round(statistics.median(ratios), 2),
-        "ratio_min": round(min(ratios), 2),
-        "ratio_max": round(max(ratios), 2),
+        **ratio_columns((ours / theirs for ours, theirs in pairs), digits=2),
         "logits_error": round(error, 4),
     }
 

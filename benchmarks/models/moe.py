@@ -28,8 +28,8 @@ import torch
 import uvloop
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from benchmarks.engine_cpu import Case, Hearth
-from benchmarks.report import Row, at_least, write_result
+from benchmarks.engine_cpu import Case, Hearth, random_prompts
+from benchmarks.report import Row, at_least, ratio_columns, write_result
 from shared.engine.engine import StepProgress
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
@@ -98,10 +98,7 @@ class TimedHearth(Hearth):
 def make_case(size: int, num_tokens: int, seed: int) -> Case:
     """Different prompts for each seed, so that no prefix cache helps."""
     randomness = random.Random(seed)
-    prompts = [
-        [randomness.randrange(3, SHAPE["vocab_size"]) for _ in range(NUM_PROMPT_TOKENS)]
-        for _ in range(size)
-    ]
+    prompts = random_prompts(randomness, SHAPE["vocab_size"], size, NUM_PROMPT_TOKENS)
     return Case(f"batch {size}", prompts, [num_tokens] * size)
 
 
@@ -147,14 +144,11 @@ def row_of(name: str, rounds: list[dict[str, float]], warm: dict[str, float]) ->
     """`warm`: rates of the first round, of implementations that were not measured again."""
     medians = {key: statistics.median(rates[key] for rates in rounds) for key in rounds[0]}
     fastest = max((key for key in medians if key != "hearth"), key=lambda key: medians[key])
-    ratios = sorted(rates["hearth"] / rates[fastest] for rates in rounds)
     return {
         "case": name,
         **{f"{key}_tokens_per_s": round(rate, 1) for key, rate in {**warm, **medians}.items()},
         "fastest": fastest,
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_min": round(ratios[0], 3),
-        "ratio_max": round(ratios[-1], 3),
+        **ratio_columns(rates["hearth"] / rates[fastest] for rates in rounds),
     }
 
 

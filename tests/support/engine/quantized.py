@@ -18,6 +18,24 @@ from shared.engine.quantize.quantize_folder import quantize_folder
 FILE, CONFIG = "model.safetensors", "config.json"
 
 
+def packed_config(target: str = "Linear", *, group_size: int = 32, **more: Any) -> dict[str, Any]:
+    """`quantization_config` of weights of four bits. `more`: further options of the weights."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group_size,
+        **more,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": [target], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
 class NoProgress:
     def expect(self, num_bytes: int) -> None: ...
     def advance(self, what: str, num_bytes: int) -> None: ...

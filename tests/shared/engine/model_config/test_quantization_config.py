@@ -17,28 +17,10 @@ from shared.engine.models.checkpoint_config import read_config, with_formats
 from shared.engine.models.llama import configure
 from shared.errors import CheckpointError
 from tests.support.engine.checkpoints import write_llama
-from tests.support.engine.quantized import edit_config
+from tests.support.engine.quantized import edit_config, packed_config
 
-PACKED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-                "actorder": None,
-            },
-            "input_activations": None,
-        }
-    },
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-}
+PACKED = {**packed_config(actorder=None), "kv_cache_scheme": None}
+PACKED["config_groups"]["group_0"]["input_activations"] = None
 FP8: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",

@@ -28,6 +28,7 @@ from shared.engine.models.device_step import device_step
 from shared.engine.step import sampling_rows
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES, SHAPE
+from tests.support.engine.quantized import packed_config
 from tests.support.engine.steps import Blocks, step_of
 
 CPU = torch.device("cpu")
@@ -38,17 +39,7 @@ BATCHES: tuple[dict[str, Any], ...] = (
     {"query_lens": [1, 1], "temperature": 0.7},
     {"query_lens": [5, 1, 7]},
 )
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8},
-        }
-    },
-}
+INT4 = packed_config(group_size=8)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from shared.engine.planning.rank_bytes import num_weights
 from shared.engine.planning.stored_weights import StoredWeights, read_stored
 from shared.errors import CheckpointError
 from tests.shared.engine.planning.sparse import write_file, write_sparse
+from tests.support.engine.quantized import packed_config
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,24 +53,7 @@ INT4: Shapes = {
 }
 
 
-QUANTIZED: dict[str, Any] = {
-    "quantization_config": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {
-            "group_0": {
-                "targets": [DOWN.removesuffix(".weight")],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "int",
-                    "symmetric": True,
-                    "strategy": "group",
-                    "group_size": 32,
-                },
-            }
-        },
-    }
-}
+QUANTIZED = {"quantization_config": packed_config(DOWN.removesuffix(".weight"))}
 
 
 def read(folder: Path, changes: Shapes, *, without: str = "") -> StoredWeights:
