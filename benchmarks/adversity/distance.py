@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -24,7 +24,7 @@ from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.cluster import Process
 from shared.subjects import CredentialRole
 from tests.support.cluster.clients import Exchange
-from tests.support.relay import DelayingRelay
+from tests.support.relay import LOCALHOST, SlowRelay
 
 Layout = Literal["mixed", "apart"]
 NUM_REQUESTS, EVERY_S = 20, 0.05
@@ -71,12 +71,11 @@ async def _exchanges_at(round_trip_s: float, layout: Layout) -> list[Exchange]:
     regions = {name: _region(name) for name in names}
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(cluster(names, region="here", regions=regions))
-        relay = DelayingRelay(fleet.nats.port, one_way_s=one_way_s)
-        await stack.enter_async_context(relay)
+        relay = stack.enter_context(_to(fleet.nats.port, one_way_s))
         gateway = fleet.start_services(PREFILL_APART)
         workers = [_start(fleet, role, name, relay.port) for name, role in names.items()]
         await fleet.ready(gateway, *workers)
-        await stack.enter_async_context(_delayed_kv(fleet, workers[-1], one_way_s))
+        stack.enter_context(_delayed_kv(fleet, workers[-1], one_way_s))
         bodies = [_body(n) for n in range(NUM_REQUESTS)]
         return await send_every(EVERY_S, gateway.url, fleet.api_key, bodies)
 
@@ -101,13 +100,17 @@ def _region(name: str) -> str:
     return name.partition("-")[2]
 
 
-def _delayed_kv(fleet: FaultyCluster, worker: Process, one_way_s: float) -> DelayingRelay:
+def _delayed_kv(fleet: FaultyCluster, worker: Process, one_way_s: float) -> SlowRelay:
     """Relays the TCP data plane of a worker whose unix socket it removes: peers try that first."""
     for socket_path in Path(fleet.folder / worker.process_id).rglob("kv.sock"):
         socket_path.unlink()
     listening = psutil.Process(worker.popen.pid).net_connections("tcp")
     (port,) = (each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN)
-    return DelayingRelay(port, one_way_s=one_way_s, host=FAR_HOST, port=port)
+    return _to(port, one_way_s, host=FAR_HOST, port=port)
+
+
+def _to(server_port: int, one_way_s: float, **options: Any) -> SlowRelay:
+    return SlowRelay(lambda: (LOCALHOST, server_port), latency_s=one_way_s, **options)
 
 
 def _body(number: int) -> dict[str, object]:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.parallel.relay import Relay
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from shared.engine.executors.group.messages import RankSetup
 from shared.engine.executors.group.rank_computer import load_rank
@@ -51,6 +51,7 @@ from shared.engine.planning.parallel_plan import (
 from shared.engine.planning.step_bytes import SUMS_PER_LAYER
 from shared.log import configure_logging
 from shared.numerics import Activations, exchange_of
+from tests.support.relay import SlowRelay
 
 GBIT_PER_S = 125e6
 KEY = "ranks"  # of the rendezvous
@@ -274,7 +275,12 @@ def measured(case: Case, shape: MeshShape, folder: str, rounds: int) -> tuple[li
         return ADDRESSES[rank], int.from_bytes(store.get(f"{KEY}/port of {rank}"), "big")
 
     relays = [
-        Relay(address, lambda rank=rank: target(rank), case.link.bytes_per_s, case.latency_s)  # type: ignore[misc]
+        SlowRelay(
+            partial(target, rank),
+            host=address,
+            bytes_per_s=case.link.bytes_per_s,
+            latency_s=case.latency_s,
+        )
         for rank, address in enumerate(ADDRESSES)
     ]
     options = {

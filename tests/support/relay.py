@@ -1,59 +1,113 @@
-"""A TCP relay that delays each direction, as a server far away."""
+"""A TCP relay that is as slow as a link or a distance: a rate in each direction, and a latency."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Self
 
-CHUNK_BYTES = 65_536
+LOCALHOST = "127.0.0.1"
+CHUNK_BYTES = 32 * 1024
+MAX_CHUNKS = 512  # on their way in one direction: more than any link here has room for
+
+Address = tuple[str, int]
 
 
-class DelayingRelay:
-    """Use as `async with DelayingRelay(port, one_way_s=0.04) as relay`, then dial `relay.port`."""
+class SlowRelay:
+    """Listens on `port` of `host`, 0: a free one, and relays each connection to `target()`. Accepts
+    at once: only the bytes of a connection are delayed.
+
+    Bytes leave one after the other at `bytes_per_s`, and arrive `latency_s` later, which may
+    change.
+    """
 
     def __init__(
-        self, target_port: int, *, one_way_s: float, host: str = "127.0.0.1", port: int = 0
+        self,
+        target: Callable[[], Address],
+        *,
+        latency_s: float,
+        bytes_per_s: float = inf,
+        host: str = LOCALHOST,
+        port: int = 0,
     ) -> None:
-        """`host` and `port`: its own address; 0: a free port."""
-        self.one_way_s = one_way_s
-        self.host = host
-        self.port = port
-        self._target_port = target_port
-        self._writers: list[asyncio.StreamWriter] = []
-        self._relaying: list[asyncio.Task[None]] = []
-        self._server: asyncio.Server | None = None
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
+        self._target = target
+        self._server = socket.create_server((host, port))
+        self.port: int = self._server.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self._directions: list[_Direction] = []
+        _thread(self._serve)
 
-    async def __aenter__(self) -> DelayingRelay:
-        self._server = await asyncio.start_server(self._accept, self.host, self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        for task in self._relaying:
-            task.cancel()
-        await asyncio.gather(*self._relaying, return_exceptions=True)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._relaying.append(asyncio.create_task(self._relay(reader, writer)))
+    def close(self) -> None:
+        for each in (self._server, *self._ends):
+            with contextlib.suppress(OSError):  # wakes the threads that wait for it
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accepts at once, so only the bytes of a connection are delayed."""
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        self._writers += [writer, far_writer]
-        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+    @property
+    def num_bytes(self) -> int:
+        """Relayed so far, in both directions."""
+        return sum(each.num_bytes for each in self._directions)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        with suppress(ConnectionError):
-            while data := await reader.read(CHUNK_BYTES):
-                loop.call_later(self.one_way_s, _write, writer, data)
-        loop.call_later(self.one_way_s, writer.close)
+    def _serve(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            try:
+                far = socket.create_connection(self._target())
+            except OSError:
+                near.close()
+                continue
+            self._ends += near, far
+            for source, target in ((near, far), (far, near)):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._directions.append(_Direction(self, source, target))
 
 
-def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    if not writer.is_closing():
-        writer.write(data)
+class _Direction:
+    def __init__(self, relay: SlowRelay, source: socket.socket, target: socket.socket) -> None:
+        self.num_bytes = 0
+        self._relay, self._source, self._target = relay, source, target
+        self._free_at = 0.0
+        self._chunks: queue.Queue[tuple[float, bytes]] = queue.Queue(MAX_CHUNKS)
+        _thread(self._take)
+        _thread(self._deliver)
+
+    def _take(self) -> None:
+        data = b"."
+        while data:
+            try:
+                data = self._source.recv(CHUNK_BYTES)
+            except OSError:
+                data = b""
+            self.num_bytes += len(data)
+            start = max(time.monotonic(), self._free_at)
+            self._free_at = start + len(data) / self._relay.bytes_per_s
+            self._chunks.put((self._free_at + self._relay.latency_s, data))
+
+    def _deliver(self) -> None:
+        while True:
+            due_at, data = self._chunks.get()
+            time.sleep(max(0.0, due_at - time.monotonic()))
+            if not data:
+                self._target.shutdown(socket.SHUT_WR)
+                return
+            self._target.sendall(data)
+
+
+def _thread(work: Callable[[], None]) -> None:
+    def run() -> None:
+        with contextlib.suppress(OSError):  # closed
+            work()
+
+    threading.Thread(target=run, daemon=True).start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -21,7 +21,7 @@ from shared.store import (
     StoreUnavailable,
 )
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.support.relay import DelayingRelay
+from tests.support.relay import LOCALHOST, SlowRelay
 from tests.support.servers import RedisServer
 from tests.support.waiting import until
 
@@ -51,13 +51,13 @@ async def admin(redis_server: RedisServer) -> AsyncIterator[TenantAdmin]:
 
 
 @pytest.fixture
-async def relay(redis_server: RedisServer) -> AsyncIterator[DelayingRelay]:
-    async with DelayingRelay(redis_server.port, one_way_s=ONE_WAY_S) as relay:
+def relay(redis_server: RedisServer) -> Iterator[SlowRelay]:
+    with SlowRelay(lambda: (LOCALHOST, redis_server.port), latency_s=ONE_WAY_S) as relay:
         yield relay
 
 
 @pytest.fixture
-async def distant(relay: DelayingRelay, clock: OffsetClock) -> AsyncIterator[RedisStore]:
+async def distant(relay: SlowRelay, clock: OffsetClock) -> AsyncIterator[RedisStore]:
     store = RedisStore(f"redis://127.0.0.1:{relay.port}/0", clock)
     yield store
     await store.close()
@@ -82,15 +82,15 @@ async def test_unknown_keys_and_limits_are_decided_by_a_distant_redis(
 
 
 async def test_known_key_does_not_wait_for_a_distant_redis(
-    distant: RedisStore, admin: TenantAdmin, relay: DelayingRelay, clock: OffsetClock
+    distant: RedisStore, admin: TenantAdmin, relay: SlowRelay, clock: OffsetClock
 ) -> None:
     await admin.add("acme", {}, "k1")
     keys = ApiKeys(distant, clock)
     await keys.tenant_of("Bearer k1")
     await admin.revoke("acme", None)
-    relay.one_way_s = 0.15
+    relay.latency_s = 0.15
     clock.offset_s += REFRESH_S
-    assert 2 * relay.one_way_s > KNOWN_KEY_WAIT_S
+    assert 2 * relay.latency_s > KNOWN_KEY_WAIT_S
     assert (await keys.tenant_of("Bearer k1")).tenant_id == "acme"  # as cached
     with pytest.raises(AuthenticationFailed, match="revoked"):
         while True:
@@ -98,17 +98,17 @@ async def test_known_key_does_not_wait_for_a_distant_redis(
 
 
 async def test_call_that_is_answered_late_lengthens_the_wait(
-    distant: RedisStore, relay: DelayingRelay, clock: OffsetClock
+    distant: RedisStore, relay: SlowRelay, clock: OffsetClock
 ) -> None:
     """As after a failover to a Redis at another site."""
-    relay.one_way_s = 0.0
+    relay.latency_s = 0.0
     for _ in range(40):
         await distant.get("key")
-    relay.one_way_s = 0.6 * MAX_STORE_TIMEOUT_S
+    relay.latency_s = 0.6 * MAX_STORE_TIMEOUT_S
     with pytest.raises(StoreUnavailable, match="no reply within"):
         await distant.get("key")
     await until(lambda: distant.wait_s >= MAX_STORE_TIMEOUT_S)
-    relay.one_way_s = 0.4 * MAX_STORE_TIMEOUT_S
+    relay.latency_s = 0.4 * MAX_STORE_TIMEOUT_S
     clock.offset_s += BREAKER_S
     assert await distant.get("key") is None
 

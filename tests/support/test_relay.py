@@ -1,4 +1,4 @@
-"""The relay of `benchmarks/parallel` is as slow as the link that it stands for."""
+"""The relay is as slow as the link that it stands for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-from benchmarks.parallel.relay import Relay
+from tests.support.relay import SlowRelay
 
 RATE, LATENCY_S = 10e6, 0.02
 NUM_BYTES = 1_000_000
@@ -26,8 +26,10 @@ def echo(server: socket.socket) -> None:
 def test_relay_has_the_latency_and_the_rate_of_the_link() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=echo, args=(server,), daemon=True).start()
-        relay = Relay("127.0.0.1", server.getsockname, RATE, LATENCY_S)
-        with socket.create_connection(("127.0.0.1", relay.port)) as near:
+        with (
+            SlowRelay(server.getsockname, bytes_per_s=RATE, latency_s=LATENCY_S) as relay,
+            socket.create_connection(("127.0.0.1", relay.port)) as near,
+        ):
             began_at = time.monotonic()
             near.sendall(b".")
             near.recv(1)
@@ -35,7 +37,6 @@ def test_relay_has_the_latency_and_the_rate_of_the_link() -> None:
             near.sendall(bytes(NUM_BYTES))
             near.recv(1)
             transfer_s = time.monotonic() - began_at - round_trip_s
-        relay.close()
     assert round_trip_s >= 2 * LATENCY_S
     assert transfer_s >= 2 * LATENCY_S + NUM_BYTES / RATE
     assert relay.num_bytes == NUM_BYTES + 3
