@@ -54,6 +54,7 @@ from benchmarks.serving.closed_loop import ClientKind, Tally, Target, load, num_
 from benchmarks.serving.cluster import ONE_WORKER, SPLIT, Processes, hearth
 from benchmarks.serving.dynamo import dynamo
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from services.client.load_test import percentile
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def _row(tally: Tally, elapsed_s: float, num_output_tokens: int, spent: dict[str
         "requests_per_s": round(num / elapsed_s, 1),
         "tokens_per_s": round(num * num_output_tokens / elapsed_s),
         "ttft_p50_ms": round(1e3 * statistics.median(tally.ttft_s), 2),
-        "ttft_p99_ms": round(1e3 * statistics.quantiles(tally.ttft_s, n=100)[98], 2),
+        "ttft_p99_ms": round(1e3 * percentile(tally.ttft_s, 99), 2),
         "num_requests": num,
         "num_errors": len(tally.faults),
         "servers_cpu_ms": round(1e3 * of_servers / num, 3),

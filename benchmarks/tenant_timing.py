@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 from benchmarks.auc import Auc, auc
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.client.http_client import Connection, Sample, http_request
+from services.client.http_client import ConnectionPool, Sample, http_request
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir, running_cluster
@@ -100,12 +100,10 @@ class Asker:
     def __init__(self, url: str, api_key: str) -> None:
         self._url = url
         self._api_key = api_key
-        self._connection: Connection | None = None
+        self._connections = ConnectionPool(url)
 
     async def ask(self, prompt: str) -> Sample:
         """Raises HearthError if the request fails."""
-        if self._connection is None or not self._connection.is_open:
-            self._connection = await Connection.open(self._url)
         body = {
             "model": DEMO_MODEL_NAME,
             "prompt": prompt,
@@ -115,14 +113,13 @@ class Asker:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        sample = await self._connection.request(http_request(self._url, self._api_key, PATH, body))
+        sample = await self._connections.request(http_request(self._url, self._api_key, PATH, body))
         if sample.error and not sample.error.startswith("no text"):
             raise HearthError(sample.error)
         return sample
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        self._connections.close()
 
 
 class Audit:

@@ -26,7 +26,6 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.adversity.attacks import NUM_STREAMS, messages, stored_records
-from benchmarks.adversity.redis_loss import up
 from benchmarks.adversity.turns import (
     Run,
     Victim,
@@ -34,18 +33,18 @@ from benchmarks.adversity.turns import (
     attacker,
     by_turns,
     cpu_s,
-    p99,
     started,
     watched,
 )
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.serving.closed_loop import Target
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.client.load_test import percentile
 from services.gateway.dialects.responses.storage.store import ResponseStore
 from shared.clock import MonotonicClock
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import new_api_key
-from tests.support.services.running import add_tenants
+from tests.support.services.running import add_tenants, up
 
 NUM_DESCRIPTORS = 1024
 NUM_HELD = 1200  # connections that the holder tries to keep
@@ -221,7 +220,7 @@ async def leavers(run: Run) -> list[Bar]:
         ttft_s += (await victim.turn(0.001))[0]
     gap_ms, _ = await watching
     victim.close()
-    print(f"C5: {len(ttft_s)} of the victim, p99 {p99(ttft_s) * 1e3:.0f} ms", flush=True)
+    print(f"C5: {len(ttft_s)} of the victim, p99 {percentile(ttft_s, 99) * 1e3:.0f} ms", flush=True)
     return [
         at_most("C5: longest gap of the event loop, CPU", gap_ms, MAX_GAP_MS, "ms"),
     ]

@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import tempfile
 import urllib.error
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import Bar, at_least, at_most
@@ -28,12 +26,11 @@ from tests.support.servers import RedisServer
 from tests.support.services.running import (
     NoModel,
     add_tenants,
-    cluster_of,
     complete,
     eventually,
     processes_of,
     records_of,
-    start_hearth,
+    up,
 )
 
 TENANTS = {
@@ -43,7 +40,6 @@ TENANTS = {
 }
 KEYS = {name: f"key-of-{name}" for name in TENANTS}
 *KNOWN, UNKNOWN = KEYS.values()  # by a request before the loss
-STOP_S = 60.0
 REDIS = "redis-server"
 
 
@@ -54,7 +50,10 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
 
 
 def killed_of_up() -> list[Bar]:
-    with tempfile.TemporaryDirectory(prefix="hearth-redis-") as name, up(Path(name)) as state:
+    with (
+        tempfile.TemporaryDirectory(prefix="hearth-redis-") as name,
+        up(Path(name), "--role", "both") as state,
+    ):
         before = start_using(state)
         (pid,) = redis_pids(Path(name))
         os.kill(pid, signal.SIGKILL)
@@ -75,7 +74,7 @@ def emptied() -> list[Bar]:
     redis = RedisServer()
     with tempfile.TemporaryDirectory(prefix="hearth-redis-") as name:
         try:
-            with up(Path(name), "--redis", redis.url) as state:
+            with up(Path(name), "--role", "both", "--redis", redis.url) as state:
                 start_using(state)
                 redis.stop()
                 away = Counter(status_of(state, key) for key in KNOWN)
@@ -94,24 +93,6 @@ def emptied() -> list[Bar]:
         at_most(f"R1: keys refused as invalid then ({unknown})", unknown == 401, 0, "of 3"),
         at_least("R1: keys answered once the tenants are added again", restored[200], 3, "of 3"),
     ]
-
-
-@contextmanager
-def up(state_home: Path, *arguments: str) -> Iterator[LocalClusterState]:
-    """`hearth up` with the demo model, until the block ends."""
-    process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", "--role", "both", *arguments)
-    try:
-        found = eventually(lambda: cluster_of(state_home) or process.poll() is not None, "up")
-        if not isinstance(found, tuple):
-            raise RuntimeError(process.communicate()[0])
-        yield found[1]
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
 
 
 def start_using(state: LocalClusterState) -> tuple[list[object], list[object]]:

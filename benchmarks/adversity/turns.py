@@ -25,7 +25,8 @@ from benchmarks.adversity.cores import pinned
 from benchmarks.report import Bar, at_most
 from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.cluster import SPLIT, hearth
-from services.client.http_client import Connection, http_request
+from services.client.http_client import ConnectionPool, http_request
+from services.client.load_test import percentile
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
@@ -138,14 +139,14 @@ class Waits:
 
     @property
     def ratio(self) -> float:
-        return p99(self.beside_s) / p99(self.alone_s)
+        return percentile(self.beside_s, 99) / percentile(self.alone_s, 99)
 
     def summary(self) -> str:
         """Number, p50 and p99 of the victim's TTFTs."""
         pairs = (("alone", self.alone_s), ("beside", self.beside_s))
         return ", ".join(
             f"{name} {len(ttft_s)} requests {statistics.median(ttft_s) * 1e3:.1f} ms "
-            f"(p99 {p99(ttft_s) * 1e3:.1f})"
+            f"(p99 {percentile(ttft_s, 99) * 1e3:.1f})"
             for name, ttft_s in pairs
         )
 
@@ -168,7 +169,7 @@ class Victim:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._connection: Connection | None = None
+        self._connections = ConnectionPool(target.url)
         self._numbers = itertools.count()
 
     async def turn(self, seconds: float) -> tuple[list[float], list[str]]:
@@ -176,9 +177,7 @@ class Victim:
         loop = asyncio.get_running_loop()
         until, ttft_s, errors = loop.time() + seconds, [], []
         while loop.time() < until:
-            if self._connection is None or not self._connection.is_open:
-                self._connection = await Connection.open(self._target.url)
-            sample = await self._connection.request(self._message())
+            sample = await self._connections.request(self._message())
             if sample.error:
                 errors.append(sample.error)
             else:
@@ -186,8 +185,7 @@ class Victim:
         return ttft_s, errors
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        self._connections.close()
 
     def _message(self) -> bytes:
         body = {
@@ -225,10 +223,6 @@ async def by_turns(
         waits.beside_s += beside_s
         waits.rejected += errors
     return waits
-
-
-def p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
 async def watched(

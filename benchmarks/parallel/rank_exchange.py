@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import msgspec
 import torch
 
 from benchmarks.report import Row, at_most, write_result
+from services.client.load_test import percentile
 from shared.engine.parallel.lanes import NUM_LANES
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.records import Record
@@ -130,9 +130,8 @@ def copies(num_bytes: int, rounds: int) -> Times:
 def rows_of(transport: str, num_ranks: int, num_bytes: int, times: Times) -> list[Row]:
     rows = []
     for what, seconds in times.items():
-        cuts = statistics.quantiles([each * 1e6 for each in seconds], n=100)
         names = {"transport": transport, "what": what, "ranks": num_ranks, "kib": num_bytes / KIB}
-        percentiles = {f"p{p}_us": round(cuts[p - 1], 1) for p in (50, 90, 99)}
+        percentiles = {f"p{p}_us": round(percentile(seconds, p) * 1e6, 1) for p in (50, 90, 99)}
         rows.append(names | percentiles)
     return rows
 

@@ -14,32 +14,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
-import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from benchmarks.residency.trace import Trace, steady
-from services.client.http_client import Connection, Sample
+from services.client.http_client import ConnectionPool, Sample
 from services.client.load_test import Load, percentiles, random_prompts, words_for
-from services.local.state import LocalClusterState, clusters_dir
+from services.local.state import LocalClusterState
 from shared.errors import ConfigError, HearthError
 from shared.messages import Heartbeat, ProcessState
 from shared.subjects import HEARTBEATS
 from shared.transport.bus import NatsBus
+from tests.support.services.running import up
 
 START_S = 900.0  # weights are converted and kernels compiled at the first start
-STOP_S = 60.0
 POLICIES = ("lru", "demand")
 MAX_TTFT_S = 4.0
 
@@ -64,7 +60,7 @@ class Residents:
 
 async def run_policy(given: argparse.Namespace, policy: str, trace: Trace) -> Row:
     residents = Residents()
-    async with _cluster(given, policy) as state:
+    with _cluster(given, policy) as state:
         url = state.nats_url_of("observer")
         if url is None:
             raise ConfigError("the cluster has no observer")
@@ -111,66 +107,30 @@ async def _send(state: LocalClusterState, trace: Trace, seed: int) -> list[Sampl
     ]
     num_words = await words_for(loads[0], int(trace.num_prompt_tokens[0]))
     prompts = random_prompts(random.Random(seed), num_words)
-    idle: list[Connection] = []
-
-    async def one(message: bytes) -> Sample:
-        while idle and not idle[-1].is_open:  # the gateway has closed it meanwhile
-            idle.pop()
-        connection = idle.pop() if idle else await Connection.open(state.url)
-        sample = await connection.request(message)
-        if not sample.error and connection.is_open:
-            idle.append(connection)
-        return sample
-
+    connections = ConnectionPool(state.url)
     began, tasks = time.perf_counter(), list[asyncio.Task[Sample]]()
     for at_s, model, _, _ in trace:
         await asyncio.sleep(max(0.0, began + at_s - time.perf_counter()))
-        tasks.append(asyncio.create_task(one(loads[model].message(next(prompts)))))
+        tasks.append(asyncio.create_task(connections.request(loads[model].message(next(prompts)))))
     samples = await asyncio.gather(*tasks)
-    for connection in idle:
-        connection.close()
+    connections.close()
     return list(samples)
 
 
-@asynccontextmanager
-async def _cluster(given: argparse.Namespace, policy: str) -> AsyncIterator[LocalClusterState]:
+@contextmanager
+def _cluster(given: argparse.Namespace, policy: str) -> Iterator[LocalClusterState]:
     """`hearth up` in a state directory of its own."""
-    home = Path(tempfile.mkdtemp(prefix="hearth-many-"))
     models = [part for index in range(8) for part in ("--model", f"m{index}={given.model}")]
     environ = {
-        "XDG_STATE_HOME": str(home),
         "HEARTH_RESIDENCY": policy,
         "HEARTH_WAKE_TTFT_S": str(given.wake_ttft_s),
         "HEARTH_BUDGET": given.budget,
     }
-    command = [sys.executable, "-m", "services", "up", *models, "--http", "127.0.0.1:0"]
-    process = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, **environ}, stdout=sys.stderr
-    )
-    try:
-        yield await _published(process, clusters_dir(environ))
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        shutil.rmtree(home, ignore_errors=True)
-
-
-async def _published(process: asyncio.subprocess.Process, parent: Path) -> LocalClusterState:
-    async with asyncio.timeout(START_S):
-        while process.returncode is None:
-            found = _state_in(parent)
-            if found is not None:
-                return found
-            await asyncio.sleep(0.2)
-    raise HearthError(f"hearth up ended with {process.returncode}")
-
-
-def _state_in(parent: Path) -> LocalClusterState | None:
-    for path in parent.glob("*/cluster.json"):
-        return msgspec.json.decode(path.read_bytes(), type=LocalClusterState)
-    return None
+    with (
+        tempfile.TemporaryDirectory(prefix="hearth-many-") as home,
+        up(Path(home), *models, timeout_s=START_S, **environ) as state,
+    ):
+        yield state
 
 
 def bars_of(rows: Sequence[Row]) -> list[Bar]:

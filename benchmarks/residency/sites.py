@@ -49,7 +49,6 @@ class Job:
 class _Hosted:
     resident: Resident
     hot_since: float = inf
-    num_prefills: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -39,6 +39,7 @@ from benchmarks.roles.colocation_plot import svg_of
 from benchmarks.roles.real_fleet import run_real_fleet
 from benchmarks.roles.step_costs import OverlapCost
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, run_fleet
+from services.client.load_test import percentile
 from shared.engine.executors.timing_executor import StepCost
 from shared.log import configure_logging
 from shared.messages import Role
@@ -103,16 +104,13 @@ def measure(
         max_batch_tokens=chunk,
     )
     run = run_on(fleet, arrivals(device, options.seconds, seed=1))
-    gaps, first = sorted(stream_gaps(run)), sorted(prompt_ttfts(run))
+    gaps, first = stream_gaps(run), prompt_ttfts(run)
     return {
         "workers": "split" if workers == SPLIT else "both roles",
         "step time": cost,
         "chunk tokens": chunk,
-        "ITL p50 ms": round(1e3 * gaps[len(gaps) // 2], 2),
-        "ITL p90 ms": round(1e3 * gaps[int(0.9 * len(gaps))], 2),
-        "ITL p99 ms": round(1e3 * gaps[int(0.99 * len(gaps))], 2),
-        "TTFT p50 s": round(first[len(first) // 2], 3),
-        "TTFT p90 s": round(first[int(0.9 * len(first))], 3),
+        **{f"ITL p{p} ms": round(1e3 * percentile(gaps, p), 2) for p in (50, 90, 99)},
+        **{f"TTFT p{p} s": round(percentile(first, p), 3) for p in (50, 90)},
         "prompts": len(first),
         "lost": sum(not each.is_finished for each in run.timelines),
     }

@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.report import Row, at_least, at_most, write_result
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Timeline, run_fleet
+from services.client.load_test import percentile
 from shared.engine.executors.timing_executor import StepCost
 from shared.log import configure_logging
 from shared.messages import Role
@@ -75,9 +76,9 @@ def row_of(name: str, run: FleetRun, phase_s: float) -> Row:
         met = sum(each.meets(TTFT_S, ITL_S) for each in own)
         row |= {
             f"{kind} goodput/s": round(met / phase_s, 2),
-            f"{kind} TTFT p50 s": _quantile([e.ttft_s for e in own if e.token_times], 0.5),
-            f"{kind} TTFT p90 s": _quantile([e.ttft_s for e in own if e.token_times], 0.9),
-            f"{kind} ITL p90 ms": round(1e3 * _quantile(_mean_gaps(own), 0.9), 1),
+            f"{kind} TTFT p50 s": _rounded([e.ttft_s for e in own if e.token_times], 50),
+            f"{kind} TTFT p90 s": _rounded([e.ttft_s for e in own if e.token_times], 90),
+            f"{kind} ITL p90 ms": round(1e3 * _rounded(_mean_gaps(own), 90), 1),
         }
     met = sum(each.meets(TTFT_S, ITL_S) for each in run.timelines)
     return row | {
@@ -95,9 +96,8 @@ def _mean_gaps(timelines: Sequence[Timeline]) -> list[float]:
     return [statistics.fmean(each) for each in gaps if each]
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    ranked = sorted(values)
-    return round(ranked[int(share * (len(ranked) - 1))], 4) if ranked else 0.0
+def _rounded(values: Sequence[float], p: int) -> float:
+    return round(percentile(values, p), 4) if values else 0.0
 
 
 def main(argv: Sequence[str]) -> int:

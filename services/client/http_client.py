@@ -206,6 +206,31 @@ class Connection(_KeepAlive):
         )
 
 
+class ConnectionPool:
+    """Each request takes an idle connection, or opens one."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._idle: list[Connection] = []
+
+    async def request(self, message: bytes) -> Sample:
+        """As of `Connection`. Raises DependencyUnavailable."""
+        while self._idle and not self._idle[-1].is_open:
+            self._idle.pop()
+        connection = self._idle.pop() if self._idle else await Connection.open(self._url)
+        sample = await connection.request(message)
+        if sample.error:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        return sample
+
+    def close(self) -> None:
+        """Closes the idle ones."""
+        while self._idle:
+            self._idle.pop().close()
+
+
 class EventCount(msgspec.Struct, frozen=True, kw_only=True):
     """One streamed response; times in seconds of the client's monotonic clock."""
 

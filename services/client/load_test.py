@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from services.client.chat_request import first_model, gateway_client
-from services.client.http_client import Connection, Sample, http_request
+from services.client.http_client import Connection, ConnectionPool, Sample, http_request
 from shared.background import start_awaited
 from shared.errors import ConfigError, HearthError
 
@@ -223,19 +223,14 @@ async def open_loop(
 ) -> list[Sample]:
     """Requests arrive as a Poisson process, independent of earlier responses."""
     assert options.rate is not None
-    idle: list[Connection] = []
+    connections = ConnectionPool(load.url)
     tasks: list[asyncio.Task[Sample]] = []
     quota = Quota(options.num_requests, options.duration_s)
     next_arrival = time.perf_counter()
 
     async def one(message: bytes) -> Sample:
-        open_ones = [connection for connection in idle if connection.is_open]
-        idle[:] = open_ones[:-1]
-        connection = open_ones[-1] if open_ones else await Connection.open(load.url)
-        sample = await connection.request(message)
+        sample = await connections.request(message)
         on_sample(sample)
-        if not sample.error:
-            idle.append(connection)
         return sample
 
     while quota.take():
@@ -243,16 +238,21 @@ async def open_loop(
         next_arrival += randomness.expovariate(options.rate)
         await asyncio.sleep(max(0.0, next_arrival - time.perf_counter()))
     samples = await asyncio.gather(*tasks)
-    for connection in idle:
-        connection.close()
+    connections.close()
     return list(samples)
 
 
 def percentiles(values: Sequence[float], name: str) -> dict[str, float]:
     """Returns p50, p90 and p99 in milliseconds."""
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else []
-    found = {p: (cuts[p - 1] if cuts else sum(values)) for p in (50, 90, 99)}
+    found = {p: percentile(values, p) for p in (50, 90, 99)}
     return {f"{name}_p{p}_ms": round(value * 1e3, 3) for p, value in found.items()}
+
+
+def percentile(values: Sequence[float], p: int) -> float:
+    """Between the two nearest values; `p`: 1 to 99."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[p - 1]
 
 
 def row_of(label: str, samples: Sequence[Sample], options: LoadTestOptions) -> Row:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kernels.sum_lanes import SumLanes
 
 WEIGHT_SCALE = 0.02
-HEADS, HEAD_WIDTH, LATENT_WIDTH = 16, 128, 512  # latent attention of DeepSeek-V2-Lite
+HEADS, HEAD_WIDTH = 16, 128  # latent attention of DeepSeek-V2-Lite
 
 
 def weight_shape(session: Session, product: str) -> tuple[int, int]:

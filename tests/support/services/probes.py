@@ -10,6 +10,8 @@ from statistics import median
 
 import httpx
 
+from services.client.load_test import percentile
+
 INTERVAL_S = 0.02
 TIMEOUT_S = 10.0
 
@@ -35,8 +37,7 @@ class Probes:
         return median(self._times_s[name]) * 1000
 
     def p99_ms(self, name: str) -> float:
-        times_s = sorted(self._times_s[name])
-        return times_s[int(0.99 * (len(times_s) - 1))] * 1000
+        return percentile(self._times_s[name], 99) * 1000
 
     def max_ms(self, name: str) -> float:
         return max(self._times_s[name]) * 1000

@@ -9,7 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
+STOP_S = 60.0
 WAIT_S = 300.0  # the first start compiles kernels
 
 
@@ -84,6 +86,28 @@ def cluster_of(state_home: Path) -> tuple[Path, LocalClusterState] | None:
         return running_cluster(clusters_dir({"XDG_STATE_HOME": str(state_home)}))
     except ConfigError:
         return None
+
+
+@contextmanager
+def up(
+    state_home: Path, *arguments: str, timeout_s: float = WAIT_S, **environ: str
+) -> Iterator[LocalClusterState]:
+    """`hearth up` on a free port, until the block ends. Raises RuntimeError if it ends before."""
+    process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", *arguments, **environ)
+    try:
+        found = eventually(
+            lambda: cluster_of(state_home) or process.poll() is not None, "up", timeout_s
+        )
+        if not isinstance(found, tuple):
+            raise RuntimeError(process.communicate()[0])
+        yield found[1]
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
 
 def ready(state: LocalClusterState) -> dict[str, Any]:
