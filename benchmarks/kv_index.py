@@ -47,16 +47,15 @@ from shared.messages import (
     KvEvents,
     ListBlocks,
     MatchPrefix,
-    ModelCard,
     PrefixMatches,
     StoreLoad,
     WorkerLoad,
 )
-from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import SystemRandomness
 from shared.store import Command
 from shared.transport.bus import NatsBus
+from tests.support.records import model_card
 from tests.support.servers import NatsServer, RedisServer
 
 RUN_BLOCKS = 32
@@ -65,14 +64,12 @@ LOOKUP_BLOCKS = 64
 NUM_TENANTS = 50
 ASKERS = 64  # concurrent requests over NATS
 MODEL = ("m", "r1", "bfloat16/b16")
-CARD = ModelCard(
+CARD = model_card(
     name=MODEL[0],
     revision=MODEL[1],
     kv_format=MODEL[2],
-    block_size=16,
     max_context_tokens=131_072,
     vocab_size=128_256,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 MIB = 1 << 20
 

@@ -46,8 +46,8 @@ from shared.kv_wire.sealing.cipher_choice import preferred_ciphers
 from shared.kv_wire.sealing.ciphers import ciphers_of_sender
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, LinkKey
-from shared.numerics import Numerics
 from shared.randomness import SystemRandomness
+from tests.support.records import frame_header
 
 KIB, MIB = 1 << 10, 1 << 20
 TRANSFER_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)
@@ -194,7 +194,8 @@ def push_frames(
 
         async def worker() -> None:
             for size in frames:
-                await link.send(frame_header(size), fill_from(pool.take(size)))
+                header = frame_header(size, placement_id=PLACEMENT)
+                await link.send(header, fill_from(pool.take(size)))
 
         start = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(num_under_way)))
@@ -212,23 +213,6 @@ def fill_from(source: Bytes) -> Fill:
 
 def frames_of(num_bytes: int) -> list[int]:
     return [min(FRAME_BYTES, num_bytes - start) for start in range(0, num_bytes, FRAME_BYTES)]
-
-
-def frame_header(payload_bytes: int) -> FrameHeader:
-    return FrameHeader(
-        placement_id=PLACEMENT,
-        sequence_number=0,
-        first_token=0,
-        num_tokens=1,
-        first_layer=0,
-        num_layers=1,
-        first_head=0,
-        num_heads=1,
-        kv_format="uint8",
-        num_cached_tokens=0,
-        payload_bytes=payload_bytes,
-        numerics=Numerics("exact", "none", "uint8", "1"),
-    )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ import numpy as np
 import uvloop
 from tokenizers import Tokenizer
 
-from benchmarks.kv_transfer import PLACEMENT, Bytes, Swallow, fill_from, frame_header, process
+from benchmarks.kv_transfer import PLACEMENT, Bytes, Swallow, fill_from, process
 from benchmarks.report import Bar, Row, at_least, write_result
 from shared.engine.kv.kv_codec import Bf16FrameCodec
 from shared.engine.step import KvRun
@@ -40,6 +40,7 @@ from shared.kv_wire.push_link import StagedLink
 from shared.messages import DataPlaneAddress
 from tests.support.engine.model_worker import Worker
 from tests.support.engine.rig import new_sequence
+from tests.support.records import frame_header
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "shared" / "demo_model"
@@ -101,7 +102,7 @@ async def push(link: StagedLink, kv: list[Bytes], num_frames: int) -> float:
 
     async def worker() -> None:
         for frame in frames:
-            await link.send(frame_header(frame.size), fill_from(frame))
+            await link.send(frame_header(frame.size, placement_id=PLACEMENT), fill_from(frame))
 
     start = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(FRAMES_UNDER_WAY)))

@@ -13,22 +13,14 @@ import msgspec
 
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import Heartbeat, ModelCard, SchedulerLoad, WorkerLoad
-from shared.numerics import Numerics
 from shared.subjects import heartbeat
 from shared.transport.bus import NatsBus
+from tests.support.records import model_card
 from tests.support.servers import NatsServer
 
 SCHEDULER = "scheduler-1"
 REGIONS = ("eu-west", "eu-north", "us-east", "ap-south")
-CARD = ModelCard(
-    name="hearth-demo",
-    revision="r",
-    kv_format="k",
-    block_size=16,
-    max_context_tokens=4096,
-    vocab_size=4096,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
-)
+CARD = model_card(name="hearth-demo", revision="r", kv_format="k", vocab_size=4096)
 
 
 def region_of(index: int) -> str:

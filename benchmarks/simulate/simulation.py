@@ -40,26 +40,24 @@ from shared.messages import (
     BlockPage,
     Choice,
     Heartbeat,
-    ModelCard,
     Request,
     SamplingParams,
     SubmitRequest,
 )
-from shared.numerics import Numerics
 from shared.packing import TOKEN_ID_BYTES
+from tests.support.records import model_card
 
 HEARTBEAT_S = 0.25
 TICK_S = 0.1  # interval at which the scheduler searches for requests past their deadline
 FLOODER = "flooder"
 MAX_TOKENS_QUEUED = 200_000_000
-CARD = ModelCard(
+CARD = model_card(
     name=MODEL,
     revision=REVISION,
     kv_format=KV_FORMAT,
     block_size=BLOCK_TOKENS,
     max_context_tokens=2**20,
     vocab_size=32_000,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 SERVED = (MODEL, REVISION, BLOCK_TOKENS)
 _CHOICES = (Choice(choice_index=0),)

@@ -15,29 +15,18 @@ from hypothesis import strategies as st
 
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Request
-from shared.numerics import Numerics
 from tests.fuzz.mutations import spoiled
 from tests.fuzz.profile import fuzz
 from tests.services.decode.test_handoff import PROMPT, cluster
+from tests.support.records import frame_header
 from tests.support.world.clock import run
 from tests.support.world.kv_link import HARMLESS, FrameFate
 from tests.support.world.workers import request_of
 
 CANDIDATES = ("prefill-1", "prefill-2")
 FAULTS = ("none", "flip", "cut", "header", "twice", "late", "foreign", "hold")
-EXAMPLE = FrameHeader(
-    placement_id=b"p" * 16,
-    sequence_number=1,
-    first_token=64,
-    num_tokens=64,
-    first_layer=0,
-    num_layers=1,
-    first_head=0,
-    num_heads=1,
-    kv_format="uint8/b16/l1/h1/d8",
-    num_cached_tokens=0,
-    payload_bytes=1024,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
+EXAMPLE = frame_header(
+    1024, sequence_number=1, first_token=64, num_tokens=64, kv_format="uint8/b16/l1/h1/d8"
 )
 FIELDS = msgspec.to_builtins(EXAMPLE, builtin_types=(bytes,))
 LIES = ("sequence_number", "first_token", "num_tokens", "first_layer", "num_layers", "kv_format")

@@ -14,6 +14,7 @@ from shared.errors import FrameRefused
 from shared.kv_layout import Chunk, Reach, Window
 from shared.kv_wire.link import Fill, FrameHeader
 from tests.support.engine.rig import BLOCK_SIZE, Rig, new_sequence, prompt, seeded, solo
+from tests.support.records import frame_header
 from tests.support.world.clock import VirtualClock
 
 FULL_AND_WINDOW: tuple[Reach, ...] = (None, Window(9))
@@ -145,19 +146,11 @@ def test_frame_of_an_unknown_group_is_refused(group: int) -> None:
         sequence = new_sequence(prompt(20), seeded(1))
         assert target.reserve(sequence)
         writer = KvWriter(sequence, target.executor, num_held_tokens=0)
-        header = FrameHeader(
-            placement_id=b"p" * 16,
-            sequence_number=0,
-            first_token=0,
+        header = frame_header(
+            4 * STATE_BYTES,
             num_tokens=4,
-            first_layer=0,
-            num_layers=1,
-            first_head=0,
-            num_heads=1,
             kv_format=target.executor.kv_layout.key,
             group=group,
-            num_cached_tokens=0,
-            payload_bytes=4 * STATE_BYTES,
             numerics=target.executor.numerics,
         )
         with pytest.raises(FrameRefused, match=f"group {group} is not one of 2"):

@@ -13,6 +13,7 @@ from shared.engine.step import KvRun
 from shared.errors import FrameRefused
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.link import FrameHeader
+from tests.support.records import frame_header
 from tests.support.world.clock import VirtualClock, run
 
 
@@ -33,18 +34,10 @@ def writer_of(executor: TimingExecutor) -> tuple[KvWriter, FrameHeader]:
         block_tables=[array("q", [0, 1, 2])],
         first_blocks=[0],
     )
-    header = FrameHeader(
-        placement_id=b"p" * 16,
-        sequence_number=0,
-        first_token=0,
+    header = frame_header(
+        16 * STATE_BYTES,
         num_tokens=16,
-        first_layer=0,
-        num_layers=1,
-        first_head=0,
-        num_heads=1,
         kv_format=executor.kv_layout.key,
-        num_cached_tokens=0,
-        payload_bytes=16 * STATE_BYTES,
         numerics=executor.numerics,
     )
     return KvWriter(sequence, executor, num_held_tokens=0), header

@@ -37,20 +37,14 @@ from shared.messages import (
     TokenLogprobs,
     WorkerLoad,
 )
-from shared.numerics import Numerics
 from shared.packing import unpack_token_ids
 from shared.randomness import SystemRandomness
 from shared.transport.bus import Bus
+from tests.support.records import model_card
 from tests.support.services.model_dir import EOS_TOKEN_ID
 
-CARD = ModelCard(
-    name="tiny",
-    revision="r1",
-    kv_format="float32/b16/l2/h2/d8",
-    block_size=16,
-    max_context_tokens=512,
-    vocab_size=400,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
+CARD = model_card(
+    name="tiny", kv_format="float32/b16/l2/h2/d8", max_context_tokens=512, vocab_size=400
 )
 
 

@@ -17,14 +17,13 @@ from shared.messages import (
     KvEvents,
     ListBlocks,
     MatchPrefix,
-    ModelCard,
     PrefixMatches,
     Role,
     WorkerLoad,
 )
-from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, pack_hashes
 from shared.transport.bus import Bus, Unsubscribe
+from tests.support.records import model_card
 from tests.support.world.bus import SimulatedBus, SimulatedNetwork
 from tests.support.world.clock import VirtualClock
 from tests.support.world.randomness import SeededRandomness
@@ -60,15 +59,7 @@ class CacheWorker:
         self.num_listed = 0
         self._step = 0
         self._leave: Unsubscribe | None = None
-        card = ModelCard(
-            name="m",
-            revision="r1",
-            kv_format=FORMAT,
-            block_size=16,
-            max_context_tokens=4096,
-            vocab_size=1000,
-            numerics=Numerics("exact", "timing", "uint8", "1"),
-        )
+        card = model_card(kv_format=FORMAT)
         randomness = SeededRandomness(epoch)
         self.health_monitor = HealthMonitor(
             bus, clock, randomness, roles=(role,), load=self._load, model=card

@@ -21,7 +21,6 @@ from shared.messages import (
     PrefixMatches,
     Role,
 )
-from shared.numerics import Numerics
 from shared.packing import pack_token_ids, unpack_hashes
 from shared.subjects import MATCH, heartbeat
 from shared.tenancy import pinned_prefix
@@ -29,20 +28,13 @@ from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.kv_index.rig import Rig, eventually
+from tests.support.records import model_card
 from tests.support.world.clock import run
 from tests.support.world.kv_link import DataPlane
 from tests.support.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
 
 NUM_BLOCKS = 4
-CARD = ModelCard(
-    name=MODEL,
-    revision=REVISION,
-    kv_format="k",
-    block_size=BLOCK_SIZE,
-    max_context_tokens=4096,
-    vocab_size=1000,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
-)
+CARD = model_card(name=MODEL, revision=REVISION, kv_format="k", block_size=BLOCK_SIZE)
 
 
 def new_prefix(name: str = "house-rules", *, start: int = 3, **fields: object) -> PinnedPrefix:

@@ -16,7 +16,6 @@ from shared.messages import (
     AbortRequest,
     DecodeStarted,
     MatchPrefix,
-    ModelCard,
     Placed,
     PlacementFailed,
     PrefixMatch,
@@ -30,6 +29,7 @@ from shared.messages import (
 )
 from shared.numerics import Numerics
 from tests.services.scheduler.literals import BLOCK_SIZE
+from tests.support.records import model_card
 from tests.support.world.bus import SimulatedBus, SimulatedNetwork
 from tests.support.world.clock import VirtualClock
 from tests.support.world.randomness import SeededRandomness
@@ -69,13 +69,10 @@ class Worker:
 
     async def join(self) -> None:
         worker_id = self.bus.process_id
-        card = ModelCard(
+        card = model_card(
             name=self.model,
-            revision="r1",
-            kv_format="fp32/b16",
             block_size=BLOCK_SIZE,
             max_context_tokens=self.max_context_tokens,
-            vocab_size=1000,
             numerics=self.numerics,
             features=self.features,
         )

@@ -8,20 +8,12 @@ import pytest
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
 from shared.lifecycle.health import Fleet, Loss
-from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
-from shared.numerics import Numerics
+from shared.messages import Heartbeat, Role, WorkerLoad
+from tests.support.records import model_card
 from tests.support.world.randomness import SeededRandomness
 
 SERVED = ("m", "r1", 16)
-CARD = ModelCard(
-    name="m",
-    revision="r1",
-    kv_format="bf16/b16",
-    block_size=16,
-    max_context_tokens=100_000,
-    vocab_size=1000,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
-)
+CARD = model_card(kv_format="bf16/b16", max_context_tokens=100_000)
 NEEDS = RequestSize(num_prompt_tokens=1600, num_tokens=1600)
 
 

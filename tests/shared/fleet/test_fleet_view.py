@@ -13,23 +13,16 @@ from shared.messages import (
     GatewayLoad,
     Heartbeat,
     IndexLoad,
-    ModelCard,
     ProcessState,
     Role,
     RoleDemand,
     SchedulerLoad,
     WorkerLoad,
 )
-from shared.numerics import Numerics
+from tests.support.records import model_card
 
-CARD = ModelCard(
-    name="org/model",
-    revision="r",
-    kv_format="k",
-    block_size=16,
-    max_context_tokens=64,
-    vocab_size=9,
-    numerics=Numerics("exact", "timing", "uint8", "1"),
+CARD = model_card(
+    name="org/model", revision="r", kv_format="k", max_context_tokens=64, vocab_size=9
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shared.kv_wire.link import Fill, FrameHeader
-from shared.numerics import Numerics
+from tests.support.records import frame_header
 from tests.support.waiting import until
 
 DEADLINE_S = 10.0
@@ -19,20 +19,7 @@ INSTANCE = b"instance-of-test"
 def header(
     payload_bytes: int, *, placement_id: bytes = b"placement-a", sequence_number: int = 0
 ) -> FrameHeader:
-    return FrameHeader(
-        placement_id=placement_id,
-        sequence_number=sequence_number,
-        first_token=0,
-        num_tokens=1,
-        first_layer=0,
-        num_layers=1,
-        first_head=0,
-        num_heads=1,
-        kv_format="uint8/b1/l1/h1/d1",
-        num_cached_tokens=0,
-        payload_bytes=payload_bytes,
-        numerics=Numerics("exact", "timing", "uint8", "1"),
-    )
+    return frame_header(payload_bytes, placement_id=placement_id, sequence_number=sequence_number)
 
 
 def payload_of(num_bytes: int, seed: int = 0) -> bytes:

@@ -14,18 +14,11 @@ from services.gateway.models.card_selection import HOLD_S
 from services.gateway.models.live_models import Catalog
 from shared.errors import NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
-from shared.messages import Heartbeat, ModelCard, ProcessState, Role, WorkerLoad
+from shared.messages import Heartbeat, ProcessState, Role, WorkerLoad
 from shared.numerics import Numerics
+from tests.support.records import model_card
 
-CARD = ModelCard(
-    name="m",
-    revision="r1",
-    kv_format="bf16/b16",
-    block_size=16,
-    max_context_tokens=4096,
-    vocab_size=1000,
-    numerics=Numerics("exact", "timing", "bfloat16", "1"),
-)
+CARD = model_card(kv_format="bf16/b16", numerics=Numerics("exact", "timing", "bfloat16", "1"))
 
 
 class Rig:
