@@ -53,7 +53,6 @@ class Job:
     prefill: Prefill | None = None
     num_computed_tokens: int = 0
     first_token_at: float = 0.0
-    placed_at: float = 0.0
 
     @property
     def num_tokens(self) -> int:
