@@ -175,7 +175,8 @@ def http_client(gateway: GatewayService, api_key: str = API_KEY) -> httpx.AsyncC
 def gateway_config(
     nats_server: NatsServer, redis_server: RedisServer, model_dir: Path
 ) -> GatewayConfig:
-    PROCESSES.config = GatewayConfig(
+    PROCESSES.model_dirs.add(model_dir)
+    return GatewayConfig(
         nats_url=nats_server.url("gateway-1"),
         process_id="gateway-1",
         redis_url=redis_server.url,
@@ -184,7 +185,6 @@ def gateway_config(
         max_body_bytes=64 * 1024,
         lame_duck_s=0.0,
     )
-    return PROCESSES.config
 
 
 @dataclass

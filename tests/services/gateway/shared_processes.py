@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from services.gateway.build import build_gateway, connected_gateway
 from services.gateway.models.checked_model import checked_model
@@ -56,18 +57,19 @@ class ModelProcesses:
 
 
 class SharedProcesses:
-    """Of gateways with the model of `config`, on one event loop."""
+    """Of gateways with a model in one of `model_dirs`, on one event loop."""
 
     def __init__(self) -> None:
-        self.config: GatewayConfig | None = None
-        self._found: ModelProcesses | None = None
+        self.model_dirs: set[Path | None] = set()
+        self._found: dict[tuple[object, ...], ModelProcesses] = {}
 
     async def gateway(self, config: GatewayConfig) -> GatewayService:
-        if self.config is None or _model_of(config) != _model_of(self.config):
+        if config.model_dir not in self.model_dirs:
             return await build_gateway(config)
-        if self._found is None:
-            self._found = await ModelProcesses.started(config)
-        found = self._found
+        key = config.model_dir, config.response_template, config.tool_format
+        if key not in self._found:
+            self._found[key] = await ModelProcesses.started(config)
+        found = self._found[key]
         gateway = await connected_gateway(
             config, found.own, pool=found.pool, check_pool=found.check_pool
         )
@@ -76,10 +78,5 @@ class SharedProcesses:
         return gateway
 
     async def close(self) -> None:
-        found, self._found = self._found, None
-        if found is not None:
-            await found.end()
-
-
-def _model_of(config: GatewayConfig) -> tuple[object, ...]:
-    return config.model_dir, config.response_template, config.tool_format
+        while self._found:
+            await self._found.popitem()[1].end()

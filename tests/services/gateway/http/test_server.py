@@ -14,6 +14,7 @@ import httpx
 import pytest
 import uvloop
 
+from services.gateway.http import server as server_module
 from services.gateway.http.connections import Connections
 from services.gateway.http.server import (
     MAX_PIPELINED,
@@ -330,6 +331,12 @@ async def test_kernel_disconnects_lost_peers() -> None:
         assert accepted.getsockopt(tcp, socket.TCP_KEEPIDLE) == 60
         assert accepted.getsockopt(tcp, socket.TCP_NOTSENT_LOWAT) == 64 * 1024
         writer.close()
+
+
+async def test_idle_server_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 3600.0)
+    async with asyncio.timeout(20), started():
+        pass
 
 
 async def test_server_that_ends_by_itself_ends_the_process() -> None:

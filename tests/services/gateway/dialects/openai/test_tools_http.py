@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.services.gateway.conftest import Cluster, SharedCluster
+from tests.services.gateway.conftest import PROCESSES, Cluster, SharedCluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of
 from tests.support.services.model_dir import CHAT_TEMPLATE, write_model_dir
 
@@ -36,10 +36,13 @@ async def tools_cluster(
 ) -> AsyncIterator[Cluster]:
     """The shared peers with another gateway."""
     cluster = await shared_cluster.open()
-    model_dir = write_model_dir(tmp_path_factory.mktemp("models") / "tiny")
-    (model_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE + TOOL_NAMES)
+    model_dir = tmp_path_factory.getbasetemp() / "tools" / "tiny"  # of all modules
     path = model_dir / "own.json"
-    path.write_text(json.dumps(TEMPLATE))
+    if not path.exists():
+        write_model_dir(model_dir)
+        (model_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE + TOOL_NAMES)
+        path.write_text(json.dumps(TEMPLATE))
+    PROCESSES.model_dirs.add(model_dir)
     async with cluster.beside(model_dir=model_dir, response_template=str(path)) as beside:
         yield replace(cluster, gateway=beside.gateway, http=beside.http)
     await cluster.reset()
