@@ -1,7 +1,7 @@
-"""The text format of Prometheus, for families of the kinds that Hearth has.
+"""The text format of Prometheus, for the kinds of metrics that Hearth has.
 
-The same bytes as prometheus_client's `generate_latest`, which checks and escapes each name of each
-sample again: at 100 workers it takes twice as long, on the event loop.
+The output equals that of prometheus_client's `generate_latest`, which checks and escapes each name
+of each sample again: with 100 workers it takes twice as long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from prometheus_client.utils import floatToGoString
 
 
 def exposition(metrics: Iterable[Metric]) -> bytes:
-    """Of counters, gauges and histograms; their names are valid, label values may be anything."""
+    """Returns the text of counters, gauges and histograms. Names must be valid; label values are
+    escaped.
+    """
     lines: list[str] = []
     for metric in metrics:
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name

@@ -31,7 +31,7 @@ NAMES = ("hearth", "vllm")
 
 
 class OwnCollector(Collector):
-    """What this gateway counts itself."""
+    """The metrics that this gateway counts itself."""
 
     def __init__(self) -> None:
         self.requests = LabelCounts(
@@ -100,7 +100,7 @@ class OwnCollector(Collector):
         yield from own_histograms(SPECS, self.histograms)
 
     def finished(self) -> Mapping[tuple[str, str], float]:
-        """Ended requests by model and outcome."""
+        """Returns the number of ended requests by model and outcome."""
         totals: Counter[tuple[str, str]] = Counter()
         for (model, _, outcome, _), count in self.requests.counts.copy().items():
             totals[model, outcome] += count
@@ -108,7 +108,9 @@ class OwnCollector(Collector):
 
 
 class GatewayMetrics:
-    """Only the event loop counts; any thread may render or collect `own`."""
+    """The metrics of one gateway. Only the event loop counts; any thread may render or collect
+    `own`.
+    """
 
     def __init__(self, gateway_id: str = "") -> None:
         self.own = OwnCollector()
@@ -117,7 +119,7 @@ class GatewayMetrics:
         self.stopped_workers = StoppedWorkers()
         self._num_open_streams: Callable[[], int] = lambda: 0
         self._tenants = TenantLabels()
-        self._load: Counter[str] = Counter()  # by field of GatewayLoad
+        self._load: Counter[str] = Counter()  # by the field of GatewayLoad
         self._registries = {"hearth": CollectorRegistry(), "vllm": CollectorRegistry()}
         self._registries["hearth"].register(self.own)
         self._registries["hearth"].register(
@@ -140,35 +142,41 @@ class GatewayMetrics:
         self.own.num_loaded_models = count
 
     def watch_preparation(self, loads: Callable[[], Mapping[str, PoolLoad]]) -> None:
-        """`loads`: by pool of processes."""
+        """Exports the loads of the pools of preparation processes, by the pool's name."""
         self.own.preparation = loads
 
     def watch_redis(self, memory: Callable[[], MemoryUse | None]) -> None:
-        """`memory`: as it was read last; None: it is unknown."""
+        """Exports Redis's memory as it was last read. `memory` returns None if it is unknown."""
         self.own.redis = memory
 
     def watch_dropped_spans(self, count: Callable[[], int]) -> None:
-        """For a gateway that traces requests; others export no such metric."""
+        """Exports the number of dropped spans. Gateways that do not trace requests have no such
+        metric.
+        """
         self.own.num_dropped_spans = count
 
     def watch_fleet(self, members: Callable[[], Iterable[Member]]) -> None:
-        """Exports what heartbeats say, also this gateway's: every gateway exports the same."""
+        """Exports the contents of all heartbeats, including this gateway's: every gateway exports
+        the same.
+        """
         self._members = members
 
     def count_refused(self, outcome: str, *, dialect: str = "", tenant: str = "") -> None:
-        """A request that was rejected before it was submitted."""
+        """Counts a request that was rejected before it was submitted."""
         self._load["num_refused_requests"] += 1
         self.own.requests.add("", dialect, outcome, self._tenants.of(tenant))
 
     def count_ended(
         self, outcome: str, *, model: str, dialect: str, tenant: str, is_lost: bool = False
     ) -> None:
-        """`is_lost`: it ended in an error of the cluster after its first token."""
+        """Counts an ended request. `is_lost` is true if it ended in an error of the cluster after
+        its first token.
+        """
         self._load["num_lost_streams"] += is_lost
         self.own.requests.add(model, dialect, outcome, self._tenants.of(tenant))
 
     def count_tokens(self, *, model: str, tenant: str, **kinds: int) -> None:
-        """`kinds`: prompt, cached, output, reasoning."""
+        """Adds the tokens of a request by kind: prompt, cached, output, reasoning."""
         label = self._tenants.of(tenant)
         for kind, count in kinds.items():
             self.own.tokens.add(model, kind, label, count=count)
@@ -178,7 +186,7 @@ class GatewayMetrics:
             self.own.tool_calls.add(outcome, count=count)
 
     def retain_models(self, names: Collection[str]) -> None:
-        """Forgets what was counted of other models: the number of series is bounded."""
+        """Removes the series of other models: the number of series is bounded."""
         self.own.requests.retain("model", names)
         self.own.tokens.retain("model", names)
         for gone in [each for each in self.own.histograms if each not in names]:
@@ -210,16 +218,18 @@ class GatewayMetrics:
         return self._histograms_of(model).by_name[ITL]
 
     def observe_timeline(self, timeline: Timeline) -> None:
-        """Of a request that has ended: where its time went."""
+        """Adds the durations and sizes of an ended request to the histograms of its model."""
         if timeline.model:
             observe(self._histograms_of(timeline.model), timeline)
 
     def load(self) -> GatewayLoad:
-        """What the gateway's heartbeats report."""
+        """Returns the counters that the gateway's heartbeats report."""
         return GatewayLoad(num_open_streams=self._num_open_streams(), **self._load)
 
     def render(self, names: str = "hearth") -> bytes:
-        """`names`: hearth, or vllm for the names that vLLM's boards use. Raises InvalidRequest."""
+        """Returns the metrics in Prometheus's text format under "hearth" names or, for the boards
+        made for vLLM, under "vllm" names. Raises InvalidRequest for other names.
+        """
         if names not in NAMES:
             raise InvalidRequest(f"names: {names[:64]!r} is not hearth or vllm", param="names")
         return exposition(self._registries[names].collect())

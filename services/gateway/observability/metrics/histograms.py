@@ -1,4 +1,4 @@
-"""Histograms by model that are counted once and shown under two names, each with its buckets."""
+"""Histograms by model that are counted once and exported under two names with their own buckets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 Buckets = tuple[float, ...]
-# vLLM's, for panels and alerts that were written for them
+# The buckets of vLLM, for panels and alerts that were written for them.
 VLLM_TTFT: Buckets = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -34,7 +34,9 @@ BYTES: Buckets = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16
 
 @dataclass(frozen=True, slots=True)
 class HistogramSpec:
-    """`buckets`: of `name`, empty if it is shown under `vllm_name` alone."""
+    """A histogram's names and buckets. `buckets` are those of `name`, and empty if the histogram is
+    exported under `vllm_name` alone.
+    """
 
     name: str
     text: str
@@ -48,7 +50,9 @@ class HistogramSpec:
 
 
 class Histogram:
-    """prometheus_client's takes two locks for each value, which one counting thread needs not."""
+    """Counts values by bucket, from one thread and so without the two locks a value of
+    prometheus_client.
+    """
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -62,13 +66,15 @@ class Histogram:
         self._sum += value
 
     def shown(self, buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts of these buckets, which are among the bounds, and the sum."""
+        """Returns the cumulative counts of the buckets, which must be among the bounds, and the sum
+        of values.
+        """
         totals = dict(zip(self._bounds, accumulate(tuple(self._counts)), strict=True))
         return [(floatToGoString(each), totals[each]) for each in (*buckets, inf)], self._sum
 
 
 class ModelHistograms:
-    """Those of one model, by name."""
+    """The histograms of one model, by name."""
 
     def __init__(self, specs: Iterable[HistogramSpec]) -> None:
         self.by_name = {each.name: Histogram(each.bounds) for each in specs}
@@ -92,7 +98,9 @@ def own_histograms(
 def vllm_histograms(
     specs: Iterable[HistogramSpec], models: Mapping[str, ModelHistograms], engine: str
 ) -> Iterator[Metric]:
-    """`engine`: the label of what a gateway measures for all workers together."""
+    """Yields the histograms under vLLM's names. `engine` is the label of values that a gateway
+    measures for all workers together.
+    """
     for spec in specs:
         if spec.vllm_name:
             family = HistogramMetricFamily(

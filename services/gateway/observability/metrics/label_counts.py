@@ -9,18 +9,22 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 MAX_TENANTS = 200
-OTHER = "other"  # of all further tenants
+OTHER = "other"  # the label of all further tenants
 
 
 class TenantLabels:
-    """The first MAX_TENANTS tenants have their own series, as long as the process lives."""
+    """The label of each tenant: the first MAX_TENANTS have their own for the life of the
+    process.
+    """
 
     def __init__(self, limit: int = MAX_TENANTS) -> None:
         self._limit = limit
         self._known: set[str] = set()
 
     def of(self, tenant_id: str) -> str:
-        """An empty id, of a request without a known tenant, stays empty."""
+        """Returns the tenant's label. An empty id, of a request without a known tenant, stays
+        empty.
+        """
         if not tenant_id or tenant_id in self._known:
             return tenant_id
         if len(self._known) >= self._limit:
@@ -30,7 +34,7 @@ class TenantLabels:
 
 
 class LabelCounts(Collector):
-    """Only the event loop adds; any thread may collect."""
+    """A counter by labels. Only the event loop adds; any thread may collect."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self._name = name
@@ -42,7 +46,7 @@ class LabelCounts(Collector):
         self.counts[values] += count  # type: ignore[assignment]
 
     def retain(self, label: str, values: Collection[str]) -> None:
-        """Forgets the series with another value of this label, except the empty one."""
+        """Removes the series with other values of the label, except the empty value."""
         place = self._labels.index(label)
         kept = {key: n for key, n in self.counts.items() if not key[place] or key[place] in values}
         self.counts = Counter(kept)

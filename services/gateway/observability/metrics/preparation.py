@@ -1,4 +1,4 @@
-"""Families of the processes that render, tokenize and check what clients send."""
+"""Metrics of the processes that render and tokenize prompts and check grammars."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 
 class PoolLoad(NamedTuple):
-    """`num_waiting`: jobs in the longest queue. `num_running`: jobs. `num_lost`: processes that
-    ended while they ran one.
+    """The load of a pool of processes. `num_waiting` counts the jobs of its longest queue,
+    `num_running` jobs, and `num_lost` the processes that ended while they ran a job.
     """
 
     num_waiting: int
@@ -19,7 +19,7 @@ class PoolLoad(NamedTuple):
 
 
 def preparation_families(loads: Mapping[str, PoolLoad]) -> Iterator[Metric]:
-    """`loads`: by pool."""
+    """Yields the metrics of the loads, which are given by pool."""
     jobs = GaugeMetricFamily(
         "hearth_preparation_jobs",
         "Jobs for preparation processes: running, or waiting in the longest queue of the pool.",

@@ -1,4 +1,4 @@
-"""Families of Redis's memory."""
+"""Metrics of Redis's memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 
 class MemoryUse(NamedTuple):
-    """Bytes. `limit`: Redis's maxmemory; 0: none."""
+    """The bytes that Redis uses, and its limit, `maxmemory`; 0 means no limit."""
 
     used: int
     limit: int
 
 
 def redis_families(memory: MemoryUse | None) -> Iterator[Metric]:
-    """None while Redis does not answer."""
+    """Yields the metrics of the memory, or nothing if it is None: Redis does not answer."""
     if memory is None:
         return
     yield GaugeMetricFamily(

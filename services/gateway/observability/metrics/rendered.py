@@ -1,4 +1,4 @@
-"""The text of the metrics, rendered at most once in `MAX_AGE_S`, however many read it."""
+"""The text of the metrics, rendered at most once in `MAX_AGE_S` for all readers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MAX_AGE_S = 1.0
 
 
 class RenderedMetrics:
-    """`render`: the text under some names; called on a thread: of 100 workers it takes 16 ms, for
-    which no stream has to wait.
+    """Caches the metrics' text. `render` returns the text under some names; it runs on a thread,
+    since it takes 16 ms for 100 workers and would delay streams.
     """
 
     def __init__(self, render: Callable[[str], bytes], clock: Clock) -> None:
@@ -22,7 +22,7 @@ class RenderedMetrics:
         self._texts: dict[str, tuple[float, asyncio.Future[bytes]]] = {}
 
     async def text(self, names: str) -> bytes:
-        """Raises what `render` raises."""
+        """Returns the text under the names. Raises the errors of `render`."""
         now = self._clock.now()
         began_at, text = self._texts.get(names, (0.0, None))
         if text is None or now - began_at >= MAX_AGE_S:
@@ -32,5 +32,5 @@ class RenderedMetrics:
             return await asyncio.shield(text)
         except BaseException as raised:
             item_error(raised)
-            self._texts.pop(names, None)  # also of names that do not exist
+            self._texts.pop(names, None)  # unknown names leave no entry
             raise

@@ -1,4 +1,4 @@
-"""Which durations and sizes of requests are histograms, and how a timeline fills them."""
+"""The durations and sizes of requests that are histograms, and their values from a timeline."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ _BY_PHASE: dict[PhaseName, str] = {
 
 
 def observe(histograms: ModelHistograms, timeline: Timeline) -> None:
-    """Phases of a repeated try count again: each was spent. A rejected request has none."""
+    """Adds the values of a timeline. Each try's phases count, since each took time. A rejected
+    request has no values.
+    """
     if not timeline.tries:
         return
     histograms.observe(REQUEST, timeline.duration_s)

@@ -1,7 +1,7 @@
-"""What failed on workers that have stopped.
+"""The failed operations of workers that have stopped.
 
-A worker whose device fails stops at once, and with it goes its counter: mostly no scrape would see
-the count rise.
+A worker whose device fails stops at once, and its own counter disappears, mostly before a scrape
+has read it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from shared.messages import Heartbeat
 from shared.metrics.families.failed_operations import FailedOperations, failed_operations
 
-MAX_WORKERS = 256  # those that stopped first are forgotten
+MAX_WORKERS = 256  # the workers that stopped first are removed
 
 
 class StoppedWorkers:
-    """By worker id, the sum over all its processes that stopped after a failure."""
+    """The failed operations of each worker id, summed over all its processes that stopped after a
+    failure.
+    """
 
     def __init__(self) -> None:
         self._failed: dict[str, FailedOperations] = {}
 
     @property
     def failed(self) -> Mapping[str, FailedOperations]:
-        """A copy: any thread may read it."""
+        """A copy of the counts by worker id, for any thread."""
         return self._failed.copy()
 
     def observe(self, heartbeat: Heartbeat) -> None:

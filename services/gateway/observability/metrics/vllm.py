@@ -1,7 +1,7 @@
-"""The names of vLLM's metrics, so that boards and balancers made for them work.
+"""The metrics under vLLM's names, so that boards and balancers made for vLLM work.
 
-`engine`: a worker's id, or the gateway's for what a gateway measures for all its workers together.
-What Hearth does not have is left out; adapters are listed as none, for boards that join them.
+The label `engine` is a worker's id, or the gateway's for metrics of all workers together. Metrics
+of features that Hearth lacks are left out, except that adapters are zero for boards that join them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ COUNTERS = (
 
 
 class VllmCollector(Collector):
-    """`finished`: ended requests by model and outcome."""
+    """Collects the metrics of live decode workers and of this gateway. `finished` returns the
+    number of ended requests by model and outcome.
+    """
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ def _lora_info(heartbeats: Iterable[Heartbeat]) -> Metric:
 
 
 def _iteration_tokens(heartbeats: Iterable[Heartbeat]) -> Metric:
-    """Of workers whose release counts them."""
+    """Returns the histogram of the workers whose release counts tokens by step."""
     family = HistogramMetricFamily(
         "vllm:iteration_tokens_total",
         "Tokens of a step: prompt tokens computed, and tokens sampled.",

@@ -1,8 +1,8 @@
-"""Lays the phases of a placement one behind the other, by the gateway's clock. No I/O.
+"""Orders the phases of a placement on the gateway's clock. No I/O.
 
 Durations come from other processes, and some overlap: a worker computes while its scheduler's
-reply is under way. The gateway knows when it submitted and when the first token arrived; the phases
-fill exactly that time. What no process has measured, such as the wire, is part of `first_token`.
+reply is in transit. The gateway knows when it submitted and when the first token arrived; the
+phases fill exactly that time. Unmeasured time, such as that of the network, is in `first_token`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from services.gateway.streams.try_record import TryRecord
 from shared.messages import Served
 from shared.telemetry.timeline import Phase, PhaseName, Try
 
-# What is shortened first if the durations exceed the time: the phases that may overlap others.
-# `submit` is no process's measurement: the scheduler's reply travels while the worker computes.
+# Phases that may overlap others, in the order in which they are shortened to fit the time.
+# `submit` comes first, as no process measures it: the worker computes while the reply travels.
 _SHORTENED: tuple[PhaseName, ...] = (
     *("submit", "placement", "reserve", "prefill_wait", "queue"),
     *("kv_push", "prefill"),
@@ -25,7 +25,9 @@ _SHORTENED: tuple[PhaseName, ...] = (
 
 
 def gateway_phases(record: RequestRecord, gateway_id: str, end_at: float) -> tuple[Phase, ...]:
-    """Before the first try: until the mark `submit`, or until `end_at` for a rejected request."""
+    """Returns the phases before the first try: until the mark `submit`, or until `end_at` for a
+    rejected request.
+    """
     spent_s, name = dict(record.spent_s), record.phase
     if name != "submit":
         spent_s[name] = spent_s.get(name, 0.0) + max(0.0, end_at - record.phase_began_at)
@@ -48,14 +50,18 @@ def gateway_phases(record: RequestRecord, gateway_id: str, end_at: float) -> tup
 
 
 def submitted_at(record: RequestRecord) -> float:
-    """When the last prompt was tokenized."""
+    """Returns the time when the last prompt was tokenized, or of the arrival if it has not been
+    yet.
+    """
     return record.phase_began_at if record.phase == "submit" else record.arrived_at
 
 
 def try_of(
     each: TryRecord, *, began_at: float, arrived_at: float, gateway_id: str, is_last: bool
 ) -> Try:
-    """`began_at`: the end of the try before, or of the preparation."""
+    """Returns the phases of one try as a Try. `began_at` is the end of the previous try or of the
+    preparation.
+    """
     placed, served = each.placed, each.served
     return Try(
         number=each.number,
@@ -69,7 +75,7 @@ def try_of(
 
 
 class _Part(NamedTuple):
-    """A phase before it has its place: a `Phase` is built once, when that is known."""
+    """A phase without its start: a `Phase` is built once, when that is known."""
 
     name: PhaseName
     process_id: str
@@ -123,7 +129,9 @@ def _placement(each: TryRecord, began_at: float, gateway_id: str) -> list[_Part]
 
 
 def _prefill(served: Served | None, worker_id: str) -> list[_Part]:
-    """From the command at decode to the complete KV, or to the first token if computed there."""
+    """Returns the phases from the command at decode to the complete KV, or to the first token if
+    decode computes the prompt.
+    """
     phases = None if served is None else served.phases
     if served is None or phases is None:
         return []
@@ -144,7 +152,9 @@ def _prefill(served: Served | None, worker_id: str) -> list[_Part]:
 
 
 def _laid(parts: list[_Part], start_s: float, end_s: float) -> list[Phase]:
-    """The last part takes the time that is left."""
+    """Returns the parts as consecutive phases from start to end. The last part gets the remaining
+    time.
+    """
     durations = {part.name: part.duration_s for part in parts}
     left_s = end_s - start_s - sum(durations.values())
     if left_s < 0:
@@ -168,7 +178,9 @@ def _laid(parts: list[_Part], start_s: float, end_s: float) -> list[Phase]:
 
 
 def _shorten(durations: dict[PhaseName, float], left_s: float) -> float:
-    """`left_s`: negative. Returns what is left then."""
+    """Shortens durations until the negative `left_s` is zero, if possible. Returns the new
+    `left_s`.
+    """
     for name in _SHORTENED:
         if left_s < 0 and name in durations:
             cut_s = min(durations[name], -left_s)

@@ -1,7 +1,7 @@
-"""Chooses the refusals that are logged: a tenant over its limits must not fill the disk. No I/O.
+"""Chooses the rejections that are logged: a tenant over its limits must not fill the disk. No I/O.
 
-The first refusal of a tenant with one outcome is logged, then one in INTERVAL_S with the number of
-those since the last line. Metrics count all.
+The first rejection of a tenant with one outcome is logged, then one in INTERVAL_S with the number
+of rejections since the last line. Metrics count all.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 INTERVAL_S = 10.0
-MAX_KEYS = 1024  # the refusals of further tenants and outcomes count together
+MAX_KEYS = 1024  # the rejections of further tenants and outcomes count together
 
 
 class RefusalCounts(NamedTuple):
-    """What a line stands for. `num_refusals`: of its tenant and outcome, since their last line.
-    `num_others`: of tenants and outcomes that are not counted apart, since any line named them.
+    """The rejections that one log line reports. `num_refusals` counts those of its tenant and
+    outcome since their last line, `num_others` those of tenants and outcomes without counters of
+    their own since the last line that reported any.
     """
 
     num_refusals: int
@@ -28,7 +29,9 @@ class _Refusals:
     num_unlogged: int = 0
 
     def take_due(self, now: float) -> int:
-        """Zero before the next line is due."""
+        """Returns and resets the number of unlogged rejections, or 0 before the next line
+        is due.
+        """
         if now < self.due_at:
             return 0
         self.due_at = now + INTERVAL_S
@@ -42,7 +45,7 @@ class RefusalSamples:
         self._others = _Refusals(due_at=0.0)
 
     def counts_to_log(self, tenant_id: str, outcome: str, now: float) -> RefusalCounts | None:
-        """None: this refusal is counted, and no line is due."""
+        """Counts a rejection. Returns the counts for a log line, or None if no line is due."""
         refusals = self._refusals((tenant_id, outcome), now)
         refusals.num_unlogged += 1
         num_refusals = refusals.take_due(now)
@@ -62,6 +65,6 @@ class RefusalSamples:
         return found or self._by_key.setdefault(key, _Refusals(due_at=now))
 
     def _forget(self, now: float) -> None:
-        """Those whose next refusal would be logged in any case."""
+        """Removes the counters whose next rejection would be logged in any case."""
         due = [key for key, each in self._by_key.items() if now >= each.due_at]
         self._others.num_unlogged += sum(self._by_key.pop(key).num_unlogged for key in due)

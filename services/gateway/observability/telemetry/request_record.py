@@ -1,4 +1,4 @@
-"""What the gateway itself measures of one response, by its own clock. No I/O."""
+"""The gateway's own measurements of one response, on its clock. No I/O."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from services.gateway.observability.telemetry.trace_context import TraceContext
 from shared.errors import HearthError
 from shared.telemetry.timeline import PhaseName
 
-MIN_STALL_S = 0.001  # less is the time of a system call
+MIN_STALL_S = 0.001  # a system call takes less
 
 
 class RequestRecord:
-    """From the arrival of a request to the last byte of its response."""
+    """The measurements of a response, from the arrival of its request to its last byte."""
 
     def __init__(
         self,
@@ -20,37 +20,40 @@ class RequestRecord:
         dialect: str = "",
         trace: TraceContext | None = None,
     ) -> None:
-        """`trace`: of this gateway's span, or of the caller's if this gateway does not trace."""
+        """`trace` has the gateway's span, or the caller's if this gateway does not trace."""
         self.request_id = request_id
         self.arrived_at = arrived_at
         self.dialect = dialect
         self.trace = trace
-        self.attributes: dict[str, str | int | float | bool] = {}  # of its span
-        self.is_streamed: bool | None = None  # None: rejected before that was known
+        self.attributes: dict[str, str | int | float | bool] = {}  # the span's
+        self.is_streamed: bool | None = None  # None if rejected before this was known
         self.tenant_id = ""
-        self.status = 200  # of the error that rejected the request
-        self.outcome = "none"  # its code
-        self.phase: PhaseName = "validate"  # that runs
+        self.status = 200  # the HTTP status of the error that rejected the request
+        self.outcome = "none"  # the code of that error
+        self.phase: PhaseName = "validate"  # the current phase
         self.phase_began_at = arrived_at
-        self.spent_s: dict[PhaseName, float] = {}  # of phases before it, in the order of the first
+        self.spent_s: dict[PhaseName, float] = {}  # of earlier phases, in order
         self.stalled_at = 0.0
         self.stall_s = 0.0
-        self.ended_at: float | None = None  # all outputs
+        self.ended_at: float | None = None  # when all outputs have ended
 
     def begin(self, phase: PhaseName, now: float) -> None:
-        """The phase before it ends. Prompts of one response are prepared one after the other: their
-        times are added, since each of a thousand prompts has a timeline with these phases.
+        """Ends the current phase and begins another. A response's prompts are prepared one after
+        the other: their times are added, since each of a thousand prompts has a timeline with these
+        phases.
         """
         spent_s = now - self.phase_began_at
         self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + spent_s
         self.phase, self.phase_began_at = phase, now
 
     def reject(self, error: HearthError) -> None:
-        """Keeps no reference: its traceback has the request's body, and this record."""
+        """Records the error's status and code. A reference to the error would retain its traceback,
+        and so the request's body and this record.
+        """
         self.status, self.outcome = error.http_status, error.code
 
     def record_send(self, began_at: float, now: float) -> None:
-        """Counts only what the client let the gateway wait for."""
+        """Adds the time that the client made the gateway wait, if it is MIN_STALL_S or longer."""
         if now - began_at >= MIN_STALL_S:
             if not self.stall_s:
                 self.stalled_at = began_at

@@ -1,4 +1,4 @@
-"""The GenAI attributes of a request's span. They hold no text of the client."""
+"""The GenAI attributes of a request's span. They contain no text of the client."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shared.messages import Request
 def span_attributes(
     request: Request, *, is_chat: bool, is_json: bool, affinity_key: str
 ) -> dict[str, str | int | float | bool]:
-    """`affinity_key`: of the tenant's session; empty: none. Stop sequences are left out: they are
-    a client's text.
+    """Returns the attributes of a request. `affinity_key` is that of the tenant's session, or
+    empty. Stop sequences are left out: they are a client's text.
     """
     attributes: dict[str, str | int | float | bool] = {
         "gen_ai.operation.name": _operation(request, is_chat=is_chat),

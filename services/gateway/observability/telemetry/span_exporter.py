@@ -1,10 +1,10 @@
-"""Samples traces, and hands ended requests to a process that builds and sends their spans.
+"""Samples traces, and sends ended requests to a process that builds and exports their spans.
 
     ended ──▶ unsent ──FLUSH_S──▶ in the span process ──SETTLED──▶ sent, or lost and counted
        └─MAX_IN_FLIGHT─▶ lost                     └──the process ended──▶ lost
 
-A collector that is away, hangs or rejects, or a span process that ends, costs spans, which are
-counted, and no request. The span process has a lower priority: traces give way to requests.
+If the collector is absent, hangs or rejects, or the span process ends, spans are lost and counted;
+requests are not affected. The span process has a lower priority than requests.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from shared.telemetry.timeline import Timeline
 log = structlog.get_logger(__name__)
 
 MAX_IN_FLIGHT = 2048  # requests: 4 MB
-FLUSH_S = 0.2  # requests of this time are sent together
+FLUSH_S = 0.2  # requests that end within this time are sent together
 CLOSE_S = 2.0
 RESTART_S = 1.0
-SUSPECT_S = 1.0  # twice, and a process that is stopped is replaced
-NICENESS = 5  # at 5, a third of the share of a busy core that other processes get
+SUSPECT_S = 1.0  # a process that two checks find stopped is replaced
+NICENESS = 5  # a third of other processes' share of a busy core
 SPAN_PROCESS = "services.gateway.observability.telemetry.span_process"
 
 
 class SpanTracing:
-    """Configured by `OTEL_…` variables, which the SDK reads here and in the span process."""
+    """Traces requests as the `OTEL_…` variables configure, which the SDK reads here and in the span
+    process.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class SpanTracing:
         self._clock = clock
         self._max_in_flight = max_in_flight
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
-        self._in_flight: deque[Timeline] = deque()  # in the order of sending; the unsent ones last
+        self._in_flight: deque[Timeline] = deque()  # in sending order, the unsent last
         self._unsent: list[bytes] = []
         self._flush_timer: asyncio.TimerHandle | None = None
         self._process: PipedChild | None = None
@@ -76,7 +78,7 @@ class SpanTracing:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests whose spans are neither sent nor lost."""
+        """The number of requests whose spans are neither sent nor lost."""
         return len(self._in_flight)
 
     @property
@@ -125,7 +127,7 @@ class SpanTracing:
             self._flush_timer = loop.call_later(FLUSH_S, self._flush)
 
     async def close(self) -> None:
-        """Takes at most CLOSE_S; what is not sent by then is lost and counted."""
+        """Stops within CLOSE_S. Requests that are not sent by then are counted as lost."""
         self._is_closing = True
         if self._flush_timer is not None:
             self._flush_timer.cancel()
@@ -178,7 +180,9 @@ class SpanTracing:
         return process
 
     async def _settle(self, process: PipedChild) -> None:
-        """Until the process ends."""
+        """Removes the requests that the span process reports as sent or lost, until the process
+        ends.
+        """
         try:
             while True:
                 reply = await process.stdout.readexactly(SETTLED.size)
@@ -190,7 +194,9 @@ class SpanTracing:
             await process.wait()
 
     async def _watch(self, process: PipedChild) -> None:
-        """Kills a process that has been stopped, as it reports no loss and no end."""
+        """Kills a process that two successive checks find stopped: it would report neither losses
+        nor its end.
+        """
         was_stopped = False
         while process.returncode is None:
             await self._clock.sleep(SUSPECT_S)
@@ -199,7 +205,7 @@ class SpanTracing:
                 process.kill()
 
     def _lose(self) -> None:
-        """What was sent to a process that has ended."""
+        """Counts the spans that were sent to a process that has ended as lost."""
         while len(self._in_flight) > len(self._unsent):
             self.num_dropped += num_spans(self._in_flight.popleft())
 

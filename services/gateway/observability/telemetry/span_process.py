@@ -1,7 +1,7 @@
-"""The span process of a gateway: python -m … PROCESS_ID [frames on stdin, SETTLED on stdout].
+"""The span process of a gateway: python -m … PROCESS_ID (frames on stdin, SETTLED on stdout).
 
-Builds spans and sends them to the collector that the `OTEL_…` variables name. It ends with its
-gateway, after DRAIN_S at most.
+It builds spans and sends them to the collector that the `OTEL_…` variables name. It ends at most
+DRAIN_S after its gateway.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from services.gateway.observability.telemetry.traced_request import SETTLED, SIZ
 from shared.log import configure_logging
 from shared.telemetry.line_writer import replace_standard_error
 
-MAX_READ_BYTES = 1 << 20  # what one message to the collector is made of
-DRAIN_S = 1.5  # for what is left when the gateway closes its end
-LOG_INTERVAL_S = 60.0  # of failures
+MAX_READ_BYTES = 1 << 20  # of frames for one message to the collector
+DRAIN_S = 1.5  # to send the remaining spans once the gateway has closed its end
+LOG_INTERVAL_S = 60.0  # between log lines about failures
 STDIN, STDOUT = 0, 1
 
 log = structlog.get_logger(__name__)
@@ -36,7 +36,7 @@ _decode = msgspec.msgpack.Decoder(TracedRequest).decode
 
 
 class Collector:
-    """Counts what it does not take."""
+    """The client of the collector."""
 
     def __init__(self) -> None:
         # The exporter takes only the SDK's spans; its client, which retries, takes encoded ones.
@@ -44,7 +44,7 @@ class Collector:
         self._logged_at: float | None = None
 
     def num_lost(self, batch: SpanBatch) -> int:
-        """Sends the spans. Returns how many of them were lost."""
+        """Sends the spans. Returns how many were lost: all or none."""
         result = self._client.export(batch.request.SerializeToString())
         if result.success:
             return 0
@@ -61,10 +61,10 @@ class Collector:
 def main(process_id: str) -> None:
     replace_standard_error()
     configure_logging(process_id)
-    logging.disable()  # of the SDK, one line a batch
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway closes its end
+    logging.disable()  # the SDK would log one line a batch
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends when the gateway closes stdin
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    with contextlib.suppress(OSError):  # not a pipe, or its user has too many
+    with contextlib.suppress(OSError):  # stdin is no pipe, or its user has too many
         fcntl.fcntl(STDIN, fcntl.F_SETPIPE_SZ, MAX_READ_BYTES)
     threading.Thread(target=_exit_after_gateway, daemon=True).start()
     collector = Collector()
@@ -76,7 +76,7 @@ def main(process_id: str) -> None:
 
 
 def read_frames(file: int) -> Iterator[list[bytes]]:
-    """All that have arrived, until the end of the file."""
+    """Yields lists of the frames that have arrived, until the end of the file."""
     held = b""
     while data := os.read(file, MAX_READ_BYTES):
         held += data
@@ -94,7 +94,7 @@ def read_frames(file: int) -> Iterator[list[bytes]]:
 
 
 def _exit_after_gateway() -> None:
-    """A collector that hangs must not delay the end."""
+    """Ends the process DRAIN_S after its gateway, even if the collector hangs."""
     poll = select.poll()
     poll.register(STDIN, select.POLLRDHUP)  # and POLLHUP
     poll.poll()

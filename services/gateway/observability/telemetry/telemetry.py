@@ -3,7 +3,7 @@
     begin ──▶ ended (every output; the timelines can be read) ──▶ closed (the response has left)
       └──▶ refused (before it had a place)
 
-A client's stall is known at `closed` alone, so a timeline that is read before is built for that.
+Only at `closed` is the client's stall known: a timeline that is read earlier is built on demand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shared.telemetry.timeline import Timeline, Try
 log = structlog.get_logger(__name__)
 
 MAX_REFUSED = 256  # timelines
-MAX_PER_TURN = 16  # timelines of the further prompts of responses: some 0.1 ms each
+MAX_PER_TURN = 16  # timelines of responses' further prompts: about 0.1 ms each
 
 
 class EndedOutput(Protocol):
@@ -56,12 +56,12 @@ class EndedOutput(Protocol):
 
     @property
     def outcome(self) -> str:
-        """A finish reason, or an error code."""
+        """The finish reason or an error code."""
         ...
 
 
 class RequestTelemetry:
-    """`wall_clock`: seconds since 1970."""
+    """Builds, logs and stores the timelines of requests. `wall_clock` returns Unix seconds."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class RequestTelemetry:
         observe: Callable[[Timeline], None] = lambda timeline: None,
         region_of: Callable[[str], str] = lambda process_id: "",
     ) -> None:
-        """`observe`: gets each timeline once, when its response has left. `region_of`: a process;
-        empty: unknown.
+        """`observe` is called once with each timeline, when its response has left. `region_of`
+        returns the region of a process, or "" if it is unknown.
         """
         self._observe = observe
         self._region_of = region_of
@@ -82,7 +82,7 @@ class RequestTelemetry:
         self._wall_clock = wall_clock
         self._tracing = tracing
         self.ring = TimelineRing()
-        # apart: a tenant over its limits must not displace the timelines of others
+        # A separate ring: a tenant over its limits must not displace the timelines of others.
         self._refused = TimelineRing(MAX_REFUSED)
         self._samples = RefusalSamples()
         self._further = FairStarts(max_per_turn=MAX_PER_TURN)
@@ -96,7 +96,7 @@ class RequestTelemetry:
             await self._tracing.open()
 
     async def close(self) -> None:
-        """Takes seconds if the collector hangs."""
+        """Stops tracing, which takes seconds if the collector hangs."""
         self._further.start_all()
         if self._tracing is not None:
             await self._tracing.close()
@@ -104,7 +104,7 @@ class RequestTelemetry:
     def begin(
         self, request_id: str, *, dialect: str = "", traceparent: str | None = None
     ) -> RequestRecord:
-        """`traceparent`: the caller's header."""
+        """Returns the record of a new request. `traceparent` is the caller's header."""
         if self._tracing is None:
             trace = caller_context(traceparent)
         else:
@@ -112,11 +112,11 @@ class RequestTelemetry:
         return RequestRecord(request_id, self._clock.now(), dialect=dialect, trace=trace)
 
     def find(self, request_id: str) -> Timeline | None:
-        """None: unknown, or forgotten."""
+        """Returns the timeline of a request, or None if it is unknown or removed."""
         return self.ring.get(request_id) or self._refused.get(request_id)
 
     def refused(self, record: RequestRecord, error: HearthError) -> None:
-        """A request of a known tenant that got no place."""
+        """Records the rejection of a known tenant's request that was not admitted."""
         record.reject(error)
         self._finish(record, self._rejected(record, "", self._clock.now()), self._refused)
 
@@ -128,7 +128,9 @@ class RequestTelemetry:
             self.ring.open(each.request_id, partial(self._timeline, record, model, now, each))
 
     def closed(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
-        """After `ended`."""
+        """Stores, logs and exports the timelines of a response that has left. Called
+        after `ended`.
+        """
         now = record.ended_at
         if now is None or record.stall_s:
             now = self._clock.now()
@@ -146,7 +148,9 @@ class RequestTelemetry:
             self._add(self._timeline(record, model, now, output), self.ring)
 
     def _finish(self, record: RequestRecord, timeline: Timeline, ring: TimelineRing) -> None:
-        """`timeline`: of the first prompt. A response has one span, of this."""
+        """Adds the timeline of a response's first prompt and exports its trace: a response has one
+        span.
+        """
         encoded, trace = self._add(timeline, ring), record.trace
         if self._tracing is None or trace is None or not trace.is_sampled:
             return
@@ -166,7 +170,7 @@ class RequestTelemetry:
         if timeline.tries:
             _log(timeline)
             return
-        # No worker was asked: refusals cost their sender nothing.
+        # Rejected before any worker was involved: a client could cause such lines at no cost.
         now = self._clock.now()
         counts = self._samples.counts_to_log(timeline.tenant_id, timeline.outcome, now)
         if counts is not None:

@@ -2,7 +2,7 @@
 
     open (built when it is read) ──add──▶ encoded ──BATCH of them──▶ compressed together
 
-Compressing each alone costs 9 µs.
+Compressing a single timeline takes 9 µs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class TimelineRing:
         self._batch = max(1, min(BATCH, max_timelines // 16))
         self._open: dict[str, Callable[[], Timeline]] = {}
         self._encoded: dict[str, bytes] = {}
-        self._compressed: dict[str, tuple[bytes, int]] = {}  # a batch, and the place in it
+        self._compressed: dict[str, tuple[bytes, int]] = {}  # a batch, and the index in it
 
     def __len__(self) -> int:
         return len(self._open) + len(self._encoded) + len(self._compressed)
 
     def __iter__(self) -> Iterator[str]:
-        """Ids of requests, the oldest first."""
+        """Yields the ids of requests, the oldest first."""
         yield from (*self._compressed, *self._encoded, *self._open)
 
     @property
@@ -42,11 +42,11 @@ class TimelineRing:
         return sum(map(len, (*batches.values(), *self._encoded.values())))
 
     def open(self, request_id: str, build: Callable[[], Timeline]) -> None:
-        """`build`: called if the timeline is read before it is added."""
+        """Registers an open timeline. `build` is called if it is read before it is added."""
         self._open[request_id] = build
 
     def add(self, timeline: Timeline) -> bytes:
-        """Returns the encoded timeline. Forgets the oldest."""
+        """Stores a timeline and removes the oldest. Returns the encoded timeline."""
         request_id = timeline.request_id
         self._open.pop(request_id, None)
         encoded = self._encoded[request_id] = _encode(timeline)

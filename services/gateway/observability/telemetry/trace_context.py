@@ -1,4 +1,4 @@
-"""The W3C's trace context of one request. No I/O."""
+"""The W3C trace context of one request. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """`span_id`: of the gateway's span; `parent_id`: of the caller's, empty without a caller."""
+    """The ids of a trace: 16 bytes of `trace_id`, 8 of `span_id`, the gateway's span, and 8 of
+    `parent_id`, the caller's span, or none without a caller.
+    """
 
     trace_id: bytes
     span_id: bytes
@@ -20,12 +22,12 @@ class TraceContext:
 
     @property
     def encoded(self) -> bytes:
-        """For `Request.traceparent`."""
+        """The 25 bytes of `Request.traceparent`."""
         return self.trace_id + self.span_id + bytes((self.is_sampled,))
 
 
 def caller_context(header: str | None) -> TraceContext | None:
-    """None if there is no header, or none that is valid: a new trace begins."""
+    """Returns the context of the caller's header, or None if it is absent or invalid."""
     found = None if not header or len(header) > 55 else _HEADER.fullmatch(header)
     if found is None:
         return None

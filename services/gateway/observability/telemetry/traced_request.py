@@ -1,4 +1,4 @@
-"""What the gateway sends to its span process, and what that process replies. No I/O.
+"""The messages between a gateway and its span process. No I/O.
 
 gateway ──SIZE, TracedRequest──▶ span process ──spans──▶ collector
         ◀────────SETTLED──────── of each batch
@@ -14,20 +14,22 @@ import msgspec
 from shared.telemetry.timeline import Phase, Timeline
 
 MIN_SPAN_S = 0.0001  # shorter phases have no span
-SIZE = struct.Struct("!I")  # of the frame that follows
-SETTLED = struct.Struct("!II")  # requests that were sent or lost; spans of them that were lost
+SIZE = struct.Struct("!I")  # bytes of the next frame
+SETTLED = struct.Struct("!II")  # requests that were sent or lost; their lost spans
 
 AttributeValue = str | int | float | bool
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class TracedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """`timeline`: an encoded Timeline. `regions`: of processes, by id."""
+    """An ended request for the span process. `timeline` is an encoded Timeline. `regions` are the
+    regions of processes, by process id.
+    """
 
     timeline: msgspec.Raw
     trace_id: bytes
     span_id: bytes
-    parent_id: bytes  # empty: this span begins the trace
+    parent_id: bytes  # empty if this span begins the trace
     attributes: Mapping[str, AttributeValue]
     regions: Mapping[str, str]
 
@@ -38,7 +40,7 @@ class TracedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shown(phases: Iterable[Phase]) -> list[Phase]:
-    """Those that have a span."""
+    """Returns the phases that are long enough for a span."""
     return [each for each in phases if each.duration_s >= MIN_SPAN_S]
 
 

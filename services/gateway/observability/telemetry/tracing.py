@@ -1,4 +1,4 @@
-"""The seam of tracing: off, nothing of OpenTelemetry is imported."""
+"""The interface of tracing. OpenTelemetry is imported only if tracing is configured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Tracing(Protocol):
     async def open(self) -> None: ...
 
     def begin(self, header: str | None) -> TraceContext | None:
-        """Continues the caller's trace, or begins one; None if that one is not sampled."""
+        """Continues the caller's trace or begins a new one. Returns None if a new one is not
+        sampled.
+        """
         ...
 
     def ended(
@@ -34,8 +36,8 @@ class Tracing(Protocol):
         attributes: Mapping[str, AttributeValue],
         regions: Mapping[str, str],
     ) -> None:
-        """`encoded`: the timeline. `regions`: of its processes. Does nothing for a trace that is
-        not sampled.
+        """Exports an ended request's spans, unless the trace is not sampled. `encoded` is the
+        encoded timeline; `regions` has the regions of its processes by id.
         """
         ...
 
@@ -48,7 +50,9 @@ def open_tracing(
     random_bytes: Callable[[int], bytes],
     clock: Clock,
 ) -> Tracing | None:
-    """None unless OTEL_… variables name a collector."""
+    """Returns None unless `OTEL_…` variables name a collector and the extra `tracing` is
+    installed.
+    """
     is_off = (
         not any(environ.get(name) for name in ENDPOINTS)
         or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
@@ -57,7 +61,7 @@ def open_tracing(
     if is_off:
         return None
     try:
-        import opentelemetry.exporter.otlp.proto.http  # noqa: F401  # of the span process
+        import opentelemetry.exporter.otlp.proto.http  # noqa: F401  # the span process needs it
 
         from services.gateway.observability.telemetry.span_exporter import SpanTracing
     except ImportError as error:
