@@ -1,8 +1,9 @@
-"""The API over NATS: receives requests, runs one task for each, and leaves without losing one.
+"""The API over NATS: receives requests and runs one task for each.
 
     started ──gateway ready──▶ joined (the queue group sends requests here) ──leave──▶ left ──stop
 
-A message's handler delays all later messages of the process, so it only starts the task.
+A message handler delays all later messages of the process, so it only starts a task. A gateway that
+leaves the group loses no request.
 """
 
 from __future__ import annotations
@@ -60,15 +61,17 @@ from shared.transport.untyped_messages import UntypedMessages
 log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.05
-GRACE_S = 5.0  # to submit the last requests, and for the last replies
+GRACE_S = 5.0  # to submit the last requests, and again to send the last replies
 MAX_CANCEL_BYTES = 1024  # a larger one is not decoded
-MAX_CLIENT_SHARE = 4  # of `max_requests`, one client may have a quarter
+MAX_CLIENT_SHARE = 4  # one client may run a quarter of `max_requests`
 _CANCEL_FIELDS = SupportedFields(CancelRequest, {})
 _encode = msgspec.json.Encoder().encode
 
 
 class NatsApi:
-    """`max_requests`: that run at once. `service_id`: of this gateway, as discovery names it."""
+    """The API of one gateway over NATS. `max_requests` limits the requests that run at once.
+    `service_id` is this gateway's id in discovery.
+    """
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class NatsApi:
         self._num_running: Counter[str] = Counter()  # by client
         self._joining: asyncio.Task[None] | None = None
         self._background = Background()
-        self.has_joined = False  # now or before
+        self.has_joined = False  # stays true after leaving
         self._leave: Callable[[], Awaitable[None]] | None = None
         self._stops: list[Callable[[], Awaitable[None]]] = []
 
@@ -155,7 +158,9 @@ class NatsApi:
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, is_ready: Callable[[], bool]) -> None:
-        """Takes requests once the gateway is ready: until then, others can serve them."""
+        """Starts discovery and listeners, and joins the queue group once the gateway is ready:
+        until then, other gateways serve the requests.
+        """
         self._stops = [
             await self._discovery.start(),
             await self._parts.listeners.start(),
@@ -165,10 +170,10 @@ class NatsApi:
         self._joining = self._background.start_own(self._join(is_ready))
 
     async def leave(self) -> None:
-        """Takes no more requests. Those that the server sends until then are submitted, for which
-        they have GRACE_S. Idempotent.
+        """Leaves the queue group. Waits up to GRACE_S until the requests received so far are
+        submitted. Idempotent.
         """
-        if self._joining is not None:  # else its start failed
+        if self._joining is not None:  # None if `start` failed
             self._joining.cancel()
             await asyncio.wait({self._joining})
         leave, self._leave = self._leave, None
@@ -180,12 +185,14 @@ class NatsApi:
                     await request.has_passed.wait()
 
     async def idle(self) -> None:
-        """Returns when the last reply to each request is sent."""
+        """Returns when the last reply to each request has been sent."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
-        """The requests have been closed: their last replies have GRACE_S."""
+        """Stops the API after the gateway has closed its requests; their last replies
+        have GRACE_S.
+        """
         await self.leave()
         for stop in self._stops:
             await stop()
@@ -200,14 +207,14 @@ class NatsApi:
         while not is_ready():
             await self._parts.clock.sleep(READY_POLL_S)
         self._leave = await self._messages.listen(API_REQUESTS, self._take, queue=API_GROUP)
-        await self._messages.flush()  # from now on the server knows it
+        await self._messages.flush()  # returns when the server has the subscription
         self.has_joined = True
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def _take(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         endpoint, client_id = endpoint_and_client(subject)
-        if endpoint == CANCEL:  # to any gateway: it may not be the one that runs the request
+        if endpoint == CANCEL:  # sent to any gateway, perhaps not the one that runs the request
             await self._take_cancellation(subject, reply, data, headers)
             return
         if not _is_inbox_of(client_id, reply):
@@ -230,7 +237,9 @@ class NatsApi:
         task.add_done_callback(self._tasks.discard)
 
     def _busy(self, client_id: str) -> str:
-        """Where there is no room for one more request of the client; empty if there is."""
+        """Returns the end of an error message if one more request of the client exceeds a limit,
+        else "".
+        """
         if len(self._tasks) >= self._max_requests:
             return "at this gateway"
         most = max(1, self._max_requests // MAX_CLIENT_SHARE)
@@ -247,11 +256,11 @@ class NatsApi:
             error = await request.run()
         finally:
             del self._running[message.client_id, request.request_id]
-            self._num_running -= Counter({message.client_id: 1})  # drops a client at zero
+            self._num_running -= Counter({message.client_id: 1})  # removes a client at zero
         self._ended(message.endpoint, message.arrived_at, error)
 
     def _received(self, endpoint: str) -> float:
-        """Returns the time of the clock."""
+        """Counts a request of the endpoint. Returns the time on the gateway's clock."""
         if endpoint in self.counts:
             self.counts[endpoint].num_requests += 1
         return self._parts.clock.now()
@@ -280,7 +289,9 @@ class NatsApi:
         self._ended(CANCEL, arrived_at, error)
 
     def _cancel(self, client_id: str, subject: str, data: bytes) -> Cancelled:
-        """Raises InvalidRequest and PayloadTooLarge."""
+        """Cancels the request that the body names, if it runs here. Raises InvalidRequest and
+        PayloadTooLarge.
+        """
         if len(data) > MAX_CANCEL_BYTES:
             raise PayloadTooLarge(f"a cancellation has at most {MAX_CANCEL_BYTES} bytes")
         body: CancelRequest = _CANCEL_FIELDS.decode(data)
@@ -297,7 +308,8 @@ class NatsApi:
 
 
 def _is_inbox_of(client_id: str, reply: str) -> bool:
-    """The gateway may send to any subject that it receives as a reply subject. A client could
-    otherwise let it send to the inbox of another client, or a command to a process.
+    """Whether the reply subject is in the client's inbox. The gateway may send to any reply
+    subject: a client could otherwise make it send to another client's inbox, or a command to a
+    process.
     """
     return reply.startswith(client_inbox(client_id)) and "*" not in reply and ">" not in reply

@@ -1,11 +1,11 @@
-"""Discovery of the API as a NATS service: responses to PING, INFO and STATS.
+"""Discovery of the API as a NATS service: answers PING, INFO and STATS.
 
     $SRV.{PING,INFO,STATS}                 every service
     $SRV.{PING,INFO,STATS}.hearth          every gateway
     $SRV.{PING,INFO,STATS}.hearth.{id}     one gateway
 
-The format is that of NATS's services protocol (ADR-32), so `nats micro ls`, `info` and `stats` show
-the gateways.
+The format is that of NATS's service protocol (ADR-32), so that `nats micro ls`, `info` and `stats`
+show the gateways.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ DESCRIPTION = "Chat, completions, embeddings, ranks and tokens of models, as ove
 UNKNOWN_VERSION = "0.0.0"
 _SEMANTIC_VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
 _PREFIX = "io.nats.micro.v1"
-# A client's inbox is `_INBOX.{client}.{random}`, with at most one part more. Those of processes are
-# longer, and their own requests wait there.
+# A client's inbox is `_INBOX.{client}.{random}` with at most one more part. Inboxes of processes,
+# where replies to their own requests arrive, are longer.
 MAX_INBOX_PARTS = 4
-# Requests are free, and do not name their sender: the responses to each inbox's client are bounded,
-# and those to all together, which a client may spend under false names.
+# Requests cost nothing and do not authenticate their sender: responses are limited by the client of
+# the inbox and in total, since a client may name other clients.
 MAX_PER_CLIENT, MAX_PER_SECOND = 20, 400
 _encode = msgspec.json.Encoder().encode
 
@@ -64,7 +64,7 @@ class Info(_Service, frozen=True, kw_only=True, tag=f"{_PREFIX}.info_response"):
 
 
 class EndpointStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in nanoseconds."""
+    """The counts of one endpoint. Times are in nanoseconds."""
 
     name: str
     subject: str
@@ -82,7 +82,9 @@ class Stats(_Service, frozen=True, kw_only=True, tag=f"{_PREFIX}.stats_response"
 
 
 class Discovery:
-    """`counts`: of each endpoint, by its name. `now`: seconds of a monotonic clock."""
+    """Answers discovery. `counts` has the counts of each endpoint by name. `now` returns monotonic
+    seconds.
+    """
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class Discovery:
         }
 
     async def start(self) -> Callable[[], Awaitable[None]]:
-        """Returns what ends it."""
+        """Starts to answer. Returns a function that stops this."""
         return await self._messages.listen(f"{SERVICES}.>", self._respond)
 
     def stats(self) -> Stats:
@@ -141,8 +143,8 @@ class Discovery:
 
     async def _respond(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         response = self._responses.get(subject)
-        # The gateway may send to any subject that it receives as a reply subject, a client may not:
-        # a response must not become a command, or a reply, to a process.
+        # Unlike a client, the gateway may send to any reply subject: a response must not become a
+        # command or a reply to a process.
         if response is None or not _is_client_inbox(reply):
             return
         if not self._take_turn(reply.split(".")[1]):
@@ -173,7 +175,7 @@ def _stats_of(endpoint: EndpointInfo, counts: EndpointCounts) -> EndpointStats:
 
 
 def schema_of(*types: type[Any]) -> str:
-    """The JSON Schema of a value of one of the types."""
+    """Returns the JSON Schema, as text, of a value of any of the types."""
     schemas, definitions = msgspec.json.schema_components(types)
     whole = {"anyOf": list(schemas)} if len(schemas) > 1 else dict(schemas[0])
     return _encode({**whole, "$defs": definitions}).decode()

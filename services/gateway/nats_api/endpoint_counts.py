@@ -1,4 +1,4 @@
-"""Counts of one endpoint's requests, of all clients together."""
+"""The counts of one endpoint's requests, over all clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from shared.errors import HearthError
 
 
 class EndpointCounts:
-    """`last_error`: status and code. Not the message, which may repeat what another client sent."""
+    """The counts of one endpoint. `last_error` is a status and code, without the message, which may
+    contain another client's text.
+    """
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -19,7 +21,7 @@ class EndpointCounts:
         return self.processing_ns // self.num_requests if self.num_requests else 0
 
     def ended(self, duration_s: float, error: HearthError | None = None) -> None:
-        """`duration_s`: from the arrival of the request to the last reply."""
+        """Adds an ended request. `duration_s` is the time from its arrival to the last reply."""
         self.processing_ns += round(duration_s * 1e9)
         if error is not None:
             self.num_errors += 1

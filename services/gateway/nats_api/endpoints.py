@@ -1,4 +1,4 @@
-"""The endpoints of the API over NATS: those of the dialects, and its own."""
+"""The endpoints of the API over NATS: those of the dialects, `models` and `cancel`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,31 @@ MODELS = "models"
 
 
 class CancelRequest(msgspec.Struct, frozen=True):
-    """`request`: the header `Hearth-Request` of its messages."""
+    """The body of a cancellation. `request` is the header `Hearth-Request` of the request's
+    messages.
+    """
 
     request: str
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """`cancelled`: False if the gateway does not run this request of this client."""
+    """The reply to a cancellation. `cancelled` is false if the gateway does not run this request of
+    this client.
+    """
 
     request: str
     cancelled: bool
 
 
 class NoFields(msgspec.Struct, frozen=True):
-    """An empty body, or any: it is not read."""
+    """A body that is not read and may be empty."""
 
 
 @dataclass(frozen=True)
 class ApiEndpoint:
-    """Describes an endpoint to clients over NATS. `encode_error`: in the form of its dialect."""
+    """An endpoint as clients over NATS see it. `encode_error` encodes errors in the form of its
+    dialect.
+    """
 
     endpoint: Endpoint
     encode_error: EncodeError = encode_openai_error
@@ -74,6 +80,6 @@ API_ENDPOINTS: Mapping[str, ApiEndpoint] = {each.endpoint.name: each for each in
 
 
 def error_encoder_of(name: str) -> EncodeError:
-    """Returns that of OpenAI's dialect for an endpoint that does not exist."""
+    """Returns the error encoder of an endpoint, or OpenAI's for an endpoint that does not exist."""
     found = API_ENDPOINTS.get(name)
     return encode_openai_error if found is None else found.encode_error

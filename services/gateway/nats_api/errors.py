@@ -9,6 +9,8 @@ from services.gateway.request.request_output import ClientDisconnected
 
 
 class RequestCancelled(ClientDisconnected):
-    """Unlike a client that is gone, one that cancels may still receive the end of the stream."""
+    """The client has cancelled the request. Unlike a disconnected client, it may still receive the
+    end of the stream.
+    """
 
     code = "request_cancelled"

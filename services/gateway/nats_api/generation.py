@@ -1,4 +1,4 @@
-"""Writes the response of a request that generates: one body, or events as they arrive."""
+"""Writes the response of a generating request: one body, or events as they arrive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from shared.errors import Overloaded, PayloadTooLarge
 async def write_response(
     opened: OpenResponse, reply: NatsReply, max_reply_bytes: int, clock: Clock
 ) -> None:
-    """Raises the HearthError that ended the request. The caller sends it."""
+    """Writes the response. Raises the HearthError that ended the request, which the caller must
+    send.
+    """
     merger = opened.merger
     merger.unsent.watch(
         lambda: merger.fail(Overloaded("the outputs of this tenant that wait are too large")),
@@ -31,7 +33,7 @@ async def write_response(
         else:
             await _write_body(opened, reply, max_reply_bytes, clock)
     finally:
-        # no effect on ended requests
+        # has no effect on ended requests
         opened.cancel(ClientDisconnected("the response has ended before its request"))
         merger.close()
 
@@ -43,7 +45,7 @@ async def _write_events(opened: OpenResponse, reply: NatsReply, clock: Clock) ->
         for part in joined(encoder.events(events)):
             if part:
                 await _timed(reply.send(part), merger, clock)
-                await asyncio.sleep(0)  # other streams continue
+                await asyncio.sleep(0)  # lets other streams continue
     closing = encoder.closing()
     if closing:
         await _timed(reply.send(closing), merger, clock)
@@ -51,14 +53,16 @@ async def _write_events(opened: OpenResponse, reply: NatsReply, clock: Clock) ->
 
 
 async def _timed(sending: Awaitable[None], merger: OutputMerger, clock: Clock) -> None:
-    """NATS takes messages until its buffers are full, for all clients together."""
+    """Awaits a send and reports its duration. NATS buffers messages of all clients together until
+    full.
+    """
     began_at = clock.now()
     await sending
     merger.on_send(began_at, clock.now())
 
 
 def _reason_of(events: list[Event]) -> str:
-    """Of the choice that ends first; empty if none does."""
+    """Returns the end reason of the choice that ends first, or "" if none ends."""
     return next((each.reason for each in events if isinstance(each, Finished)), "")
 
 
@@ -76,7 +80,7 @@ async def _write_body(
 
 
 async def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:
-    """Raises PayloadTooLarge."""
+    """Returns the joined parts. Raises PayloadTooLarge if they exceed `max_bytes`."""
     found, num_bytes = [], 0
     async for part in joined_in_turns(parts):
         found.append(part)

@@ -1,11 +1,10 @@
-"""Whether the clients of open requests still listen.
+"""Checks whether the clients of open requests still listen.
 
     listening ──after CHECK_S: a message with a reply subject──▶ checked ──answer──▶ listening
                                               503, or no answer for SILENCE_S └──▶ lost
 
-The NATS server itself answers 503 where nobody subscribes to the client's inbox, and the client
-answers with an empty message. Each check has a reply subject of its own: the server counts the
-messages to one.
+A client answers with an empty message. The NATS server answers 503 if nobody subscribes to the
+client's inbox. Each check has its own reply subject, since the server counts messages by subject.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _NO_RESPONDERS = b"NATS/1.0 503"
 
 @dataclass(slots=True, eq=False)
 class Listener:
-    """The client of one request. `on_lost`: called at most once. `num_reconnects`: of the gateway's
-    connection when the request came.
+    """The client of one request. `on_lost` is called at most once. `num_reconnects` is the gateway
+    connection's count when the request arrived.
     """
 
     reply: NatsReply
@@ -54,11 +53,11 @@ class Listeners:
         self._has_open = asyncio.Event()
 
     async def start(self) -> Callable[[], Awaitable[None]]:
-        """Returns what ends it. `run` sends the checks."""
+        """Subscribes to answers. Returns a function that unsubscribes. `run` sends the checks."""
         return await self._messages.listen(f"{self._prefix}.*.*", self._on_answer)
 
     def open(self, reply: NatsReply, on_lost: Callable[[], None]) -> str:
-        """Returns the name for `close`."""
+        """Starts to check the client of a reply. Returns the name for `close`."""
         now, num_reconnects = self._clock.now(), self._messages.num_reconnects
         self._num_opened += 1
         name = str(self._num_opened)
@@ -67,11 +66,11 @@ class Listeners:
         return name
 
     def close(self, name: str) -> None:
-        """Idempotent."""
+        """Stops checking the client. Idempotent."""
         self._open.pop(name, None)
 
     async def run(self) -> None:
-        """Sends checks for ever."""
+        """Sends checks until it is cancelled."""
         while True:
             if not self._open:
                 self._has_open.clear()
@@ -80,14 +79,16 @@ class Listeners:
             await self._check_all()
 
     async def _check_all(self) -> None:
-        """Apart from `run`, whose variables would hold the last listener's request for ever."""
+        """Checks all clients. A separate function, since variables of `run` would retain the last
+        request.
+        """
         for name, listener in list(self._open.items()):
             with failing_alone("check_failed"):
                 await self._check(name, listener)
 
     async def _check(self, name: str, listener: Listener) -> None:
         now = self._clock.now()
-        # with its connection the server has forgotten which subjects the gateway may reply to
+        # A new connection has lost the gateway's permissions to send to these reply subjects.
         is_refused = listener.num_reconnects != self._messages.num_reconnects
         if is_refused or now - listener.answered_at >= SILENCE_S:
             self._lost(name)

@@ -1,9 +1,9 @@
-"""The messages with which a gateway answers one request, in their order.
+"""The messages with which a gateway answers one request, in order.
 
     open ──send*──▶ open ──finish | fail──▶ ended
 
-Each has its number in `Hearth-Seq`, so that a client notices a lost one. Methods put their message
-into the connection's buffer before they wait for anything: two tasks may send.
+`Hearth-Seq` numbers the messages, so that a client notices a lost one. Methods put their message
+into the connection's buffer before they first await, so that two tasks may send.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.transport.untyped_messages import UntypedMessages
 log = structlog.get_logger(__name__)
 
 REQUEST, NUMBER, END = "Hearth-Request", "Hearth-Seq", "Hearth-End"
-GATEWAY = "Hearth-Gateway"  # to which a cancellation goes
+GATEWAY = "Hearth-Gateway"  # where to send a cancellation
 ERROR, ERROR_CODE = "Nats-Service-Error", "Nats-Service-Error-Code"
 FAILED = "error"  # the value of END after an error
 MAX_REASON_CHARS = 500  # an error's message may repeat what the client sent
@@ -30,8 +30,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class NatsReply:
-    """`limit_headers`: the state of the tenant's limits, in the first and the last message. The
-    first one names the gateway, too.
+    """The reply to one request. `limit_headers` describe the tenant's limits, in the first and the
+    last message. The first message also names the gateway.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class NatsReply:
         self._num_sent = 0
 
     async def send(self, data: bytes = b"", *, check: str = "") -> None:
-        """`check`: the subject to which the client answers that it is still there. Raises
-        DependencyUnavailable and PayloadTooLarge.
+        """Sends a message, unless the reply has ended. `check` is the reply subject at which a
+        listening client confirms. Raises DependencyUnavailable and PayloadTooLarge.
         """
         if not self.is_ended:
             await self._send(data, {} if self._num_sent else self.limit_headers, check)
 
     async def finish(self, data: bytes = b"", *, reason: str = "") -> None:
-        """Sends the last message: a body, or after a stream the reason of its end. Raises
+        """Sends the last message: a body, or the end reason of a stream. Raises
         DependencyUnavailable and PayloadTooLarge.
         """
         headers = {END: reason, **self.limit_headers} if reason else self.limit_headers
@@ -67,7 +67,7 @@ class NatsReply:
         self.is_ended = True
 
     async def fail(self, error: HearthError) -> None:
-        """Sends the error as the last message. Does nothing after the last message."""
+        """Sends the error as the last message. Does nothing if the reply has ended."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -92,6 +92,6 @@ class NatsReply:
         self._num_sent += 1
         try:
             await self._messages.send(self._subject, data, headers=headers, reply=check)
-        except PayloadTooLarge:  # not sent
+        except PayloadTooLarge:  # the message was not sent
             self._num_sent = number
             raise

@@ -17,8 +17,8 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 @dataclass(frozen=True, slots=True)
 class RequestHeaders:
-    """`has_checks`: the client answers messages with a reply subject also before a response that is
-    not streamed. `traceparent`: of the W3C's trace context, for logs.
+    """The decoded headers of a request. `has_checks` means that the client answers checks also
+    before a response that is not streamed. `traceparent` is the W3C trace context, for logs.
     """
 
     deadline_s: float | None = None
@@ -31,7 +31,7 @@ NO_HEADERS = RequestHeaders()
 
 
 def decode_headers(encoded: bytes) -> RequestHeaders:
-    """Ignores unknown headers. Raises InvalidRequest and PayloadTooLarge."""
+    """Returns the known headers and ignores others. Raises InvalidRequest and PayloadTooLarge."""
     if not encoded:
         return NO_HEADERS
     if len(encoded) > MAX_HEADER_BYTES:
@@ -49,7 +49,9 @@ def decode_headers(encoded: bytes) -> RequestHeaders:
 
 
 def _fields(encoded: bytes) -> dict[str, str]:
-    """By names in lower case; of several values the last."""
+    """Returns header values by lower-case name; the last value of a name wins. Raises
+    InvalidRequest.
+    """
     try:
         first, *lines = encoded.decode().split("\r\n")
     except UnicodeDecodeError as error:

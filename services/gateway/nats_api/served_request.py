@@ -1,9 +1,9 @@
-"""One request over NATS, from its message to its last reply.
+"""The life of one request over NATS, from its message to its last reply.
 
     authenticate ──▶ reserve ──▶ read ──▶ open ──▶ write ──▶ ended
          └─────────────┴───────────┴────────┴────────┴──error──▶ one reply with the error
 
-As over HTTP, a request is charged before its body is read, so one that is rejected is paid, too.
+As over HTTP, a request is charged before its body is read, so rejected requests are charged too.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ from shared.tenancy.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
 
-# The server takes no replies after REPLY_S; the error of a late request needs some time, too.
+# The server accepts no replies after REPLY_S; 60 s remain to send the error of a late request.
 MAX_DEADLINE_S = REPLY_S - 60.0
-HEADERS_BYTES = 8 * 1024  # of a reply, beside its body
+HEADERS_BYTES = 8 * 1024  # of a reply
 
 
 @dataclass(slots=True)
 class RequestMessage:
-    """`arrived_at`: of the gateway's clock. `data`: the body until its request is submitted."""
+    """The message of a request. `arrived_at` is on the gateway's clock. `data` is the body, until
+    the request is submitted.
+    """
 
     endpoint: str
     client_id: str
@@ -55,12 +57,14 @@ class RequestMessage:
     arrived_at: float
 
 
-DIALECT = "nats"  # in metrics
+DIALECT = "nats"  # the label in metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
-    """What all requests share. `answers`: the endpoints that do not generate, by name."""
+    """The gateway's parts that all requests share. `answers` are the handlers of endpoints that do
+    not generate, by name.
+    """
 
     api_keys: ApiKeys
     submission: Submission
@@ -74,7 +78,7 @@ class GatewayParts:
 
 
 class ServedRequest:
-    """One task runs it; others may cancel it."""
+    """One request. One task runs it; others may cancel it."""
 
     def __init__(self, parts: GatewayParts, message: RequestMessage, reply: NatsReply) -> None:
         self.message = message
@@ -83,16 +87,16 @@ class ServedRequest:
         self._task: asyncio.Task[None] | None = None
         self._cancel_open: Callable[[HearthError], None] | None = None
         self._listener = ""
-        self._tenant_id = ""  # until it is known
-        self._error: HearthError | None = None  # with which it was cancelled
-        self.has_passed = asyncio.Event()  # it is submitted, or has ended
+        self._tenant_id = ""  # "" until it is known
+        self._error: HearthError | None = None  # the reason of its cancellation
+        self.has_passed = asyncio.Event()  # set when the request is submitted or has ended
 
     @property
     def request_id(self) -> str:
         return self._reply.request_id
 
     async def run(self) -> HearthError | None:
-        """Returns the error that ended the request."""
+        """Answers the request. Returns the error that ended it, or None."""
         self._task = asyncio.current_task()
         error: HearthError | None = None
         try:
@@ -114,7 +118,7 @@ class ServedRequest:
             self.has_passed.set()
             self._parts.listeners.close(self._listener)
         if error is not None:
-            if self._cancel_open is None:  # else counted with its output
+            if self._cancel_open is None:  # otherwise counted with its output
                 self._parts.metrics.count_refused(
                     error.code, dialect=DIALECT, tenant=self._tenant_id
                 )
@@ -122,7 +126,7 @@ class ServedRequest:
         return error
 
     def cancel(self, error: HearthError) -> None:
-        """Ends the request with this error. Does nothing for one that is ending."""
+        """Ends the request with the error. Does nothing if it is already cancelled."""
         if self._error is not None:
             return
         self._error = error
@@ -140,10 +144,10 @@ class ServedRequest:
         headers = decode_headers(message.headers)
         if headers.has_checks:
             self._check_listener()
-        if headers.traceparent:  # all other logs have the request's id
+        if headers.traceparent:  # other log lines have only the request's id
             trace = headers.traceparent
             log.info("request_traced", request=self.request_id, traceparent=trace)
-        held = parts.budget.body(f"client {message.client_id}")  # until the tenant is known
+        held = parts.budget.body(f"client {message.client_id}")  # its tenant is unknown yet
         try:
             held.add(len(message.data))
             tenant = await parts.api_keys.tenant_of_client(message.client_id)
@@ -216,7 +220,7 @@ class ServedRequest:
         await write_response(opened, self._reply, max_bytes, parts.clock)
 
     def _left_s(self, deadline_s: float | None) -> float:
-        """The time that is left. Raises DeadlineExceeded."""
+        """Returns the remaining seconds until the deadline. Raises DeadlineExceeded."""
         longest = MAX_DEADLINE_S if deadline_s is None else min(deadline_s, MAX_DEADLINE_S)
         left_s = longest - (self._parts.clock.now() - self.message.arrived_at)
         if left_s <= 0:
@@ -224,7 +228,7 @@ class ServedRequest:
         return left_s
 
     def _check_size(self) -> None:
-        """Raises PayloadTooLarge and InvalidRequest."""
+        """Raises PayloadTooLarge and InvalidRequest if the body is too large or empty."""
         if len(self.message.data) > self._parts.max_body_bytes:
             limit = self._parts.max_body_bytes
             raise PayloadTooLarge(f"the request body is larger than {limit} bytes")
@@ -232,7 +236,7 @@ class ServedRequest:
             raise InvalidRequest("the body is empty: send a JSON object")
 
     def _check_listener(self) -> None:
-        """From now on the request ends when its client does not listen any more."""
+        """Cancels the request when its client stops listening."""
         if not self._listener:
             lost = partial(self.cancel, ClientDisconnected("the client does not listen any more"))
             self._listener = self._parts.listeners.open(self._reply, lost)
