@@ -73,7 +73,7 @@ def root(
 
 
 def _run_gateway(config: GatewayConfig) -> int:
-    from services.gateway.build import build_gateway
+    from services.gateway.service import build_gateway
     from shared.lifecycle.process import run_service
 
     return run_service(

@@ -144,7 +144,7 @@ LAYERS = {
         "__main__ | host | cli worker | client decode gateway kv_index local prefill scheduler"
     ),
     "services/gateway": (
-        "build | service | app nats_api processes | dialects operator | http | request | models | "
+        "service | app nats_api | dialects operator | http | request | models | "
         "structured | output preparation tenancy | observability text | schemas streams"
     ),
     "services/scheduler/residency": (

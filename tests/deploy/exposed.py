@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import httpx
 
+from services.gateway.models.encoding_pools import EncodingPools
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.observability.metrics.preparation import PoolLoad
 from services.gateway.observability.metrics.redis import MemoryUse
 from shared.messages import (
     DeviceMemory,
@@ -45,7 +45,7 @@ def fleet() -> list[Member]:
 def gateway_metrics() -> GatewayMetrics:
     metrics = GatewayMetrics("gateway-1")
     metrics.watch_fleet(fleet)
-    metrics.watch_preparation(lambda: {"requests": PoolLoad(0, 0, 0)})
+    metrics.watch_preparation(lambda: {"requests": EncodingPools()})
     metrics.watch_dropped_spans(lambda: 0)
     metrics.watch_redis(lambda: MemoryUse(0, 0))
     metrics.count_ended("stop", model="m", dialect="openai", tenant="t")

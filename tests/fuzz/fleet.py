@@ -11,12 +11,14 @@ from typing import Any
 import structlog.testing
 
 from services.gateway.models.model_check import checked_files
+from services.gateway.models.preparation_pools import PreparationPools
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import TokenPrompt
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.service import GatewayService
 from services.gateway.structured.tools.family_choice import family_of
+from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
@@ -53,19 +55,20 @@ class Fleet:
         self.network, self._prompt = SimulatedNetwork(), files.tokenizer.encode([PROMPT])
         clock, data_plane = VirtualClock(), DataPlane()
         self.index_store, self._gateway_store = MemoryStore(), MemoryStore()
+        config = GatewayConfig(
+            nats_url=NATS,
+            process_id="gateway-1",
+            redis_url=REDIS,
+            model_dir=model_dir,
+            model_name=MODEL,
+            http_port=0,
+            request_timeout_s=60.0,
+        )
         self.gateway = GatewayService(
-            GatewayConfig(
-                nats_url=NATS,
-                process_id="gateway-1",
-                redis_url=REDIS,
-                model_dir=model_dir,
-                model_name=MODEL,
-                http_port=0,
-                request_timeout_s=60.0,
-            ),
+            config,
             self.network.bus("gateway-1"),
-            self._gateway_store,
-            checked_files(files, family_of(files)),
+            GatewayStores.of_one(self._gateway_store),
+            PreparationPools.of(config, checked_files(files, family_of(files))),
             clock=clock,
             randomness=SeededRandomness(1),
         )

@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 
 from services.gateway.http.server import WebServer
 from services.gateway.models.model_check import checked_files
+from services.gateway.models.preparation_pools import PreparationPools
 from services.gateway.service import GatewayService
 from services.gateway.structured.tools.family_choice import family_of
+from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
@@ -223,8 +225,8 @@ class FuzzedGateway:
         self.gateway = GatewayService(
             config,
             network.bus("gateway-1"),
-            store,
-            checked_files(files, family_of(files)),
+            GatewayStores.of_one(store),
+            PreparationPools.of(config, checked_files(files, family_of(files))),
             clock=MonotonicClock(),
             randomness=SystemRandomness(),
         )

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest_asyncio
 
-from services.gateway.build import build_gateway
-from services.gateway.service import GatewayService
+from services.gateway.service import GatewayService, build_gateway
 from services.scheduler.service import build_scheduler
 from services.worker.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock

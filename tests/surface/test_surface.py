@@ -13,8 +13,9 @@ import pytest
 import typer
 
 from services.__main__ import app
+from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.dialects.responses.storage.record import ResponseRecord
-from services.gateway.nats_api.endpoints import API_ENDPOINTS
+from services.gateway.nats_api.endpoints import api_endpoints
 from services.local.redis_acl import REDIS_ROLES
 from shared import config, messages, subjects
 from shared.config import ProcessConfig
@@ -147,7 +148,7 @@ def _labels(metric: Any) -> str:
 def test_endpoints_over_nats() -> None:
     """Of schemas a digest: `openapi.json` has the same in full."""
     lines = []
-    for each in (each.info for each in API_ENDPOINTS.values()):
+    for each in (each.info for each in api_endpoints(DIALECTS).values()):
         lines.append(f"{each.name} {each.subject} {each.queue_group}")
         for name, value in sorted(each.metadata.items()):
             is_schema = value.startswith("{")

@@ -10,27 +10,24 @@ sees the end of a request and may replace its body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from litestar.types import ASGIApp, Empty, Receive, Scope, Send
 from litestar.utils.scope.state import ScopeState
 
-from services.gateway.dialects.dialect_table import dialect_of
 from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF, RAW
-from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.dialects.transport_parts import TransportParts
+from services.gateway.http.body_budget import BodyBytes
 from services.gateway.http.body_encoding import BodyEncoding
+from services.gateway.http.headers import authorization_of, header_of
 from services.gateway.http.server import ON_AUTHENTICATED
 from services.gateway.request.prepared_bodies import decodable
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
-from services.gateway.request.submission import Submission
-from services.gateway.tenancy.api_keys import ApiKeys
 from shared.errors import HearthError, PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
-
-Headers = Iterable[tuple[bytes, bytes]]  # of a request
 
 
 class Admission:
@@ -40,30 +37,23 @@ class Admission:
     request reads from the store as body bytes, before it reads them; raises Overloaded.
     """
 
-    def __init__(
-        self,
-        submission: Submission,
-        api_keys: ApiKeys,
-        *,
-        new_request_id: Callable[[], str],
-        max_body_bytes: int,
-        budget: BodyBudget,
-    ) -> None:
-        self._submission = submission
-        self._api_keys = api_keys
-        self._new_request_id = new_request_id
-        self._max_body_bytes = max_body_bytes
-        self._budget = budget
+    def __init__(self, parts: TransportParts) -> None:
+        self._dialects = parts.dialects
+        self._submission = parts.submission
+        self._api_keys = parts.api_keys
+        self._new_request_id = parts.new_request_id
+        self._max_body_bytes = parts.max_body_bytes
+        self._budget = parts.budget
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
             state = scope["state"]
-            path, request_id = scope["path"], self._new_request_id()
+            request_id = self._new_request_id()
             state["request_id"] = request_id
             record = self._submission.begin(
                 request_id,
-                dialect=dialect_of(path).name,
-                traceparent=_header(scope["headers"], b"traceparent"),
+                dialect=self._dialects.of_path(scope["path"]).name,
+                traceparent=header_of(scope["headers"], b"traceparent"),
             )
             tenant = await self._authenticate(scope)
             state["tenant"] = tenant
@@ -116,11 +106,11 @@ class Admission:
 
     async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
         """Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and ClientDisconnected."""
-        announced = _header(scope["headers"], b"content-length")
+        announced = header_of(scope["headers"], b"content-length")
         if announced is not None and announced.isdigit() and int(announced) > self._max_body_bytes:
             raise self._too_large()
-        kind = _header(scope["headers"], b"content-type")
-        encoding = BodyEncoding(_header(scope["headers"], b"content-encoding"), kind)
+        kind = header_of(scope["headers"], b"content-type")
+        encoding = BodyEncoding(header_of(scope["headers"], b"content-encoding"), kind)
         parts, num_bytes, num_sent = [], 0, 0  # a compressed body may become nothing
         while True:
             event: dict[str, Any] = await receive()  # type: ignore[assignment]
@@ -141,23 +131,6 @@ class Admission:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
-
-
-def authorization_of(headers: Headers) -> str | None:
-    """Anthropic's clients send the key in a header of their own, perhaps beside one that is empty,
-    or that a proxy wants.
-    """
-    header, api_key = _header(headers, b"authorization"), _header(headers, b"x-api-key")
-    scheme, _, token = (header or "").partition(" ")
-    is_bearer = scheme.lower() == "bearer" and token.strip()
-    return header if is_bearer or not api_key else f"Bearer {api_key}"
-
-
-def _header(headers: Headers, name: bytes) -> str | None:
-    for key, value in headers:
-        if key == name:
-            return value.decode("latin-1")
-    return None
 
 
 def _replayed(data: bytes, receive: Receive, body: BodyBytes) -> Receive:

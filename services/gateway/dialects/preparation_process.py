@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,25 +27,40 @@ from services.gateway.text.process_jobs import (
     ProcessSetup,
 )
 
+if TYPE_CHECKING:
+    from services.gateway.dialects.dialect import Dialect
+
 BODY_NICENESS = 10  # more than the process has
 
 
 def make_body_handler(setup: ProcessSetup, template: ChatTemplate | None) -> BodyHandler:
-    """Loads the tokenizer, and the dialects, which a process that only renders does not need."""
-    from services.gateway.dialects.dialect_table import GENERATING, JOBS
+    """Loads the dialects, which a process that only renders does not need."""
+    from services.gateway.dialects.dialect_table import DIALECTS
+
+    return body_handler(setup, template, DIALECTS)
+
+
+def body_handler(
+    setup: ProcessSetup, template: ChatTemplate | None, dialects: Sequence[Dialect]
+) -> BodyHandler:
+    """Loads the tokenizer. Returns a function that prepares the bodies of the dialects."""
+    from services.gateway.request.endpoint import GeneratingEndpoint
     from services.gateway.request.prepared_bodies import prepare_body
     from services.gateway.text.model_files import ModelFiles
     from services.gateway.text.tokenizer import encoded
 
+    jobs = {kind: job for each in dialects for kind, job in each.jobs.items()}
+    endpoints = {each.name: each for dialect in dialects for each in dialect.endpoints}
     with loading():
         files = ModelFiles(Path(setup.model_dir))
 
     def prepare(job: BodyJob | EncodeJob) -> PreparedBody | Encoded:
         if isinstance(job, EncodeJob):
             return encoded(job, files.tokenizer)
-        if job.kind in JOBS:
-            return JOBS[job.kind](job, files, template)
-        endpoint = GENERATING[job.kind]
+        if job.kind in jobs:
+            return jobs[job.kind](job, files, template)
+        endpoint = endpoints[job.kind]
+        assert isinstance(endpoint, GeneratingEndpoint), "the bodies of others are jobs"
         if job.stored:
             assert endpoint.merge is not None, "only such an endpoint has stored state"
             body = endpoint.merge(job.body, job.stored)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -20,14 +20,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.gateway.http.certificate import Certificate
 from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
 from services.gateway.http.connections import Connections, Holder, OpenConnection
+from services.gateway.http.headers import Headers, authorization_of
 from services.gateway.http.protocol.half_closed import HalfClosed
 from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_without_chunks
 from services.gateway.streams.fair_starts import FairStarts
+from services.gateway.tenancy.api_keys import ApiKeys
 from shared.background import Background, start_awaited
+from shared.clock import Clock
+from shared.config import GatewayConfig
 from shared.errors import ConfigError, NoCapacity
 from shared.nats_urls import authority
 
-TenantOf = Callable[[Iterable[tuple[bytes, bytes]]], str | None]  # by a request's headers
+TenantOf = Callable[[Headers], str | None]  # by a request's headers
 
 ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the tenant's id
 IS_RESERVED = "is_reserved"  # in a request's state: its connection is beyond the limit
@@ -420,10 +424,33 @@ class WebServer:
         if certificate is not None:
             config.load()
             config.ssl = certificate.context
+        self._certificate = certificate
         self._scheme = "http" if certificate is None else "https"
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
         self._background = Background()
+
+    @classmethod
+    def of(
+        cls,
+        config: GatewayConfig,
+        app: ASGIApp,
+        api_keys: ApiKeys,
+        *,
+        on_slow_client: Callable[[], None],
+    ) -> Self:
+        """Raises ConfigError if the address cannot be bound, or the certificate not be read."""
+        return cls(
+            app,
+            config.http_host,
+            config.http_port,
+            write_timeout_s=config.write_timeout_s,
+            on_slow_client=on_slow_client,
+            tenant_of=lambda headers: api_keys.known_tenant_id(authorization_of(headers)),
+            certificate=(
+                Certificate(config.http_cert, config.http_key) if config.http_cert else None
+            ),
+        )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -434,8 +461,10 @@ class WebServer:
     def url(self) -> str:
         return f"{self._scheme}://{authority(*self.address)}"
 
-    async def start(self) -> None:
-        """Returns once the server accepts connections; raises the error of a failed start."""
+    async def start(self, clock: Clock | None = None) -> None:
+        """Returns once the server accepts connections; raises the error of a failed start. `clock`:
+        for the polls of the certificate's files; None: they are not polled.
+        """
         sockets = [self._socket, *(self._socket.dup() for _ in range(NUM_LISTENERS - 1))]
         self._task = start_awaited(self._server.serve(sockets=sockets))
         listening = start_awaited(self._server.is_listening.wait())
@@ -444,6 +473,8 @@ class WebServer:
         if self._task.done():
             self._task.result()
         self._background.start_own(self._serve())
+        if self._certificate is not None and clock is not None:
+            self._background.start_own(self._certificate.watch(clock))
 
     async def _serve(self) -> None:
         """A gateway whose server ends without `stop` would live on with no client."""

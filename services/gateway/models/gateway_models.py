@@ -1,48 +1,78 @@
-"""All that a gateway knows of models: live cards, the registry, loaded texts, names of tenants."""
+"""The models of a gateway: live cards, the registry, loaded texts, names of tenants."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from services.gateway.models.encoding_pools import EncodingPools
 from services.gateway.models.live_models import Catalog
 from services.gateway.models.loaded_texts import LoadedTexts
-from services.gateway.models.model_check import CheckedModel
 from services.gateway.models.model_names import ModelNames
+from services.gateway.models.preparation_pools import PreparationPools
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import TextLoader, process_setup
 from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.tenancy.model_aliases import ModelAliases
+from services.gateway.tenancy.stores import GatewayStores
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.lifecycle.health import Fleet
 from shared.model_registry.reader import RegistryReader
 from shared.randomness import Randomness
-from shared.store import Store
+from shared.store import StoreUnavailable
 
 
 class GatewayModels:
-    """`own`: the gateway's own model; None: it has none. `slow_store`: outside the request path."""
+    """`own`: the text of the gateway's own model, or None. `close` ends the pools."""
 
     def __init__(
         self,
         config: GatewayConfig,
-        own: CheckedModel | None,
+        pools: PreparationPools,
         fleet: Fleet,
-        store: Store,
-        slow_store: Store,
+        stores: GatewayStores,
         *,
-        pool: PreparationPool,
-        check_pool: PreparationPool,
         clock: Clock,
         randomness: Randomness,
     ) -> None:
-        self.checks = GrammarChecks(check_pool)
+        self.pools, own = pools, pools.own
+        self.checks = GrammarChecks(pools.grammars)
         self.live = Catalog(fleet, config.served_name, clock)
-        loader = TextLoader(pool, self.checks, tool_format=config.tool_format)
+        loader = TextLoader(pools.requests, self.checks, tool_format=config.tool_format)
         self.encoding = loader.encoding
         self.texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)
         setup = None if own is None else process_setup(own, config.tool_format)
         self.own = None if own is None or setup is None else loader.text(own, setup)
-        self.registry = RegistryReader(slow_store, clock)
+        self.registry = RegistryReader(stores.slow, clock)
         self.served = ServedModels(self.live, self.own, self.registry, self.texts, randomness)
-        self.aliases = ModelAliases(store, clock, is_native=self.served.has)
+        self.aliases = ModelAliases(stores.fast, clock, is_native=self.served.has)
         self.names = ModelNames(self.served, self.aliases)
+
+    @property
+    def num_loaded(self) -> int:
+        """The models whose tokenizers and templates are loaded, the gateway's own included."""
+        return len(self.texts) + (self.own is not None)
+
+    @property
+    def loads(self) -> dict[str, PreparationPool | EncodingPools]:
+        """The pools whose load is exported, by the names that the metrics have for them."""
+        pools = self.pools
+        return {"requests": pools.requests, "prompts": self.encoding, "grammars": pools.grammars}
+
+    async def read_registry(self) -> None:
+        """Does nothing if Redis is unavailable: `registry.run` reads it again and again."""
+        with suppress(StoreUnavailable):
+            await self.registry.refresh()
+
+    async def load_tokenizer(self) -> None:
+        """Optional first call: no prompt for the gateway's own model then waits for it."""
+        if self.own is not None:
+            await self.own.renderer.load_tokenizer()
+
+    async def close(self) -> None:
+        await self.pools.requests.close()
+        await self.checks.close()
+        await self.texts.close()
+        if self.own is not None:
+            await self.own.renderer.close()

@@ -1,9 +1,8 @@
-"""The API over NATS: receives requests and runs one task for each.
+"""The API over NATS: receives requests, runs one task for each, and leaves without losing one.
 
     started ──gateway ready──▶ joined (the queue group sends requests here) ──leave──▶ left ──stop
 
-A message handler delays all later messages of the process, so it only starts a task. A gateway that
-leaves the group loses no request.
+A message's handler delays all later messages of the process, so it only starts the task.
 """
 
 from __future__ import annotations
@@ -12,36 +11,20 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Self
 
 import msgspec
 import structlog
 
-from services.gateway.dialects.dialect import Answers, EncodeError
-from services.gateway.dialects.openai.errors import encode_error as encode_openai_error
-from services.gateway.http.body_budget import BodyBudget
-from services.gateway.models.model_list import TenantModels
-from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
+from services.gateway.dialects.transport_parts import TransportParts
 from services.gateway.nats_api.discovery import Discovery
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
-from services.gateway.nats_api.endpoints import (
-    API_ENDPOINTS,
-    MODELS,
-    Cancelled,
-    CancelRequest,
-    error_encoder_of,
-)
+from services.gateway.nats_api.endpoints import Cancelled, CancelRequest, api_endpoints
 from services.gateway.nats_api.errors import RequestCancelled
 from services.gateway.nats_api.listeners import Listeners
 from services.gateway.nats_api.reply import GATEWAY, NatsReply
-from services.gateway.nats_api.served_request import GatewayParts, RequestMessage, ServedRequest
-from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.request.submission import Submission
+from services.gateway.nats_api.served_request import NatsParts, RequestMessage, ServedRequest
 from services.gateway.request.supported_fields import SupportedFields
-from services.gateway.tenancy.api_keys import ApiKeys
 from shared.background import Background, is_logged
-from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import HearthError, InvalidRequest, Overloaded, PayloadTooLarge
 from shared.lifecycle.release import installed_release
@@ -55,50 +38,52 @@ from shared.subjects import (
     endpoint_and_client,
     two_tokens,
 )
-from shared.tenancy.tenant import TenantRecord
 from shared.transport.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.05
-GRACE_S = 5.0  # to submit the last requests, and again to send the last replies
+GRACE_S = 5.0  # to submit the last requests, and for the last replies
 MAX_CANCEL_BYTES = 1024  # a larger one is not decoded
-MAX_CLIENT_SHARE = 4  # one client may run a quarter of `max_requests`
+MAX_CLIENT_SHARE = 4  # of `max_requests`, one client may have a quarter
 _CANCEL_FIELDS = SupportedFields(CancelRequest, {})
 _encode = msgspec.json.Encoder().encode
 
 
 class NatsApi:
-    """The API of one gateway over NATS. `max_requests` limits the requests that run at once.
-    `service_id` is this gateway's id in discovery.
-    """
+    """`service_id`: of this gateway, as discovery names it. `started_at`: seconds since 1970."""
 
     def __init__(
         self,
         messages: UntypedMessages,
-        parts: GatewayParts,
+        config: GatewayConfig,
+        transport: TransportParts,
         *,
-        new_request_id: Callable[[], str],
-        max_requests: int,
-        process_id: str,
         service_id: str,
-        version: str,
         started_at: float,
     ) -> None:
         self._messages = messages
-        self._parts = parts
-        self._new_request_id = new_request_id
-        self._max_requests = max_requests
-        self._process_id = process_id
-        self.counts = {name: EndpointCounts() for name in API_ENDPOINTS}
+        self._parts = NatsParts(
+            transport=transport,
+            endpoints=api_endpoints(transport.dialects.declared),
+            listeners=Listeners(messages, transport.clock),
+            max_reply_bytes=lambda: messages.max_payload_bytes,
+        )
+        self._clock = transport.clock
+        self._new_request_id = transport.new_request_id
+        self._encode_error = transport.dialects.default.encode_error
+        self._max_requests = config.max_requests
+        self._process_id = config.process_id
+        endpoints = self._parts.endpoints
+        self.counts = {name: EndpointCounts() for name in endpoints}
         self._discovery = Discovery(
             messages,
-            parts.clock.now,
-            [each.info for each in API_ENDPOINTS.values()],
+            self._clock.now,
+            [each.info for each in endpoints.values()],
             self.counts,
             service_id=service_id,
-            version=version,
-            metadata={"gateway": process_id},
+            version=installed_release(),
+            metadata={"gateway": config.process_id},
             started_at=started_at,
         )
         self._running: dict[tuple[str, str], ServedRequest] = {}  # by client and request id
@@ -106,61 +91,14 @@ class NatsApi:
         self._num_running: Counter[str] = Counter()  # by client
         self._joining: asyncio.Task[None] | None = None
         self._background = Background()
-        self.has_joined = False  # stays true after leaving
+        self.has_joined = False  # now or before
         self._leave: Callable[[], Awaitable[None]] | None = None
         self._stops: list[Callable[[], Awaitable[None]]] = []
-
-    @classmethod
-    def of(
-        cls,
-        messages: UntypedMessages,
-        config: GatewayConfig,
-        models: ServedModels,
-        names: ModelNames,
-        answers: Answers,
-        *,
-        api_keys: ApiKeys,
-        submission: Submission,
-        metrics: GatewayMetrics,
-        budget: BodyBudget,
-        clock: Clock,
-        new_request_id: Callable[[], str],
-        service_id: str,
-        started_at: float,
-    ) -> Self:
-        tenant_models = TenantModels(models, names, int(started_at))
-
-        async def list_models(tenant: TenantRecord, _: bytes) -> bytes:
-            return msgspec.json.encode(await tenant_models.all(tenant))
-
-        parts = GatewayParts(
-            api_keys=api_keys,
-            submission=submission,
-            answers={**answers, MODELS: list_models},
-            listeners=Listeners(messages, clock),
-            metrics=metrics,
-            budget=budget,
-            clock=clock,
-            max_body_bytes=config.max_body_bytes,
-            max_reply_bytes=lambda: messages.max_payload_bytes,
-        )
-        return cls(
-            messages,
-            parts,
-            new_request_id=new_request_id,
-            max_requests=config.max_requests,
-            process_id=config.process_id,
-            service_id=service_id,
-            version=installed_release(),
-            started_at=started_at,
-        )
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, is_ready: Callable[[], bool]) -> None:
-        """Starts discovery and listeners, and joins the queue group once the gateway is ready:
-        until then, other gateways serve the requests.
-        """
+        """Takes requests once the gateway is ready: until then, others can serve them."""
         self._stops = [
             await self._discovery.start(),
             await self._parts.listeners.start(),
@@ -170,10 +108,10 @@ class NatsApi:
         self._joining = self._background.start_own(self._join(is_ready))
 
     async def leave(self) -> None:
-        """Leaves the queue group. Waits up to GRACE_S until the requests received so far are
-        submitted. Idempotent.
+        """Takes no more requests. Those that the server sends until then are submitted, for which
+        they have GRACE_S. Idempotent.
         """
-        if self._joining is not None:  # None if `start` failed
+        if self._joining is not None:  # else its start failed
             self._joining.cancel()
             await asyncio.wait({self._joining})
         leave, self._leave = self._leave, None
@@ -185,14 +123,12 @@ class NatsApi:
                     await request.has_passed.wait()
 
     async def idle(self) -> None:
-        """Returns when the last reply to each request has been sent."""
+        """Returns when the last reply to each request is sent."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
-        """Stops the API after the gateway has closed its requests; their last replies
-        have GRACE_S.
-        """
+        """The requests have been closed: their last replies have GRACE_S."""
         await self.leave()
         for stop in self._stops:
             await stop()
@@ -205,24 +141,24 @@ class NatsApi:
 
     async def _join(self, is_ready: Callable[[], bool]) -> None:
         while not is_ready():
-            await self._parts.clock.sleep(READY_POLL_S)
+            await self._clock.sleep(READY_POLL_S)
         self._leave = await self._messages.listen(API_REQUESTS, self._take, queue=API_GROUP)
-        await self._messages.flush()  # returns when the server has the subscription
+        await self._messages.flush()  # from now on the server knows it
         self.has_joined = True
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def _take(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         endpoint, client_id = endpoint_and_client(subject)
-        if endpoint == CANCEL:  # sent to any gateway, perhaps not the one that runs the request
+        if endpoint == CANCEL:  # to any gateway: it may not be the one that runs the request
             await self._take_cancellation(subject, reply, data, headers)
             return
         if not _is_inbox_of(client_id, reply):
-            self._parts.metrics.count_dropped_message()
+            self._parts.transport.metrics.count_dropped_message()
             return
         arrived_at = self._received(endpoint)
         message = RequestMessage(endpoint, client_id, data, headers, arrived_at)
-        response = self._reply(reply, error_encoder_of(endpoint))
+        response = self._reply(reply, endpoint)
         busy = self._busy(client_id)
         if busy:
             error = Overloaded(f"too many requests are open {busy}", retry_after_s=1.0)
@@ -237,17 +173,17 @@ class NatsApi:
         task.add_done_callback(self._tasks.discard)
 
     def _busy(self, client_id: str) -> str:
-        """Returns the end of an error message if one more request of the client exceeds a limit,
-        else "".
-        """
+        """Where there is no room for one more request of the client; empty if there is."""
         if len(self._tasks) >= self._max_requests:
             return "at this gateway"
         most = max(1, self._max_requests // MAX_CLIENT_SHARE)
         return "of this client" if self._num_running[client_id] >= most else ""
 
-    def _reply(self, subject: str, encode_error: EncodeError = encode_openai_error) -> NatsReply:
+    def _reply(self, subject: str, endpoint: str) -> NatsReply:
         request_id = self._new_request_id()
         gateway_id = two_tokens(self._process_id)
+        found = self._parts.endpoints.get(endpoint)
+        encode_error = self._encode_error if found is None else found.encode_error
         return NatsReply(self._messages, subject, request_id, gateway_id, encode_error)
 
     async def _serve(self, request: ServedRequest) -> None:
@@ -256,19 +192,19 @@ class NatsApi:
             error = await request.run()
         finally:
             del self._running[message.client_id, request.request_id]
-            self._num_running -= Counter({message.client_id: 1})  # removes a client at zero
+            self._num_running -= Counter({message.client_id: 1})  # drops a client at zero
         self._ended(message.endpoint, message.arrived_at, error)
 
     def _received(self, endpoint: str) -> float:
-        """Counts a request of the endpoint. Returns the time on the gateway's clock."""
+        """Returns the time of the clock."""
         if endpoint in self.counts:
             self.counts[endpoint].num_requests += 1
-        return self._parts.clock.now()
+        return self._clock.now()
 
     def _ended(self, endpoint: str, arrived_at: float, error: HearthError | None) -> None:
         counts = self.counts.get(endpoint)
         if counts is not None:
-            counts.ended(self._parts.clock.now() - arrived_at, error)
+            counts.ended(self._clock.now() - arrived_at, error)
 
     # ── cancellations ────────────────────────────────────────────────────────────────────────────
 
@@ -277,7 +213,7 @@ class NatsApi:
     ) -> None:
         arrived_at, error = self._received(CANCEL), None
         _, client_id = endpoint_and_client(subject)
-        response = self._reply(reply) if _is_inbox_of(client_id, reply) else None
+        response = self._reply(reply, CANCEL) if _is_inbox_of(client_id, reply) else None
         try:
             cancelled = self._cancel(client_id, subject, data)
             if response is not None:
@@ -289,9 +225,7 @@ class NatsApi:
         self._ended(CANCEL, arrived_at, error)
 
     def _cancel(self, client_id: str, subject: str, data: bytes) -> Cancelled:
-        """Cancels the request that the body names, if it runs here. Raises InvalidRequest and
-        PayloadTooLarge.
-        """
+        """Raises InvalidRequest and PayloadTooLarge."""
         if len(data) > MAX_CANCEL_BYTES:
             raise PayloadTooLarge(f"a cancellation has at most {MAX_CANCEL_BYTES} bytes")
         body: CancelRequest = _CANCEL_FIELDS.decode(data)
@@ -308,8 +242,7 @@ class NatsApi:
 
 
 def _is_inbox_of(client_id: str, reply: str) -> bool:
-    """Whether the reply subject is in the client's inbox. The gateway may send to any reply
-    subject: a client could otherwise make it send to another client's inbox, or a command to a
-    process.
+    """The gateway may send to any subject that it receives as a reply subject. A client could
+    otherwise let it send to the inbox of another client, or a command to a process.
     """
     return reply.startswith(client_inbox(client_id)) and "*" not in reply and ">" not in reply

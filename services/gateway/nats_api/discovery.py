@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -174,6 +175,7 @@ def _stats_of(endpoint: EndpointInfo, counts: EndpointCounts) -> EndpointStats:
     )
 
 
+@cache
 def schema_of(*types: type[Any]) -> str:
     """Returns the JSON Schema, as text, of a value of any of the types."""
     schemas, definitions = msgspec.json.schema_components(types)

@@ -1,55 +1,39 @@
-"""The endpoints of the API over NATS: those of the dialects, `models` and `cancel`."""
+"""The endpoints of the API over NATS: those of the dialects, and its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import msgspec
 
-from services.gateway.dialects.dialect import EncodeError
-from services.gateway.dialects.dialect_table import DIALECTS
-from services.gateway.dialects.openai.errors import encode_error as encode_openai_error
-from services.gateway.models.model_list import ModelList
+from services.gateway.dialects.dialect import Dialect, EncodeError
 from services.gateway.nats_api.discovery import EndpointInfo, schema_of
 from services.gateway.request.endpoint import Endpoint
 from shared.subjects import API_GROUP, CANCEL, api_request
 
-MODELS = "models"
-
 
 class CancelRequest(msgspec.Struct, frozen=True):
-    """The body of a cancellation. `request` is the header `Hearth-Request` of the request's
-    messages.
-    """
+    """`request`: the header `Hearth-Request` of its messages."""
 
     request: str
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """The reply to a cancellation. `cancelled` is false if the gateway does not run this request of
-    this client.
-    """
+    """`cancelled`: False if the gateway does not run this request of this client."""
 
     request: str
     cancelled: bool
 
 
-class NoFields(msgspec.Struct, frozen=True):
-    """A body that is not read and may be empty."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """An endpoint as clients over NATS see it. `encode_error` encodes errors in the form of its
-    dialect.
-    """
+    """Describes an endpoint to clients over NATS. `encode_error`: in the form of its dialect."""
 
     endpoint: Endpoint
-    encode_error: EncodeError = encode_openai_error
+    encode_error: EncodeError
 
-    @cached_property
+    @property
     def info(self) -> EndpointInfo:
         endpoint = self.endpoint
         metadata = {
@@ -66,20 +50,17 @@ class ApiEndpoint:
         )
 
 
-_ALL = (
-    *(
-        ApiEndpoint(each, dialect.encode_error)
-        for dialect in DIALECTS
-        for each in dialect.endpoints
-        if each.is_on_nats
-    ),
-    ApiEndpoint(Endpoint(name=MODELS, request=NoFields, response=ModelList, is_free=True)),
-    ApiEndpoint(Endpoint(name=CANCEL, request=CancelRequest, response=Cancelled, is_free=True)),
-)
-API_ENDPOINTS: Mapping[str, ApiEndpoint] = {each.endpoint.name: each for each in _ALL}
+_CANCEL = Endpoint(name=CANCEL, request=CancelRequest, response=Cancelled, is_free=True)
 
 
-def error_encoder_of(name: str) -> EncodeError:
-    """Returns the error encoder of an endpoint, or OpenAI's for an endpoint that does not exist."""
-    found = API_ENDPOINTS.get(name)
-    return encode_openai_error if found is None else found.encode_error
+def api_endpoints(dialects: Sequence[Dialect]) -> Mapping[str, ApiEndpoint]:
+    """Returns the endpoints by name, in the order in which discovery lists them."""
+    return {each.endpoint.name: each for each in _endpoints(dialects)}
+
+
+def _endpoints(dialects: Sequence[Dialect]) -> Iterator[ApiEndpoint]:
+    for dialect in dialects:
+        for each in dialect.endpoints:
+            if each.is_on_nats:
+                yield ApiEndpoint(each, dialect.encode_error)
+    yield ApiEndpoint(_CANCEL, dialects[0].encode_error)

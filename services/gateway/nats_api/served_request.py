@@ -1,54 +1,48 @@
-"""The life of one request over NATS, from its message to its last reply.
+"""One request over NATS, from its message to its last reply.
 
     authenticate ──▶ reserve ──▶ read ──▶ open ──▶ write ──▶ ended
          └─────────────┴───────────┴────────┴────────┴──error──▶ one reply with the error
 
-As over HTTP, a request is charged before its body is read, so rejected requests are charged too.
+As over HTTP, a request is charged before its body is read, so one that is rejected is paid, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
-from services.gateway.dialects.dialect import Answers
-from services.gateway.http.body_budget import BodyBudget, BodyBytes
+from services.gateway.dialects.transport_parts import TransportParts
+from services.gateway.http.body_budget import BodyBytes
 from services.gateway.http.errors import RouteNotFound
-from services.gateway.nats_api.endpoints import API_ENDPOINTS
+from services.gateway.nats_api.endpoints import ApiEndpoint
 from services.gateway.nats_api.generation import write_response
 from services.gateway.nats_api.listeners import Listeners
 from services.gateway.nats_api.reply import NatsReply
 from services.gateway.nats_api.request_headers import RequestHeaders, decode_headers
-from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.framing import LINES
 from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
 from services.gateway.request.prepared_bodies import decodable
 from services.gateway.request.request_output import ClientDisconnected
 from services.gateway.request.reservation import Reservation
-from services.gateway.request.submission import Submission
-from services.gateway.tenancy.api_keys import ApiKeys
 from shared.background import item_error
-from shared.clock import Clock
 from shared.errors import DeadlineExceeded, HearthError, InvalidRequest, PayloadTooLarge
 from shared.subjects import REPLY_S
 from shared.tenancy.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
 
-# The server accepts no replies after REPLY_S; 60 s remain to send the error of a late request.
+# The server takes no replies after REPLY_S; the error of a late request needs some time, too.
 MAX_DEADLINE_S = REPLY_S - 60.0
-HEADERS_BYTES = 8 * 1024  # of a reply
+HEADERS_BYTES = 8 * 1024  # of a reply, beside its body
 
 
 @dataclass(slots=True)
 class RequestMessage:
-    """The message of a request. `arrived_at` is on the gateway's clock. `data` is the body, until
-    the request is submitted.
-    """
+    """`arrived_at`: of the gateway's clock. `data`: the body until its request is submitted."""
 
     endpoint: str
     client_id: str
@@ -57,46 +51,42 @@ class RequestMessage:
     arrived_at: float
 
 
-DIALECT = "nats"  # the label in metrics
+DIALECT = "nats"  # in metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayParts:
-    """The gateway's parts that all requests share. `answers` are the handlers of endpoints that do
-    not generate, by name.
+class NatsParts:
+    """The parts that all requests over NATS share. `endpoints`: by name. `max_reply_bytes`: returns
+    the bytes that one message may have.
     """
 
-    api_keys: ApiKeys
-    submission: Submission
-    answers: Answers
+    transport: TransportParts
+    endpoints: Mapping[str, ApiEndpoint]
     listeners: Listeners
-    metrics: GatewayMetrics
-    budget: BodyBudget
-    clock: Clock
-    max_body_bytes: int
     max_reply_bytes: Callable[[], int]
 
 
 class ServedRequest:
-    """One request. One task runs it; others may cancel it."""
+    """One task runs it; others may cancel it."""
 
-    def __init__(self, parts: GatewayParts, message: RequestMessage, reply: NatsReply) -> None:
+    def __init__(self, parts: NatsParts, message: RequestMessage, reply: NatsReply) -> None:
         self.message = message
         self._parts = parts
+        self._transport = parts.transport
         self._reply = reply
         self._task: asyncio.Task[None] | None = None
         self._cancel_open: Callable[[HearthError], None] | None = None
         self._listener = ""
-        self._tenant_id = ""  # "" until it is known
-        self._error: HearthError | None = None  # the reason of its cancellation
-        self.has_passed = asyncio.Event()  # set when the request is submitted or has ended
+        self._tenant_id = ""  # until it is known
+        self._error: HearthError | None = None  # with which it was cancelled
+        self.has_passed = asyncio.Event()  # it is submitted, or has ended
 
     @property
     def request_id(self) -> str:
         return self._reply.request_id
 
     async def run(self) -> HearthError | None:
-        """Answers the request. Returns the error that ended it, or None."""
+        """Returns the error that ended the request."""
         self._task = asyncio.current_task()
         error: HearthError | None = None
         try:
@@ -118,15 +108,15 @@ class ServedRequest:
             self.has_passed.set()
             self._parts.listeners.close(self._listener)
         if error is not None:
-            if self._cancel_open is None:  # otherwise counted with its output
-                self._parts.metrics.count_refused(
+            if self._cancel_open is None:  # else counted with its output
+                self._transport.metrics.count_refused(
                     error.code, dialect=DIALECT, tenant=self._tenant_id
                 )
             await self._reply.fail(error)
         return error
 
     def cancel(self, error: HearthError) -> None:
-        """Ends the request with the error. Does nothing if it is already cancelled."""
+        """Ends the request with this error. Does nothing for one that is ending."""
         if self._error is not None:
             return
         self._error = error
@@ -136,21 +126,21 @@ class ServedRequest:
             self._task.cancel()
 
     async def _respond(self) -> None:
-        message, parts = self.message, self._parts
-        found = API_ENDPOINTS.get(message.endpoint)
+        message, transport = self.message, self._transport
+        found = self._parts.endpoints.get(message.endpoint)
         if found is None:
             raise RouteNotFound("there is no such endpoint")
         endpoint = found.endpoint
         headers = decode_headers(message.headers)
         if headers.has_checks:
             self._check_listener()
-        if headers.traceparent:  # other log lines have only the request's id
+        if headers.traceparent:  # all other logs have the request's id
             trace = headers.traceparent
             log.info("request_traced", request=self.request_id, traceparent=trace)
-        held = parts.budget.body(f"client {message.client_id}")  # its tenant is unknown yet
+        held = transport.budget.body(f"client {message.client_id}")  # until the tenant is known
         try:
             held.add(len(message.data))
-            tenant = await parts.api_keys.tenant_of_client(message.client_id)
+            tenant = await transport.api_keys.tenant_of_client(message.client_id)
             self._tenant_id = tenant.tenant_id
             if endpoint.is_free:
                 await self._reply.finish(await self._answer(endpoint, tenant))
@@ -162,11 +152,11 @@ class ServedRequest:
     async def _respond_charged(
         self, endpoint: Endpoint, tenant: TenantRecord, headers: RequestHeaders, held: BodyBytes
     ) -> None:
-        record = self._parts.submission.begin(
+        record = self._transport.submission.begin(
             self.request_id, dialect=DIALECT, traceparent=headers.traceparent
         )
-        reservation = await self._parts.submission.reserve(tenant, record)
-        body = self._parts.budget.body(tenant.tenant_id)
+        reservation = await self._transport.submission.reserve(tenant, record)
+        body = self._transport.budget.body(tenant.tenant_id)
         try:
             self._reply.limit_headers = reservation.headers
             self._check_size()
@@ -185,7 +175,7 @@ class ServedRequest:
             reservation.close_submissions()
 
     async def _answer(self, endpoint: Endpoint, tenant: TenantRecord) -> bytes:
-        return await self._parts.answers[endpoint.name](tenant, self.message.data)
+        return await self._transport.dialects.answers[endpoint.name](tenant, self.message.data)
 
     async def _generate(
         self,
@@ -194,14 +184,12 @@ class ServedRequest:
         headers: RequestHeaders,
         held: BodyBytes,
     ) -> None:
-        parts = self._parts
-        read = await parts.submission.read(
-            reservation, endpoint.name, self.message.data, hold=held.add
-        )
+        submission = self._transport.submission
+        read = await submission.read(reservation, endpoint.name, self.message.data, hold=held.add)
         body = endpoint.fields.decode(read.body)
         if endpoint.is_streamed(body):
             self._check_listener()
-        opened = await parts.submission.open(
+        opened = await submission.open(
             endpoint,
             body,
             reservation,
@@ -216,27 +204,27 @@ class ServedRequest:
         self.message.data = b""  # the request is submitted
         del read, body
         held.release()
-        max_bytes = parts.max_reply_bytes() - HEADERS_BYTES
-        await write_response(opened, self._reply, max_bytes, parts.clock)
+        max_bytes = self._parts.max_reply_bytes() - HEADERS_BYTES
+        await write_response(opened, self._reply, max_bytes, self._transport.clock)
 
     def _left_s(self, deadline_s: float | None) -> float:
-        """Returns the remaining seconds until the deadline. Raises DeadlineExceeded."""
+        """The time that is left. Raises DeadlineExceeded."""
         longest = MAX_DEADLINE_S if deadline_s is None else min(deadline_s, MAX_DEADLINE_S)
-        left_s = longest - (self._parts.clock.now() - self.message.arrived_at)
+        left_s = longest - (self._transport.clock.now() - self.message.arrived_at)
         if left_s <= 0:
             raise DeadlineExceeded(f"the request was not submitted within {longest:g} s")
         return left_s
 
     def _check_size(self) -> None:
-        """Raises PayloadTooLarge and InvalidRequest if the body is too large or empty."""
-        if len(self.message.data) > self._parts.max_body_bytes:
-            limit = self._parts.max_body_bytes
+        """Raises PayloadTooLarge and InvalidRequest."""
+        if len(self.message.data) > self._transport.max_body_bytes:
+            limit = self._transport.max_body_bytes
             raise PayloadTooLarge(f"the request body is larger than {limit} bytes")
         if not self.message.data:
             raise InvalidRequest("the body is empty: send a JSON object")
 
     def _check_listener(self) -> None:
-        """Cancels the request when its client stops listening."""
+        """From now on the request ends when its client does not listen any more."""
         if not self._listener:
             lost = partial(self.cancel, ClientDisconnected("the client does not listen any more"))
             self._listener = self._parts.listeners.open(self._reply, lost)

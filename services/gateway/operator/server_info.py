@@ -12,7 +12,9 @@ from litestar.handlers import BaseRouteHandler
 from litestar.response import Response
 
 from services.gateway.tenancy.api_keys import bearer_of
+from shared.config import GatewayConfig
 from shared.errors import AuthenticationFailed
+from shared.lifecycle.release import installed_release
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +29,20 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int
     default_max_tokens: int
     request_timeout_s: float
+
+
+def server_info(config: GatewayConfig, models: list[str], num_open_requests: int) -> ServerInfo:
+    return ServerInfo(
+        version=installed_release(),
+        process_id=config.process_id,
+        region=config.region,
+        models=models,
+        max_requests=config.max_requests,
+        num_open_requests=num_open_requests,
+        max_body_bytes=config.max_body_bytes,
+        default_max_tokens=config.default_max_tokens,
+        request_timeout_s=config.request_timeout_s,
+    )
 
 
 class ServerInfoRoutes:

@@ -87,12 +87,10 @@ def check_logprobs(prepared: Sequence[PreparedRequest]) -> None:
 class Preparation:
     """Pure except for the seed. May run on a thread."""
 
-    def __init__(
-        self, config: GatewayConfig, randomness: Randomness, public: PublicPrefixes | None = None
-    ) -> None:
-        self._public = public
+    def __init__(self, config: GatewayConfig, randomness: Randomness) -> None:
         self._config = config
         self._root_key = root_key(config.cluster_secret)
+        self.public = PublicPrefixes(self._root_key)
         self._randomness = randomness
 
     def prepare(
@@ -133,7 +131,7 @@ class Preparation:
             grammar=None if checked is None else _grammar(generation, checked, prompt, text),
             thinking=_thinking_budget(generation, prompt, text),
         )
-        request = build_request(generation, prompt, sampling, card, origin, self._public)
+        request = build_request(generation, prompt, sampling, card, origin, self.public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(given, text.files.tokens) if generation.has_echo else None
         stop = StopAutomaton(generation.sampling.stop_strings)

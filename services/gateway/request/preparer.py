@@ -76,9 +76,9 @@ class Preparer:
     ) -> None:
         self._preparation = preparation
         self._pool = pool
-        self._capacity = capacity
+        self.capacity = capacity
         self._clock = clock
-        self._max_payload_bytes = max_payload_bytes
+        self.max_payload_bytes = max_payload_bytes
         slots = partial(
             PreparationSlots,
             slots_per_tenant,
@@ -88,22 +88,28 @@ class Preparer:
         )
         self._slots, self._small = slots(), slots(alone=MAX_BATCH)
 
+    @property
+    def public(self) -> PublicPrefixes:
+        return self._preparation.public
+
     @classmethod
     def of(
         cls,
         config: GatewayConfig,
         pool: PreparationPool,
-        capacity: RequestCapacity,
+        num_open: Callable[[], int],
         clock: Clock,
         randomness: Randomness,
-        public: PublicPrefixes,
         *,
         max_payload_bytes: Callable[[], int],
     ) -> Self:
+        """`num_open`: returns the number of requests that run. `max_payload_bytes`: returns the
+        bytes that one message on the bus may have.
+        """
         return cls(
-            Preparation(config, randomness, public),
+            Preparation(config, randomness),
             pool,
-            capacity,
+            RequestCapacity(config.max_requests, num_open),
             clock,
             max_payload_bytes=max_payload_bytes,
             slots_per_tenant=config.preparations_per_tenant,
@@ -138,7 +144,7 @@ class Preparer:
                 model,
                 tenant=tenant,
                 request_id=request_id,
-                max_payload_bytes=self._max_payload_bytes(),
+                max_payload_bytes=self.max_payload_bytes(),
                 checked=checked,
                 bad_words=bad_words,
             )
@@ -212,7 +218,7 @@ class Preparer:
         """For work that takes no slot. Raises Overloaded, and NoCapacity if the gateway is
         draining.
         """
-        self._capacity.check()
+        self.capacity.check()
 
     async def _rendered_and_checked(
         self, generation: GenerationRequest, tenant_id: str, text: ServedText
@@ -244,7 +250,7 @@ class Preparer:
             parts = await text.renderer.render(
                 prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
             )
-        self._capacity.check_draining()
+        self.capacity.check_draining()
         rendered = msgspec.structs.replace(prompt, parts=tuple(parts))
         return msgspec.structs.replace(generation, prompt=rendered)
 
@@ -255,8 +261,8 @@ class Preparer:
         """Holds one of the tenant's slots (default: one of a large request). Counts as one request
         in preparation meanwhile. Raises Overloaded, and NoCapacity if the gateway is draining.
         """
-        self._capacity.check()
-        with self._capacity.preparing():
+        self.capacity.check()
+        with self.capacity.preparing():
             async with (slots or self._slots).slot(tenant_id):
                 yield
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
+from services.gateway.models.gateway_models import GatewayModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.telemetry.request_record import RequestRecord
@@ -33,7 +32,6 @@ from services.gateway.request.endpoint import EndpointState, GeneratingEndpoint,
 from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.preparation import PreparedRequest, assembler_of, check_logprobs
-from services.gateway.request.preparation_slots import RequestCapacity
 from services.gateway.request.prepared_bodies import is_small, with_prompts
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
@@ -41,12 +39,12 @@ from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_regions
 from services.gateway.tenancy.request_cost import RequestCost
-from services.gateway.tenancy.usage_counter import UsageCounter
+from services.gateway.tenancy.tenancy import Tenancy
 from services.gateway.text.process_jobs import PreparedBody, TokenizedPrompt
 from shared.clock import Clock
+from shared.config import GatewayConfig
 from shared.errors import HearthError, Overloaded
 from shared.tenancy.tenant import TenantRecord
 
@@ -72,32 +70,29 @@ class Submission:
 
     def __init__(
         self,
-        *,
-        capacity: RequestCapacity,
+        config: GatewayConfig,
         preparer: Preparer,
-        limits: Limits,
-        usage: UsageCounter,
-        models: ServedModels,
-        names: ModelNames,
+        tenancy: Tenancy,
+        models: GatewayModels,
         driver: StreamDriver,
+        *,
         metrics: GatewayMetrics,
-        clock: Clock,
-        wall_clock: Callable[[], float],
-        unsent: UnsentOutput,
         telemetry: RequestTelemetry,
         states: Mapping[str, EndpointState],
+        clock: Clock,
+        wall_clock: Callable[[], float],
     ) -> None:
-        self._capacity = capacity
+        self._capacity = preparer.capacity
         self._preparer = preparer
-        self._limits = limits
-        self._usage = usage
-        self._models = models
-        self._names = names
+        self._limits = tenancy.limits
+        self._usage = tenancy.usage
+        self._models = models.served
+        self._names = models.names
         self._driver = driver
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
-        self._unsent = unsent
+        self._unsent = UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes)
         self._telemetry = telemetry
         self.begin = telemetry.begin  # call when a request arrives
         self._states = states

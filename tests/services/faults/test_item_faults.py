@@ -16,6 +16,8 @@ from unittest.mock import patch
 import pytest
 
 from services.decode import service as decode_service
+from services.gateway.dialects.responses.dialect import OpenResponsesDialect
+from services.gateway.dialects.responses.storage.store import ResponseStore
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.streams import streams
 from services.prefill import service as prefill_service
@@ -141,13 +143,18 @@ async def sweeps_go_on(cluster: LiveCluster) -> None:
     await asyncio.sleep(4 * SWEEP_S)
 
 
+def response_store(cluster: LiveCluster) -> ResponseStore:
+    opened = cluster.gateway.dialects.opened
+    return next(each.store for each in opened if isinstance(each, OpenResponsesDialect))
+
+
 # What is broken, its method, and what happens to the item.
 FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
-    "preparation": (lambda it: it.gateway._pool, "_started", chat_gives(400, 503)),
+    "preparation": (lambda it: it.gateway._models.pools.requests, "_started", chat_gives(400, 503)),
     "submission": (lambda it: it.gateway._driver, "_request_from_scheduler", chat_gives(500)),
     "output": (lambda it: RequestOutput, "on_tokens", chat_gives(500)),
     "end of output": (lambda it: RequestOutput, "_count", chat_gives(200)),
-    "stored response": (lambda it: it.gateway.stored.responses, "_now", response_is_not_stored),
+    "stored response": (response_store, "_now", response_is_not_stored),
     "admission": (lambda it: it.scheduler._queues, "enqueue", chat_gives(500)),
     "placement": (lambda it: it.scheduler, "_match", chat_gives(500)),
     "placed": (lambda it: it.scheduler, "_started", chat_gives(500)),

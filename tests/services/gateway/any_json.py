@@ -16,8 +16,9 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.dialects.workers_ai.run_request import RunRequest
-from services.gateway.nats_api.endpoints import API_ENDPOINTS
+from services.gateway.nats_api.endpoints import api_endpoints
 from shared.subjects import api_request
 
 # What `json.dumps` cannot write, in place of a text that it can.
@@ -287,7 +288,7 @@ def nats_requests(
     model: str, *, count: int, seed: int, num_hard: int = len(HARD)
 ) -> Iterator[AnyRequest]:
     """`count` for each endpoint that the discovery of services describes."""
-    for name, api in API_ENDPOINTS.items():
+    for name, api in api_endpoints(DIALECTS).items():
         schema = json.loads(api.info.metadata["request_schema"])
         for body in Bodies(schema, _known(model), num_hard).of(schema, count, f"{seed} {name}"):
             yield AnyRequest(name, "nats", name, body)

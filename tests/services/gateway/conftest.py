@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from services.gateway.dialects.dialect import Dialect
+from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.service import GatewayService
 from services.gateway.structured.grammars import request_grammars
 from services.gateway.text.model_files import ModelFiles
@@ -263,7 +265,10 @@ async def store_key(store: RedisStore) -> None:
 
 @contextlib.asynccontextmanager
 async def running_cluster(
-    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
+    nats_server: NatsServer,
+    gateway_config: GatewayConfig,
+    model_files: ModelFiles,
+    dialects: Sequence[Dialect] = DIALECTS,
 ) -> AsyncIterator[Cluster]:
     store = RedisStore(gateway_config.redis_url, MonotonicClock(), timeout_s=2.0)
     await store_key(store)
@@ -275,7 +280,7 @@ async def running_cluster(
         decodes.append(PeerDecode(bus, answer))
     bus = await NatsBus.connect(nats_server.url("scheduler-1"), process_id="scheduler-1")
     scheduler = PeerScheduler(bus, list(decodes))  # tests change its list
-    gateway = await PROCESSES.gateway(gateway_config)
+    gateway = await PROCESSES.gateway(gateway_config, dialects)
     for each in (gateway, scheduler, *decodes):
         await each.start()
     async with http_client(gateway) as http:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.gateway.build import build_gateway, connected_gateway
+from services.gateway.dialects.dialect import Dialect
+from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.models.checked_model import checked_model
 from services.gateway.models.encoding_pools import ENCODING_PROCESS
-from services.gateway.models.model_check import CheckedModel
+from services.gateway.models.preparation_pools import PREPARATION_PROCESS, PreparationPools
 from services.gateway.models.served_text import process_setup
 from services.gateway.preparation.preparation_pool import PreparationPool
-from services.gateway.processes import PREPARATION_PROCESS
-from services.gateway.service import GatewayService
+from services.gateway.service import GatewayService, build_gateway, connected_gateway
 from services.gateway.structured.grammars.checks import CHECK_NICENESS, CHECK_PROCESS
 from shared.config import GatewayConfig
 
@@ -33,9 +34,7 @@ class SharedPool(PreparationPool):
 class ModelProcesses:
     """Of one model. `encoding`: tokenizes its prompts."""
 
-    own: CheckedModel
-    pool: SharedPool
-    check_pool: SharedPool
+    pools: PreparationPools
     encoding: SharedPool
 
     @classmethod
@@ -45,14 +44,17 @@ class ModelProcesses:
         own = await asyncio.to_thread(checked_model, *given)
         new = partial(SharedPool, process_setup(own, config.tool_format))
         return cls(
-            own,
-            new(module=PREPARATION_PROCESS),
-            new(module=CHECK_PROCESS, niceness=CHECK_NICENESS, grows=True),
+            PreparationPools(
+                own,
+                new(module=PREPARATION_PROCESS),
+                new(module=CHECK_PROCESS, niceness=CHECK_NICENESS, grows=True),
+            ),
             SharedPool(None, num_processes=1, module=ENCODING_PROCESS, is_costly=True),
         )
 
     async def end(self) -> None:
-        for each in (self.pool, self.check_pool, self.encoding):
+        for each in (self.pools.requests, self.pools.grammars, self.encoding):
+            assert isinstance(each, SharedPool)
             await each.end()
 
 
@@ -63,16 +65,16 @@ class SharedProcesses:
         self.model_dirs: set[Path | None] = set()
         self._found: dict[tuple[object, ...], ModelProcesses] = {}
 
-    async def gateway(self, config: GatewayConfig) -> GatewayService:
+    async def gateway(
+        self, config: GatewayConfig, dialects: Sequence[Dialect] = DIALECTS
+    ) -> GatewayService:
         if config.model_dir not in self.model_dirs:
             return await build_gateway(config)
         key = config.model_dir, config.response_template, config.tool_format
         if key not in self._found:
             self._found[key] = await ModelProcesses.started(config)
         found = self._found[key]
-        gateway = await connected_gateway(
-            config, found.own, pool=found.pool, check_pool=found.check_pool
-        )
+        gateway = await connected_gateway(config, found.pools, dialects)
         assert gateway._models.own is not None
         gateway._models.own.renderer._encoding = found.encoding
         return gateway

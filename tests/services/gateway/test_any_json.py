@@ -39,7 +39,7 @@ async def test_any_json_ends_no_process_and_fails_no_server(
     document = (await cluster.http.get("/openapi.json")).json()
     found: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, each: found.append(each))
-    pool = cluster.gateway._pool
+    pool = cluster.gateway._models.pools.requests
     num_lost = pool.num_lost
     seen: dict[str, Counter[int]] = defaultdict(Counter)
     failed: list[tuple[AnyRequest, int]] = []

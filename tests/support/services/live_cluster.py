@@ -17,8 +17,7 @@ from typing import Any, Literal
 import httpx
 import msgspec
 
-from services.gateway.build import build_gateway
-from services.gateway.service import GatewayService
+from services.gateway.service import GatewayService, build_gateway
 from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService, build_kv_index
 from services.local.credentials import tls_block

@@ -16,9 +16,11 @@ from services.gateway.dialects.anthropic.response_types import (
     StreamEvent,
     TokenCount,
 )
+from services.gateway.dialects.anthropic.signature import signing_state
 from services.gateway.dialects.anthropic.token_count import COUNT_TOKENS, TokenCounter, count_large
-from services.gateway.dialects.dialect import REQUEST_ID, Dialect
+from services.gateway.dialects.dialect import REQUEST_ID, Dialect, DialectParts, OpenDialect
 from services.gateway.request.endpoint import ERRORS, Endpoint, GeneratingEndpoint
+from shared.block_hash import root_key
 
 PATH = "/v1/messages"
 
@@ -48,6 +50,16 @@ COUNT = Endpoint(
     errors=(*ERRORS, 529),
     is_on_nats=False,
 )
+
+
+def _open(parts: DialectParts) -> OpenDialect:
+    counter = TokenCounter(parts.preparer, parts.models.names)
+    key = root_key(parts.config.cluster_secret)
+    return OpenDialect(
+        answers={COUNT_TOKENS: counter.count}, states={MESSAGES.name: signing_state(key)}
+    )
+
+
 DIALECT = Dialect(
     name="anthropic",
     endpoints=(MESSAGES, COUNT),
@@ -56,5 +68,5 @@ DIALECT = Dialect(
     owns=lambda path: path == PATH or path.startswith(f"{PATH}/"),
     request_id_headers=(REQUEST_ID, "request-id"),  # the second is where its clients look
     jobs={COUNT_TOKENS: lambda job, files, template: count_large(job, files.tokenizer, template)},
-    answers=lambda *parts: {COUNT_TOKENS: TokenCounter(*parts).count},
+    open=_open,
 )

@@ -2,9 +2,62 @@
 
 from __future__ import annotations
 
-from services.gateway.dialects.dialect import Dialect
+from dataclasses import dataclass
+from functools import partial
+
+from services.gateway.dialects.dialect import Dialect, DialectParts, OpenDialect
 from services.gateway.dialects.openai.errors import ErrorEnvelope, encode_error
 from services.gateway.dialects.prefixes.large_bodies import DRY_RUN, PREFIX, check_prefix_body
+from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
+from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
+from services.gateway.dialects.prefixes.routes import PrefixRoutes
+from services.gateway.dialects.prefixes.store import PrefixStore
+from services.gateway.models.served_text import ServedModel
+from shared.block_hash import root_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenPrefixDialect(OpenDialect):
+    watcher: PublicPrefixWatcher
+
+
+def _open(parts: DialectParts) -> OpenDialect:
+    preparer, memory = parts.preparer, parts.tenancy.redis_memory
+    store, models = parts.tenancy.stores.slow, parts.models.served
+
+    def reader_of(model: ServedModel) -> PrefixTokenizer:
+        return PrefixTokenizer(
+            partial(preparer.tokenize, model.text),
+            preparer.max_payload_bytes,
+            model.text.files.longest_token_chars,
+        )
+
+    prefixes = PrefixStore(
+        store,
+        health_monitor=parts.health_monitor,
+        models=models,
+        reader_of=reader_of,
+        wall_clock=parts.wall_clock,
+        max_all_bytes=lambda: memory.max_prefix_bytes,
+        region=parts.config.region,
+        root_key=root_key(parts.config.cluster_secret),
+    )
+    watcher = PublicPrefixWatcher(
+        preparer.public,
+        store,
+        parts.clock,
+        models=models,
+        reader_of=reader_of,
+        wall_clock=parts.wall_clock,
+    )
+    return OpenPrefixDialect(
+        watcher=watcher,
+        handlers=lambda http: PrefixRoutes(
+            http, preparer, prefixes, models.default_name
+        ).handlers(),
+        tasks=(watcher.run,),
+    )
+
 
 DIALECT = Dialect(
     name="openai",
@@ -12,4 +65,5 @@ DIALECT = Dialect(
     encode_error=encode_error,
     error=ErrorEnvelope,
     jobs=dict.fromkeys((PREFIX, DRY_RUN), check_prefix_body),
+    open=_open,
 )

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Annotated, Any
 
 from litestar import Request, Response, delete, get, post, put
-from litestar.handlers import HTTPRouteHandler
 from litestar.params import Body
 
-from services.gateway.dialects.endpoint_handlers import described
+from services.gateway.dialects.dialect import Handlers
+from services.gateway.dialects.http_parts import HttpParts
 from services.gateway.dialects.openai.errors import ErrorEnvelope
 from services.gateway.dialects.prefixes.bodies import (
     DeletedPrefix,
@@ -25,9 +25,9 @@ from services.gateway.dialects.prefixes.dry_run import dry_run
 from services.gateway.dialects.prefixes.large_bodies import DRY_RUN, PREFIX
 from services.gateway.dialects.prefixes.store import PrefixStore
 from services.gateway.dialects.route_options import BODY_KIND
+from services.gateway.http.openapi import described
 from services.gateway.request.endpoint import ERRORS
 from services.gateway.request.preparer import Preparer
-from services.gateway.request.submission import Submission
 
 READS = (401, 429, 503)  # statuses
 
@@ -35,18 +35,19 @@ READS = (401, 429, 503)  # statuses
 class PrefixRoutes:
     def __init__(
         self,
-        submission: Submission,
+        http: HttpParts,
         preparer: Preparer,
         prefix_store: PrefixStore,
         default_model: str,
     ) -> None:
-        self._submission = submission
+        self._submission = http.submission
+        self._options = http.options
         self._preparer = preparer
         self._prefix_store = prefix_store
         self._default_model = default_model
 
-    def handlers(self, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-        """`known`: options of the handlers whose requests have an API key."""
+    def handlers(self) -> Handlers:
+        known = self._options
         one = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
         pin = put(
             dto=PrefixBody,

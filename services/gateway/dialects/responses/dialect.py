@@ -1,34 +1,48 @@
-"""OpenAI's Responses as a dialect; `routes.py` has the paths of stored responses."""
+"""OpenAI's Responses as a dialect."""
 
 from __future__ import annotations
 
-from services.gateway.dialects.dialect import Dialect
+from dataclasses import dataclass
+
+from services.gateway.dialects.dialect import Dialect, DialectParts, OpenDialect
 from services.gateway.dialects.openai.errors import ErrorEnvelope, encode_error
-from services.gateway.dialects.paths import openai_paths
-from services.gateway.dialects.responses.encoder import ResponsesEncoder
-from services.gateway.dialects.responses.fields import RESPONSES_FIELDS, ResponsesRequest
-from services.gateway.dialects.responses.object import ResponseEvent, ResponseObject
-from services.gateway.dialects.responses.request import to_generation_request, without_prompt
+from services.gateway.dialects.responses.endpoints import CREATE
+from services.gateway.dialects.responses.routes import ResponsesRoutes
 from services.gateway.dialects.responses.storage import references
-from services.gateway.dialects.responses.storage.record import stored_items
-from services.gateway.request.endpoint import GeneratingEndpoint
+from services.gateway.dialects.responses.storage.completion import BodyCompletion
+from services.gateway.dialects.responses.storage.seal import Seal
+from services.gateway.dialects.responses.storage.store import ResponseStore
 from services.gateway.text.process_jobs import PreparedBody
 
-CREATE = GeneratingEndpoint(
-    name="responses",
-    operation="create",
-    description="With `stream`, server-sent events that end with `response.completed`.",
-    paths=openai_paths("/responses"),
-    request=ResponsesRequest,
-    response=ResponseObject,
-    event=ResponseEvent,
-    fields=RESPONSES_FIELDS,
-    generations=lambda body, model: [to_generation_request(body, model)],
-    is_streamed=lambda body: bool(body.stream),
-    encoder=ResponsesEncoder,
-    without_prompts=lambda body, _: without_prompt(body, stored_items(body.items)),
-    merge=references.merged,
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenResponsesDialect(OpenDialect):
+    store: ResponseStore
+
+
+def _open(parts: DialectParts) -> OpenDialect:
+    config, stores, memory = parts.config, parts.tenancy.stores, parts.tenancy.redis_memory
+    store = ResponseStore(
+        stores.slow,
+        parts.clock,
+        region=config.region,
+        now=parts.wall_clock,
+        count=parts.metrics.count_stored_response,
+        ttl_s=config.response_ttl_s,
+        max_all_bytes=lambda: memory.max_response_bytes,
+        bulk=stores.bulk,
+    )
+    secret = config.cluster_secret
+    seal = Seal(secret, parts.randomness.bytes) if secret else None
+    completion = BodyCompletion(store, seal, config.max_body_bytes)
+    return OpenResponsesDialect(
+        store=store,
+        states={CREATE.name: completion.state},
+        handlers=ResponsesRoutes(store, parts.preparer, parts.models).handlers,
+        stop=store.stop,
+    )
+
+
 DIALECT = Dialect(
     name="openai",
     endpoints=(CREATE,),
@@ -37,4 +51,5 @@ DIALECT = Dialect(
     jobs={
         references.KIND: lambda job, *_: PreparedBody(references.encoded_references(job.body), [])
     },
+    open=_open,
 )

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from litestar import Request, Response, delete, get, post
-from litestar.handlers import HTTPRouteHandler
 from litestar.params import Body
 
-from services.gateway.dialects.endpoint_handlers import described
+from services.gateway.dialects.dialect import Handlers
+from services.gateway.dialects.http_parts import HttpParts
 from services.gateway.dialects.openai.errors import ErrorEnvelope
 from services.gateway.dialects.paths import check_account, openai_paths
-from services.gateway.dialects.responses.dialect import CREATE
+from services.gateway.dialects.responses.endpoints import CREATE
 from services.gateway.dialects.responses.fields import ResponsesRequest
 from services.gateway.dialects.responses.object import ResponseObject
 from services.gateway.dialects.responses.request import to_generation_request
@@ -25,8 +25,8 @@ from services.gateway.dialects.responses.storage.record import (
 from services.gateway.dialects.responses.storage.store import ResponseStore
 from services.gateway.dialects.route_options import BODY_KIND
 from services.gateway.http.body import StrictBody
-from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
+from services.gateway.http.openapi import described
+from services.gateway.models.gateway_models import GatewayModels
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.prompt import ChatPrompt
 from shared.errors import InvalidRequest
@@ -63,21 +63,13 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
 class ResponsesRoutes:
     """The handlers of one gateway."""
 
-    def __init__(
-        self,
-        store: ResponseStore,
-        preparer: Preparer,
-        models: ServedModels,
-        names: ModelNames,
-    ) -> None:
+    def __init__(self, store: ResponseStore, preparer: Preparer, models: GatewayModels) -> None:
         self._store = store
         self._preparer = preparer
         self._models = models
-        self._names = names
 
-    def handlers(self, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-        """`known`: options of the handlers whose requests have an API key."""
-        options = {"guards": [check_account], "return_dto": None, **known}
+    def handlers(self, http: HttpParts) -> Handlers:
+        options = {"guards": [check_account], "return_dto": None, **http.options}
         one = openai_paths("/responses/{response_id:str}")
         hidden = partial(post, status_code=200, include_in_schema=False, **options)
         count = post(
@@ -120,8 +112,8 @@ class ResponsesRoutes:
                 request, InputTokens(input_tokens=len(prompts[0].token_ids) // TOKEN_ID_BYTES)
             )
         tenant = request.state.tenant
-        generation = to_generation_request(data, self._models.default_name)  # type: ignore[arg-type]  # as decoded
-        model = await self._names.main(tenant, generation.model)
+        generation = to_generation_request(data, self._models.served.default_name)  # type: ignore[arg-type]  # as decoded
+        model = await self._models.names.main(tenant, generation.model)
         prompt = generation.prompt
         assert isinstance(prompt, ChatPrompt), "of a conversation"
         token_ids = await self._preparer.tokenize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.dialects.dialect import Dialect
+from services.gateway.dialects.dialect import Dialect, DialectParts, OpenDialect
 from services.gateway.dialects.openai.errors import ErrorEnvelope, encode_error
 from services.gateway.dialects.tokenization.bodies import (
     DetokenizeRequest,
@@ -11,8 +11,18 @@ from services.gateway.dialects.tokenization.bodies import (
     TokenizeResponse,
 )
 from services.gateway.dialects.tokenization.large_bodies import DETOKENIZE, TOKENIZE, answer
-from services.gateway.dialects.tokenization.tokenization import answers
+from services.gateway.dialects.tokenization.routes import TokenizerInfoRoute
+from services.gateway.dialects.tokenization.tokenization import Tokenization
 from services.gateway.request.endpoint import Endpoint
+
+
+def _open(parts: DialectParts) -> OpenDialect:
+    tokenization = Tokenization(parts.preparer, parts.models.names)
+    return OpenDialect(
+        answers={TOKENIZE: tokenization.tokenize, DETOKENIZE: tokenization.detokenize},
+        handlers=TokenizerInfoRoute(tokenization).handlers,
+    )
+
 
 DIALECT = Dialect(
     name="openai",
@@ -39,5 +49,5 @@ DIALECT = Dialect(
     encode_error=encode_error,
     error=ErrorEnvelope,
     jobs=dict.fromkeys((TOKENIZE, DETOKENIZE), answer),
-    answers=answers,
+    open=_open,
 )

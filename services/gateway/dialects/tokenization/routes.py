@@ -5,29 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from litestar import HttpMethod, Request, Response, route
-from litestar.handlers import HTTPRouteHandler
 
-from services.gateway.dialects.endpoint_handlers import described
+from services.gateway.dialects.dialect import Handlers
+from services.gateway.dialects.http_parts import HttpParts
 from services.gateway.dialects.openai.errors import ErrorEnvelope
 from services.gateway.dialects.route_options import IS_FREE
 from services.gateway.dialects.tokenization.bodies import TokenizerInfo
 from services.gateway.dialects.tokenization.tokenization import Tokenization
+from services.gateway.http.openapi import described
 
 
 class TokenizerInfoRoute:
     def __init__(self, tokenization: Tokenization) -> None:
         self._tokenization = tokenization
 
-    def handler(self, known: dict[str, Any]) -> HTTPRouteHandler:
-        """`known`: options of the handlers whose requests have an API key."""
+    def handlers(self, http: HttpParts) -> Handlers:
         read = route(
             ["/tokenizer_info", "/v1/tokenizer_info"],
             http_method=[HttpMethod.GET, HttpMethod.HEAD],
             opt={IS_FREE: True},
             responses=described(TokenizerInfo, ErrorEnvelope, 400, 401, 403, 404, 503),
-            **known,
+            **http.options,
         )
-        return read(self.info)
+        return [read(self.info)]
 
     async def info(self, request: Request[Any, Any, Any]) -> Response[TokenizerInfo]:
         """The special tokens and the chat template, for clients that prepare prompts themselves.

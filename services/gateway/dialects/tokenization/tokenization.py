@@ -8,8 +8,6 @@ Nothing here is charged: the caller reserves the request.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-
 import msgspec
 
 from services.gateway.dialects.tokenization.bodies import (
@@ -101,11 +99,3 @@ class Tokenization:
         named = await self._preparer.named_model(tenant.tenant_id, kind, data)
         model = await self._names.main(tenant, named or None)
         return (await self._preparer.prepare_body(tenant, model, kind, data)).body
-
-
-def answers(
-    preparer: Preparer, names: ModelNames
-) -> Mapping[str, Callable[[TenantRecord, bytes], Awaitable[bytes]]]:
-    """Returns what answers each endpoint, by its name."""
-    tokenization = Tokenization(preparer, names)
-    return {TOKENIZE: tokenization.tokenize, DETOKENIZE: tokenization.detokenize}

@@ -1,88 +1,28 @@
-"""Workers AI as a dialect: `ai/run`, whose path names the model; `routes.py` has its handlers."""
+"""Workers AI as a dialect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from services.gateway.dialects.dialect import Dialect
-from services.gateway.dialects.workers_ai.embedding_response import WorkersAIEmbeddingEncoder
-from services.gateway.dialects.workers_ai.envelope import Success
+from services.gateway.dialects.dialect import Dialect, DialectParts, OpenDialect
+from services.gateway.dialects.workers_ai.endpoints import RUN, RunState
 from services.gateway.dialects.workers_ai.errors import WorkersAIErrorEnvelope, encode_error
-from services.gateway.dialects.workers_ai.padding import PaddedTextEvent
 from services.gateway.dialects.workers_ai.paths import has_own_envelope
-from services.gateway.dialects.workers_ai.rerank_response import WorkersAIRerankEncoder
-from services.gateway.dialects.workers_ai.run_request import (
-    DEFAULT_POOLING,
-    RUN_FIELDS,
-    RunRequest,
-    for_model,
-    to_generation_requests,
-    without_prompts,
-)
-from services.gateway.dialects.workers_ai.run_response import RunEncoder, RunFrame, TextEvents
-from services.gateway.output.encoder import Encoder
-from services.gateway.output.framing import Framing, TextEvent
-from services.gateway.request.endpoint import GeneratingEndpoint, ResponseContext
+from services.gateway.dialects.workers_ai.routes import WorkersAIRoutes
+from services.gateway.request.endpoint import EndpointState
 
 
-class RunState:
-    """Encodes the parts of events that do not depend on a request once. `random_bytes(n)`: n random
-    bytes for the padding of texts; None: no padding.
-    """
-
-    def __init__(self, random_bytes: Callable[[int], bytes] | None) -> None:
-        self._random_bytes = random_bytes
-        self._by_framing: dict[Framing, TextEvents] = {}
-
-    def text_events(self, framing: Framing) -> TextEvents:
-        known = self._by_framing.get(framing)
-        if known is None:
-            known = self._by_framing[framing] = self._made(framing)
-        return known
-
-    def _made(self, framing: Framing) -> TextEvents:
-        if self._random_bytes is None:
-            return TextEvent(framing, lambda text: RunFrame(response=text))
-        return PaddedTextEvent(framing, self._random_bytes)
-
-
-def _encoder(body: RunRequest, context: ResponseContext) -> Encoder:
-    """`context.state`: a RunState."""
-    pairs = body.pairs
-    if pairs is not None:
-        return WorkersAIRerankEncoder(context, pairs, body.top_k)
-    framing = context.framing
-    if not body.is_embedding:
-        return RunEncoder(
-            framing,
-            context.state.text_events(framing),
-            lambda: context.merger.warnings,
-            is_json=body.is_json,
-        )
-    return WorkersAIEmbeddingEncoder(
-        framing,
-        context.merger,
-        body.pooling or DEFAULT_POOLING,
-        is_normalized=body.normalize is not False,
+def _open(parts: DialectParts) -> OpenDialect:
+    state = RunState(parts.randomness.bytes if parts.config.padding else None)
+    return OpenDialect(
+        states={RUN.name: EndpointState(lambda _: state)},
+        handlers=lambda http: WorkersAIRoutes(http, parts.models).handlers(),
     )
 
 
-RUN = GeneratingEndpoint(
-    name="workers_ai",
-    request=RunRequest,
-    response=Success,
-    is_on_nats=False,
-    fields=RUN_FIELDS,
-    generations=to_generation_requests,
-    is_streamed=lambda body: body.is_streamed,
-    for_model=for_model,
-    encoder=_encoder,
-    without_prompts=without_prompts,
-)
 DIALECT = Dialect(
     name="workers_ai",
     endpoints=(RUN,),
     encode_error=encode_error,
     error=WorkersAIErrorEnvelope,
     owns=has_own_envelope,
+    open=_open,
 )

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from litestar import HttpMethod, Request, Response, post, route
-from litestar.handlers import HTTPRouteHandler
 
-from services.gateway.dialects.endpoint_handlers import EndpointHandlers
+from services.gateway.dialects.dialect import Handlers
+from services.gateway.dialects.http_parts import HttpParts
 from services.gateway.dialects.paths import ACCOUNT_ROOTS, check_account
 from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF
 from services.gateway.dialects.workers_ai.catalog_search import (
@@ -21,15 +21,14 @@ from services.gateway.dialects.workers_ai.catalog_search import (
     search_query,
     search_tasks,
 )
-from services.gateway.dialects.workers_ai.dialect import RUN
+from services.gateway.dialects.workers_ai.endpoints import RUN
 from services.gateway.dialects.workers_ai.envelope import Success
 from services.gateway.dialects.workers_ai.errors import MissingBody
 from services.gateway.dialects.workers_ai.model_id import parse_model_id
 from services.gateway.dialects.workers_ai.model_schema import model_schema
 from services.gateway.dialects.workers_ai.paths import model_part
 from services.gateway.http.response import GenerationResponse
-from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
+from services.gateway.models.gateway_models import GatewayModels
 from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
 
@@ -44,16 +43,12 @@ def run_model(scope: Mapping[str, Any]) -> str:
 class WorkersAIRoutes:
     """The handlers of one gateway."""
 
-    def __init__(
-        self, endpoints: EndpointHandlers, models: ServedModels, names: ModelNames
-    ) -> None:
-        self._endpoints = endpoints
+    def __init__(self, http: HttpParts, models: GatewayModels) -> None:
+        self._http = http
         self._models = models
-        self._names = names
 
-    def handlers(self, known: dict[str, Any]) -> list[HTTPRouteHandler]:
-        """`known`: options of the handlers whose requests have an API key."""
-        options = {"guards": [check_account], "return_dto": None, **known}
+    def handlers(self) -> Handlers:
+        options = {"guards": [check_account], "return_dto": None, **self._http.options}
         # without a model the handler names what is missing
         run = post(
             _paths("/run", "/run/{model:path}"),
@@ -82,7 +77,7 @@ class WorkersAIRoutes:
         data = await request.body()
         if not data:
             raise MissingBody("the request has no body: send a JSON object")
-        return await self._endpoints.respond(RUN, request, RUN.fields.decode(data), model=model)
+        return await self._http.respond(RUN, request, RUN.fields.decode(data), model=model)
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[Success]:
         """Finds models by name, task and author, by their names and their aliases."""
@@ -106,7 +101,8 @@ class WorkersAIRoutes:
         """Raises UnknownModel, ModelNotAllowed, or DependencyUnavailable if an alias cannot be
         checked.
         """
-        self._models.check(tenant, await self._names.resolve(tenant.tenant_id, name))
+        resolved = await self._models.names.resolve(tenant.tenant_id, name)
+        self._models.served.check(tenant, resolved)
 
     async def _searched(self, request: Request[Any, Any, Any], search: Search) -> Response[Success]:
         query = search_query(request.query_params)
@@ -114,9 +110,8 @@ class WorkersAIRoutes:
 
     async def _rows(self, tenant: TenantRecord) -> list[WorkersAIModel]:
         """The models that the tenant may use and that can be served, by all their names."""
-        return [
-            row async for card, names in self._names.all(tenant) for row in model_rows(card, names)
-        ]
+        found = self._models.names.all(tenant)
+        return [row async for card, names in found for row in model_rows(card, names)]
 
     def _response(self, request: Request[Any, Any, Any], body: Success) -> Response[Success]:
         return Response(body, headers={"x-request-id": request.state.request_id})

@@ -21,6 +21,12 @@ from services.gateway.observability.metrics.redis import MemoryUse, redis_famili
 from services.gateway.observability.metrics.request_histograms import ITL, SPECS, TTFT, observe
 from services.gateway.observability.metrics.stopped_workers import StoppedWorkers
 from services.gateway.observability.metrics.vllm import VllmCollector
+from services.gateway.streams.actions import (
+    Report,
+    ReportNumericsChange,
+    ReportResubmission,
+    ReportUnlikePrefill,
+)
 from shared.errors import InvalidRequest
 from shared.messages import GatewayLoad
 from shared.metrics.families.fleet import FleetCollector
@@ -192,10 +198,6 @@ class GatewayMetrics:
         for gone in [each for each in self.own.histograms if each not in names]:
             del self.own.histograms[gone]
 
-    def count_resubmission(self, reason: str) -> None:
-        self._load["num_resubmissions"] += 1
-        self.own.resubmissions.add(reason)
-
     def count_slow_client(self) -> None:
         self.own.slow_clients.add()
 
@@ -204,6 +206,19 @@ class GatewayMetrics:
 
     def count_stored_response(self, outcome: str) -> None:
         self.own.stored_responses.add(outcome)
+
+    def count_report(self, report: Report) -> None:
+        match report:
+            case ReportResubmission(cause=cause):
+                self.count_resubmission(cause)
+            case ReportNumericsChange():
+                self.count_numerics_change()
+            case ReportUnlikePrefill():
+                self.count_unlike_prefill()
+
+    def count_resubmission(self, reason: str) -> None:
+        self._load["num_resubmissions"] += 1
+        self.own.resubmissions.add(reason)
 
     def count_numerics_change(self) -> None:
         self._load["num_numerics_changes"] += 1

@@ -1,25 +1,30 @@
-"""Metrics of the processes that render and tokenize prompts and check grammars."""
+"""Families of the processes that render, tokenize and check what clients send."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 
-class PoolLoad(NamedTuple):
-    """The load of a pool of processes. `num_waiting` counts the jobs of its longest queue,
-    `num_running` jobs, and `num_lost` the processes that ended while they ran a job.
+class PoolLoad(Protocol):
+    """A pool of processes. `num_waiting`: jobs in the longest queue. `num_running`: jobs.
+    `num_lost`: processes that ended while they ran one.
     """
 
-    num_waiting: int
-    num_running: int
-    num_lost: int
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_lost(self) -> int: ...
 
 
 def preparation_families(loads: Mapping[str, PoolLoad]) -> Iterator[Metric]:
-    """Yields the metrics of the loads, which are given by pool."""
+    """`loads`: by pool."""
     jobs = GaugeMetricFamily(
         "hearth_preparation_jobs",
         "Jobs for preparation processes: running, or waiting in the longest queue of the pool.",

@@ -8,12 +8,14 @@ Only at `closed` is the client's stall known: a timeline that is read earlier is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
 import structlog
 
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.telemetry.phases import (
     gateway_phases,
     num_late_masks,
@@ -24,13 +26,17 @@ from services.gateway.observability.telemetry.refusal_samples import RefusalSamp
 from services.gateway.observability.telemetry.request_record import RequestRecord
 from services.gateway.observability.telemetry.timeline_ring import TimelineRing
 from services.gateway.observability.telemetry.trace_context import caller_context
-from services.gateway.observability.telemetry.tracing import Tracing
+from services.gateway.observability.telemetry.tracing import Tracing, open_tracing
 from services.gateway.streams.fair_starts import FairStarts
 from services.gateway.streams.receiver import StreamEnd
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import HearthError
+from shared.messages import ReadTimeline, TimelineRead
+from shared.randomness import Randomness
+from shared.subjects import trace
 from shared.telemetry.timeline import Timeline, Try
+from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
@@ -87,9 +93,33 @@ class RequestTelemetry:
         self._samples = RefusalSamples()
         self._further = FairStarts(max_per_turn=MAX_PER_TURN)
 
+    @classmethod
+    def of(
+        cls,
+        gateway_id: str,
+        clock: Clock,
+        wall_clock: Callable[[], float],
+        randomness: Randomness,
+        metrics: GatewayMetrics,
+        region_of: Callable[[str], str],
+    ) -> Self:
+        """Traces requests if the variables of OpenTelemetry name a collector."""
+        tracing = open_tracing(os.environ, gateway_id, randomness.bytes, clock)
+        found = cls(gateway_id, clock, wall_clock, tracing, metrics.observe_timeline, region_of)
+        if tracing is not None:
+            metrics.watch_dropped_spans(lambda: found.num_dropped_spans)
+        return found
+
     @property
     def num_dropped_spans(self) -> int:
         return 0 if self._tracing is None else self._tracing.num_dropped
+
+    async def serve(self, bus: Bus) -> None:
+        """Answers questions for timelines, which the other gateways ask."""
+        await bus.serve(trace(bus.process_id), ReadTimeline, self._read_timeline)
+
+    def _read_timeline(self, question: ReadTimeline) -> TimelineRead:
+        return TimelineRead(timeline=self.find(question.request_id))
 
     async def open(self) -> None:
         if self._tracing is not None:

@@ -14,7 +14,8 @@ import httpx
 import msgspec
 
 from services.gateway.dialects.dialect import Dialect
-from services.gateway.dialects.dialect_table import DIALECTS, dialect_of
+from services.gateway.dialects.dialect_table import DIALECTS
+from services.gateway.dialects.open_dialects import dialect_of
 from services.gateway.dialects.paths import ACCOUNT_ROOTS, openai_paths
 from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
 from shared.errors import HearthError
@@ -187,7 +188,9 @@ def values(body: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _rows() -> Iterator[Row]:
-    declared = [(dialect, each) for dialect in DIALECTS for each in dialect.endpoints]
+    declared = [
+        (dialect, each) for dialect in DIALECTS for each in dialect.endpoints if not each.is_free
+    ]
     for dialect, endpoint in declared:
         paths = tuple(endpoint.paths) or HAND_MADE[endpoint.name]
         yield Row(endpoint.name, "http", paths, dialect, endpoint)
@@ -195,7 +198,7 @@ def _rows() -> Iterator[Row]:
             yield Row(endpoint.name, "nats", paths, dialect, endpoint)
     for name in HAND_MADE.keys() - {endpoint.name for _, endpoint in declared}:
         paths = HAND_MADE[name]
-        yield Row(name, "http", paths, dialect_of(paths[0]), None)
+        yield Row(name, "http", paths, dialect_of(paths[0], DIALECTS), None)
 
 
 ROWS = sorted(_rows(), key=str)

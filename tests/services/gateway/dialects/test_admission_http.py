@@ -182,7 +182,7 @@ async def test_encodings_of_a_body(acme: Acme) -> None:
         given = {"content-type": "application/json", **headers}
         response = await acme.http.post("/tokenize", content=chunked(content), headers=given)
         assert response.status_code == status, (headers, response.text)
-    await until(lambda: not acme.cluster.gateway._body_budget.num_bytes)
+    await until(lambda: not acme.cluster.gateway.transport.budget.num_bytes)
 
 
 BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
@@ -225,7 +225,7 @@ async def test_body_is_freed_after_its_response(acme: Acme) -> None:
         writer.write("\r\n".join([*lines, "", ""]).encode() + body)
         del body
         await reader.readuntil(b'"token_strs":null}')
-        await until(lambda: not acme.cluster.gateway._body_budget.num_bytes)
+        await until(lambda: not acme.cluster.gateway.transport.budget.num_bytes)
         await until(lambda: not num_held(num_bytes))
         writer.close()
     finally:

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from services.gateway.dialects.preparation_process import BODY_NICENESS
+from services.gateway.models.preparation_pools import PREPARATION_PROCESS
 from services.gateway.models.served_text import template_source
 from services.gateway.preparation.preparation_pool import PreparationPool
 from services.gateway.preparation.template_renderer import Renderer
-from services.gateway.processes import PREPARATION_PROCESS
 from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.model_files import ModelFiles

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.build import build_gateway
-from services.gateway.service import GatewayService
+from services.gateway.service import GatewayService, build_gateway
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
@@ -64,7 +63,7 @@ class Fleet:
         await decode.start()
         self.decodes.append(decode)
         self.scheduler.workers.append(decode)
-        await until(lambda: self.gateway.catalog.card_of(card.name, card.revision))
+        await until(lambda: self.gateway._models.live.card_of(card.name, card.revision))
         return decode
 
     async def add(self, name: str, source: str, digest: str, **settings: object) -> None:

@@ -23,15 +23,17 @@ from services.gateway.models.loaded_texts import (
     TextSource,
 )
 from services.gateway.models.served_text import ServedText, TextLoader
-from services.gateway.observability.metrics.preparation import PoolLoad
 from services.gateway.preparation.preparation_pool import PreparationPool
-from services.gateway.service import preparation_loads
 from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import NoCapacity
 from tests.support.services.model_dir import served_text, without_process, write_model_dir
 from tests.support.waiting import until
+
+
+def load_of(pools: EncodingPools) -> tuple[int, int, int]:
+    return pools.num_waiting, pools.num_running, pools.num_lost
 
 
 class Rig:
@@ -101,13 +103,12 @@ async def test_process_of_a_text_ends_with_it_and_with_no_client(
     assert text.renderer._encoding is not None
     for _ in range(2):
         text.renderer._encoding._count_lost()
-    assert preparation_loads(prompts=loader.encoding) == {"prompts": PoolLoad(0, 0, 2)}
+    assert load_of(loader.encoding) == (0, 0, 2)
     seats, (pid,) = text.renderer._encoding._seats, text.renderer._encoding.process_ids
     del text, leaving
     gc.collect()
     assert seats[0].process is not None and seats[0].process.pid == pid
-    loads = preparation_loads(prompts=loader.encoding)
-    assert loads == {"prompts": PoolLoad(0, 0, 2)}  # a counter: it remembers those that have left
+    assert load_of(loader.encoding) == (0, 0, 2)  # a counter: it remembers those that have left
     async with asyncio.timeout(10):
         assert await seats[0].process.process.wait() == -signal.SIGKILL
 

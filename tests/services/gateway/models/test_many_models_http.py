@@ -143,7 +143,7 @@ async def test_grammars_are_checked_with_the_vocabulary_of_their_model(fleet: Fl
         assert response.status_code == 200, response.text
         assert (await submitted(fleet)).sampling.grammar is not None
     assert len(fleet.gateway._models.checks._pool.process_ids) == 1  # whatever the number of models
-    assert len(fleet.gateway._pool.process_ids) <= 2
+    assert len(fleet.gateway._models.pools.requests.process_ids) <= 2
 
 
 async def test_lists_show_what_the_tenant_may_use(fleet: Fleet) -> None:
@@ -285,7 +285,7 @@ async def test_stream_ends_on_its_revision_while_the_name_moves_and_leaves(fleet
         ended = partial(sample_sum, fleet.gateway, "hearth_requests_total", model="m")
         assert ended(outcome="stop") == 3
         await fleet.admin.remove("m")
-        await until(lambda: "m" not in fleet.gateway.models.names)  # by its poll
+        await until(lambda: "m" not in fleet.gateway._models.served.names)  # by its poll
         check_envelope(await fleet.chat("m"), 404, "model_not_found", "model")
         assert ended() == 0
         old.released.set()
@@ -316,7 +316,7 @@ async def test_cold_model_is_prepared_with_the_card_of_a_host(fleet: Fleet) -> N
             await asyncio.sleep(0.1)
 
     living = asyncio.create_task(live())
-    await until(lambda: fleet.gateway.catalog.card_of("cold", "digest-cold"))
+    await until(lambda: fleet.gateway._models.live.card_of("cold", "digest-cold"))
     await fleet.follow()
     fleet.scheduler.is_holding = True  # as it does while the model is woken
     running = asyncio.create_task(fleet.chat("cold", max_tokens=60))
@@ -350,7 +350,7 @@ async def test_clients_are_told_why_no_host_can_serve_a_model(fleet: Fleet) -> N
     subject = subjects.heartbeat(("host",), "host-1")
     try:
         await bus.publish(subject, of_host(failed, number=10_000))
-        reasons = fleet.gateway.catalog.failure_of
+        reasons = fleet.gateway._models.live.failure_of
         await until(lambda: reasons("broken", {"digest-broken"}))
         message = "the model 'broken' cannot be served: its source has changed"
         response = await fleet.chat("broken")

@@ -32,7 +32,7 @@ def is_idle(gateway: GatewayService) -> bool:
     parts = api._parts
     is_empty = not (api._running or api._tasks or api._num_running or parts.listeners._open)
     is_empty = is_empty and not gateway.submission._unsent._tenants
-    return is_empty and not len(gateway._driver) and not parts.budget.num_bytes
+    return is_empty and not len(gateway._driver) and not parts.transport.budget.num_bytes
 
 
 @dataclass

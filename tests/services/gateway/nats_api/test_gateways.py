@@ -13,8 +13,9 @@ import pytest
 
 from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
+from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.nats_api import listeners
-from services.gateway.nats_api.endpoints import API_ENDPOINTS
+from services.gateway.nats_api.endpoints import api_endpoints
 from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
@@ -194,7 +195,7 @@ async def test_discovery_finds_every_gateway_and_its_numbers(api: Api) -> None:
     assert gateways == {"gateway-1", "gateway-2"}
     assert len({each["id"] for each in found["PING"]}) == 2
     for info in found["INFO"]:
-        assert [each["name"] for each in info["endpoints"]] == list(API_ENDPOINTS)
+        assert [each["name"] for each in info["endpoints"]] == list(api_endpoints(DIALECTS))
         chat, *_, cancel = info["endpoints"]
         assert (chat["subject"], chat["queue_group"]) == ("hearth.v1.api.chat.*", "gateway")
         assert cancel["queue_group"] == "gateway"

@@ -113,7 +113,7 @@ async def test_too_many_requests_at_once_are_rejected(
 async def test_bodies_count_for_the_budget_of_their_tenant(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api.cluster.gateway._body_budget, "_max_tenant_bytes", 50)
+    monkeypatch.setattr(api.cluster.gateway.transport.budget, "_max_tenant_bytes", 50)
     check_error(await api.reply("chat", BODY), 429, "overloaded", None)
     assert (await api.client.request("tokenize", {"prompt": "x"}))["count"] > 0
 

@@ -191,7 +191,7 @@ async def test_malformed_headers_are_rejected(api: Api) -> None:
 
 async def test_client_without_a_tenant_is_rejected(api: Api) -> None:
     gateway = api.cluster.gateway
-    await gateway._store.write([("HDEL", TENANTS, "tenant-1")])
+    await gateway.tenancy.stores.fast.write([("HDEL", TENANTS, "tenant-1")])
     gateway.api_keys._known.clear()
     check_error(await api.reply("chat", BODY), 403, "unknown_tenant", None)
 

@@ -92,7 +92,7 @@ async def test_events_start_with_a_snapshot_and_go_on_with_deltas(
 
 
 async def test_readers_share_one_computation_that_ends_with_the_last(opened: Beside) -> None:
-    feed = opened.gateway._cluster
+    feed = opened.gateway._operator.feed
     async with (
         opened.http.stream("GET", "/v1/cluster/events") as first,
         opened.http.stream("GET", "/v1/cluster/events") as second,
@@ -117,6 +117,6 @@ async def test_closed_feed_ends_its_streams(opened: Beside) -> None:
     async with opened.http.stream("GET", "/v1/cluster/events") as response:
         events = read(response)
         await anext(events)
-        await opened.gateway._cluster.close()
+        await opened.gateway._operator.feed.close()
         async with asyncio.timeout(10):
             assert [name async for name, _ in events] in ([], ["delta"])

@@ -12,8 +12,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from services.gateway.dialects.prefixes.dialect import OpenPrefixDialect
 from services.gateway.dialects.prefixes.errors import PrefixTooLarge, PrefixTooShort
 from services.gateway.dialects.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
+from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.request.generation_request import scoped_affinity_key
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import Encoded
@@ -40,6 +42,11 @@ PREFIXES = "/v1/prefixes"
 CHAT = "/v1/chat/completions"
 
 
+def public_watcher(cluster: Cluster) -> PublicPrefixWatcher:
+    opened = cluster.gateway.dialects.opened
+    return next(each.watcher for each in opened if isinstance(each, OpenPrefixDialect))
+
+
 @pytest_asyncio.fixture(loop_scope="session")
 async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
     """Redis without prefixes, before and after the test."""
@@ -47,7 +54,7 @@ async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
     await _delete_all(store)
     yield store
     await _delete_all(store)
-    await cluster.gateway.stored.public_watcher._poll()
+    await public_watcher(cluster)._poll()
     await store.close()
 
 
@@ -364,9 +371,8 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
         created_at=1_000,
     )
     await pinned_prefix.save(store, prefix, 1_000)
-    public = cluster.gateway.preparer._preparation._public
-    assert public is not None
-    await cluster.gateway.stored.public_watcher._poll()  # not after a second
+    public = cluster.gateway.preparer.public
+    await public_watcher(cluster)._poll()  # not after a second
     return unpack_token_ids(public._prefixes[0].token_ids)
 
 
@@ -422,8 +428,7 @@ async def test_gateway_stores_token_ids_of_a_public_prefix(
 async def test_deleted_public_prefix_is_not_shared(cluster: Cluster, store: RedisStore) -> None:
     await publish(cluster, store)
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
-    public = cluster.gateway.preparer._preparation._public
-    assert public is not None
+    public = cluster.gateway.preparer.public
     await until(lambda: not public._prefixes)
     assert (await received(cluster)).num_public_blocks == 0
 

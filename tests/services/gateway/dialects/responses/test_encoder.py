@@ -12,8 +12,8 @@ import pytest
 from openai.types.responses.response_item import ResponseItem
 from pydantic import TypeAdapter
 
-from services.gateway.dialects.responses.dialect import CREATE
 from services.gateway.dialects.responses.encoder import ResponsesEncoder
+from services.gateway.dialects.responses.endpoints import CREATE
 from services.gateway.dialects.responses.fields import RESPONSES_FIELDS
 from services.gateway.dialects.responses.storage.record import (
     ResponseRecord,

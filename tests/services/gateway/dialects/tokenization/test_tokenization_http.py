@@ -159,7 +159,7 @@ async def test_large_body_takes_no_time_of_the_event_loop(
 
 async def test_body_above_a_mib_is_rejected(cluster: Cluster) -> None:
     gateway = cluster.gateway
-    converter = Tokenization(gateway.preparer, gateway.model_names)
+    converter = Tokenization(gateway.preparer, gateway._models.names)
     tenant = TenantRecord(tenant_id="acme")
     body = json.dumps({"prompt": ""}).encode()
     exact = body + b" " * (MAX_BODY_BYTES - len(body))

@@ -188,7 +188,7 @@ async def test_too_large(cluster: Cluster) -> None:
 
 async def test_redis_away(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a key and for an alias that this gateway has not seen."""
-    store = cluster.gateway._store
+    store = cluster.gateway.tenancy.stores.fast
 
     async def unavailable(*_: Any) -> Any:
         raise StoreUnavailable("Redis does not answer")

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_models import ServedModels
+from services.gateway.models.gateway_models import GatewayModels
 from shared.messages import ModelCard
 from shared.tenancy.tenant import TenantRecord
 
@@ -48,9 +47,9 @@ class TenantModels:
     1970, of every model.
     """
 
-    def __init__(self, models: ServedModels, names: ModelNames, created: int) -> None:
-        self._models = models
-        self._names = names
+    def __init__(self, models: GatewayModels, *, created: int) -> None:
+        self._models = models.served
+        self._names = models.names
         self._created = created
         self._created_at = f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}"
 

@@ -1,0 +1,28 @@
+"""Declares the endpoint of new responses: `routes.py` has the paths of stored ones."""
+
+from __future__ import annotations
+
+from services.gateway.dialects.paths import openai_paths
+from services.gateway.dialects.responses.encoder import ResponsesEncoder
+from services.gateway.dialects.responses.fields import RESPONSES_FIELDS, ResponsesRequest
+from services.gateway.dialects.responses.object import ResponseEvent, ResponseObject
+from services.gateway.dialects.responses.request import to_generation_request, without_prompt
+from services.gateway.dialects.responses.storage import references
+from services.gateway.dialects.responses.storage.record import stored_items
+from services.gateway.request.endpoint import GeneratingEndpoint
+
+CREATE = GeneratingEndpoint(
+    name="responses",
+    operation="create",
+    description="With `stream`, server-sent events that end with `response.completed`.",
+    paths=openai_paths("/responses"),
+    request=ResponsesRequest,
+    response=ResponseObject,
+    event=ResponseEvent,
+    fields=RESPONSES_FIELDS,
+    generations=lambda body, model: [to_generation_request(body, model)],
+    is_streamed=lambda body: bool(body.stream),
+    encoder=ResponsesEncoder,
+    without_prompts=lambda body, _: without_prompt(body, stored_items(body.items)),
+    merge=references.merged,
+)

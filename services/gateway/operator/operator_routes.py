@@ -1,0 +1,83 @@
+"""The routes of operators and load balancers, which no dialect has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from litestar import get
+from litestar.handlers import HTTPRouteHandler
+
+from services.gateway.http.openapi import SECURITY, described
+from services.gateway.models.gateway_models import GatewayModels
+from services.gateway.models.live_models import Readiness
+from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.metrics.rendered import RenderedMetrics
+from services.gateway.operator.cluster.routes import ClusterRoutes
+from services.gateway.operator.page_handlers import page_handlers
+from services.gateway.operator.server_info import ServerInfoRoutes, server_info
+from services.gateway.operator.state_routes import READS, StateRoutes
+from services.gateway.operator.timeline_routes import TimelineRoutes
+from services.gateway.tenancy.tenancy import Tenancy
+from shared.clock import Clock
+from shared.config import GatewayConfig
+from shared.lifecycle.health import Fleet
+from shared.telemetry.timeline import Timeline
+
+
+class OperatorRoutes:
+    """`find_timeline`: a timeline by the id of its request. `num_open`: the requests that run.
+    `wall_clock`: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        fleet: Fleet,
+        tenancy: Tenancy,
+        models: GatewayModels,
+        metrics: GatewayMetrics,
+        *,
+        readiness: Callable[[], Readiness],
+        find_timeline: Callable[[str], Timeline | None],
+        num_open: Callable[[], int],
+        clock: Clock,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._cluster = ClusterRoutes.of(
+            fleet, tenancy.stores.slow, clock, wall_clock, config.operator_token
+        )
+        self.feed = self._cluster.feed
+        is_operator = self._cluster.is_operator
+        self._timelines = TimelineRoutes(find_timeline, tenancy.api_keys, is_operator)
+        self._state = StateRoutes(
+            tenancy.api_keys,
+            readiness,
+            RenderedMetrics(metrics.render, clock),
+            config.metrics_token,
+            is_operator,
+        )
+        self._info = ServerInfoRoutes(
+            lambda: server_info(config, sorted(models.served.names), num_open()),
+            config.metrics_token,
+            is_operator,
+        )
+
+    def handlers(self, error: type[Any]) -> list[HTTPRouteHandler]:
+        """`error`: the type of a rejection, for the OpenAPI document."""
+        timeline = get(
+            "/v1/requests/{request_id:str}/timeline",
+            guards=[self._timelines.authorize],
+            security=SECURITY,
+            responses=described(Timeline, error, 401, 404),
+        )
+        info = READS("/server_info", include_in_schema=False, guards=[self._info.authorize])
+        return [
+            timeline(self._timelines.timeline),
+            *self._state.handlers(error),
+            info(self._info.server_info),
+            *page_handlers(
+                self._cluster, http_host=self._config.http_host, has_page=self._config.page
+            ),
+        ]

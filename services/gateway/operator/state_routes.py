@@ -1,0 +1,96 @@
+"""`/health`, `/version`, `/ready` and `/metrics`: for load balancers and operators, without an API
+key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from litestar import HttpMethod, Request, Response, route
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from services.gateway.http.openapi import described
+from services.gateway.models.live_models import PublicReadiness, Readiness
+from services.gateway.observability.metrics.rendered import RenderedMetrics
+from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
+from shared.errors import AuthenticationFailed
+from shared.lifecycle.release import installed_release
+
+METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
+READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class StateRoutes:
+    """`metrics_token`: protects the metrics; empty: everybody may read them. `is_operator`: whether
+    an Authorization header has the operator's token.
+    """
+
+    def __init__(
+        self,
+        api_keys: ApiKeys,
+        readiness: Callable[[], Readiness],
+        metrics: RenderedMetrics,
+        metrics_token: str,
+        is_operator: Callable[[str | None], bool],
+    ) -> None:
+        self._api_keys = api_keys
+        self._readiness = readiness
+        self._metrics = metrics
+        self._metrics_token = metrics_token.encode()
+        self._is_operator = is_operator
+
+    def handlers(self, error: type[Any]) -> list[HTTPRouteHandler]:
+        """`error`: the type of a rejection, for the OpenAPI document."""
+        metrics = READS("/metrics", include_in_schema=False, guards=[self._authorize_metrics])
+        return [
+            READS("/health")(self.health),
+            READS("/version")(self.version),
+            READS("/ready", responses=described(PublicReadiness, error))(self.ready),
+            metrics(self.metrics),
+        ]
+
+    async def _authorize_metrics(
+        self, connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
+    ) -> None:
+        """Raises AuthenticationFailed. Two readings of these sums show the activity of other
+        tenants.
+        """
+        given = bearer_of(connection.headers.get("authorization")) if self._metrics_token else ""
+        if not hmac.compare_digest(given.encode(), self._metrics_token):
+            raise AuthenticationFailed("the token for metrics is not valid")
+
+    async def health(self) -> Health:
+        """Returns 200: the process is alive."""
+        return Health("ok")
+
+    async def ready(self, request: Request[Any, Any, Any]) -> Response[PublicReadiness]:
+        """Returns 200 if a request would be served now, else 503; to the operator's token also the
+        names of the processes.
+        """
+        await self._api_keys.poll_redis()
+        readiness = self._readiness()
+        is_operator = self._is_operator(request.headers.get("authorization"))
+        body = readiness if is_operator else readiness.public
+        return Response(body, status_code=200 if readiness.ready else 503)
+
+    async def version(self) -> Version:
+        return Version(installed_release())
+
+    async def metrics(self, request: Request[Any, Any, Any]) -> Response[bytes]:
+        """`names=vllm`: under the names of vLLM. Returns 400 for other names."""
+        text = await self._metrics.text(request.query_params.get("names", "hearth"))
+        return Response(text, media_type=METRICS_TYPE)
