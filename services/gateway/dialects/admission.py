@@ -1,4 +1,4 @@
-"""What happens to a request before its route: authenticate, charge, read the body.
+"""Admits requests over HTTP before their routes: authenticates, charges, reads the body.
 
     authenticate ──▶ reserve ──▶ read ──large──▶ preparation process ──▶ route ──▶ close
 
@@ -105,7 +105,9 @@ class Admission:
         return _replayed(read.body, receive, body)
 
     async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
-        """Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and ClientDisconnected."""
+        """Returns the body. Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and
+        ClientDisconnected.
+        """
         announced = header_of(scope["headers"], b"content-length")
         if announced is not None and announced.isdigit() and int(announced) > self._max_body_bytes:
             raise self._too_large()
@@ -134,8 +136,8 @@ class Admission:
 
 
 def _replayed(data: bytes, receive: Receive, body: BodyBytes) -> Receive:
-    """A `receive` that starts with the body. The next call means that the request is submitted
-    and the response begins: its body no longer counts.
+    """Returns a `receive` whose first event has the body. The second call means that the request is
+    submitted and the response begins, so the body no longer counts.
     """
     has_sent = False
 

@@ -1,4 +1,4 @@
-"""The HTTP handlers of a dialect: those of its declared endpoints, and its own."""
+"""Makes the HTTP handlers of a dialect: those of its declared endpoints, and its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ PART_BYTES = 128 << 10  # 0.1 ms of the event loop
 
 
 class JsonParts:
-    """An ASGI application for one response: a MiB of text can have 7 MiB of tokens."""
+    """An ASGI application that sends one JSON body in parts of PART_BYTES: the tokens of 1 MiB of
+    text take up to 7 MiB.
+    """
 
     def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
         self._body = body

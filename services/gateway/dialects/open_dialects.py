@@ -1,4 +1,4 @@
-"""The dialects of one gateway, opened."""
+"""Opens the dialects of one gateway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from services.gateway.request.endpoint import EndpointState
 
 
 class OpenDialects:
-    """`answers`, `states`: of the endpoints of all dialects, by the endpoints' names."""
+    """`declared`: the dialects in the order of the table. `opened`: the same dialects with their
+    state. `answers`, `states`: by the names of their endpoints.
+    """
 
     def __init__(self, dialects: Sequence[Dialect], parts: DialectParts) -> None:
         self.declared = tuple(dialects)

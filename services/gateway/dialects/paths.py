@@ -1,4 +1,4 @@
-"""The roots of the dialects' paths, and the guard of those that name an account."""
+"""The roots of the dialects' paths, and the guard of paths that name an account."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPENAI_ROOTS = ("/v1", *(f"{root}/v1" for root in ACCOUNT_ROOTS))
 async def check_account(
     connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
 ) -> None:
-    """Rejects a request whose path names another account than its key's, with ForeignAccount."""
+    """Raises ForeignAccount if the path names an account other than that of the API key."""
     account = connection.path_params.get("account")
     if account is not None and account != connection.state.tenant.tenant_id:
         raise ForeignAccount("the API key is not of this account")

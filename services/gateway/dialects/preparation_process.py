@@ -72,7 +72,9 @@ def body_handler(
 
 @cache
 def _body_thread() -> ThreadPoolExecutor:
-    """Of all models; a thread, since Linux has a niceness for each, and lets nobody lower it."""
+    """Returns the thread that prepares the bodies of all models: on Linux each thread has its own
+    niceness, which a process without privileges can only raise.
+    """
     return ThreadPoolExecutor(max_workers=1, initializer=_lower_priority)
 
 

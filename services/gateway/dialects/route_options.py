@@ -1,4 +1,4 @@
-"""What the routes of dialects say in a handler's `opt` to the admission of their requests."""
+"""Names the options by which a route tells the admission how to treat its requests."""
 
 BODY_KIND = "body_kind"  # how its large bodies are prepared
 MODEL_OF = "model_of"  # reads the model from the scope, where bodies name none

@@ -1,4 +1,5 @@
-"""Every error in Anthropic's envelope: {"type": "error", "error": {type, message}, "request_id"}.
+"""Encodes errors in Anthropic's envelope: {"type": "error", "error": {type, message},
+"request_id"}.
 
 The dialect has statuses of its own: a prompt that exceeds the context is a 400 with a message that
 clients parse, and full queues are a 529.
@@ -66,7 +67,7 @@ class AnthropicErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def type_of(error: HearthError) -> ErrorType:
-    """The type of its class, or of the nearest class above it that has one."""
+    """Returns the type of the error's class, or of its nearest superclass that has one."""
     if error.http_status == 404:  # also of the web framework
         return TYPES[UnknownModel]
     for each in type(error).__mro__:
@@ -87,7 +88,7 @@ def encode_error(error: HearthError, request_id: str) -> tuple[int, AnthropicErr
 
 
 def _message(error: HearthError) -> str:
-    """The envelope has no place for a field's name: the message holds it."""
+    """Returns the message with the field's name, for which the envelope has no place."""
     message = error.public_message
     if isinstance(error, PromptTooLong):
         return _too_long(message)
@@ -97,7 +98,9 @@ def _message(error: HearthError) -> str:
 
 
 def _too_long(message: str) -> str:
-    """As Anthropic writes it: Claude Code reads the numbers, and compacts the conversation."""
+    """Writes the message as Anthropic does: Claude Code reads the numbers and compacts the
+    conversation.
+    """
     found = _LENGTH.search(message)
     if found is None:
         return f"prompt is too long: {message}"

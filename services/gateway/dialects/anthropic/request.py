@@ -1,4 +1,4 @@
-"""The body of `/v1/messages`, and its meaning in Hearth's terms."""
+"""The body of `/v1/messages`, and its conversion to a GenerationRequest."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ NO_MESSAGES = [AnthropicMessage("user", "")]
 
 
 def request_of(body: PromptFields) -> GenerationRequest:
-    """The prompt and what its answer may be, without sampling or limits. Raises InvalidRequest if
-    fields contradict each other, PayloadTooLarge.
+    """Returns the request without sampling options and limits. Raises InvalidRequest if fields
+    contradict each other, and PayloadTooLarge.
     """
     turns, tools = turns_of(body.system, body.messages), tool_options(body.tools, body.tool_choice)
     output, reasoning, variables = _constraint(body), _reasoning(body), _variables(body.thinking)
@@ -142,7 +142,9 @@ def request_of(body: PromptFields) -> GenerationRequest:
 
 
 def to_generation_requests(body: MessagesRequest, _: str) -> Sequence[GenerationRequest]:
-    """Raises InvalidRequest if fields contradict each other, PayloadTooLarge."""
+    """Returns one request. Raises InvalidRequest if fields contradict each other, and
+    PayloadTooLarge.
+    """
     _check_budget(body)
     generation = msgspec.structs.replace(
         request_of(body),
@@ -155,7 +157,7 @@ def to_generation_requests(body: MessagesRequest, _: str) -> Sequence[Generation
 
 
 def without_prompts(body: MessagesRequest, _: int) -> MessagesRequest:
-    """The body without its prompt."""
+    """Returns the body without its prompt."""
     return msgspec.structs.replace(body, system=None, messages=NO_MESSAGES)
 
 
@@ -182,14 +184,17 @@ def _reasoning(body: PromptFields) -> ReasoningOptions:
 
 
 def _budget(thinking: ThinkingField | None) -> int | None:
-    """A model that does not mark its thinking takes it, and thinks without a limit, since clients
-    such as Claude Code send it to every model.
+    """Returns the tokens of thinking after which it ends, or None. A model that does not mark its
+    thinking accepts the budget and ignores it, since clients such as Claude Code send it to every
+    model.
     """
     return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
 def _variables(thinking: ThinkingField | None) -> dict[str, Any]:
-    """The switch of chat templates, which has two names. Without the field it is not set."""
+    """Returns the variables that switch thinking on in chat templates, which have two names for it.
+    Without the field, or with "disabled", which becomes an effort, none is set.
+    """
     if thinking is None or thinking.type == "disabled":  # the latter is an effort
         return {}
     return {"enable_thinking": True, "thinking": True}

@@ -60,7 +60,7 @@ STOP_REASONS: dict[str, StopReason] = {
 
 class MessageEncoder:
     def __init__(self, context: ResponseContext, warnings: Sequence[str] = ()) -> None:
-        """`warnings`: besides those of the output."""
+        """`warnings`: warnings of the request, besides those of the output."""
         self._context = context
         self._warnings = tuple(warnings)
         self._is_begun = False
@@ -74,7 +74,7 @@ class MessageEncoder:
         return cls(context, warnings_of(body.tools))
 
     def keep_alive(self) -> bytes:
-        """Also before the message: the vendor's clients skip pings wherever they come."""
+        """Returns a ping, also before the message begins: Anthropic's clients always skip pings."""
         return self._event(AnthropicPing())
 
     def events(self, events: Sequence[output.Event]) -> Iterator[bytes]:
@@ -141,7 +141,7 @@ class MessageEncoder:
         return before + self._delta(ThinkingDelta(text))
 
     def _within(self, block: Content, encoded: bytes) -> bytes:
-        """Begins a block of this kind, unless the last one is."""
+        """Begins a block of this kind, unless the last block is one and has not ended."""
         if self._open is type(block):
             return encoded
         ended = self._end()
@@ -204,7 +204,7 @@ class MessageEncoder:
         return HearthWarnings(warnings) if warnings else msgspec.UNSET
 
     def _prompt(self) -> output.Usage:
-        """The prompt's part of the usage, before its end."""
+        """Returns the prompt's part of the usage while the output is not complete."""
         outputs = self._context.merger.outputs
         cached = sum(each.num_cached_tokens or 0 for each in outputs)
         return output.Usage(sum(each.num_prompt_tokens for each in outputs), cached, 0)
@@ -230,7 +230,7 @@ def _stop(reason: str, sequence: str | None) -> AnthropicStop:
 
 
 def _input(call: ToolCallResult) -> dict[str, Any] | None:
-    """None for arguments that are no JSON object."""
+    """Returns None for arguments that are not a JSON object."""
     try:
         values = msgspec.json.decode(call.arguments or "{}")
     except UNREADABLE:
@@ -249,7 +249,7 @@ def _named(framing: Framing, name: str) -> Framing:
 
 @lru_cache(maxsize=64)
 def _text_event(framing: Framing, index: int) -> TextEvent:
-    """Of the text block at this index: equal in all responses."""
+    """Returns the encoder for the text block at this index, which all responses share."""
     return TextEvent(
         framing.named("content_block_delta"),
         lambda text: BlockDelta(index, AnthropicTextDelta(text)),

@@ -1,5 +1,5 @@
-"""Signs thinking, so that clients which demand a signature have one: an HMAC of the text with a key
-of the tenant, in base64. Nothing checks it: see `blocks.ThinkingBlock`.
+"""Signs thinking, since some clients require a signature: an HMAC of the text with a key of the
+tenant, in base64. No server checks it: see `blocks.ThinkingBlock`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from services.gateway.request.endpoint import EndpointState
 
 
 def signing_state(cluster_key: bytes) -> EndpointState:
-    """The key of each tenant, derived from that of the cluster."""
+    """Returns a state with the key of each tenant, derived from the cluster's key."""
     return EndpointState(
         lambda tenant: blake2b(
             tenant.tenant_id.encode(), key=cluster_key, person=b"signing"
@@ -21,7 +21,7 @@ def signing_state(cluster_key: bytes) -> EndpointState:
 
 
 class Signature:
-    """Of texts that come in parts."""
+    """Signs texts that arrive in parts."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -33,7 +33,7 @@ class Signature:
         self._hmac.update(text.encode())
 
     def take(self) -> str:
-        """The signature of the texts since the last call."""
+        """Returns the signature of the texts since the last call."""
         signed, self._hmac = self._hmac, None
         if signed is None:
             signed = hmac.new(self._key, digestmod="sha256")

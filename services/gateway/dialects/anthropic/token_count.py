@@ -1,4 +1,5 @@
-"""Counts the tokens of a prompt as `/v1/messages` would render it. Nothing is run, or charged.
+"""Counts the tokens of the prompt that `/v1/messages` would render. Runs no model and charges
+nothing.
 
 small ──▶ decode ──▶ render and tokenize in other processes
 large ──▶ all of it in a preparation process
@@ -24,7 +25,7 @@ COUNT_TOKENS = "count_tokens"  # the kind of a large body
 
 
 class TokenCounter:
-    """`count` raises the HearthError that rejects the request."""
+    """Counts over any transport. `count` raises the HearthError that rejects the request."""
 
     def __init__(self, preparer: Preparer, names: ModelNames) -> None:
         self._preparer = preparer
@@ -59,8 +60,8 @@ def _prompt_of(body: PromptFields) -> ChatPrompt:
 def count_large(
     job: BodyJob, tokenizer: PromptTokenizer, template: ChatTemplate | None
 ) -> PreparedBody:
-    """In a preparation process: returns the body of the response. Raises InvalidRequest and its
-    subclasses.
+    """Counts in a preparation process. Returns the body of the response. Raises InvalidRequest and
+    its subclasses.
     """
     body: PromptFields = COUNT_FIELDS.decode(job.body)
     prompt = _prompt_of(body)

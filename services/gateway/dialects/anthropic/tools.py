@@ -50,8 +50,8 @@ Tools = Annotated[list[AnthropicToolField], Meta(max_length=MAX_TOOLS)]
 def tool_options(
     fields: Sequence[AnthropicToolField] | None, choice: AnthropicChoiceField | None
 ) -> ToolOptions | None:
-    """None without tools. Raises InvalidRequest for an invalid tool, and for a choice of a tool
-    that is not there; PayloadTooLarge.
+    """Returns None if there are no tools. Raises InvalidRequest for an invalid tool and for the
+    choice of an unknown tool, and PayloadTooLarge.
     """
     tools = _tools(fields or ())
     if not tools:
@@ -66,7 +66,7 @@ def tool_options(
 
 
 def warnings_of(fields: Sequence[AnthropicToolField] | None) -> tuple[str, ...]:
-    """What of the tools the model is not offered."""
+    """Returns a warning for each tool that the model is not offered."""
     return tuple(
         f"tools[{index}]: {each.type!r} is run by Anthropic's servers alone and is left out"
         for index, each in enumerate(fields or ())

@@ -50,7 +50,9 @@ OWN_ID, EXTERNAL_ID = "call_", "toolu_"  # the start of a call's id, here and in
 
 
 def turns_of(system: SystemField | None, messages: Sequence[AnthropicMessage]) -> tuple[Turn, ...]:
-    """Raises InvalidRequest, PayloadTooLarge."""
+    """Converts the system prompt and the messages to turns. Raises InvalidRequest and
+    PayloadTooLarge.
+    """
     check_count("messages", len(messages), MAX_MESSAGES)
     if messages[-1].role == "assistant":
         param = f"messages[{len(messages) - 1}].role"
@@ -65,7 +67,7 @@ def turns_of(system: SystemField | None, messages: Sequence[AnthropicMessage]) -
 
 
 def external_id(call_id: str) -> str:
-    """The id of a call as this dialect's clients see it."""
+    """Returns the id of a call as clients of this dialect see it."""
     return _with_start(call_id, OWN_ID, EXTERNAL_ID)
 
 
@@ -74,7 +76,9 @@ def _with_start(text: str, start: str, other: str) -> str:
 
 
 class _Conversion:
-    """`_ids`: of the calls so far, to find results without a call."""
+    """Converts the messages of one conversation. `_ids`: the ids of the calls so far, to find
+    results without a call.
+    """
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
@@ -142,7 +146,7 @@ def _own_id(call_id: str) -> str:
 
 
 def _system_texts(system: SystemField | None) -> tuple[TextPart, ...]:
-    """Without the billing header. Empty texts are left out."""
+    """Returns the texts without the billing header and without empty ones."""
     texts = [system] if isinstance(system, str) else [each.text for each in system or ()]
     check_count("system", len(texts), MAX_BLOCKS)
     if texts and texts[0].startswith(BILLING_HEADER):
@@ -159,7 +163,7 @@ def _result_text(content: ResultContent | None, place: str) -> str:
 
 
 def _text_of(block: ResultBlock, place: str) -> str | None:
-    """None: it says nothing to this model. Raises InvalidRequest."""
+    """Returns None for a block without text for this model. Raises InvalidRequest."""
     match block:
         case TextBlock():
             return block.text

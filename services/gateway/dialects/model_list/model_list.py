@@ -1,4 +1,4 @@
-"""The models that a tenant may use, with the fields of OpenAI's list and of Anthropic's."""
+"""Lists the models that a tenant may use, with the fields of OpenAI's and Anthropic's lists."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantModels:
-    """The models by their names, and by the aliases that a tenant sees. `created`: seconds since
-    1970, of every model.
+    """Lists models by their names and by the aliases that a tenant has. `created`: seconds since
+    1970, equal for every model.
     """
 
     def __init__(self, models: GatewayModels, *, created: int) -> None:
@@ -54,7 +54,9 @@ class TenantModels:
         self._created_at = f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
     async def all(self, tenant: TenantRecord) -> ModelList:
-        """Raises DependencyUnavailable if the tenant's aliases have never been read."""
+        """Returns the list. Raises DependencyUnavailable if the tenant's aliases have never been
+        read.
+        """
         data = [
             self._entry(name, card)
             async for card, names in self._names.all(tenant)
@@ -67,8 +69,8 @@ class TenantModels:
         )
 
     async def one(self, tenant: TenantRecord, name: str) -> ModelEntry:
-        """Raises UnknownModel for a model that this gateway does not serve, ModelNotAllowed, or
-        NoCapacity before any worker serves the model.
+        """Returns one entry. Raises UnknownModel for a model that this gateway does not serve,
+        ModelNotAllowed, and NoCapacity before any worker serves the model.
         """
         model = await self._names.resolve(tenant.tenant_id, name)
         self._models.check(tenant, model)

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the types of the dialect, and their meaning in Hearth's terms."""
+"""The types of OpenAI's chat completions, and the conversion to a GenerationRequest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
 
 
 def to_generation_request(body: ChatCompletionRequest, default_model: str) -> GenerationRequest:
-    """Raises InvalidRequest if fields contradict each other."""
+    """Returns one request. Raises InvalidRequest if fields contradict each other."""
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
     check_stream_options(body)

@@ -1,4 +1,4 @@
-"""The response of a chat completion."""
+"""Encodes the response of a chat completion."""
 
 from __future__ import annotations
 

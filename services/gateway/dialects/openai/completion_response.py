@@ -1,4 +1,4 @@
-"""The response of a text completion."""
+"""Encodes the response of a text completion."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class CompletionEncoder(OpenAIEncoder):
                     yield self._ending(event)
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Raises HearthError if a worker sent a wrong number of prompt logprobs."""
+        """Returns the response in parts. Raises HearthError if a worker sent a wrong number of
+        prompt logprobs.
+        """
         if self.has_logprobs:
             for each in self.context.merger.outputs:
                 _check_echo(each)
@@ -105,7 +107,9 @@ class CompletionEncoder(OpenAIEncoder):
         return self._plain_texts(index, texts) + last
 
     def _long_echo(self, index: int) -> Iterator[bytes]:
-        """The chunks of a prompt with logprobs that is too long for one, except its last part."""
+        """Returns the chunks of a prompt whose logprobs are too long for one chunk, except the
+        last.
+        """
         output = self._output_of(index)
         if output.echo is None or not self.has_logprobs or not self._is_echo_due(index):
             return
@@ -121,7 +125,7 @@ class CompletionEncoder(OpenAIEncoder):
             yield self.context.framing.event(self._chunk(choice))
 
     def _last_echo(self, echo: Echo) -> int:
-        """The place in the prompt from which on its echo is in the chunk of the first output."""
+        """Returns the place in the prompt from which the first output's chunk echoes it."""
         if not self.has_logprobs or not echo.token_ids:
             return 0
         return (len(echo.token_ids) - 1) // ECHO_TOKENS * ECHO_TOKENS
@@ -165,8 +169,8 @@ class CompletionEncoder(OpenAIEncoder):
     def _choice(
         self, index: int, text: str, tokens: Sequence[ScoredToken], finish_reason: str | None
     ) -> CompletionChoice:
-        """Includes the rest of the prompt if echo is requested and this is the choice's first
-        output.
+        """Returns a choice, with the rest of the prompt if it is echoed and this is the choice's
+        first output.
         """
         output = self._output_of(index)
         is_echo_due, first = self._is_echo_due(index), 0

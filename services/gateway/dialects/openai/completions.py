@@ -1,4 +1,4 @@
-"""OpenAI's text completions: the types of the dialect, and their meaning in Hearth's terms."""
+"""The types of OpenAI's text completions, and the conversion of a request to GenerationRequests."""
 
 from __future__ import annotations
 

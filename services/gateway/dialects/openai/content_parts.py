@@ -1,4 +1,4 @@
-"""The parts of a chat message. Texts may have the types that other APIs give them."""
+"""The parts of a chat message. A text part may have the type that another API gives it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 def text_part(place: str, part: ContentPart) -> TextPart:
-    """`place`: the part's. Raises InvalidRequest for a part that is no text."""
+    """Returns the part's text. `place`: the place of the part in the request. Raises InvalidRequest
+    for a part that is not text.
+    """
     if part.type not in TEXT_KINDS:
         param, kind = f"{place}.type", part.type[:64]
         raise InvalidRequest(f"{param}: this model reads no {kind!r}, only text", param=param)

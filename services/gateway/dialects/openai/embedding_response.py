@@ -1,4 +1,4 @@
-"""The response of an embeddings request."""
+"""Encodes the response of an embeddings request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class EmbeddingEncoder(OpenAIEncoder):
         )
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Raises HearthError if a worker ended a request without its embedding."""
+        """Returns the response in parts. Raises HearthError if a worker ended a request without its
+        embedding.
+        """
         packed = check_embeddings(each.embedding for each in self.context.merger.outputs)
         num_tokens = results.usage.prompt
         embeddings = EmbeddingList(

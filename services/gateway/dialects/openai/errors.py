@@ -1,4 +1,4 @@
-"""Every error in OpenAI's envelope: {"error": {message, type, param, code}}."""
+"""Encodes errors in OpenAI's envelope: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def encode_error(error: HearthError, _: str) -> tuple[int, ErrorEnvelope]:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIEncoder:
-    """The common part of all OpenAI responses."""
+    """Implements what the encoders of all OpenAI responses share."""
 
     context: ResponseContext
 
     def keep_alive(self) -> bytes:
-        """Returns no bytes; for responses that are never streamed."""
+        """Returns no bytes: only encoders of streamed responses override it."""
         return b""
 
     def events(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """Returns no bytes; for responses that are never streamed."""
+        """Returns no bytes: only encoders of streamed responses override it."""
         return iter(())
 
     def closing(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes: that of chat, and the older shape of text completions."""
+"""Encodes logprobs in OpenAI's two forms: that of chat, and the older one of text completions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class ListedToken(NamedTuple):
-    """A token of a text completion. `logprobs`: None for a prompt's first token."""
+    """A token of a text completion. `logprobs`: None for the first token of a prompt."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -66,13 +66,15 @@ def chat_logprobs_parts(tokens: Iterable[ScoredToken], token_bytes: TokenBytes) 
 
 
 def output_tokens(tokens: Iterable[ScoredToken], *, first_offset: int) -> Iterator[ListedToken]:
-    """`first_offset`: number of characters before the output, if the prompt is echoed."""
+    """Lists the tokens of an output. `first_offset`: the characters before the output, which are
+    those of an echoed prompt.
+    """
     for each in tokens:
         yield ListedToken(each.token_id, each.logprobs, first_offset + each.text_offset)
 
 
 def check_prompt_logprobs(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> None:
-    """`logprobs`: from the second token on. Raises HearthError if their number is wrong."""
+    """Raises HearthError if the number of logprobs is wrong: a prompt's first token has none."""
     if len(logprobs) != len(echo.token_ids) - 1:
         raise HearthError("the worker sent a wrong number of prompt logprobs")
 
@@ -80,7 +82,7 @@ def check_prompt_logprobs(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> None
 def prompt_tokens(
     echo: Echo, logprobs: Sequence[TokenLogprobs], first: int = 0
 ) -> Iterator[ListedToken]:
-    """From the place `first` on."""
+    """Lists the tokens of a prompt from the place `first` on."""
     for place in range(first, len(echo.token_ids)):
         scored = logprobs[place - 1] if place else None
         yield ListedToken(echo.token_ids[place], scored, echo.offsets[place])
@@ -114,7 +116,7 @@ def _encoded_parts(items: Iterator[Any]) -> Iterator[bytes]:
 
 
 def mean_logprob(tokens: Sequence[ScoredToken]) -> float:
-    """Mean over the tokens; 0, the maximum, for an output without tokens."""
+    """Returns the mean over the tokens; 0, which is the maximum, for an output without tokens."""
     return sum(each.logprobs.logprob for each in tokens) / max(len(tokens), 1)
 
 
@@ -129,7 +131,9 @@ def _content(token: ScoredToken, token_bytes: TokenBytes) -> ContentLogprob:
 
 
 def _tops(token_id: int, scores: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
-    """The top tokens and the token itself. Of ids with equal text, reports the more likely one."""
+    """Returns the top-k tokens and the sampled token. Of ids with equal text, the more likely one
+    is reported.
+    """
     named: dict[str, float] = {}
     own = ((token_id, scores.logprob),)
     for each, logprob in chain(zip(scores.top_token_ids, scores.top_logprobs, strict=True), own):

@@ -1,4 +1,4 @@
-"""The messages of OpenAI's chat completions, and the turns that they are."""
+"""The messages of OpenAI's chat completions, and their conversion to turns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    """Raises InvalidRequest, PayloadTooLarge."""
+    """Converts the messages to turns. Raises InvalidRequest and PayloadTooLarge."""
     check_count("messages", len(messages), MAX_MESSAGES)
     return tuple(_turn(index, each) for index, each in enumerate(messages))
 
@@ -76,7 +76,7 @@ def _turn(index: int, message: ChatMessage) -> Turn:
 
 
 def _check_role(place: str, message: ChatMessage) -> None:
-    """Rejects fields of other roles, and a missing one."""
+    """Raises InvalidRequest for a field of another role, or if a required field is missing."""
     role = message.role
     if message.content is None and role != "assistant":
         raise InvalidRequest("content must not be null", param=f"{place}.content")

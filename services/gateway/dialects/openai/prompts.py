@@ -19,7 +19,9 @@ Prompts = str | list[str | TokenId | list[TokenId]]
 def to_prompts(
     param: str, given: Prompts, *, add_special_tokens: bool = True, most: int = MAX_PROMPTS
 ) -> list[TextPrompt | TokenPrompt]:
-    """Each prompt's `param` is its position, `prompt[3]`, which errors can then name.
+    """Returns the prompts. The `param` of each is its position, such as `prompt[3]`, which errors
+    name. Raises InvalidRequest if `given` mixes kinds or is empty, and PayloadTooLarge for more
+    than `most`.
 
     Raises InvalidRequest if `given` mixes kinds or is empty, PayloadTooLarge for more than `most`.
     """

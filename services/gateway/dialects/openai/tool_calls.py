@@ -1,4 +1,6 @@
-"""Tool calls of a chat completion. A custom tool's input is decoded from its arguments."""
+"""Encodes the tool calls of a chat completion. The input of a custom tool is decoded from its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,15 @@ def message_tool_call(call: ToolCallResult) -> MessageToolCall:
 
 
 class ToolCallDeltas:
-    """The calls of one choice in a stream. A custom tool's input is sent at the end of its call, or
-    of the choice.
+    """Encodes the calls of one choice of a stream. The input of a custom tool is sent when its call
+    ends, or the choice.
     """
 
     def __init__(self) -> None:
         self._custom: dict[int, list[str]] = {}  # arguments that were not sent, by call
 
     def of(self, event: ToolCallStart | ToolArgumentsDelta | ToolCallEnd) -> MessageToolCall | None:
-        """None: nothing is sent."""
+        """Returns None if nothing is to be sent."""
         match event:
             case ToolCallStart(is_custom=True):
                 self._custom[event.index] = []
@@ -52,7 +54,7 @@ class ToolCallDeltas:
         return None
 
     def rest(self) -> list[MessageToolCall]:
-        """At the end of the choice: what has come of a call without an end."""
+        """Returns the input of a call that has not ended at the end of the choice."""
         return [self._input(index) for index in list(self._custom)]
 
     def _input(self, index: int) -> MessageToolCall:
@@ -61,7 +63,9 @@ class ToolCallDeltas:
 
 
 def input_of(arguments: str) -> str:
-    """The text in `{"input": "…"}`, which may be cut; arguments of another form as they are."""
+    """Returns the text in `{"input": "…"}`, which may be cut, and arguments of another form
+    unchanged.
+    """
     found = _INPUT.match(arguments)
     if found is None:
         return arguments

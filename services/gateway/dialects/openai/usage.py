@@ -1,4 +1,4 @@
-"""The token usage and the serving processes of a response, for all dialects."""
+"""The token usage and the processes that served a response, for all dialects."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def hearth_info_of(context: ResponseContext) -> HearthInfo:
 
 
 def ending(context: ResponseContext, usage: Struct | None, empty: Struct) -> bytes:
-    """What follows the last choice of a stream: the chunk with the `usage`, if one is asked for;
-    else warnings alone in the `empty` chunk, whose choice clients expect that ask for no usage.
+    """Returns what follows the last choice of a stream: the chunk with the `usage` if the client
+    requests it, else the warnings in the `empty` chunk, whose choice such clients expect.
     """
     if usage is None and not context.merger.warnings:
         return b""

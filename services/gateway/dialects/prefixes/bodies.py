@@ -96,7 +96,7 @@ class DryRunRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> list[tuple[str, msgspec.Raw]]:
-        """The bodies with their fields' names."""
+        """Returns the bodies with the names of their fields."""
         other = [] if bytes(self.other) == bytes(NULL) else [("other", self.other)]
         return [("request", self.request), *other]
 
@@ -142,7 +142,9 @@ class DryRunBody(StrictBody):
 
 
 def prompt_of(body: PrefixRequest) -> ChatPrompt:
-    """Raises InvalidRequest for an empty conversation, PayloadTooLarge."""
+    """Returns the prompt of a prefix. Raises InvalidRequest for an empty conversation, and
+    PayloadTooLarge.
+    """
     system = [] if body.system is None else [ChatMessage(role="system", content=body.system)]
     turns = turns_of([*system, *(body.messages or [])])
     if not turns:

@@ -32,13 +32,13 @@ Choose = Callable[[str], Awaitable[ServedModel]]
 
 
 class _Peek(msgspec.Struct, frozen=True):
-    """Tells a chat from a completion, and reads nothing else."""
+    """Decodes only what distinguishes a chat from a completion."""
 
     messages: msgspec.Raw = NULL
 
 
 def to_generation_request(data: msgspec.Raw, param: str, default_model: str) -> GenerationRequest:
-    """Raises the same InvalidRequest as the route of the body."""
+    """Converts the body as its own route does. Raises the same InvalidRequest."""
     try:
         is_chat = msgspec.json.decode(data, type=_Peek).messages is not NULL
     except UNREADABLE as error:
@@ -61,8 +61,8 @@ async def dry_run(
     prefix_store: PrefixStore,
     default_model: str,
 ) -> DryRunReport:
-    """`choose`: once, since both prompts are compared in one model's tokens. Raises the HearthError
-    that would reject the request itself.
+    """Compares two prompts in the tokens of one model, which `choose` returns. Raises the
+    HearthError that would reject the request itself.
     """
     runs, prompts = [], []
     generations = {p: to_generation_request(given, p, default_model) for p, given in body.named}

@@ -1,4 +1,5 @@
-"""Checks large bodies of `/v1/prefixes` in a preparation process.
+"""Checks large bodies of `/v1/prefixes` in a preparation process. A body that passes has few values
+and prompts that may fit, so the gateway decodes it quickly.
 
 What passes has few values and prompts that may fit, so the gateway decodes it quickly.
 """

@@ -53,7 +53,7 @@ class PrefixTokenizer:
         max_payload_bytes: Callable[[], int],
         longest_token_chars: int | None = None,
     ) -> None:
-        """`longest_token_chars`: of the tokenizer, in characters of text; None: not bounded."""
+        """`longest_token_chars`: characters of the tokenizer's longest token; None: unbounded."""
         self._tokenize = tokenize
         self._max_payload_bytes = max_payload_bytes
         self._longest_token_chars = longest_token_chars
@@ -105,7 +105,9 @@ def _stored(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_size(prefix: PinnedPrefix, num_tokens: int) -> None:
-    """A template may skip text, which then costs no tokens: it must not fill Redis."""
+    """Raises PrefixTooLarge for text that would fill Redis: a template may skip it, and then it
+    costs no tokens.
+    """
     max_bytes = num_tokens * STORED_BYTES_PER_TOKEN + STORED_EXTRA_BYTES
     if prefix.num_bytes > max_bytes:
         raise PrefixTooLarge(

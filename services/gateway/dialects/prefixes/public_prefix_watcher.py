@@ -76,8 +76,8 @@ class PublicPrefixWatcher:
         self._version, self._names, self._is_complete = changes.version, names, is_complete
 
     async def _read_alone(self, prefix: PinnedPrefix) -> PinnedPrefix | None:
-        """None: it failed, and is read again in the next poll; the others do not wait for it.
-        Raises StoreUnavailable.
+        """Returns None if the read fails: the next poll repeats it, and other prefixes do not wait
+        for it. Raises StoreUnavailable.
         """
         try:
             return await self._read_public(prefix)
@@ -90,13 +90,17 @@ class PublicPrefixWatcher:
         return None
 
     def _log_once(self, prefix: PinnedPrefix, error: Exception) -> None:
-        """It may be read each second for as long as this process lives."""
+        """Logs the error of a prefix once: the prefix may be read each second while this process
+        lives.
+        """
         if prefix.digest not in self._failed:
             self._failed.add(prefix.digest)
             log.error("public_prefix_failed", name=prefix.name, exc_info=error)
 
     async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
-        """The operator provides the text; the first gateway of the model adds the tokens."""
+        """Returns the prefix with its tokens. The operator stores the text; the first gateway that
+        serves the model adds the tokens.
+        """
         if prefix.token_ids:
             return prefix
         try:

@@ -1,4 +1,4 @@
-"""A tenant's named prefixes: stored in Redis, pinned on workers by the index, reported here."""
+"""Stores a tenant's named prefixes in Redis, and reports them. The index pins them on workers."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class PrefixStore:
         region: str = "",
         root_key: bytes = b"",
     ) -> None:
-        """`max_all_bytes`: that Redis may take for all tenants' prefixes. `region`: of this
-        gateway. `wall_clock`: returns unix seconds, which stay valid across restarts. `root_key`:
-        see `block_hash.root_key`.
+        """`max_all_bytes`: returns the bytes that the prefixes of all tenants may take in Redis.
+        `region`: this gateway's region. `wall_clock`: returns unix seconds, which stay valid across
+        restarts. `root_key`: see `block_hash.root_key`.
         """
         self._root_key = root_key
         self._region = region
@@ -120,7 +120,9 @@ class PrefixStore:
         return await self._stored(tenant, prefix, card)
 
     async def get(self, tenant: TenantRecord, name: str) -> Prefix:
-        """The tenant's prefix, else a public one. Raises UnknownPrefix, StoreUnavailable."""
+        """Returns the tenant's prefix, else a public one. Raises UnknownPrefix and
+        StoreUnavailable.
+        """
         for tenant_id in self._readable(tenant):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
             if prefix is not None and not self._models.hides(tenant.tenant_id, prefix.model):
@@ -153,7 +155,9 @@ class PrefixStore:
         return PrefixList(data=data)
 
     def _readable(self, tenant: TenantRecord) -> Sequence[str]:
-        """Whose prefixes the tenant's record of now allows this gateway to read for it."""
+        """Returns the owners of the prefixes that this gateway may read for the tenant, by the
+        tenant's current record.
+        """
         is_allowed = may_store(tenant, self._region)
         return (tenant.tenant_id, PUBLIC_TENANT_ID) if is_allowed else (PUBLIC_TENANT_ID,)
 
@@ -179,7 +183,7 @@ class PrefixStore:
             return None
 
     async def _check_room(self, tenant_id: str, name: str) -> None:
-        """Rejects early: `save` decides, after rendering and tokenizing."""
+        """Rejects a prefix before it is rendered and tokenized. `save` decides afterwards."""
         others = set(await pinned_prefix.entries(self._store, tenant_id)) - {name}
         if len(others) >= MAX_PER_TENANT:
             raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")

@@ -55,7 +55,7 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> Pairs:
-        """Raises InvalidRequest."""
+        """Returns the query and the documents. Raises InvalidRequest."""
         documents = texts_of([text_of(each) for each in self.documents], "documents")
         return Pairs([PairText(self.query, "query")], documents, self.instruction)
 
@@ -76,7 +76,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> Pairs:
-        """Raises InvalidRequest."""
+        """Returns the texts as queries and documents. Raises InvalidRequest."""
         one, other = texts_of(self.text_1, "text_1"), texts_of(self.text_2, "text_2")
         return Pairs(one, other, self.instruction)
 
@@ -96,7 +96,7 @@ def texts_of(given: str | Sequence[str], param: str) -> list[PairText]:
 
 
 def rerank_without_prompts(body: RerankRequest, _: int) -> RerankRequest:
-    """Documents that the response repeats stay."""
+    """Returns the body with empty prompts, but for documents that the response repeats."""
     if body.return_documents:
         return msgspec.structs.replace(body, query=PLACEHOLDER)
     documents: list[str | Document] = [PLACEHOLDER] * len(body.documents)

@@ -1,4 +1,4 @@
-"""`/rerank` and `/score` as a dialect: the texts of each are pairs, which the model scores.
+"""`/rerank` and `/score` as a dialect: their texts are pairs, which a model scores.
 
 The paths are those of Cohere's clients, Jina's and vLLM's.
 """
@@ -29,7 +29,7 @@ Body = RerankRequest | ScoreRequest
 
 
 def _requests(body: Body, default_model: str) -> list[GenerationRequest]:
-    """Raises InvalidRequest."""
+    """Returns requests for embeddings, which `_for_model` may replace. Raises InvalidRequest."""
     return embedding_requests(
         body.pairs,
         body.model or default_model,

@@ -33,7 +33,7 @@ BIAS = 100.0
 
 
 class PairText(NamedTuple):
-    """`param`: the request field that holds the text, such as `documents[3]`."""
+    """A text and its place. `param`: the request field that holds it, such as `documents[3]`."""
 
     text: str
     param: str
@@ -41,8 +41,8 @@ class PairText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """`queries`: one for all documents, or one for each. `instruction`: for a reranking checkpoint;
-    None: the default.
+    """`queries`: one for all documents, or one for each. `instruction`: what makes a document
+    relevant to a reranking checkpoint; None: its default.
     """
 
     queries: Sequence[PairText]
@@ -61,7 +61,7 @@ class Pairs:
             )
 
     def query_place(self, place: int) -> int:
-        """The place of the query of the document at `place`."""
+        """Returns the place of the query that belongs to the document at `place`."""
         return 0 if len(self.queries) == 1 else place
 
 
@@ -73,7 +73,7 @@ def embedding_requests(
     priority: int | None = None,
     is_queueable: bool = True,
 ) -> list[GenerationRequest]:
-    """One request for each query, then one for each document."""
+    """Returns one request for each query, then one for each document."""
     return [
         GenerationRequest(
             model=model,
@@ -93,8 +93,9 @@ def embedding_requests(
 def requests_for_model(
     pairs: Pairs, generations: Sequence[GenerationRequest], files: ModelText
 ) -> Sequence[GenerationRequest]:
-    """`generations`: those of `embedding_requests`, which a reranking checkpoint replaces by one
-    question for each pair. Raises InvalidRequest if the model cannot be asked.
+    """Returns one question for each pair if the model is a reranking checkpoint, else
+    `generations`, which are those of `embedding_requests`. Raises InvalidRequest if the model can
+    score no pairs.
     """
     ranking = files.ranking
     if ranking is None:
@@ -128,7 +129,9 @@ def _question(pairs: Pairs, place: int) -> ChatPrompt:
 
 
 def judging(tokens: RankingTokens) -> SamplingFields:
-    """Every option is given: the model's defaults would change the distribution."""
+    """Returns a request with every sampling option set: the model's defaults would change the
+    distribution.
+    """
     return SamplingFields(
         temperature=1.0,
         top_p=1.0,

@@ -1,4 +1,4 @@
-"""The documents with the highest scores."""
+"""Selects the documents with the highest scores."""
 
 from __future__ import annotations
 
@@ -6,5 +6,7 @@ from collections.abc import Sequence
 
 
 def ranked(scores: Sequence[float], limit: int | None) -> list[int]:
-    """At most `limit` places, the highest score first; of equal scores the first place."""
+    """Returns at most `limit` places, the highest score first. Of equal scores the first place
+    comes first.
+    """
     return sorted(range(len(scores)), key=lambda place: -scores[place])[:limit]

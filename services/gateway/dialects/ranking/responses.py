@@ -1,4 +1,4 @@
-"""The responses of `/rerank` and `/score`."""
+"""Encodes the responses of `/rerank` and `/score`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class RerankEncoder(OpenAIEncoder):
         return cls(context, body)
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Raises HearthError if a worker ended a request without what its score needs."""
+        """Returns the response in parts. Raises HearthError if a worker ended a request without
+        what its score needs.
+        """
         context, found = self.context, list[float]()
         for score in scores(self.request.pairs, context, results):
             found.append(score)
@@ -70,7 +72,7 @@ class ScoreEncoder(OpenAIEncoder):
         return cls(context, body)
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Raises HearthError as that of a rerank."""
+        """Returns the response in parts. Raises HearthError as `RerankEncoder.body` does."""
         context, found = self.context, list[Score]()
         for index, score in enumerate(scores(self.request.pairs, context, results)):
             found.append(Score(index=index, score=score))

@@ -1,4 +1,6 @@
-"""The scores of pairs, from the outputs of their requests.
+"""Computes the scores of pairs from the outputs of their requests, each when its caller takes it:
+the cosines of 1,000 documents with 4,096 dimensions take 0.3 s together, between which other
+streams continue.
 
 Each is computed when it is asked for: the cosines of 1,000 documents and 4,096 dimensions take some
 0.3 s together, in which other streams have their turns.
@@ -22,8 +24,8 @@ MISSING = "the worker sent no logprobs of yes and no"
 
 
 def scores(pairs: Pairs, context: ResponseContext, results: Results) -> Iterator[float]:
-    """In the order of the documents. Raises HearthError if a worker ended a request without what
-    its score needs.
+    """Yields the scores in the order of the documents. Raises HearthError if a worker ended a
+    request without what its score needs.
     """
     if context.ranking is not None:
         return _relevances(results.choices, context.ranking)
@@ -31,7 +33,7 @@ def scores(pairs: Pairs, context: ResponseContext, results: Results) -> Iterator
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """0 if a vector is zero. Raises HearthError for vectors that are not finite."""
+    """Returns 0 if a vector is zero. Raises HearthError for vectors that are not finite."""
     lengths = math.hypot(*one) * math.hypot(*other)
     if not math.isfinite(lengths):
         raise HearthError("the worker sent an embedding that is not finite")
@@ -41,8 +43,8 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def relevance(choice: ChoiceResult, ranking: RankingTokens) -> float:
-    """The softmax of the logits of yes and no. One that is not among the two most likely tokens is
-    so much less likely that its share is 0. Raises HearthError.
+    """Returns the softmax of the logits of yes and no. An answer that is not among the two most
+    likely tokens has a share of 0. Raises HearthError.
     """
     if not choice.tokens:
         raise HearthError(MISSING)

@@ -74,7 +74,7 @@ class ResponsesEncoder:
         self._delta_parts = (b"", b"", b"")
 
     def keep_alive(self) -> bytes:
-        """The head of the stream if it has not begun: no other event may be its first."""
+        """Returns the head of the stream if it has not begun: no other event may be its first."""
         return b"".join(self._head()) or self._in_progress()
 
     def closing(self) -> bytes:
@@ -146,8 +146,8 @@ class ResponsesEncoder:
             yield b"%b%d%b%b%b" % (head, number, middle, on_one_line(_encode(text)), tail)
 
     def _prepared(self, message: str) -> tuple[bytes, bytes, bytes]:
-        """The parts of a text's event before its number, its text, and after it: most events of
-        most responses differ in these only.
+        """Returns the parts of a text's event before its number, before its text, and after it.
+        Most events of most responses differ in the number and the text only.
         """
         delta = items.ResponsesTextDelta(
             sequence_number=0,
@@ -201,7 +201,7 @@ class ResponsesEncoder:
         )
 
     def _stored(self, made: objects.ResponseObject) -> bytes:
-        """The encoded object, which is stored behind the response."""
+        """Returns the encoded object, which is stored after the response has left."""
         encoded = _encode(made)
         if self._save is not None:
             body = self._body
@@ -233,7 +233,7 @@ class ResponsesEncoder:
 
 
 def _events_of(result: ChoiceResult) -> Iterator[Event]:
-    """The events of a choice that is complete, in the order of its items."""
+    """Returns the events of a complete choice, in the order of its items."""
     index = result.index
     if result.reasoning:
         yield ReasoningDelta(index, result.reasoning_texts)
@@ -248,7 +248,7 @@ def _events_of(result: ChoiceResult) -> Iterator[Event]:
 
 
 def _code(error: HearthError) -> str:
-    """The code as clients of this API know it."""
+    """Returns the error's code as clients of this API know it."""
     match error:
         case LimitIsZero():
             return "insufficient_quota"
@@ -262,7 +262,7 @@ def _code(error: HearthError) -> str:
 
 
 def _message(error: HearthError) -> str:
-    """Clients read the time of a retry out of the message."""
+    """Returns the message with the time of a retry, which clients read from it."""
     if not isinstance(error, RateLimited | Overloaded):
         return shortened(error.public_message)
     retry_s = DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s

@@ -1,4 +1,4 @@
-"""The body of OpenAI's Responses API: its types.
+"""The types of the body of OpenAI's Responses API.
 
 One Struct holds the fields of every kind of input item: clients send kinds that are newer than this
 file, and those with text are read as text.
@@ -151,7 +151,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def items(self) -> list[InputItem]:
-        """A text is the message of a user."""
+        """Returns the items; a text is one message of the user."""
         if isinstance(self.input, str):
             return [InputItem(role="user", content=self.input)]
         return self.input or []
@@ -181,13 +181,13 @@ class CompleteRequest(ResponsesRequest, frozen=True, kw_only=True):
 
     @property
     def placed_tools(self) -> list[PlacedTool]:
-        """The tools with their places in the request."""
+        """Returns the tools with their places in the request."""
         own = enumerate(self.tools or ())
         return [*((f"tools[{index}]", each) for index, each in own), *self.item_tools]
 
     @property
     def item_tools(self) -> list[PlacedTool]:
-        """The tools that items bring."""
+        """Returns the tools that items bring."""
         if self.hearth_tools is not msgspec.UNSET:
             return self.hearth_tools
         places = [(PREVIOUS, each) for each in self.history]

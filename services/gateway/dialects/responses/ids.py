@@ -28,6 +28,6 @@ def item_id(prefix: str, response: str, index: int, *, is_input: bool = False) -
 
 
 def response_of_item(item: str) -> str | None:
-    """The id of the response that has the item; None for an id that no response gave."""
+    """Returns the id of the response that has the item, or None for an id that no response has."""
     found = _ITEM.fullmatch(item)
     return None if found is None else f"resp_{found[1]}"

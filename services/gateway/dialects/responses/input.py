@@ -39,7 +39,7 @@ ROLES: dict[str, Role] = {
 def turns_of(
     instructions: str | None, history: Sequence[InputItem], items: Sequence[InputItem]
 ) -> tuple[Turn, ...]:
-    """Raises InvalidRequest, PayloadTooLarge."""
+    """Converts the items to turns. Raises InvalidRequest and PayloadTooLarge."""
     check_count("input", len(history) + len(items), MAX_ITEMS)
     turns = _Turns()
     if instructions:
@@ -168,7 +168,7 @@ def _message_texts(place: str, item: InputItem) -> tuple[TextPart, ...]:
 
 
 def _known_texts(item: InputItem) -> tuple[TextPart, ...]:
-    """Of an item of an unknown kind, without the parts that are no texts."""
+    """Returns the texts of an item of an unknown kind, without its other parts."""
     content = item.text if item.content is None else item.content
     if content is None or isinstance(content, str):
         return _texts("", content or "")

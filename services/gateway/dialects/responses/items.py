@@ -140,7 +140,7 @@ class InputDone(ItemEvent, frozen=True, kw_only=True, tag="response.custom_tool_
 
 
 def name_of(event: StreamEvent) -> str:
-    """The `type` of an event."""
+    """Returns the `type` of an event."""
     tag = event.__struct_config__.tag
     assert isinstance(tag, str)
     return tag

@@ -119,7 +119,7 @@ ResponseEvent = (
 def new_object(
     body: CompleteRequest, *, response_id: str, model: str, created_at: int, is_stored: bool
 ) -> ResponseObject:
-    """The object before the first output."""
+    """Returns the object as it is before the first output."""
     return ResponseObject(
         id=response_id,
         created_at=created_at,
@@ -171,7 +171,9 @@ def _choice(given: str | ToolChoice | None) -> Any:
 
 
 def _shown(tool: ResponseTool) -> list[dict[str, Any]]:
-    """A tool as it is offered, flat; nothing for one that is left out."""
+    """Returns a tool as the model is offered it, without its namespace; None for a tool that is
+    left out.
+    """
     if tool.type == "namespace":
         inner = [_flat(each.type, _body_of(each)) for each in tool.tools or ()]
         description = tool.description or ""

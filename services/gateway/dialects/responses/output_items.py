@@ -1,4 +1,4 @@
-"""Turns what a request generates into items, and into the events of a stream. No I/O.
+"""Converts the output of a request to items, and to the events of a stream, without I/O.
 
 item: added ──▶ (delta)* ──▶ done          one item is open at a time
 """
@@ -31,8 +31,8 @@ Score = Callable[[Sequence[ScoredToken]], list[ContentLogprob]]
 
 
 class OutputItems:
-    """`namespaces`: namespace and name of tools, by the name that the model sees. `score`: the
-    logprobs of tokens. `seal`: seals the text of reasoning; None: it is not sealed.
+    """`namespaces`: the namespace and name of tools, by the name that the model sees. `score`:
+    converts tokens to logprobs. `seal`: encrypts the text of reasoning; None: it is not encrypted.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class OutputItems:
 
     @property
     def open_message(self) -> str | None:
-        """The id of the message that is open."""
+        """The id of the message that has not ended."""
         return self._open.id if isinstance(self._open, items.ResponsesMessage) else None
 
     @property
     def output_index(self) -> int:
-        """Of the open item, or of the next one."""
+        """The index of the open item, or of the next one."""
         return len(self.done)
 
     def add(self, event: Event) -> Iterator[StreamEvent]:
-        """A text is added without its delta: see `add_text`."""
+        """Adds an event of the output. A text is added without its delta: see `add_text`."""
         match event:
             case ReasoningDelta():
                 yield from self._reasoning("".join(event.texts))
@@ -81,7 +81,7 @@ class OutputItems:
                 self.add_text(event.texts, event.tokens)
 
     def start_message(self) -> Iterator[StreamEvent]:
-        """Nothing if a message is open."""
+        """Returns no events if a message is open."""
         if self.open_message is not None:
             return
         yield from self._close("completed")
@@ -131,20 +131,22 @@ class OutputItems:
             )
 
     def _arguments(self, text: str) -> Iterator[StreamEvent]:
-        """The input of a custom tool is sent at the end: it is decoded from all its arguments."""
+        """Returns the deltas of arguments. The input of a custom tool is sent at the end, since it
+        is decoded from all arguments.
+        """
         self._texts.append(text)
         if isinstance(self._open, items.ResponsesFunctionCall):
             yield items.ArgumentsDelta(**self._place(self._open), delta=text)
 
     def _finish(self, event: Finished) -> Iterator[StreamEvent]:
-        """An output without an item has an empty message."""
+        """Ends the output. One without an item gets an empty message."""
         is_cut = event.reason == "length"
         if self._open is None and not self.done:
             yield from self.start_message()
         yield from self._close("incomplete" if is_cut else "completed")
 
     def _close(self, status: ItemStatus) -> Iterator[StreamEvent]:
-        """Nothing if no item is open."""
+        """Returns no events if no item is open."""
         opened, text = self._open, "".join(self._texts)
         if opened is None:
             return
@@ -181,7 +183,7 @@ class OutputItems:
         )
 
     def _place(self, item: Item) -> dict[str, Any]:
-        """The fields that place an event of an open item."""
+        """Returns the fields that place an event of the open item."""
         return {
             "sequence_number": next(self.numbers),
             "item_id": item.id,

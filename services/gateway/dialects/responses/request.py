@@ -1,4 +1,4 @@
-"""What a request of the Responses API means in Hearth's terms."""
+"""Converts a request of the Responses API to a GenerationRequest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _OWN_PARAM = "response_format"  # of the constraint that a format is converted t
 
 
 def to_generation_request(body: CompleteRequest, default_model: str) -> GenerationRequest:
-    """Raises InvalidRequest if fields contradict each other, PayloadTooLarge."""
+    """Returns one request. Raises InvalidRequest if fields contradict each other, and
+    PayloadTooLarge.
+    """
     if body.input is None and not body.history:
         raise InvalidRequest("input: send a text or items", param="input")
     effort = None if body.reasoning is None else body.reasoning.effort
@@ -44,8 +46,8 @@ def to_generation_request(body: CompleteRequest, default_model: str) -> Generati
 
 
 def without_prompt(body: CompleteRequest, stored_input: bytes) -> CompleteRequest:
-    """The body without its conversation, but for the tools in it. `stored_input`: the items as they
-    are stored, in JSON.
+    """Returns the body without its conversation, except the tools in it. `stored_input`: the items
+    as they are stored, in JSON.
     """
     return msgspec.structs.replace(
         body,
@@ -57,7 +59,7 @@ def without_prompt(body: CompleteRequest, stored_input: bytes) -> CompleteReques
 
 
 def _output_of(body: CompleteRequest) -> OutputConstraint | None:
-    """The constraint of `text.format`, or of a field that other servers have for it."""
+    """Returns the constraint of `text.format`, or of a field in which other servers have it."""
     other = constraint_of(body)
     given = None if body.text is None else body.text.format
     if given is None or given.type == "text":

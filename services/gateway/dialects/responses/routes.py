@@ -197,7 +197,7 @@ def _id_of(request: Request[Any, Any, Any]) -> str:
 
 
 def _limit(given: str | None) -> int:
-    """Raises InvalidRequest."""
+    """Returns the most items to list. Raises InvalidRequest."""
     if given is None:
         return DEFAULT_LISTED
     is_short = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_LISTED))
@@ -207,7 +207,7 @@ def _limit(given: str | None) -> int:
 
 
 def _after(items: list[NamedItem], item_id: str | None) -> list[NamedItem]:
-    """The items after the one with this id. Raises InvalidRequest."""
+    """Returns the items after the one with this id. Raises InvalidRequest."""
     if item_id is None:
         return items
     for index, (name, _) in enumerate(items):

@@ -1,4 +1,4 @@
-"""Names of tools in a namespace, which the model sees as one name."""
+"""Names the tools of a namespace as the model sees them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DIGEST_BYTES = 4
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """`namespace__name`; a longer name than a model's tools may have ends with its digest."""
+    """Returns `namespace__name`, or if that is too long for a tool, its start and its digest."""
     if not namespace:
         return name
     flat = f"{namespace}{SEPARATOR}{name}"

@@ -39,8 +39,8 @@ def options_of(
     choice: str | ToolChoice | None,
     is_parallel: bool | None,
 ) -> ToolOptions | None:
-    """`tools`: with their places. None without tools. Raises InvalidRequest for an invalid tool,
-    and for a choice of a tool that is not there; PayloadTooLarge.
+    """Returns None if there are no tools. `tools`: the tools with their places. Raises
+    InvalidRequest for an invalid tool and for the choice of an unknown tool, and PayloadTooLarge.
     """
     placed = _without_repeated([each for place, tool in tools for each in _fields(place, tool)])
     places, fields = [place for place, _ in placed], [field for _, field in placed]
@@ -54,7 +54,7 @@ def options_of(
 
 
 def left_out(tools: Sequence[PlacedTool]) -> tuple[str, ...]:
-    """A warning for each tool that the model is not offered."""
+    """Returns a warning for each tool that the model is not offered."""
     return tuple(
         f"{place}: {each.type} is not hosted here and is left out"
         for place, each in tools
@@ -63,7 +63,7 @@ def left_out(tools: Sequence[PlacedTool]) -> tuple[str, ...]:
 
 
 def namespaces_of(tools: Sequence[PlacedTool]) -> Mapping[str, tuple[str, str]]:
-    """Namespace and name of the tools in namespaces, by the name that the model sees."""
+    """Returns the namespace and name of tools in namespaces, by the name for the model."""
     return {
         flat_name(each.name, name): (each.name, name)
         for _, each in tools
@@ -91,13 +91,13 @@ def _fields(place: str, tool: ResponseTool) -> list[tuple[str, ToolField]]:
 
 
 def _without_repeated(placed: list[tuple[str, ToolField]]) -> list[tuple[str, ToolField]]:
-    """Of tools that items bring, the last of each name: clients send them with each turn."""
+    """Returns the last tool of each name: clients send the tools of items with each turn."""
     last = {_name(field): place for place, field in placed if not place.startswith("tools[")}
     return [(place, field) for place, field in placed if last.get(_name(field), place) == place]
 
 
 def _in_namespace(namespace: str, field: ToolField) -> ToolField:
-    """The tool with its flat name, wherever its body is."""
+    """Returns the tool with its flat name, wherever its fields are."""
     name = _name(field)
     if name is None:
         return field
@@ -136,7 +136,7 @@ def _named(choice: NamedChoice) -> NamedField:
 
 
 def _placed(options: ToolOptions, places: Sequence[str]) -> ToolOptions:
-    """The tools with their places in the request, which has others between them."""
+    """Returns the tools with their places in the request, which has other tools between them."""
 
     def placed(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         return tuple(

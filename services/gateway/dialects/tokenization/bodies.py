@@ -97,6 +97,8 @@ def check_tokenize(body: TokenizeRequest) -> None:
 
 
 def prompt_of(body: TokenizeRequest) -> ChatPrompt:
-    """The messages and tools for the chat template. Raises InvalidRequest, PayloadTooLarge."""
+    """Returns the messages and tools for the chat template. Raises InvalidRequest and
+    PayloadTooLarge.
+    """
     turns, tools = turns_of(body.messages or []), tool_options(body.tools, None, None)
     return chat_prompt(turns, tools, variables=body.chat_template_kwargs)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: pure, for requests that are decoded."""
+"""Converts text to tokens and back, for decoded requests and without I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from shared.errors import InvalidRequest
 def tokenize(
     body: TokenizeRequest, token_ids: list[int], tokens: TokenTable, *, max_model_len: int
 ) -> TokenizeResponse:
-    """`token_ids`: of the checked body's prompt, or of its rendered messages."""
+    """Returns the response. `token_ids`: the tokens of the checked body's prompt, or of its
+    rendered messages.
+    """
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=max_model_len,
@@ -31,8 +33,8 @@ def tokenize(
 def detokenize(
     body: DetokenizeRequest, tokens: TokenTable, *, vocab_size: int
 ) -> DetokenizeResponse:
-    """Special tokens become their texts. `vocab_size`: of the model, which may pad that of its
-    tokenizer. Raises InvalidRequest for a token outside both vocabularies.
+    """Returns the text, with the texts of special tokens. `vocab_size`: the model's, which may be
+    padded beyond the tokenizer's. Raises InvalidRequest for a token outside both vocabularies.
     """
     limit = max(vocab_size, tokens.vocab_size)
     highest = max(body.tokens, default=0)
@@ -46,8 +48,8 @@ def detokenize(
 def encoded_body(
     body: TokenizeRequest, template: ChatTemplate | None, tokenizer: PromptTokenizer
 ) -> list[int]:
-    """The tokens of the prompt, or of the rendered messages, which takes the template's time. For a
-    preparation process. Raises InvalidRequest, PayloadTooLarge.
+    """Tokenizes the prompt or the rendered messages in a preparation process. Raises InvalidRequest
+    and PayloadTooLarge.
     """
     check_tokenize(body)
     if body.messages is None:

@@ -1,4 +1,4 @@
-"""`/tokenizer_info`, over HTTP."""
+"""The route of `/tokenizer_info`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Tokenization:
         return msgspec.json.encode(response)
 
     async def info(self, tenant: TenantRecord, name: str | None) -> TokenizerInfo:
-        """`name`: None: the gateway's own model."""
+        """Returns what `/tokenizer_info` shows. `name`: of a model; None: the gateway's own."""
         model = await self._names.main(tenant, name or None)
         files = model.text.files
         template = files.chat_template

@@ -1,4 +1,4 @@
-"""`ai/models/search`, `ai/tasks/search`, `ai/authors/search`: rows of the models of a tenant."""
+"""Searches the models of a tenant: `ai/models/search`, `ai/tasks/search`, `ai/authors/search`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _id(kind: str, name: str) -> str:
-    """The same on every gateway."""
+    """Returns an id that is the same on every gateway."""
     return str(uuid5(NAMESPACE_URL, f"{kind}:{name}"))
 
 
@@ -78,7 +78,7 @@ TEXT_GENERATION = Task(
 
 
 def search_query(params: Mapping[str, str]) -> SearchQuery:
-    """Raises InvalidRequest, which names the parameter."""
+    """Returns the parameters. Raises InvalidRequest, which names the wrong one."""
     try:
         return msgspec.convert(dict(params), SearchQuery, strict=False)
     except msgspec.ValidationError as error:
@@ -88,7 +88,7 @@ def search_query(params: Mapping[str, str]) -> SearchQuery:
 
 
 def model_rows(card: ModelCard, names: Iterable[str]) -> list[WorkersAIModel]:
-    """One row for each name of the model."""
+    """Returns one row for each name of the model."""
     properties = (Property("context_window", str(card.max_context_tokens)),)
     return [
         WorkersAIModel(
@@ -116,7 +116,7 @@ def search_authors(rows: Sequence[WorkersAIModel], query: SearchQuery) -> Succes
 
 
 def author_of(name: str) -> str:
-    """The second part of `@cf/author/name`, or the first of `author/name`."""
+    """Returns the second part of `@cf/author/name`, or the first of `author/name`."""
     parts = name.split("/")
     if name.startswith("@"):
         parts = parts[1:]

@@ -43,7 +43,9 @@ class WorkersAIEmbeddingEncoder(DialectErrors):
         return iter(())
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Raises HearthError if a worker ended a request without its embedding."""
+        """Returns the response in parts. Raises HearthError if a worker ended a request without its
+        embedding.
+        """
         packed = check_embeddings(each.embedding for each in self._merger.outputs)
         shape = (len(packed), len(packed[0]) // FLOAT_BYTES if packed else 0)
         result = EmbeddingResult(shape=shape, data=[], pooling=self._pooling)

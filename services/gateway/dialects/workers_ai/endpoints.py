@@ -44,7 +44,7 @@ class RunState:
 
 
 def _encoder(body: RunRequest, context: ResponseContext) -> Encoder:
-    """`context.state`: a RunState."""
+    """Returns the encoder for the body's kind. `context.state`: a RunState."""
     pairs = body.pairs
     if pairs is not None:
         return WorkersAIRerankEncoder(context, pairs, body.top_k)

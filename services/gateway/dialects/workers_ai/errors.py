@@ -1,4 +1,5 @@
-"""Every error in Cloudflare's envelope: {"result": null, "success": false, "errors", "messages"}.
+"""Encodes errors in Cloudflare's envelope: {"result": null, "success": false, "errors",
+"messages"}.
 
 The dialect has numbers instead of codes, and statuses of its own: an unknown model is a 400, a
 timeout a 408, and no capacity a 429.
@@ -91,7 +92,7 @@ class WorkersAIErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def number_of(error: type[HearthError]) -> Number:
-    """The number of the class, or of the nearest class above it that has one."""
+    """Returns the number of the error's class, or of its nearest superclass that has one."""
     for each in error.__mro__:
         if each in NUMBERS:
             return NUMBERS[each]
@@ -109,13 +110,13 @@ def encode_error(error: HearthError, _: str) -> tuple[int, WorkersAIErrorEnvelop
 
 
 class DialectErrors:
-    """The common part of all encoders of this dialect."""
+    """Implements what the encoders of this dialect share."""
 
     def __init__(self, framing: Framing) -> None:
         self.framing = framing
 
     def keep_alive(self) -> bytes:
-        """Returns no bytes; for responses that are never streamed."""
+        """Returns no bytes: only encoders of streamed responses override it."""
         return b""
 
     def closing(self) -> bytes:
@@ -132,7 +133,7 @@ class DialectErrors:
 
 
 def _message(error: HearthError) -> str:
-    """The envelope has no place for a field's name: the message holds it."""
+    """Returns the message with the field's name, for which the envelope has no place."""
     message = error.public_message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"

@@ -1,4 +1,4 @@
-"""The messages of `ai/run`, and the turns that they are."""
+"""The messages of `ai/run`, and their conversion to turns."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def turns_of(messages: Sequence[RunMessage]) -> tuple[Turn, ...]:
-    """Raises InvalidRequest, PayloadTooLarge."""
+    """Converts the messages to turns. Raises InvalidRequest and PayloadTooLarge."""
     check_count("messages", len(messages), MAX_MESSAGES)
     open_calls: list[ToolCall] = []
     return tuple(_turn(index, each, open_calls) for index, each in enumerate(messages))
 
 
 def _turn(index: int, message: RunMessage, open_calls: list[ToolCall]) -> Turn:
-    """Adds the message's calls to the open ones, and takes the one that it answers."""
+    """Converts a message. Adds its calls to the open ones, and removes the call that it answers."""
     place = f"messages[{index}]"
     _check_role(place, message)
     texts = _texts(place, message.content)
@@ -76,8 +76,8 @@ def _check_role(place: str, message: RunMessage) -> None:
 
 
 def _answered(message: RunMessage, open_calls: list[ToolCall]) -> str:
-    """The id of the call that a result answers; empty if the calls were sent as text alone, as some
-    clients do.
+    """Returns the id of the call that a result answers; empty if the client sent its calls as text,
+    as some do.
     """
     if message.tool_call_id is not None:
         open_calls[:] = [each for each in open_calls if each.id != message.tool_call_id]

@@ -1,4 +1,4 @@
-"""`ai/models/schema`: the JSON Schemas of a run, generated from the types that decode it."""
+"""Returns the JSON Schemas of `ai/models/schema`, generated from the types that decode a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REF_TEMPLATE = "#/$defs/{name}"
 
 @cache
 def model_schema() -> dict[str, Any]:
-    """The input and output of every model; each an object with its own definitions."""
+    """Returns the schemas of the input and output of every model, each with its own definitions."""
     return {
         "input": _schema(
             (RunRequest,), "One of messages, prompt, text, and query with contexts; with options"

@@ -30,7 +30,7 @@ class PaddedFrame(msgspec.Struct, frozen=True):
 
 
 class PaddedTextEvent:
-    """Encodes events that hold one text each. `random_bytes(n)`: n random bytes."""
+    """Encodes events that hold one text each. `random_bytes(n)`: returns n random bytes."""
 
     def __init__(self, framing: Framing, random_bytes: Callable[[int], bytes]) -> None:
         event = framing.event(PaddedFrame(_TEXT, _PADDING))

@@ -13,12 +13,12 @@ _OPENAI = re.compile(r"(/client/v4)?/accounts/[^/]+/ai/v1(/.*)?", re.DOTALL)
 
 
 def has_own_envelope(path: str) -> bool:
-    """Whether errors of this path are in the envelope of this dialect."""
+    """Returns whether errors of this path are in the envelope of this dialect."""
     return _OWN.fullmatch(path) is not None and _OPENAI.fullmatch(path) is None
 
 
 def model_part(raw_path: bytes) -> str:
-    """What follows `ai/run` in a path of that route, decoded: `%2F` is a slash. `raw_path`: as it
-    was sent, since the web framework joins slashes.
+    """Returns the decoded part of a run's path after `ai/run`: `%2F` is a slash. `raw_path`: the
+    path as the client sent it, since the web framework joins slashes.
     """
     return unquote(raw_path.decode("latin-1")).partition("/ai/run")[2]

@@ -32,7 +32,7 @@ class WorkersAIRerankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkersAIRerankEncoder(DialectErrors):
-    """`limit`: results at most; None: all."""
+    """`limit`: the number of results at most; None: all."""
 
     def __init__(self, context: ResponseContext, pairs: Pairs, limit: int | None) -> None:
         super().__init__(context.framing)
@@ -45,7 +45,9 @@ class WorkersAIRerankEncoder(DialectErrors):
         return iter(())
 
     def body(self, results: Results) -> Iterator[bytes]:
-        """Raises HearthError if a worker ended a request without what its score needs."""
+        """Returns the response in parts. Raises HearthError if a worker ended a request without
+        what its score needs.
+        """
         found: list[float] = []
         for score in scores(self._pairs, self._context, results):
             found.append(score)

@@ -36,7 +36,7 @@ Search = Callable[[list[WorkersAIModel], SearchQuery], Success]
 
 
 def run_model(scope: Mapping[str, Any]) -> str:
-    """The model that the path of a run names. Raises MalformedModelId."""
+    """Returns the model that the path of a run names. Raises MalformedModelId."""
     return parse_model_id(model_part(scope["raw_path"]))
 
 
@@ -98,7 +98,7 @@ class WorkersAIRoutes:
         return self._response(request, Success(result=model_schema()))
 
     async def _check_model(self, tenant: TenantRecord, name: str) -> None:
-        """Raises UnknownModel, ModelNotAllowed, or DependencyUnavailable if an alias cannot be
+        """Raises UnknownModel, ModelNotAllowed, and DependencyUnavailable if an alias cannot be
         checked.
         """
         resolved = await self._models.names.resolve(tenant.tenant_id, name)
@@ -109,7 +109,7 @@ class WorkersAIRoutes:
         return self._response(request, search(await self._rows(request.state.tenant), query))
 
     async def _rows(self, tenant: TenantRecord) -> list[WorkersAIModel]:
-        """The models that the tenant may use and that can be served, by all their names."""
+        """Returns the models that the tenant may use and that can be served, by all their names."""
         found = self._models.names.all(tenant)
         return [row async for card, names in found for row in model_rows(card, names)]
 

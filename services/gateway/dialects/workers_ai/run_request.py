@@ -127,7 +127,7 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> Pairs | None:
-        """Of a query and its contexts; None for a body without. Raises InvalidRequest."""
+        """Returns a query and its contexts, or None. Raises InvalidRequest."""
         if self.query is None:
             return None
         contexts = enumerate(self.contexts or ())
@@ -136,7 +136,7 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def is_json(self) -> bool:
-        """Whether the response is a value rather than a text, as at Cloudflare."""
+        """Whether the response is a JSON value rather than a text, as at Cloudflare."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
@@ -152,8 +152,8 @@ RUN_FIELDS = TextFields(RunRequest, NEUTRAL_VALUES)
 
 
 def to_generation_requests(body: RunRequest, model: str) -> list[GenerationRequest]:
-    """Returns one request for each text, else one. Raises InvalidRequest if keys contradict each
-    other, LoraNotSupported, PayloadTooLarge.
+    """Returns one request for each text of an embedding, else one. Raises InvalidRequest if keys
+    contradict each other, LoraNotSupported and PayloadTooLarge.
     """
     if body.lora:
         raise LoraNotSupported(f"the model {model!r} does not support LoRA", param="lora")
@@ -186,13 +186,15 @@ def to_generation_requests(body: RunRequest, model: str) -> list[GenerationReque
 def for_model(
     body: RunRequest, generations: Sequence[GenerationRequest], files: ModelText
 ) -> Sequence[GenerationRequest]:
-    """What the model is asked to rank contexts. Raises InvalidRequest."""
+    """Returns the requests by which the model ranks contexts, if the body has some. Raises
+    InvalidRequest.
+    """
     pairs = body.pairs
     return generations if pairs is None else requests_for_model(pairs, generations, files)
 
 
 def without_prompts(body: RunRequest, count: int) -> RunRequest:
-    """The body with `count` empty prompts."""
+    """Returns the body with `count` empty prompts."""
     if body.text is not None:
         return msgspec.structs.replace(body, text="" if count == 1 else [""] * count)
     if body.query is not None:
@@ -235,7 +237,7 @@ def _check_ranking(body: RunRequest) -> None:
 
 
 def _turns(body: RunRequest) -> tuple[Turn, ...]:
-    """Of the messages, of the input, or of the prompt as the message of a user."""
+    """Builds the conversation from `messages`, `input`, or `prompt` (as one user message)."""
     if body.input is not None:
         given = body.input
         items = [InputItem(role="user", content=given)] if isinstance(given, str) else given

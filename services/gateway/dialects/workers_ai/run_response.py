@@ -72,8 +72,8 @@ class TextEvents(Protocol):
 
 
 class RunEncoder(DialectErrors):
-    """`warnings`: returns what the output need not match, and what is cut, when it has ended.
-    `is_json`: whether a `response_format` demands JSON.
+    """`warnings`: returns the keywords of a schema that the grammar does not enforce, and what was
+    cut, after the output has ended. `is_json`: whether a `response_format` demands JSON.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ def _run_usage(usage: Usage) -> RunUsage:
 
 
 def _tool_calls(calls: Sequence[ToolCallResult], finish_reason: str) -> list[RunToolCall] | None:
-    """Leaves out a last call that `max_tokens` cut: its arguments are no JSON."""
+    """Returns the calls without a last one that `max_tokens` cut: its arguments are not JSON."""
     converted = [
         RunToolCall(id=each.id, name=each.name, arguments=_arguments(each.arguments))
         for each in calls
@@ -163,7 +163,7 @@ def _arguments(text: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """What the JSON says; the text itself where it is cut."""
+    """Returns the JSON value, or the text itself if it was cut."""
     try:
         return msgspec.json.decode(text)
     except UNREADABLE:

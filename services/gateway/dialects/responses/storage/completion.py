@@ -1,4 +1,4 @@
-"""Finds what a body refers to in the store, and reads it within the tenant's body bytes."""
+"""Finds the stored state that a body refers to, and reads it within the tenant's body bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class StoredReferences:
-    """What a body refers to; nothing of it is read yet. An `EndpointState.Referred`."""
+    """The stored state that a body refers to, before any of it is read. An
+    `EndpointState.Referred`.
+    """
 
     store: ResponseStore
     tenant: TenantRecord
@@ -62,7 +64,9 @@ class StoredReferences:
         return merged(body, state)
 
     async def read(self, hold: Callable[[int], None]) -> bytes:
-        """Raises UnknownResponse, StoreUnavailable, and what `hold` raises."""
+        """Returns the encoded state. Raises UnknownResponse, StoreUnavailable, and what `hold`
+        raises.
+        """
         hold(self.num_bytes)
         chain = await self.store.read(self.tenant, self.chain, PREVIOUS)
         found = await self.store.read(self.tenant, self.referenced, "input")
@@ -79,7 +83,9 @@ class StoredReferences:
 
 
 class BodyCompletion:
-    """`seal`: None: reasoning is not sealed. `max_bytes`: of a body with what it refers to."""
+    """`seal`: encrypts reasoning; None: it is not encrypted. `max_bytes`: of a body with the state
+    that it refers to.
+    """
 
     def __init__(self, store: ResponseStore, seal: Seal | None, max_bytes: int = MAX_BYTES) -> None:
         self._store = store

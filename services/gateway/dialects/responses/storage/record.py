@@ -1,4 +1,4 @@
-"""What is stored of a response, and of the items that it answers."""
+"""The record of a response in Redis, and its items."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """What an encoder needs of the gateway. `save`: stores a record, without waiting; None: the
-    tenant's responses are not stored. `seal`: seals a text that only this tenant can send back.
+    """The part of the gateway that an encoder needs. `save`: stores a record without waiting; None:
+    the tenant's responses are not stored. `seal`: encrypts a text so that only this tenant can send
+    it back.
     """
 
     save: Callable[[ResponseRecord], None] | None = None
@@ -59,7 +60,7 @@ class _Output(msgspec.Struct, frozen=True):
 
 
 class _Named(msgspec.Struct, frozen=True):
-    """What tells the id of an item. The rest is skipped."""
+    """Decodes the id of an item and skips its other fields."""
 
     id: str | None = None
     type: str = ""
@@ -77,7 +78,7 @@ def stored_items(items: Sequence[InputItem]) -> bytes:
 
 
 def decoded_record(data: bytes, param: str) -> ResponseRecord:
-    """Raises UnknownResponse for an unreadable record."""
+    """Returns the record. Raises UnknownResponse for an unreadable one."""
     try:
         return _record_decoder.decode(data)
     except UNREADABLE as error:
@@ -85,20 +86,20 @@ def decoded_record(data: bytes, param: str) -> ResponseRecord:
 
 
 def items_of(record: ResponseRecord) -> list[msgspec.Raw]:
-    """The items of the input and of the output, encoded."""
+    """Returns the encoded items of the input and of the output."""
     output = _output_decoder.decode(record.response).output
     return [*_list_decoder.decode(record.input), *output]
 
 
 def named_items_of(record: ResponseRecord) -> dict[str, msgspec.Raw]:
-    """The same by their ids. An id of both is the output's."""
+    """Returns the same items by their ids. An id that both have is that of the output's item."""
     output = _output_decoder.decode(record.response).output
     named = {_named_decoder.decode(item).id or "": item for item in output}
     return {**dict(input_items_of(record)), **named}
 
 
 def input_items_of(record: ResponseRecord) -> list[NamedItem]:
-    """The ids of the input's items, and the items with them, encoded."""
+    """Returns the ids of the input's items with the encoded items."""
     return [
         _with_id(record.id, index, item)
         for index, item in enumerate(_list_decoder.decode(record.input))
@@ -116,7 +117,7 @@ def _with_id(response_id: str, index: int, item: msgspec.Raw) -> NamedItem:
 
 
 def _stored(item: InputItem) -> dict[str, Any]:
-    """The item in the form of the API, whatever the client left out."""
+    """Returns the item in the form of the API, with the fields that the client left out."""
     shown: dict[str, Any] = {"type": item.type, **msgspec.to_builtins(item)}
     match item.type:
         case "message":

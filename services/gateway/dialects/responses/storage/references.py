@@ -40,7 +40,7 @@ class References(msgspec.Struct, frozen=True):
 
     @property
     def params(self) -> dict[str, str]:
-        """Of each response whose items are named: the place that first names one."""
+        """Returns the first place that names each response whose items are referred to."""
         params: dict[str, str] = {}
         for index, item_id in self.items.items():
             params.setdefault(response_of_item(item_id) or "", f"input[{index}].id")
@@ -59,7 +59,7 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """Values that are not needed are never decoded, however large."""
+    """Decodes the few values that are needed, and skips the others, however large they are."""
 
     type: msgspec.Raw = msgspec.Raw(b"null")
     id: msgspec.Raw = msgspec.Raw(b"null")
@@ -68,14 +68,14 @@ class _Item(msgspec.Struct, frozen=True):
 
     @property
     def reference(self) -> str | None:
-        """The id that an `item_reference` names; empty for none."""
+        """Returns the id that an `item_reference` names; empty for none."""
         if bytes(self.type) != b'"item_reference"':
             return None
         return _text(self.id) if len(bytes(self.id)) <= _MAX_ID_BYTES else ""
 
     @property
     def sealed(self) -> str:
-        """Of reasoning without its text; else empty."""
+        """Returns the encrypted text of reasoning that has no other text; else an empty text."""
         is_reasoning = bytes(self.type) == b'"reasoning"' and bytes(self.content) in _NO_CONTENT
         text = _text(self.encrypted_content) if is_reasoning else ""
         return text if text.startswith(PREFIX) else ""
@@ -90,7 +90,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def has_references(data: bytes) -> bool:
-    """Whether `references_of` may find some."""
+    """Returns whether `references_of` may find references."""
     return REFERENCE in data or SEALED in data
 
 
@@ -115,7 +115,7 @@ def encoded_references(data: bytes) -> bytes:
 
 
 def merged(data: bytes, encoded_state: bytes) -> bytes:
-    """The body with what was stored. Raises UnknownResponse, PayloadTooLarge."""
+    """Returns the body with the stored state. Raises UnknownResponse and PayloadTooLarge."""
     state, fields = _state_decoder.decode(encoded_state), _fields(data)
     if state.referenced or state.opened:
         items = _listed(fields["input"])
@@ -149,7 +149,7 @@ def _merged_item(
 
 
 class _Referenced:
-    """Items by their ids. A record is decoded once, and what is put in has a limit."""
+    """Finds items by id. Decodes each record once, and limits the bytes that are inserted."""
 
     def __init__(self, state: StoredState) -> None:
         self._state = state
@@ -180,7 +180,7 @@ def _fields(data: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _listed(given: msgspec.Raw | None) -> list[msgspec.Raw]:
-    """Empty for an input that is not a list."""
+    """Returns no items for an input that is not a list."""
     try:
         return [] if given is None else _items_decoder.decode(given)
     except UNREADABLE:
@@ -188,7 +188,9 @@ def _listed(given: msgspec.Raw | None) -> list[msgspec.Raw]:
 
 
 def _item(raw: msgspec.Raw) -> _Item:
-    """An item that cannot be decoded refers to nothing: it is refused later, by name."""
+    """Returns an item without references for one that cannot be decoded: the body's decoder rejects
+    it later and names it.
+    """
     encoded = bytes(raw)
     if not has_references(encoded):
         return _Item()
@@ -199,7 +201,7 @@ def _item(raw: msgspec.Raw) -> _Item:
 
 
 def _text(raw: msgspec.Raw) -> str:
-    """Empty for what is no text."""
+    """Returns an empty text for a value that is not a text."""
     try:
         return _text_decoder.decode(raw)
     except UNREADABLE:

@@ -1,4 +1,5 @@
-"""The scripts of stored responses, each an atomic step. Times are unix seconds.
+"""Lua scripts for stored responses, each one atomic step. Times are unix seconds.
+`shared/tenancy/stored_responses.py` has the keys.
 
 `shared/tenancy/stored_responses.py` has the keys.
 """

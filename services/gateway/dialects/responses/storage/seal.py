@@ -19,7 +19,7 @@ _INFO = b"hearth sealed reasoning"
 
 
 class Seal:
-    """`secret`: the same for all gateways. `random_bytes(n)`: n random bytes."""
+    """`secret`: the same for all gateways. `random_bytes(n)`: returns n random bytes."""
 
     def __init__(self, secret: str, random_bytes: Callable[[int], bytes]) -> None:
         derived = HKDF(SHA256(), 32, salt=None, info=_INFO).derive(secret.encode())
@@ -32,7 +32,7 @@ class Seal:
         return PREFIX + urlsafe_b64encode(nonce + sealed).decode()
 
     def open(self, tenant_id: str, sealed: str) -> str | None:
-        """None for what this tenant did not get from these gateways."""
+        """Returns None for a text that these gateways did not give this tenant."""
         if not sealed.startswith(PREFIX):
             return None
         try:

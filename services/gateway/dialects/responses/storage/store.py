@@ -45,17 +45,18 @@ READ_AGAIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """A stored response that is not read yet."""
+    """A stored response whose record is not read yet."""
 
     id: str
     num_bytes: int
 
 
 class ResponseStore:
-    """`bulk`: a connection for more than MAX_PART_BYTES, whose slow replies must not make Redis
-    look away to others (default: `store`). `region`: of this gateway. `now`: unix seconds. `count`:
-    called with what became of a record: stored, evicted, too_large, forbidden, failed.
-    `max_bytes`: of a tenant's records. `max_all_bytes`: that Redis may take for all tenants'.
+    """`bulk`: a connection for more than MAX_PART_BYTES, so that slow replies do not open the
+    breaker of others (default: `store`). `region`: this gateway's region. `now`: returns unix
+    seconds. `count`: is called with the outcome of a record: stored, evicted, too_large, forbidden,
+    failed. `max_bytes`: of a tenant's records. `max_all_bytes`: returns the bytes that the records
+    of all tenants may take in Redis.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ResponseStore:
         return may_store(tenant, self._region)
 
     def check_may_store(self, tenant: TenantRecord, param: str) -> None:
-        """Raises ZeroRetentionRejected, NoRegionAllowed."""
+        """Raises ZeroRetentionRejected and NoRegionAllowed."""
         check_may_store(tenant, self._region, param, param=param)
 
     async def check_available(self, tenant: TenantRecord) -> None:
@@ -113,8 +114,9 @@ class ResponseStore:
     async def get(
         self, tenant: TenantRecord, response_id: str, hold: Callable[[int], None]
     ) -> ResponseRecord:
-        """`hold`: called with the bytes before they are read; what it raises is raised. Raises
-        UnknownResponse, StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
+        """Returns the record. `hold`: is called with its bytes before they are read; what it raises
+        is raised. Raises UnknownResponse, StoreUnavailable, ZeroRetentionRejected and
+        NoRegionAllowed.
         """
         param = "response_id"
         found = await self.sizes(tenant, {response_id: param})
@@ -123,8 +125,8 @@ class ResponseStore:
         return decoded_record(data, param)
 
     async def sizes(self, tenant: TenantRecord, params: Mapping[str, str]) -> list[StoredSize]:
-        """`params`: of each response's id, the place that names it. Raises UnknownResponse,
-        StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
+        """Returns the sizes of responses. `params`: the place of the request that names each id.
+        Raises UnknownResponse, StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
         """
         for param in params.values():
             self.check_may_store(tenant, param)
@@ -133,8 +135,8 @@ class ResponseStore:
         return [_known(response_id, size, param) for (response_id, param), size in sized]
 
     async def chain(self, tenant: TenantRecord, response_id: str) -> list[StoredSize]:
-        """The response and those before it, oldest first. Raises UnknownResponse, PayloadTooLarge,
-        StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
+        """Returns the response and those before it, oldest first. Raises UnknownResponse,
+        PayloadTooLarge, StoreUnavailable, ZeroRetentionRejected and NoRegionAllowed.
         """
         self.check_may_store(tenant, PREVIOUS)
         found = await self._read(tenant, scripts.CHAIN, [response_id], MAX_CHAIN)
@@ -150,7 +152,7 @@ class ResponseStore:
     async def read(
         self, tenant: TenantRecord, responses: Sequence[StoredSize], param: str
     ) -> list[bytes]:
-        """The records, encoded. Raises UnknownResponse, StoreUnavailable."""
+        """Returns the encoded records. Raises UnknownResponse and StoreUnavailable."""
         is_large = sum(each.num_bytes for each in responses) > MAX_PART_BYTES
         store, keys = self._bulk if is_large else self._store, response_keys(tenant.tenant_id)
         found: list[bytes | None] = []
@@ -168,14 +170,14 @@ class ResponseStore:
             raise UnknownResponse(UNKNOWN, param="response_id")
 
     async def stop(self) -> None:
-        """Waits for the writes that have begun: each ends in bounded time."""
+        """Waits for the writes that have begun, each of which ends in bounded time."""
         await asyncio.gather(*self._pending.values(), return_exceptions=True)
         await self._background.stop()
 
     async def _read(
         self, tenant: TenantRecord, script: str, response_ids: Sequence[str], *arguments: float
     ) -> Any:
-        """What the script returns of responses, also if it knows none of them."""
+        """Returns the script's replies for responses, also if it knows none of them."""
         # the same reads and the same time for what is no id as for an unknown one
         ids = [each if is_response_id(each) else "" for each in response_ids]
         for is_last in (False, True):
@@ -208,7 +210,7 @@ class ResponseStore:
         self._count(outcome)
 
     async def _store_once(self, tenant_id: str, record: ResponseRecord) -> tuple[str, int]:
-        """The outcome, and how many records have left. Raises StoreUnavailable."""
+        """Returns the outcome and the number of evicted records. Raises StoreUnavailable."""
         store = self._bulk if record.num_bytes > MAX_PART_BYTES else self._store
         outcome, num_evicted = await store.evaluate(
             scripts.SAVE,
@@ -229,7 +231,7 @@ def _known(response_id: str, size: int | None, param: str) -> StoredSize:
 
 
 def _parts(responses: Sequence[StoredSize]) -> Iterator[list[StoredSize]]:
-    """Parts of at most MAX_PART_BYTES, or of one record."""
+    """Returns parts of at most MAX_PART_BYTES, or of one record."""
     part: list[StoredSize] = []
     num_bytes = 0
     for each in responses:
