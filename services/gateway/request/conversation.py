@@ -1,4 +1,4 @@
-"""The turns of a conversation without a dialect, and the prompt that they become."""
+"""The turns of a conversation without a dialect, and their conversion to a prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ImagePart(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag=True):
-    """`arguments`: a JSON object, as the model wrote it."""
+    """`arguments`: a JSON object as the model wrote it."""
 
     id: str
     name: str
@@ -47,7 +47,7 @@ Part = TextPart | ImagePart | ToolCall | ToolResult | Reasoning
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """`name`: of the participant, for templates that use it."""
+    """`name`: the participant's, for templates that use it."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -94,8 +94,8 @@ def chat_prompt(
 
 
 def template_variables(variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """The variables of a client, and those that the effort sets. Raises InvalidRequest for one that
-    is reserved or contradicts the effort, PayloadTooLarge.
+    """Returns the client's variables and those that the effort sets. Raises InvalidRequest for a
+    variable that is reserved or contradicts the effort, and PayloadTooLarge.
     """
     field = "chat_template_kwargs"
     check_values([dict(variables)], field)
@@ -114,7 +114,9 @@ def template_variables(variables: Mapping[str, Any], effort: str | None) -> dict
 
 
 def tool_calls(fields: Sequence[CallField] | None, index: int) -> tuple[ToolCall, ...]:
-    """The calls of message `index`; one without an id gets one. Raises InvalidRequest."""
+    """Returns the calls of message `index`, with an id for each that has none. Raises
+    InvalidRequest.
+    """
     calls = []
     for position, field in enumerate(fields or ()):
         name, arguments = name_and_arguments(field, f"messages[{index}].tool_calls[{position}]")
@@ -124,7 +126,7 @@ def tool_calls(fields: Sequence[CallField] | None, index: int) -> tuple[ToolCall
 
 
 def _messages(index: int, turn: Turn, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Adds the turn's calls to `names`."""
+    """Converts one turn, and adds its calls to `names`."""
     if any(isinstance(part, ToolResult) for part in turn.parts):
         return [_result(index, turn, part, names) for part in turn.parts]
     texts, calls, reasoning = [], [], []
@@ -151,7 +153,7 @@ def _messages(index: int, turn: Turn, names: dict[str, str]) -> list[dict[str, A
 
 
 def _result(index: int, turn: Turn, part: Part, names: Mapping[str, str]) -> dict[str, Any]:
-    """A result without an id is of no known call."""
+    """Converts a result. One without an id belongs to no known call."""
     if not isinstance(part, ToolResult):
         raise _unsupported(index, part)
     message: dict[str, Any] = {"role": "tool", "content": part.text}

@@ -22,8 +22,8 @@ ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)  # statuses that most endpoint
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What an encoder knows besides the body. `model`: as the client named it. `created`, `now`:
-    seconds since 1970. `state`: what the endpoint's `EndpointState` has for the tenant.
+    """What an encoder needs besides the body. `model`: the name that the client sent. `created`,
+    `now`: seconds since 1970. `state`: the tenant's part of the endpoint's `EndpointState`.
     """
 
     merger: OutputMerger
@@ -38,14 +38,14 @@ class ResponseContext:
 
 
 class Referred(Protocol):
-    """Stored state that a body refers to. `num_bytes`: of all of it."""
+    """Stored state that a body refers to. `num_bytes`: the bytes of all of it."""
 
     @property
     def num_bytes(self) -> int: ...
 
     async def read(self, hold: Callable[[int], None]) -> bytes:
-        """The state, encoded. `hold`: called with the bytes before any is read. Raises what it
-        raises, and the HearthError that rejects the request.
+        """Returns the encoded state. `hold`: is called with its bytes before any is read; what it
+        raises is raised. Raises the HearthError that rejects the request.
         """
         ...
 
@@ -60,8 +60,9 @@ Scan = Callable[[str], Awaitable[bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class EndpointState:
-    """What an endpoint keeps between requests. `of_tenant`: what the encoders of a tenant get.
-    `referred`: the state that a body refers to; raises the HearthError that rejects it.
+    """The state of an endpoint between requests. `of_tenant`: returns the part that the encoders of
+    a tenant get. `referred`: returns the stored state that a body refers to; raises the HearthError
+    that rejects it.
     """
 
     of_tenant: Callable[[TenantRecord], Any]
@@ -70,12 +71,12 @@ class EndpointState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Declares what is answered to the bodies sent to some paths, or to a subject of NATS.
+    """Declares an endpoint: its paths over HTTP, and its subject of NATS.
 
-    `name`: of the subject, and of its bodies in preparation processes. `paths`: over HTTP, with
-    POST; none: its dialect has a handler of its own. `operation`, `description`: in the OpenAPI
-    document. `event`: of a streamed response: a type, or several. `errors`: statuses over HTTP.
-    `is_free`: a request costs nothing.
+    `name`: names the subject, and the bodies in preparation processes. `paths`: take POST; empty if
+    the dialect has a handler of its own. `operation`, `description`: in the OpenAPI document.
+    `event`: the type of a streamed event, or several types. `errors`: the statuses of rejections
+    over HTTP. `is_free`: a request costs nothing.
     """
 
     name: str
@@ -94,9 +95,9 @@ class Endpoint:
 class GeneratingEndpoint(Endpoint):
     """Declares an endpoint whose bodies become requests, and their output its response.
 
-    `without_prompts`: the body with a number of empty prompts. `merge`: the body with the state
-    that it refers to. `is_for_session`: the session that a client's headers name overrides the
-    body's user, who may have several.
+    `without_prompts`: returns the body with a number of empty prompts. `merge`: returns the body
+    with the state that it refers to. `is_for_session`: the session that a client's headers name
+    overrides the body's user, who may have several.
     """
 
     fields: SupportedFields

@@ -66,12 +66,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constrains_text(self) -> bool:
-        """Whether a grammar applies to the output's text; it does not if a call is demanded."""
+        """Whether a grammar applies to the output's text; it does not if a call is required."""
         return self.output is not None and (self.tools is None or not self.tools.is_forced)
 
 
 def check_constrained(generation: GenerationRequest) -> None:
-    """Raises InvalidRequest for options that contradict a demanded form of the output."""
+    """Raises InvalidRequest for options that contradict a required form of the output."""
     tools, sampling = generation.tools, generation.sampling
     if tools is not None and tools.choice != "none" and sampling.ignore_eos:
         raise InvalidRequest("ignore_eos and tools exclude each other", param="ignore_eos")
@@ -91,7 +91,7 @@ def check_constrained(generation: GenerationRequest) -> None:
 
 
 def check_dimensions(generation: GenerationRequest, hidden_size: int | None) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest if the model's embeddings have another size."""
     if generation.dimensions not in (None, hidden_size):
         only = "left out" if hidden_size is None else f"{hidden_size} or left out"
         raise InvalidRequest(f"dimensions: must be {only} for this model", param="dimensions")
@@ -110,7 +110,9 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
 def max_output_tokens(
     generation: GenerationRequest, num_prompt_tokens: int, card: ModelCard, default: int
 ) -> int:
-    """At most the room that the prompt leaves in the context. Raises PromptTooLong."""
+    """Returns the requested tokens, at most the room that the prompt leaves in the context. Raises
+    PromptTooLong.
+    """
     context = card.max_context_tokens
     room = context - num_prompt_tokens
     if not generation.shows_output:  # a discarded token takes no room in the context
@@ -125,8 +127,8 @@ def max_output_tokens(
 
 
 def cut_warning(generation: GenerationRequest, max_tokens: int, card: ModelCard) -> tuple[str, ...]:
-    """A warning if the client asks for more tokens than the response may have: clients send large
-    limits to every model.
+    """Returns a warning if the client requests more tokens than the response may have: clients send
+    large limits to every model.
     """
     given = generation.max_tokens
     if given is None:
@@ -141,7 +143,9 @@ def cut_warning(generation: GenerationRequest, max_tokens: int, card: ModelCard)
 
 
 def prompt_too_long(param: str, length: str, context: int) -> PromptTooLong:
-    """In the words by which clients know that they have to shorten a conversation."""
+    """Returns the error with the words by which clients recognise that a conversation must be
+    shortened.
+    """
     return PromptTooLong(
         f"{param}: This model's maximum context length is {context} tokens, but the prompt has "
         f"{length}",

@@ -56,7 +56,7 @@ class OutputMerger:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the request's schemas the output need not match."""
+        """Schema keywords that the grammar does not enforce."""
         return tuple(dict.fromkeys(text for each in self.outputs for text in each.warnings))
 
     @property
@@ -65,12 +65,13 @@ class OutputMerger:
         return not self._num_open
 
     def fail(self, error: HearthError) -> None:
-        """The next `next` raises the error."""
+        """Makes the next call of `next` raise the error."""
         self._error = error
         self._wake_waiter()
 
     def close(self) -> None:
-        """The response has ended: its last byte has left, or its client has. Idempotent.
+        """Ends the response: its last byte has left, or its client has. Idempotent. Drops the
+        references back to this object, since a cycle is freed only by a full collection.
 
         Drops what refers back to this object: a cycle is freed only with many others.
         """
@@ -132,7 +133,7 @@ class OutputMerger:
         return taken, events
 
     def _num_echoes(self, events: Sequence[Event]) -> int:
-        """The choices whose first events these are: the prompt is echoed with them."""
+        """Counts the choices whose first events these are, with which the prompt is echoed."""
         own = {each.choice_index for each in events if isinstance(each, TextDelta | Finished)}
         first = own - self._echoed
         self._echoed |= first
@@ -150,7 +151,7 @@ class OutputMerger:
 
     @property
     def usage(self) -> Usage:
-        """Of what `next` has returned so far."""
+        """The usage of the events that `next` has returned so far."""
         if self._usage is None:
             self._usage = self._counted_usage()
         return self._usage
@@ -184,4 +185,4 @@ class OutputMerger:
 
 
 def _ignore() -> None:
-    """An update of a response that has ended."""
+    """Ignores an update of a response that has ended."""

@@ -1,4 +1,6 @@
-"""Turns a validated and tokenized request into the wire `Request`: hash, fix a seed."""
+"""Builds the wire `Request` from a validated and tokenized request: hashes its blocks, fixes a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def check_logprobs(prepared: Sequence[PreparedRequest]) -> None:
 
 
 class Preparation:
-    """Pure except for the seed. May run on a thread."""
+    """Prepares requests without I/O; only the seed is random. `prepare` may run on a thread."""
 
     def __init__(self, config: GatewayConfig, randomness: Randomness) -> None:
         self._config = config
@@ -104,8 +106,8 @@ class Preparation:
         checked: CheckedPlan | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> PreparedRequest:
-        """The prompt has tokens. `bad_words`: the tokens of the request's own. Raises the
-        InvalidRequest that rejects the request.
+        """Builds the request of a prompt that has its tokens. `bad_words`: the tokens of the
+        request's bad words. Raises the InvalidRequest that rejects the request.
         """
         card, text, given = model.card, model.text, generation.prompt
         assert isinstance(given, TokenPrompt | PackedPrompt), "it is tokenized before"
@@ -148,7 +150,9 @@ class Preparation:
     def _default_max_tokens(
         self, generation: GenerationRequest, tenant: TenantRecord, defaults: GenerationDefaults
     ) -> int:
-        """Capped at the tenant's limit, so that the default alone never rejects a request."""
+        """Returns the default, capped at the tenant's limit, so that the default alone rejects no
+        request.
+        """
         default = generation.default_max_tokens
         if default is None:
             of_model = defaults.max_new_tokens
@@ -161,7 +165,7 @@ class Preparation:
 def check_min_tokens_of(
     generation: GenerationRequest, tenant: TenantRecord, model: ServedModel
 ) -> None:
-    """Rejects what cannot fit by its characters alone. Raises PromptTooLong, ExceedsLimit."""
+    """Raises PromptTooLong or ExceedsLimit for a prompt that cannot fit by its characters alone."""
     check_min_tokens(
         generation.prompt,
         model.text.files.longest_token_chars,
@@ -171,7 +175,7 @@ def check_min_tokens_of(
 
 
 def assembler_of(prepared: PreparedRequest, choice_index: int = 0) -> OutputAssembler:
-    """Splits calls and reasoning off, where the response can have them."""
+    """Returns an assembler that splits off calls and reasoning, if the response can have them."""
     context = prepared.prompt_token_ids if prepared.generation.continues_text else []
     text = prepared.model.text
     tokens = text.files.tokens
@@ -214,7 +218,9 @@ def _grammar(
 def _thinking_budget(
     generation: GenerationRequest, prompt: Sequence[int], text: ServedText
 ) -> ThinkingBudget | None:
-    """Raises InvalidRequest for a model that does not mark the end of its reasoning."""
+    """Returns the budget, or None. Raises InvalidRequest for a model that does not mark the end of
+    its reasoning.
+    """
     max_tokens, param = generation.reasoning.max_tokens, generation.reasoning.max_tokens_param
     if max_tokens is None:
         return None

@@ -24,8 +24,8 @@ ALONE_AFTER_S = 1.0  # without a request of another tenant
 
 
 class RequestCapacity:
-    """`max_requests`: limit of the requests open or in preparation at the same time. `num_open`:
-    counts those that are open.
+    """Bounds the requests of the gateway. `max_requests`: open or in preparation at the same time.
+    `num_open`: returns the number of open ones.
     """
 
     def __init__(self, max_requests: int, num_open: Callable[[], int]) -> None:
@@ -64,7 +64,7 @@ class _Tenant:
 
 
 class RecentTenants:
-    """Whether a tenant is the only one with requests. Shared by all slots of a gateway."""
+    """Knows whether a tenant is the only one with requests. All slots of a gateway share it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -82,8 +82,8 @@ class RecentTenants:
 
 
 class PreparationSlots:
-    """`per_tenant`: slots; `alone`: of a tenant without others (default: the same). `max_waiting`:
-    of one tenant.
+    """`per_tenant`: the slots of a tenant; `alone`: those of a tenant while no other has requests
+    (default: the same). `max_waiting`: the requests of a tenant that may wait.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PreparationSlots:
         return self._alone if self._recent.is_alone(tenant_id) else self._per_tenant
 
     async def _wait(self, tenant_id: str, tenant: _Tenant) -> None:
-        """Returns when a slot was given to this caller."""
+        """Returns when this caller has a slot."""
         if len(tenant.waiting) >= self._max_waiting:
             raise _too_many()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -47,7 +47,9 @@ FEW_VALUES_BYTES = 8 * 1024  # of a body whose values are not counted
 
 
 def decodable(data: bytes) -> bytes:
-    """The body without lone surrogates. In a larger one, a preparation process replaces them."""
+    """Returns the body without lone surrogates. In a larger body, a preparation process replaces
+    them.
+    """
     return data if len(data) > MAX_INLINE_BYTES else without_lone_surrogates(data)
 
 
@@ -58,9 +60,9 @@ def is_small(data: bytes, num_stored_bytes: int = 0) -> bool:
 
 
 def num_values(data: bytes) -> int:
-    """About as many as the body has, and never much less, whatever spaces are between its parts:
-    each costs about 1 µs to decode and convert, a text or a list of numbers of the same size a
-    hundredth of that.
+    """Estimates the number of values, never much too low, whatever spaces the body has: decoding
+    and converting a value costs 1 µs, a text or a list of numbers of the same size a hundredth of
+    that.
     """
     return data.count(b":") + data.count(b"{") + data.count(b"[") + data.count(b",") // 16
 
@@ -68,7 +70,9 @@ def num_values(data: bytes) -> int:
 def prepare_body(
     job: BodyJob, endpoint: GeneratingEndpoint, files: ModelFiles, template: ChatTemplate | None
 ) -> PreparedBody:
-    """Raises InvalidRequest and its subclasses, as the endpoint itself."""
+    """Returns the body with empty prompts, and their tokens. Raises InvalidRequest and its
+    subclasses, as the endpoint itself does.
+    """
     body = endpoint.fields.decode(job.body)
     generations = endpoint.generations(body, "")
     if generations[0].model != (job.model or ""):
@@ -82,7 +86,7 @@ def prepare_body(
 def with_prompts(
     generations: Sequence[GenerationRequest], prompts: Sequence[TokenizedPrompt]
 ) -> list[GenerationRequest]:
-    """Puts the tokens in the place of the empty prompts. The gateway's side of `prepare_body`."""
+    """Replaces the empty prompts by the tokens that `prepare_body` returned."""
     pairs = zip(generations, prompts, strict=True)
     return [msgspec.structs.replace(each, prompt=_packed(prompt)) for each, prompt in pairs]
 

@@ -58,8 +58,8 @@ MAX_INLINE_ECHO = 64  # tokens that are converted to text, of 16 to 70 µs each
 
 
 class Preparer:
-    """`slots_per_tenant`: limit of one tenant's requests that take a process or a thread for
-    themselves. The rest waits: at most `max_waiting` of a tenant, each for `max_wait_s`.
+    """`slots_per_tenant`: limit of one tenant's requests that use a process or a thread alone.
+    Others wait: at most `max_waiting` of a tenant, each for `max_wait_s`.
     """
 
     def __init__(
@@ -151,7 +151,9 @@ class Preparer:
             return prepare() if _is_short(generation) else await asyncio.to_thread(prepare)
 
     async def named_model(self, tenant_id: str, kind: str, body: bytes) -> str | None:
-        """The model that a body of this kind names. None: none, or it is not valid."""
+        """Returns the model that a body of this kind names, or None for a body that names none or
+        is invalid.
+        """
         if len(body) <= MAX_INLINE_NAMED_BYTES:
             return named_model(body, kind)
         if (model := model_at_an_edge(body, kind)) is not None:
@@ -207,7 +209,7 @@ class Preparer:
     async def tokenize_text(
         self, text: ServedText, tenant_id: str, prompt: str, *, adds_special_tokens: bool
     ) -> list[int]:
-        """As `tokenize`, of a small text."""
+        """Tokenizes a small text. Raises as `tokenize` does."""
         async with self._preparing(tenant_id, self._small):
             found = await text.renderer.encode(
                 [[prompt]], tenant_id=tenant_id, adds_special_tokens=adds_special_tokens
@@ -215,7 +217,7 @@ class Preparer:
             return found.token_ids[0]
 
     def check_capacity(self) -> None:
-        """For work that takes no slot. Raises Overloaded, and NoCapacity if the gateway is
+        """Checks work that needs no slot. Raises Overloaded, and NoCapacity if the gateway is
         draining.
         """
         self.capacity.check()
@@ -272,7 +274,7 @@ class Preparer:
 
 
 def _is_short(generation: GenerationRequest) -> bool:
-    """Whether its prompt needs no thread and no process for itself."""
+    """Whether the prompt is prepared without a thread and without a process of its own."""
     prompt = generation.prompt
     match prompt:
         case TokenPrompt() if generation.has_echo:

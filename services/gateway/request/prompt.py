@@ -19,7 +19,7 @@ MESSAGE_CHARS = 32  # rendering cost of an empty message, in characters of text
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """A prompt as returned to the client. `offsets`: the start of each token in `text`."""
+    """A prompt as it is returned to the client. `offsets`: the start of each token in `text`."""
 
     text: str
     token_ids: list[int]
@@ -30,8 +30,8 @@ MESSAGES = "messages"  # the field that errors of a rendering name
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """`tools`, `variables`: given to the model's template besides the messages. `parts`: what it
-    rendered.
+    """`tools`, `variables`: the template's inputs besides the messages. `parts`: the rendered
+    prompt.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -42,7 +42,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
     @property
     def num_chars(self) -> int:
-        """The cost of rendering and tokenizing, in characters; an empty message costs some too."""
+        """The characters that rendering and tokenizing cost; an empty message costs some, too."""
         tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
         return tools + sum(map(_num_chars, self.messages))
 
@@ -53,8 +53,8 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
     @property
     def min_chars(self) -> int:
-        """Characters that are tokenized at least: templates strip text, and leave out what an
-        assistant thought.
+        """The characters that are tokenized at least: templates strip text, and omit earlier
+        reasoning.
         """
         sent = (each["content"] for each in self.messages if each["role"] != "assistant")
         return sum(len(content.strip()) for content in sent)
@@ -62,7 +62,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 @contextmanager
 def naming_field_of(prompt: ChatPrompt) -> Iterator[None]:
-    """An error of the prompt's rendering names the field that the client sent."""
+    """Adds the field that the client sent to an error of the prompt's rendering."""
     try:
         yield
     except InvalidRequest as error:
@@ -128,7 +128,9 @@ def min_tokens(prompt: Prompt, longest_token_chars: int | None) -> int:
 
 
 def token_ids_of(prompt: TokenPrompt | PackedPrompt, card: ModelCard) -> list[int]:
-    """Raises InvalidRequest for a prompt without tokens or with one not in the vocabulary."""
+    """Returns the prompt's tokens. Raises InvalidRequest for a prompt without tokens, or with a
+    token that is not in the vocabulary.
+    """
     if isinstance(prompt, PackedPrompt):
         token_ids = unpack_token_ids(prompt.tokens)
     else:
@@ -142,7 +144,9 @@ def token_ids_of(prompt: TokenPrompt | PackedPrompt, card: ModelCard) -> list[in
 
 
 def encoded_prompt(prompt: Prompt, files: ModelFiles) -> list[int]:
-    """In a preparation process. Raises InvalidRequest for a prompt without tokens."""
+    """Tokenizes the prompt in a preparation process. Raises InvalidRequest for a prompt without
+    tokens.
+    """
     match prompt:
         case ChatPrompt():
             token_ids = files.tokenizer.encode(prompt.parts)
@@ -169,7 +173,7 @@ def check_tokens(prompt: Prompt, token_ids: Sequence[int]) -> None:
 
 
 def encoded_echo(prompt: Prompt, files: ModelFiles) -> Echo | None:
-    """In a preparation process. None for a conversation."""
+    """Converts the prompt to its echo in a preparation process; returns None for a conversation."""
     if isinstance(prompt, TextPrompt):
         add = prompt.add_special_tokens
         found = files.tokenizer.encode_with_offsets(prompt.text, add_special_tokens=add)
@@ -178,7 +182,7 @@ def encoded_echo(prompt: Prompt, files: ModelFiles) -> Echo | None:
 
 
 def echo_of(prompt: TokenPrompt | PackedPrompt, tokens: TokenTable) -> Echo | None:
-    """None for a rendered conversation."""
+    """Returns None for a rendered conversation."""
     if isinstance(prompt, PackedPrompt):
         return prompt.echo
     text, offsets = decode_with_offsets(tokens, prompt.token_ids)

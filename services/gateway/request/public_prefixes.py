@@ -40,7 +40,7 @@ class PublicPrefixes:
     """`chain` may run on a thread during `replace`: it uses the old prefixes or the new ones."""
 
     def __init__(self, key: bytes = b"") -> None:
-        """`key`: of the roots, see `block_hash.root_key`."""
+        """`key`: of the root hashes, see `block_hash.root_key`."""
         self._key = key
         self._prefixes: tuple[PinnedPrefix, ...] = ()
         self._chains: dict[_Key, list[_PublicChain]] = {}
@@ -50,7 +50,7 @@ class PublicPrefixes:
         self._chains = {}
 
     def chain(self, root: bytes, token_ids: list[int], card: ModelCard) -> PromptChain:
-        """`root`: the tenant's."""
+        """Returns the hashes of a prompt. `root`: the tenant's root hash."""
         if not self._prefixes:
             return PromptChain(extend_chain(root, token_ids, card.block_size))
         packed = pack_token_ids(token_ids)
@@ -63,7 +63,7 @@ class PublicPrefixes:
         return PromptChain(extend_chain(root, token_ids, card.block_size))
 
     def _public_chains(self, card: ModelCard) -> list[_PublicChain]:
-        """Longest first, then by name."""
+        """Returns the chains of a model, the longest first, then by name."""
         chains, key = self._chains, (card.name, card.revision, card.block_size)
         if key not in chains:
             found = []

@@ -24,20 +24,22 @@ MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # of all choices together
 
 
 class ClientDisconnected(HearthError):
-    """Reaches no client, since the client disconnected; its code appears in the metrics."""
+    """Ends a request whose client has disconnected: no client receives it, its code is in the
+    metrics.
+    """
 
     code = "client_gone"
     http_status = 499
 
 
 class ClientSlow(ClientDisconnected):
-    """The client stopped reading, and the gateway closed the connection."""
+    """Ends a request whose client stopped reading, so that the gateway closed its connection."""
 
     code = "client_slow"
 
 
 class _Choice:
-    """One choice: what makes its output, and what the client has not taken of it."""
+    """The decoding state of one choice, and the output that its client has not taken."""
 
     def __init__(self, assembler: OutputAssembler) -> None:
         self.assembler = assembler
@@ -48,17 +50,17 @@ class _Choice:
         self.last_token_at: float | None = None
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
-        """Returns the bytes that the new output takes until it is taken."""
+        """Returns the bytes that the new output occupies until it is taken."""
         fresh = self.assembler.feed(token_ids, logprobs)
         scored = self.assembler.take_scored() if logprobs else ()
         return self.output.add(fresh, scored) if fresh or scored else 0
 
     def flush(self) -> int:
-        """At the end of the choice; returns bytes as `feed`."""
+        """Ends the choice's text. Returns bytes as `feed` does."""
         return self.output.add(self.assembler.flush(), self.assembler.take_scored())
 
     def take(self, choice_index: int) -> list[Event]:
-        """The end comes after all output."""
+        """Returns the events of the output, its end last."""
         events = self.output.take(choice_index)
         if self.finish_reason is not None and not self.is_taken and not self.output:
             self.is_taken = True
@@ -112,7 +114,7 @@ class RequestOutput:
 
     @property
     def outcome(self) -> str:
-        """A finish reason, or an error code; of the first choice, once it has ended."""
+        """The finish reason of the first choice once it has ended, or an error code."""
         if self.end is not None and self.end.error is not None:
             return self.end.error.code
         return self._texts[0].finish_reason or "stop"
@@ -133,7 +135,7 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """None if the worker was stopped before it reported the number."""
+        """The number that the worker reported; None if it was stopped before."""
         served = self.served
         return None if served is None else min(served.num_cached_tokens, self.num_prompt_tokens)
 

@@ -39,8 +39,8 @@ class Reservation:
         on_end: Callable[[Reservation], None],
         on_close: Callable[[Reservation], None],
     ) -> None:
-        """`lease`: replaced when the tokens are charged. `model`: once it is chosen, the same for
-        all prompts of the response.
+        """`lease`: is replaced when the tokens are charged. `model`: is set when it is chosen, one
+        for all prompts of the response.
         """
         self.record = record
         self.request_id = record.request_id
@@ -67,12 +67,12 @@ class Reservation:
 
     @property
     def model_name(self) -> str:
-        """Empty before the model is chosen."""
+        """Empty until the model is chosen."""
         return "" if self.model is None else self.model.card.name
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The state of the tenant's limits."""
+        """The state of the tenant's limits as response headers."""
         return self.lease.headers
 
     def opened(self, output: RequestOutput) -> None:
@@ -95,7 +95,7 @@ class Reservation:
         return fresh
 
     def close_submissions(self, *, has_response: bool = False) -> None:
-        """No more outputs will be opened. `has_response`: `close`, or this without it, follows.
+        """Ends the opening of outputs. With `has_response`, `close` follows, or this without it.
         Idempotent.
         """
         self._is_submitting = False
@@ -103,7 +103,9 @@ class Reservation:
         self._advance()
 
     def close(self) -> None:
-        """The response has left, or its client has. Its outputs may still be ending."""
+        """Closes the response: its last byte has left, or its client has. Its outputs may still be
+        ending.
+        """
         self._is_responding = False
         self._advance()
 

@@ -1,4 +1,4 @@
-"""Sampling options of a request, free of any HTTP dialect, and their resolution for the wire."""
+"""A request's sampling options, independent of dialects, and their conversion for the wire."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         grammar: GrammarSpec | None = None,
         thinking: ThinkingBudget | None = None,
     ) -> SamplingParams:
-        """The wire's form, with the defaults of the model's files. `bad_words`: their tokens.
+        """Returns the wire's form, with the defaults of the model's files. `bad_words`: the tokens
+        of each word. Raises InvalidRequest for options that contradict each other or the
+        vocabulary.
 
         Raises InvalidRequest for options that contradict each other or the vocabulary.
         """
@@ -106,7 +108,9 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         )
 
     def _temperature(self, defaults: GenerationDefaults) -> float:
-        """Without any sampling option, a model whose files say `do_sample: false` is greedy."""
+        """Returns 0 if the client sends no sampling option and the model's files say `do_sample:
+        false`.
+        """
         given = (self.temperature, self.top_p, self.top_k, self.min_p)
         if defaults.do_sample is False and all(value is None for value in given):
             return 0.0

@@ -54,8 +54,8 @@ MAX_KEY_CHARS = 256  # of an affinity key
 
 @dataclass(frozen=True, slots=True)
 class OpenResponse:
-    """A submitted request and what writes its response. `headers`: of the response, whether it
-    succeeds or fails. `cancel`: ends the request; does nothing for an ended one.
+    """A submitted request and its encoder. `headers`: those of the response, whether it succeeds or
+    fails. `cancel`: ends the request; does nothing for an ended one.
     """
 
     merger: OutputMerger
@@ -66,7 +66,7 @@ class OpenResponse:
 
 
 class Submission:
-    """`wall_clock`: seconds since 1970. `states`: of the endpoints that have one, by name."""
+    """`wall_clock`: seconds since 1970. `states`: the states of endpoints, by their names."""
 
     def __init__(
         self,
@@ -168,9 +168,9 @@ class Submission:
         session_key: str | None = None,
         timeout_s: float | None = None,
     ) -> OpenResponse:
-        """`model`: of a body that names none (default: the gateway's). `affinity_key` overrides the
-        body's, `session_key` is for a body without one; `timeout_s` shortens the gateway's.
-        Raises the HearthError that rejects the request.
+        """Submits the request of a body. `model`: for a body that names none (default: the
+        gateway's). `affinity_key` overrides the body's, `session_key` is for a body without one;
+        `timeout_s` shortens the gateway's. Raises the HearthError that rejects the request.
         """
         reservation.record.is_streamed = is_streamed = endpoint.is_streamed(body)
         default_model = self._models.default_name if model is None else model
@@ -250,7 +250,7 @@ class Submission:
         )
 
     def _hold_prompts(self, reservation: Reservation, num_prompts: int) -> None:
-        """Until the response has closed. Raises Overloaded."""
+        """Counts the prompts until the response has closed. Raises Overloaded."""
         tenant_id = reservation.tenant.tenant_id
         if self._num_prompts[tenant_id] + num_prompts > MAX_PROMPTS:
             raise Overloaded("this tenant has too many prompts under way", retry_after_s=1.0)

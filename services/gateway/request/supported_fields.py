@@ -116,7 +116,7 @@ class SupportedFields:
         self._others = msgspec.json.Decoder(msgspec.defstruct("Others", optional))
 
     def decode(self, data: bytes | msgspec.Raw) -> Any:
-        """Raises InvalidRequest, with `param` set if one field is invalid."""
+        """Returns the struct. Raises InvalidRequest, with `param` set if one field is invalid."""
         try:
             body = self._decoded(data)
             others = self._others.decode(data)
@@ -133,7 +133,7 @@ class SupportedFields:
         return body
 
     def _decoded(self, data: bytes | msgspec.Raw) -> Any:
-        """Raises DecodeError, UnicodeDecodeError and RecursionError."""
+        """Returns the struct. Raises DecodeError, UnicodeDecodeError and RecursionError."""
         body: Any = msgspec.UNSET
         for _ in range(MAX_REPAIRS):
             try:
@@ -149,13 +149,13 @@ class SupportedFields:
 
 
 def check_count(param: str, count: int, limit: int) -> None:
-    """Raises PayloadTooLarge."""
+    """Raises PayloadTooLarge for more items than allowed."""
     if count > limit:
         raise PayloadTooLarge(f"{param}: {count} are more than the limit of {limit}", param=param)
 
 
 def _is_one_of(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
-    """Compares booleans and numbers as different: False is not 0."""
+    """Compares booleans and numbers as different values: False is not 0."""
     if len(memoryview(raw)) > MAX_NEUTRAL_BYTES:
         return False
     try:

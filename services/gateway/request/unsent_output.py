@@ -22,7 +22,7 @@ class _Tenant:
 
 
 class UnsentOutput:
-    """The responses of one gateway. Limits in bytes, of text and packed logprobs."""
+    """Counts the responses of one gateway. The limits are bytes of text and packed logprobs."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class UnsentOutput:
         return response
 
     def count(self, response: UnsentResponse, num_bytes: int) -> None:
-        """Raises KeyError for a response that is not open."""
+        """Adds bytes to a response. Raises KeyError for a response that is not open."""
         tenant = self._tenants[response.tenant_id]
         tenant.num_bytes += num_bytes
         if response.is_streamed and response.num_bytes > self.max_response_bytes:
@@ -53,7 +53,7 @@ class UnsentOutput:
             max(tenant.responses, key=lambda each: each.num_bytes).exceed()
 
     def forget(self, response: UnsentResponse) -> None:
-        """Idempotent."""
+        """Removes a response. Idempotent."""
         tenant = self._tenants.get(response.tenant_id)
         if tenant is None or response not in tenant.responses:
             return
@@ -81,7 +81,9 @@ class UnsentResponse:
             on_exceeded()
 
     def add(self, num_bytes: int) -> None:
-        """A negative number: the client took bytes. Does nothing once a bound was exceeded."""
+        """Counts bytes; a negative number after the client took some. Does nothing once a bound was
+        exceeded.
+        """
         if self._is_open:
             self.num_bytes += num_bytes
             self._unsent.count(self, num_bytes)
@@ -95,7 +97,7 @@ class UnsentResponse:
             on_exceeded()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Removes the response from the counts. Idempotent."""
         self._is_open = False
         self._on_exceeded = None  # it refers to the response
         self._unsent.forget(self)
