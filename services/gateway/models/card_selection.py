@@ -23,7 +23,9 @@ Version = tuple[str, int]  # revision, block size
 
 
 class CardSelection:
-    """The cards of one model's live decode workers. Times are seconds of any monotonic clock."""
+    """Selects among the cards of one model's live decode workers. Times: seconds of a monotonic
+    clock.
+    """
 
     def __init__(self) -> None:
         self._live: dict[str, ModelCard] = {}  # by worker
@@ -33,7 +35,7 @@ class CardSelection:
         self._expires_at = -inf  # of `_selected`
 
     def put(self, worker_id: str, card: ModelCard, now: float) -> None:
-        """`worker_id` is live and serves `card`."""
+        """Adds a live worker that serves `card`."""
         if self._live.get(worker_id) == card:
             return
         self.remove(worker_id, now)
@@ -52,7 +54,7 @@ class CardSelection:
         self._expires_at = -inf
 
     def card(self, now: float) -> ModelCard | None:
-        """None if no worker has been live for HOLD_S."""
+        """Returns None if no worker has been live for HOLD_S."""
         if now >= self._expires_at:
             self._select(now)
         return self._selected
@@ -75,8 +77,8 @@ class CardSelection:
         return tuple(sorted(set(chain.from_iterable(live))))
 
     def _version(self) -> Version | None:
-        """The version with most live workers; the longest known of several; the current one if no
-        worker is live.
+        """Returns the version with the most live workers: of several the one known longest, or the
+        current version if no worker is live.
         """
         num_live = Counter(version_of(card) for card in self._live.values())
         if num_live:

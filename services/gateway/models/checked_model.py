@@ -1,4 +1,4 @@
-"""Has the files of a model read by a process with limits."""
+"""Reads the files of a model in a process with limits."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ENDED_BY_LIMITS = {signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV}
 def checked_model(
     model_dir: Path, choice: str, tool_format: str, *, module: str = MODULE
 ) -> CheckedModel:
-    """`choice`, `tool_format`: as of `family_of`. Blocks, and lets other threads run. Raises
-    ConfigError for files that cannot be read, or not within the limits.
+    """Returns what the gateway needs of the model. `choice`, `tool_format`: see `family_of`. Blocks
+    its thread; others run. Raises ConfigError for files that cannot be read within the limits.
     """
     command = [sys.executable, "-m", module, str(model_dir), choice, tool_format]
     try:
@@ -60,7 +60,7 @@ def checked_model(
 
 
 def _completed(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
-    """Kills a process that has been stopped. Raises TimeoutExpired."""
+    """Runs the command, and kills a process that has been stopped. Raises TimeoutExpired."""
     until, was_stopped = time.monotonic() + WALL_LIMIT_S, False
     with subprocess.Popen(
         command,

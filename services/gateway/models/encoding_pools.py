@@ -1,4 +1,6 @@
-"""The processes that tokenize the usual prompts: one of each loaded model, counted together."""
+"""The processes that tokenize the usual prompts, one for each loaded model, and their load
+together.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ MAX_LOAD_S = 180.0  # of a tokenizer that has passed its check, on a busy machin
 
 
 class EncodingPools:
-    """May be called from any thread. The counts are those of `PreparationPool`."""
+    """Counts as one `PreparationPool` does. May be used by any thread."""
 
     def __init__(self) -> None:
         self._pools: set[PreparationPool] = set()
@@ -17,7 +19,7 @@ class EncodingPools:
 
     @property
     def num_waiting(self) -> int:
-        """Of the model with the most: each has its own queue."""
+        """The jobs that wait for the model with the most: each has its own queue."""
         return max((each.num_waiting for each in [*self._pools]), default=0)
 
     @property
@@ -25,7 +27,7 @@ class EncodingPools:
         return sum(each.num_running for each in [*self._pools])
 
     def open(self) -> PreparationPool:
-        """One process, which starts with its first job."""
+        """Returns a pool of one process, which starts with its first job."""
         pool = PreparationPool(
             None,
             num_processes=1,
@@ -38,7 +40,7 @@ class EncodingPools:
         return pool
 
     def end(self, pool: PreparationPool) -> None:
-        """Ends its process, which nothing waits for."""
+        """Ends the process of a pool without waiting for it."""
         pool.kill()
         self._pools.discard(pool)
 

@@ -1,4 +1,4 @@
-"""The models of a gateway: live cards, the registry, loaded texts, names of tenants."""
+"""Composes the models of a gateway: live cards, the registry, loaded texts, names of tenants."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ class GatewayModels:
 
     @property
     def num_loaded(self) -> int:
-        """The models whose tokenizers and templates are loaded, the gateway's own included."""
+        """The number of loaded tokenizers and templates, the gateway's own model included."""
         return len(self.texts) + (self.own is not None)
 
     @property
     def loads(self) -> dict[str, PreparationPool | EncodingPools]:
-        """The pools whose load is exported, by the names that the metrics have for them."""
+        """The pools whose load the metrics export, by their names there."""
         pools = self.pools
         return {"requests": pools.requests, "prompts": self.encoding, "grammars": pools.grammars}
 
     async def read_registry(self) -> None:
-        """Does nothing if Redis is unavailable: `registry.run` reads it again and again."""
+        """Reads the registry once. Does nothing without Redis, since `registry.run` polls it."""
         with suppress(StoreUnavailable):
             await self.registry.refresh()
 
     async def load_tokenizer(self) -> None:
-        """Optional first call: no prompt for the gateway's own model then waits for it."""
+        """Loads the tokenizer of the gateway's own model, so that no prompt waits for it."""
         if self.own is not None:
             await self.own.renderer.load_tokenizer()
 

@@ -57,7 +57,7 @@ class Catalog:
     """
 
     def __init__(self, fleet: Fleet, name: str, clock: Clock) -> None:
-        """`name`: empty if the gateway has no model of its own."""
+        """`name`: the gateway's own model; empty if it has none."""
         self._fleet = fleet
         self._clock = clock
         self._cards = CardSelection()  # of its own model
@@ -68,7 +68,7 @@ class Catalog:
         self.name = name
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        """Call after the fleet has processed the heartbeat."""
+        """Records a heartbeat that the fleet has processed."""
         worker_id, now = heartbeat.process_id, self._clock.now()
         if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or above the peer limit
             return
@@ -116,12 +116,14 @@ class Catalog:
             place.remove(process_id, self._clock.now())
 
     def cards(self) -> list[ModelCard]:
-        """The card of `card`, if there is one."""
+        """Returns the card of the gateway's own model, if there is one."""
         card = self._cards.card(self._clock.now())
         return [] if card is None else [card]
 
     def card(self, model: str) -> ModelCard:
-        """Of the own model. Raises UnknownModel, or NoCapacity if no worker was live lately."""
+        """Returns the card of the gateway's own model. Raises UnknownModel, and NoCapacity if no
+        worker was live lately.
+        """
         if model != self.name:
             raise UnknownModel(f"the model {model!r} does not exist", param="model")
         card = self._cards.card(self._clock.now())
@@ -130,7 +132,9 @@ class Catalog:
         return card
 
     def card_of(self, model: str, revision: str) -> ModelCard | None:
-        """Of another model. None if no live worker serves this revision and no host can."""
+        """Returns the card of another model, or None if no live worker serves this revision and no
+        host can.
+        """
         key = (model, revision)
         selection = self._others.get(key)
         card = None if selection is None else selection.card(self._clock.now())
@@ -139,14 +143,16 @@ class Catalog:
         return next((cards[key] for cards in self._hosts.values() if key in cards), None)
 
     def start_s(self, model: str) -> float:
-        """Until a host may serve the model, at least 1 s; a guess if none says."""
+        """Returns the seconds until a host may serve the model, at least 1; a guess if no host
+        reports them.
+        """
         hosts = (each.host for each in self._fleet.live("host") if each.host is not None)
         found = (each.start_s for host in hosts for each in host.models if each.name == model)
         return max(1.0, min(filter(None, found), default=START_S))
 
     def failure_of(self, model: str, revisions: Collection[str]) -> str:
-        """Why all live hosts that have one of these revisions have failed to load it, as the first
-        of them says; else empty.
+        """Returns why all live hosts with one of these revisions failed to load it, in the words of
+        the first; else an empty text.
         """
         hosts = (each.host for each in self._fleet.live("host") if each.host is not None)
         models = (each for host in hosts for each in host.models if each.name == model)
@@ -165,7 +171,7 @@ class Catalog:
         return self._others[key]
 
     def readiness(self, *, is_connected: bool, is_draining: bool, redis: str) -> Readiness:
-        """Ready means that a request would be served now; `reason` names what is missing."""
+        """Returns whether a request would be served now; `reason` names what is missing."""
         schedulers = self._ids("scheduler")
         reason = None
         if is_draining:
@@ -196,7 +202,9 @@ class Catalog:
         return sorted(heartbeat.process_id for heartbeat in self._fleet.live(role))
 
     def _decodes(self) -> list[Heartbeat]:
-        """Of its own model; of all, if it has none."""
+        """Whether any live worker decodes the gateway's model, or any model if it has none of its
+        own.
+        """
         live = self._fleet.live("decode")
         return [each for each in live if not self.name or _serves(each, self.name)]
 
@@ -206,7 +214,7 @@ class Catalog:
 
 
 def _hosted(host: HostLoad) -> dict[Revision, ModelCard]:
-    """The models that the host can serve now or soon."""
+    """Returns the models that the host can serve now or soon."""
     cards = (each.card for each in host.models if each.state != "failed")
     return {(card.name, card.revision): card for card in cards if card is not None}
 

@@ -35,7 +35,7 @@ NUM_THREADS = 4  # a source that hangs, such as one on a lost network drive, del
 
 
 class TextSource(NamedTuple):
-    """`digest`: of the weights, since a directory may have other contents as another revision."""
+    """`digest`: of the weights, since another revision may replace the files of a directory."""
 
     place: str
     digest: str
@@ -43,7 +43,9 @@ class TextSource(NamedTuple):
 
 class LoadedTexts:
     def __init__(self, load: Callable[[str], ServedText], clock: Clock, *, max_loaded: int) -> None:
-        """`load`: reads the files of a source, on a thread. `max_loaded`: beside those in use."""
+        """`load`: reads the files of a source on a thread. `max_loaded`: texts to retain besides
+        those in use.
+        """
         self._load = load
         self._clock = clock
         self._recent: RecentlyUsed[TextSource, ServedText] = RecentlyUsed(max_loaded)
@@ -57,8 +59,8 @@ class LoadedTexts:
         return len(self._alive)
 
     async def get(self, source: TextSource) -> ServedText:
-        """Raises NoCapacity if its files cannot be read: paths and reasons are for operators, and
-        in the log.
+        """Returns the text. Raises NoCapacity if its files cannot be read; their paths and the
+        reason are logged, since they are for operators.
         """
         text = self._alive.get(source)
         if text is None:
@@ -100,7 +102,7 @@ class LoadedTexts:
         return loaded
 
     def _timed_load(self, place: str) -> tuple[ServedText | Exception, float]:
-        """Its seconds, too, without the wait for a thread."""
+        """Returns the text and the seconds of its load, without the wait for a thread."""
         began_at = self._clock.now()
         try:
             loaded: ServedText | Exception = self._load(place)

@@ -40,8 +40,8 @@ MAX_TOKENIZER_S = 30.0  # a vocabulary of 260,000 tokens takes 7 s
 
 
 class CheckedModel(msgspec.Struct, frozen=True):
-    """What the gateway needs of a model, all of it from files that can be read within the limits.
-    `family`: how it writes calls and reasoning; `spellings`: of the marks of its reasoning.
+    """What the gateway needs of a model, from files that were read within the limits. `family`: how
+    the model writes calls and reasoning; `spellings`: the marks of its reasoning.
     """
 
     text: ModelText
@@ -89,7 +89,7 @@ def check(model_dir: Path, choice: str, tool_format: str) -> ModelCheck:
 
 
 def printable_line(reason: str) -> str:
-    """At most MAX_REASON_CHARS."""
+    """Returns at most MAX_REASON_CHARS characters on one line."""
     printable = "".join(char if char.isprintable() else " " for char in reason)
     return " ".join(printable.split())[:MAX_REASON_CHARS]
 
@@ -122,7 +122,7 @@ def _checked(model_dir: Path, choice: str, tool_format: str) -> CheckedModel:
 
 
 def _check_decoding(tokens: TokenTable) -> None:
-    """Raises HearthError for a decoder that fails on no token, or on one: each of its steps takes
+    """Raises HearthError for a decoder that fails on one token or on none: each of its steps takes
     each token by itself, or the text of all.
     """
     tokens.decode(())
@@ -131,7 +131,7 @@ def _check_decoding(tokens: TokenTable) -> None:
 
 
 def checked_files(files: ModelFiles, family: Family) -> CheckedModel:
-    """Of files that are trusted, or have passed the check."""
+    """Reads files that are trusted or have passed the check."""
     text = ModelText(**{each.name: getattr(files, each.name) for each in fields(ModelText)})
     return CheckedModel(text, family, mark_spellings(family, files.tokenizer.spellings))
 

@@ -1,4 +1,4 @@
-"""The names under which a tenant may name the served models: their own, and its aliases."""
+"""Resolves the names that a tenant may use for the served models: their own, and its aliases."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ModelNames:
         self._aliases = aliases
 
     async def resolve(self, tenant_id: str, name: str) -> str:
-        """The name of the served model that `name` means; `name` itself if it means none. Raises
-        DependencyUnavailable if it cannot be checked.
+        """Returns the name of the served model that `name` means, or `name` if it means none.
+        Raises DependencyUnavailable if the name cannot be checked.
         """
         model = await self._aliases.resolve(tenant_id, name)
         return name if model is None or not self._models.has(tenant_id, model) else model
 
     async def main(self, tenant: TenantRecord, name: str | None) -> ServedModel:
-        """Returns the revision that most of the tenant's requests for `name` get; None: for the
+        """Returns the revision that most of the tenant's requests for `name` get; None names the
         gateway's default. Raises UnknownModel, ModelNotAllowed, NoCapacity, and
         DependencyUnavailable if the name cannot be checked.
         """
@@ -34,8 +34,8 @@ class ModelNames:
         return await self._models.main(resolved)
 
     async def all(self, tenant: TenantRecord) -> AsyncIterator[tuple[ModelCard, list[str]]]:
-        """The models that the tenant may use, each with its name and then its aliases. Raises
-        DependencyUnavailable if the tenant's aliases have never been read.
+        """Yields the models that the tenant may use, each with its name and then its aliases.
+        Raises DependencyUnavailable if the tenant's aliases have never been read.
         """
         for card in self._models.cards(tenant):
             yield card, await self._aliases.names_of(tenant.tenant_id, card.name)

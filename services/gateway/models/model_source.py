@@ -16,7 +16,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def source_dir(source: str) -> Path:
-    """Raises ConfigError."""
+    """Returns the directory of a source. Raises ConfigError."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -31,7 +31,7 @@ def source_dir(source: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """As huggingface_hub finds it, which this process does not load."""
+    """Returns the directory of huggingface_hub's cache, without loading that package."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if given:
         return Path(given).expanduser()

@@ -32,7 +32,9 @@ class ServedModels:
         texts: LoadedTexts,
         randomness: Randomness,
     ) -> None:
-        """`own`: of the model `catalog.name`; None: the gateway has none of its own."""
+        """`own`: the text of the model `catalog.name`, or None if the gateway has no model of its
+        own.
+        """
         self._catalog = catalog
         self._own = own
         self._registry = registry
@@ -41,7 +43,7 @@ class ServedModels:
 
     @property
     def default_name(self) -> str:
-        """The model of a request that names none; empty: it has to."""
+        """The model of a request that names none; empty if such a request is rejected."""
         return self._catalog.name
 
     @property
@@ -63,8 +65,8 @@ class ServedModels:
         return self.serves(name) and not self.has(tenant_id, name)
 
     def check(self, tenant: TenantRecord, name: str) -> None:
-        """Raises UnknownModel, ModelNotAllowed; DependencyUnavailable if Redis has not been read;
-        InvalidRequest for no name.
+        """Raises UnknownModel, ModelNotAllowed, DependencyUnavailable if Redis has never been read,
+        and InvalidRequest for an empty name.
         """
         if not name:
             reason = "the request names no model, and this gateway has no default"
@@ -76,7 +78,7 @@ class ServedModels:
         check_model(tenant, name)
 
     async def choose(self, name: str) -> ServedModel:
-        """A revision for a new request, drawn by weight from those that can be served now. Raises
+        """Samples a revision for a new request by weight from those that can be served now. Raises
         UnknownModel, and NoCapacity if none can.
         """
         if self._own is not None and name == self.default_name:
@@ -94,21 +96,23 @@ class ServedModels:
                 model = msgspec.structs.replace(model, revisions=others)
 
     async def main(self, name: str) -> ServedModel:
-        """The revision that most requests get. Raises as `choose`."""
+        """Returns the revision that most requests get. Raises as `choose` does."""
         if self._own is not None and name == self.default_name:
             return ServedModel(self._catalog.card(name), self._own)
         model = self._with_cards(self._model(name))
         return await self._served(model, _heaviest(model))
 
     def card(self, name: str) -> ModelCard:
-        """Of the same revision as `main`. Raises as `choose`."""
+        """Returns the card of the revision that `main` returns. Raises as `choose` does."""
         if name == self.default_name:
             return self._catalog.card(name)
         model = self._with_cards(self._model(name))
         return self._card(model, _heaviest(model))
 
     def cards(self, tenant: TenantRecord) -> list[ModelCard]:
-        """Of the models that the tenant may use, if they can be served; its own first."""
+        """Returns the cards of the models that the tenant may use and that can be served, the
+        gateway's own first.
+        """
         found = [*self._catalog.cards(), *self._registry_cards(tenant.tenant_id)]
         return [card for card in found if may_use(tenant, card.name)]
 
@@ -127,7 +131,7 @@ class ServedModels:
         return model
 
     def _with_cards(self, model: RegisteredModel) -> RegisteredModel:
-        """The model with the revisions that can be served now."""
+        """Returns the model with the revisions that can be served now."""
         loaded = [each for each in model.revisions if each.digest and each.weight > 0]
         served = tuple(each for each in loaded if self._catalog.card_of(model.name, each.digest))
         if served:
@@ -154,17 +158,17 @@ class ServedModels:
         return msgspec.structs.replace(card, max_context_tokens=most)
 
     def _draw(self) -> float:
-        """Uniform in [0, 1)."""
+        """Returns a uniform random number in [0, 1)."""
         return (int.from_bytes(self._randomness.bytes(8), "little") >> 11) / (1 << 53)
 
 
 def _heaviest(model: RegisteredModel) -> RegisteredRevision:
-    """The first of several."""
+    """Returns the revision with the most weight, of several the first."""
     return max(model.revisions, key=lambda each: each.weight)
 
 
 def _names(revision: RegisteredRevision) -> tuple[str, str]:
-    """By which hosts call it."""
+    """Returns the name and digest by which hosts report the revision."""
     return revision.name, revision.digest
 
 

@@ -1,4 +1,4 @@
-"""What the gateway needs to prepare and read one model's requests, besides its card."""
+"""What the gateway needs, besides the card, to prepare a model's requests and read its output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shared.messages import ModelCard
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedText:
     """`family`: how the model writes calls and reasoning, for its grammars, parser and call ids.
-    `spellings`: of the marks of its reasoning. Its process ends when nothing holds the text.
+    `spellings`: the marks of its reasoning. The text's process ends when nothing refers to it.
     """
 
     files: ModelText
@@ -48,7 +48,7 @@ class ServedModel:
 
 
 class TextLoader:
-    """Makes `ServedText`s that share the processes. May be called from any thread. `encoding`: the
+    """Makes `ServedText`s, which share processes. May be used by any thread. `encoding`: the
     processes that they do not share.
     """
 
@@ -66,12 +66,14 @@ class TextLoader:
         self._next_key = count(1).__next__
 
     def load(self, source: str) -> ServedText:
-        """Raises ConfigError for a source that is not here, or an invalid file."""
+        """Reads a source. Raises ConfigError for a source that is not on this machine, or an
+        invalid file.
+        """
         model = checked_model(source_dir(source), "", self._tool_format)
         return self.text(model, process_setup(model, self._tool_format, key=str(self._next_key())))
 
     def text(self, model: CheckedModel, setup: ProcessSetup) -> ServedText:
-        """Raises ConfigError for a response template that is not valid."""
+        """Makes the text of read files. Raises ConfigError for an invalid response template."""
         parsing = ResponseParsing(model.family, model.text.tokens.added_ids)
         most = model.text.max_known_chars
         encoding = self.encoding.open() if most else None
@@ -90,7 +92,7 @@ class TextLoader:
 
 
 def process_setup(model: CheckedModel, tool_format: str, *, key: str = "") -> ProcessSetup:
-    """What the preparation and check processes need of the model."""
+    """Returns what the preparation and check processes need of the model."""
     files = model.text
     return ProcessSetup(
         template_source(files, model.family, tool_format),
@@ -103,7 +105,7 @@ def process_setup(model: CheckedModel, tool_format: str, *, key: str = "") -> Pr
 
 
 def template_source(files: ModelText, family: Family, tool_format: str) -> TemplateSource | None:
-    """The model's chat template, with the form of calls that it requires. None: it has none."""
+    """Returns the model's chat template with the form of calls that it requires, or None."""
     if files.chat_template is None:
         return None
     source = files.chat_template
