@@ -1,4 +1,4 @@
-"""The process that tokenizes the usual prompts of one model: python -m … [frames on stdin, stdout].
+"""Tokenizes the usual prompts of one model: python -m … [frames on stdin, stdout].
 
 It has the model's tokenizer, which no other process of the gateway needs for them, and gets texts
 that take a known time.

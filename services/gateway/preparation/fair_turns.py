@@ -1,4 +1,4 @@
-"""Whose job a free process takes next. Pure.
+"""Decides whose job a free process runs next. Does no I/O.
 
     waiting ──next──▶ running ──ended──▶ removed
 
@@ -35,7 +35,7 @@ class _Tenant(Generic[Job]):
 
 class FairTurns(Generic[Job]):
     def __init__(self, max_running: int) -> None:
-        """`max_running`: jobs of one tenant that run at the same time."""
+        """`max_running`: the jobs of one tenant that may run at the same time."""
         self._max_running = max_running
         self._tenants: dict[str, _Tenant[Job]] = {}
         self._num_arrivals = 0
@@ -68,7 +68,9 @@ class FairTurns(Generic[Job]):
         return tenant_id, tenant.waiting.popleft()
 
     def take_more(self, tenant_id: str, max_jobs: int, is_like: Callable[[Job], bool]) -> list[Job]:
-        """The tenant's next jobs while they are alike: they share the turn that `next` returned."""
+        """Returns the tenant's next jobs of the same kind, which share the turn that `next`
+        returned.
+        """
         waiting = self._tenants[tenant_id].waiting
         taken: list[Job] = []
         while waiting and len(taken) < max_jobs and is_like(waiting[0]):
@@ -76,11 +78,11 @@ class FairTurns(Generic[Job]):
         return taken
 
     def put_back(self, tenant_id: str, jobs: Sequence[Job]) -> None:
-        """Jobs of a turn that have not run are the tenant's next ones."""
+        """Makes jobs of a turn that have not run the tenant's next ones."""
         self._tenants[tenant_id].waiting.extendleft(reversed(jobs))
 
     def ended(self, tenant_id: str, cpu_s: float, *, reached_limit: bool = False) -> None:
-        """Ends a turn that `next` returned. `cpu_s`: of all its jobs."""
+        """Ends a turn that `next` returned. `cpu_s`: the CPU seconds of all its jobs."""
         tenant = self._tenants[tenant_id]
         tenant.num_running -= 1
         tenant.cpu_s += cpu_s

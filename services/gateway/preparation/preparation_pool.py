@@ -83,7 +83,7 @@ class _Waiting:
 
 
 class _PoolProcess:
-    """A process, and the models whose setups it has."""
+    """Sends jobs to one process, which has the setups of some models."""
 
     def __init__(self, process: PipedChild) -> None:
         self.process = process
@@ -105,7 +105,7 @@ class _PoolProcess:
         return setup.key in self._setups
 
     def send_setup(self, setup: ProcessSetup) -> None:
-        """Jobs that are sent from now on are of this model."""
+        """Selects the model of the jobs that follow."""
         if self._selected == setup.key:
             return
         self._selected = setup.key
@@ -116,7 +116,7 @@ class _PoolProcess:
             self.send(frame(setup))
 
     def send(self, *frames: bytearray) -> None:
-        """Does not drain: the other process may not read until its reply is read."""
+        """Writes without draining: the other process may not read until its reply is read."""
         self.process.stdin.writelines(frames)
 
     async def finished(self) -> JobFinished:
@@ -127,7 +127,7 @@ class _PoolProcess:
         self.process.kill()
 
     def begin_watch(self) -> None:
-        """Until `end_watch` it is killed once it is frozen."""
+        """Kills the process if it freezes before `end_watch`."""
         self._progress = FreezeDetector(self.pid)
         self._watch = asyncio.get_running_loop().call_later(SUSPECT_S, self._check)
 
@@ -201,7 +201,7 @@ class PreparationPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the processes in the pool, without the spare."""
+        """The ids of the processes in the pool, without the spare."""
         return [each.process.pid for each in self._seats if each.process is not None]
 
     @property
@@ -214,13 +214,13 @@ class PreparationPool:
         return sum(len(each.running) for each in self._seats)
 
     async def start(self) -> None:
-        """Optional first call: starts one process, so that the first job does not wait for it."""
+        """Starts one process, so that the first job does not wait for it. Optional first call."""
         await self._started(self._seats[0], self._setup)
         self._start_spares()
 
     async def run(self, tenant_id: str, setup: ProcessSetup, job: Job) -> Reply:
-        """`setup`: of the job's model. Raises Overloaded if the job does not start within
-        `max_wait_s`; NoCapacity.
+        """Returns the reply to a job. `setup`: of the job's model. Raises Overloaded if the job
+        does not start within `max_wait_s`, and NoCapacity.
         """
         if self._is_closed:
             raise _stopped()
@@ -238,7 +238,7 @@ class PreparationPool:
             patience.cancel()
 
     def kill(self) -> None:
-        """Ends the processes, which nothing waits for; a later job starts another."""
+        """Ends the processes without waiting for them. A later job starts another."""
         for seat in self._seats:
             if seat.process is not None:
                 seat.process.kill()
@@ -278,7 +278,9 @@ class PreparationPool:
         return [first, *more]
 
     def _free_seat(self, setup: ProcessSetup) -> _Seat:
-        """A seat whose process has this model, else one whose process runs, else any free one."""
+        """Returns a seat whose process has this model, else one whose process runs, else any free
+        one.
+        """
         free = [each for each in self._seats if not each.running]
         return min(free, key=lambda each: _order(each.process, setup))
 
@@ -371,7 +373,9 @@ class PreparationPool:
         return spawned
 
     def _start_spares(self) -> None:
-        """Starts the missing processes in the background: at first after a while, then at once."""
+        """Starts the missing processes in the background: SPARE_DELAY_S after the start, later at
+        once.
+        """
         if self._is_costly:
             return
         if not self._is_filling and self._num_alive() <= self._num_wanted():
@@ -390,13 +394,13 @@ class PreparationPool:
             self._is_filling = False
 
     def _num_wanted(self) -> int:
-        """Without the spare."""
+        """The processes that the pool should have, without the spare."""
         if not self._grows:
             return len(self._seats)
         return max(1, sum(bool(each.running) for each in self._seats))
 
     def _num_alive(self) -> int:
-        """With those that are starting for a job."""
+        """The processes that run, and those that are starting for a job."""
         self._spares = [each for each in self._spares if _is_alive(each)]
         seated = (_is_alive(each.process) or bool(each.running) for each in self._seats)
         return len(self._spares) + sum(seated)
@@ -406,7 +410,7 @@ class PreparationPool:
         self._on_lost()
 
     async def _end(self, seat: _Seat) -> PipedChild | None:
-        """Kills the seat's process. Returns it; its exit status is then known."""
+        """Kills the seat's process. Returns it with its exit status."""
         process, seat.process = seat.process, None
         if process is None:
             return None
@@ -434,7 +438,7 @@ def _settle(waiting: _Waiting, reply: Reply) -> None:
 
 
 def _settle_lost(waiting: _Waiting, process: PipedChild | None) -> None:
-    """Ends a job whose process ended: by a limit, or by something else, such as a kill."""
+    """Ends a job whose process ended, by a limit or otherwise, such as by a kill."""
     if process is None or process.returncode not in OVER_LIMIT:
         _fail(waiting, NoCapacity("the preparation process ended", retry_after_s=1.0))
     else:

@@ -1,4 +1,4 @@
-"""A bounded number of values by key: a new one takes the place of the least recently used."""
+"""Holds a bounded number of values by key: a new value replaces the least recently used."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class _Model:
-    """`failure`: why its template, which compiled once, does not compile here."""
+    """A model's template. `failure`: why it does not compile here, though it compiled once."""
 
     def __init__(self, setup: ProcessSetup) -> None:
         self.setup = setup
@@ -70,7 +70,7 @@ class _Model:
 
 
 class _Models:
-    """The models of this process: their templates, and the tokenizers of a few."""
+    """Holds the models of this process: their templates, and the tokenizers of a few."""
 
     def __init__(self, make_body_handler: MakeBodyHandler | None) -> None:
         self._make = make_body_handler
@@ -87,13 +87,15 @@ class _Models:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """Of the selected model. Raises ConfigError if it does not compile."""
+        """Returns the template of the selected model. Raises ConfigError if it does not compile."""
         if self._selected is not None and self._selected.failure:
             raise ConfigError(self._selected.failure)
         return None if self._selected is None else self._selected.template
 
     def body_handler(self) -> BodyHandler | None:
-        """Of the selected model. Raises ConfigError for files that cannot be read any more."""
+        """Returns the function for bodies of the selected model. Raises ConfigError for files that
+        can no longer be read.
+        """
         if self._make is None or self._selected is None:
             return None
         setup = self._selected.setup

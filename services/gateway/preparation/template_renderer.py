@@ -32,8 +32,9 @@ NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Renderer:
-    """Of one model, `setup`. `pool`: of all models; `encoding`: the model's own process, which
-    tokenizes prompts of up to `max_known_chars`; None: it has none.
+    """Prepares the prompts of one model, `setup`. `pool`: the processes that all models share;
+    `encoding`: the model's own process, which tokenizes prompts of up to `max_known_chars`; None:
+    it has none.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class Renderer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[str]:
-        """As ChatTemplate.render. Raises InvalidRequest, also for too much time or memory;
-        Overloaded if the tenant's turn does not come; NoCapacity.
+        """Renders as ChatTemplate.render does. Raises InvalidRequest, also for too much time or
+        memory, Overloaded if the tenant's turn does not come, and NoCapacity.
         """
         if self._setup.template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
@@ -71,8 +72,9 @@ class Renderer:
         return [LiteralText(text) if is_literal else text for is_literal, text in reply.parts]
 
     async def prepare_body(self, job: BodyJob, *, tenant_id: str) -> PreparedBody:
-        """Raises the error that rejects the body, as `render`, and PayloadTooLarge or another
-        subclass of InvalidRequest; NoCapacity also for files that cannot be read any more.
+        """Prepares a large body. Raises the error that rejects it, as `render` does,
+        PayloadTooLarge and other subclasses of InvalidRequest, and NoCapacity also for files that
+        can no longer be read.
         """
         reply = await self._pool.run(tenant_id, self._setup, job)
         _check(reply)
@@ -87,7 +89,7 @@ class Renderer:
         adds_special_tokens: bool | None = None,
         has_offsets: bool = False,
     ) -> Encoded:
-        """Tokenizes prompts, as `EncodeJob`. Raises as `prepare_body`."""
+        """Tokenizes prompts, as `EncodeJob` says. Raises as `prepare_body` does."""
         job = EncodeJob([*map(_flagged, prompts)], adds_special_tokens, has_offsets)
         if self._encoding is not None and job.num_chars <= self._max_known_chars:
             reply = await self._encoding.run(tenant_id, self._own_setup, job)
@@ -98,7 +100,9 @@ class Renderer:
         return reply
 
     async def load_tokenizer(self) -> None:
-        """Optional first call: no prompt then waits for it. Prompts find a failure again."""
+        """Loads the tokenizer, so that no prompt waits for it. Optional first call. A prompt meets
+        a failure again.
+        """
         if self._encoding is not None:
             with suppress(HearthError):
                 await self.encode([], tenant_id="")
@@ -111,7 +115,7 @@ class Renderer:
 async def model_in_body(
     pool: PreparationPool, data: bytes, kind: str, *, tenant_id: str
 ) -> str | None:
-    """What `named_model` reads, in a process of the pool. Raises as `Renderer.prepare_body`."""
+    """Runs `named_model` in a process of the pool. Raises as `Renderer.prepare_body` does."""
     reply = await pool.run(tenant_id, NO_MODEL, NameJob(data, kind))
     _check(reply)
     assert isinstance(reply, Named), "the reply to a NameJob"
@@ -131,7 +135,7 @@ def _check(reply: Reply) -> None:
 
 
 def _error_of(reply: JobRejected) -> HearthError:
-    """An error of the class that the process raised."""
+    """Returns an error of the class that the process raised."""
     classes = {each.code: each for each in _subclasses(InvalidRequest)}
     return classes.get(reply.code, InvalidRequest)(reply.reason, param=reply.param)
 
