@@ -1,1 +1,3 @@
-"""Text processing: template, tokenizer, detokenizer, stop strings. Pure, without torch."""
+"""Converts between text and tokens: template, tokenizer, detokenizer, stop strings. No I/O, no
+torch.
+"""

@@ -90,7 +90,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Of both templates."""
+        """The text of both templates."""
         return Templates(self.source, self.for_tools).text
 
     def compiled(self) -> ChatTemplate:
@@ -106,7 +106,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """Raises ConfigError if the template does not compile."""
+    """Renders conversations with a compiled template. Raises ConfigError if it does not compile."""
 
     def __init__(
         self,
@@ -199,7 +199,9 @@ class ChatTemplate:
 
     @cached_property
     def _writes_late_system(self) -> bool:
-        """Whether a system message after the first is written in its place. Takes a rendering."""
+        """Returns whether the template writes a system message after the first in its place.
+        Renders once.
+        """
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
             try:
@@ -211,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def _roles_with_parts(self) -> frozenset[str]:
-        """Those whose contents the template expects as lists. Takes some renderings."""
+        """Returns the roles whose contents the template expects as lists. Renders several times."""
         reads_parts = _TEXT_OF_PART.search(self.source.source) is not None
         return roles_with_parts(self._probe) if reads_parts else frozenset()
 
@@ -222,14 +224,16 @@ class ChatTemplate:
     def _needs_other(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Also earlier calls that the template would leave out."""
+        """Returns whether the conversation needs the other template, also for earlier calls, which
+        this one would omit.
+        """
         return bool(tools) or (not self._takes_calls and any(map(_is_of_tools, messages)))
 
     def _with_known_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """Tools, calls and results that the template renders, or else as text. Raises
-        InvalidRequest.
+        """Returns tools, calls and results in a form that the template renders, else as text.
+        Raises InvalidRequest.
         """
         if tools and not self.takes_tools:
             unknown = "tools"
@@ -286,7 +290,9 @@ class ChatTemplate:
         return [part for part in self._parts(prompt) if part]
 
     def _parts(self, prompt: str) -> Iterator[str]:
-        """What only looks like a reference, because the template cut and joined texts, is text."""
+        """Splits the rendered text at references. Text that only resembles a reference, because the
+        template cut and joined texts, stays text.
+        """
         end = 0
         for hit in _REFERENCE.finditer(prompt):
             literal = self._literals.get(hit[0])
@@ -298,7 +304,9 @@ class ChatTemplate:
 
 
 def _longest_first(*tokens: Sequence[str]) -> list[str]:
-    """So that a token wins over its prefixes; with what marks a reference."""
+    """Returns the texts of a pattern in which a token wins over its prefixes, with a reference's
+    marks.
+    """
     return sorted({*itertools.chain(*tokens), _OPEN, _CLOSE}, key=len, reverse=True)
 
 
@@ -307,7 +315,9 @@ def _any_of(literals: Sequence[str]) -> re.Pattern[str]:
 
 
 def _is_split_off(token: str, source: str) -> bool:
-    """Whether this special token encloses reasoning, which the template takes out of answers."""
+    """Returns whether this special token encloses reasoning, which the template removes from
+    answers.
+    """
     return _REASONING.fullmatch(token) is not None and token in source
 
 
@@ -316,5 +326,5 @@ def _is_of_tools(message: Mapping[str, Any]) -> bool:
 
 
 def _short(error: Exception) -> str:
-    """Its message, which a template may make of any length."""
+    """Returns the start of the error's message, which a template may make of any length."""
     return str(error)[:MAX_REASON_CHARS]

@@ -22,8 +22,8 @@ _REPLACEMENT = rb"\ufffd"  # as long as what it replaces
 
 
 def without_lone_surrogates(data: bytes) -> bytes:
-    """The same bytes for a body without any, and for one with more than `MAX_ESCAPES` of halves of
-    characters, whose decoder then rejects lone ones.
+    """Returns the same bytes for a body without lone surrogates, and for one with more than
+    `MAX_ESCAPES` escapes of surrogates, whose decoder then rejects lone ones.
     """
     if _ESCAPE.search(data) is None:
         return data
@@ -39,7 +39,7 @@ def without_lone_surrogates(data: bytes) -> bytes:
 
 
 def _lone(data: bytes) -> Iterator[int]:
-    """The places of escapes without their other half."""
+    """Returns the places of escapes without their other half."""
     for found in _HALVES.finditer(data):
         is_escape, second = _is_escape(data, found.start()), found.start(1)
         if is_escape and second < 0:
@@ -49,7 +49,7 @@ def _lone(data: bytes) -> Iterator[int]:
 
 
 def _is_escape(data: bytes, start: int) -> bool:
-    """Whether the backslash at `start` is not escaped by another one."""
+    """Returns whether the backslash at `start` is not escaped by another one."""
     before = data[max(0, start - MAX_BACKSLASHES) : start]
     num_before = len(before) - len(before.rstrip(b"\\"))
     return num_before < MAX_BACKSLASHES and num_before % 2 == 0

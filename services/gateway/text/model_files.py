@@ -36,7 +36,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """`generation_config.json`: the defaults of requests.
+    """The defaults in `generation_config.json`. `do_sample`: false makes greedy decoding the
+    default, whatever the other fields are. A missing value, which `generate` of transformers reads
+    as false, has no effect here.
 
     `do_sample`: false makes greedy decoding the default, whatever the other fields are. A missing
     value, which `generate` of transformers reads as false, has no effect here.
@@ -59,15 +61,17 @@ class RankingTokens(NamedTuple):
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """Of a checkpoint whose card or configuration calls it a reranker. `tokens`: None if its
-    vocabulary has no single ones.
+    """A checkpoint whose card or configuration calls it a reranker. `tokens`: None if its
+    vocabulary has no single tokens for the answers.
     """
 
     tokens: RankingTokens | None
 
 
 class TextModelConfig(msgspec.Struct, frozen=True):
-    """Of `config.json`. `classifier_from_token`: the texts of no and yes, as vLLM calls them."""
+    """The fields of `config.json` that the gateway reads. `classifier_from_token`: the texts of no
+    and yes, as vLLM calls them.
+    """
 
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
@@ -103,8 +107,8 @@ class ModelText:
 
 
 class ModelFiles(ModelText):
-    """All of a model's files, with the tokenizer, which the gateway's own process does not load.
-    Raises ConfigError for a missing or invalid file.
+    """Reads all of a model's files, and loads the tokenizer, which the gateway's own process does
+    not. Raises ConfigError for a missing or invalid file.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -147,7 +151,7 @@ def _warn(event: str, **fields: object) -> None:
 
 
 def prompt_tokenizer(model_dir: Path) -> PromptTokenizer:
-    """That of `ModelFiles` alone. Raises ConfigError."""
+    """Loads the tokenizer of `ModelFiles` alone. Raises ConfigError."""
     config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
     templates = read_templates(model_dir, config.chat_template)
     _, text, _ = read_tokenizer(model_dir)
@@ -157,7 +161,7 @@ def prompt_tokenizer(model_dir: Path) -> PromptTokenizer:
 def _ranking(
     model_dir: Path, limits: TextModelConfig, tokenizer: PromptTokenizer
 ) -> Ranking | None:
-    """Of a model that answers yes or no to a query and a document."""
+    """Returns how the model answers yes or no to a query and a document, or None."""
     answers = limits.classifier_from_token
     if answers is None and not _is_reranker(model_dir / "README.md"):
         return None
@@ -183,8 +187,8 @@ def _template(
 
 
 def read_tokenizer(model_dir: Path) -> tuple[SpecialTokens, str, tuple[int, ...]]:
-    """The special tokens, the text of `tokenizer.json`, and the ends of answers. Raises
-    ConfigError.
+    """Returns the special tokens, the text of `tokenizer.json`, and the end tokens of answers.
+    Raises ConfigError.
     """
     try:
         special = read_special_tokens(model_dir)
@@ -195,7 +199,7 @@ def read_tokenizer(model_dir: Path) -> tuple[SpecialTokens, str, tuple[int, ...]
 
 
 def _is_reranker(card: Path) -> bool:
-    """Whether the model card calls the model one that ranks texts."""
+    """Returns whether the model card calls the model one that ranks texts."""
     try:
         text = read_checkpoint_file(card, max_bytes=MAX_CARD_BYTES).decode()
         found = _FRONT_MATTER.match(text)
@@ -205,7 +209,7 @@ def _is_reranker(card: Path) -> bool:
 
 
 def _defaults(path: Path) -> GenerationDefaults:
-    """Some exporters write whole numbers as `50.0`."""
+    """Reads the defaults; some exporters write whole numbers as `50.0`."""
     fields = _read(path, dict[str, Any])
     whole = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value

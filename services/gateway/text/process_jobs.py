@@ -54,20 +54,20 @@ class SelectModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class NameJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request body of which only the model's name is wanted. `kind`: as of a BodyJob."""
+    """Asks for the model that a request body names. `kind`: as in a BodyJob."""
 
     body: bytes
     kind: str
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`values`: encoded `TemplateValues`, in JSON: a client's integers may have any size."""
+    """`values`: `TemplateValues` encoded in JSON, since a client's integers may have any size."""
 
     values: bytes
 
 
 class TemplateValues(msgspec.Struct, frozen=True, array_like=True):
-    """A conversation to render. `variables`: of the client, for the template."""
+    """A conversation to render. `variables`: the client's, for the template."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -108,7 +108,7 @@ class EncodeJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`request`: an encoded `GrammarRequest`, whose grammar is to be planned and tried."""
+    """`request`: an encoded `GrammarRequest`, whose grammar is planned and tried."""
 
     request: bytes
 
@@ -126,7 +126,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The reply to a NameJob. None: the body names no model, or is not valid."""
+    """The reply to a NameJob. None: the body names no model, or is invalid."""
 
     model: str | None
 
@@ -138,14 +138,14 @@ class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Of each prompt: its token ids, and the start of each token if the job has offsets."""
+    """The token ids of each prompt, and the start of each token if the job has offsets."""
 
     token_ids: list[list[int]]
     offsets: list[list[int]]
 
 
 class PreparedBody(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`body`: the same JSON with short prompts in place of its own, or as it was given, or the
+    """`body`: the same JSON with short prompts in place of its own, the body unchanged, or the
     response.
     """
 
@@ -189,7 +189,7 @@ _values_decoder = msgspec.json.Decoder(TemplateValues)
 
 
 def render_job(*values: Any) -> RenderJob:
-    """A job of the fields of TemplateValues."""
+    """Returns a job with the fields of TemplateValues."""
     return RenderJob(msgspec.json.encode(TemplateValues(*values)))
 
 
@@ -198,7 +198,7 @@ def template_values(job: RenderJob) -> TemplateValues:
 
 
 def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
-    """CPU seconds after which the process is killed."""
+    """Returns the CPU seconds after which the process is killed."""
     match job:
         case EncodeJob():
             return LIMIT_S + job.num_chars / MIB * LIMIT_S_PER_MIB
@@ -213,7 +213,7 @@ def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
 
 
 def over_limit(job: Job) -> JobRejected:
-    """The reply for a job whose process exceeded a limit."""
+    """Returns the reply to a job whose process exceeded a limit."""
     match job:
         case BodyJob() | NameJob():
             return JobRejected(BODY_TIMEOUT, None)
@@ -226,7 +226,7 @@ def over_limit(job: Job) -> JobRejected:
 
 
 def frame(message: ProcessSetup | SelectModel | Job | JobFinished) -> bytearray:
-    """A body of megabytes is copied once."""
+    """Returns the encoded message with its size. Copies a body of megabytes once."""
     buffer = bytearray(SIZE.size)
     _encode_into(message, buffer, SIZE.size)
     SIZE.pack_into(buffer, 0, len(buffer) - SIZE.size)

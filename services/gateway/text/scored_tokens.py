@@ -1,4 +1,4 @@
-"""Tokens with their logprobs, packed, and released no sooner than their text."""
+"""Holds tokens with their logprobs, packed, and releases them no sooner than their text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKEN_BYTES = 8  # id and offset
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """`text_offset`: number of output characters before this token."""
+    """`text_offset`: the number of output characters before this token."""
 
     token_id: int
     logprobs: TokenLogprobs
@@ -62,7 +62,7 @@ class ScoredTokens(Sequence[ScoredToken]):
     def __getitem__(self, index: slice) -> ScoredTokens: ...
 
     def __getitem__(self, index: int | slice) -> ScoredToken | ScoredTokens:
-        """A slice has step 1."""
+        """Takes an index, or a slice of step 1."""
         if isinstance(index, slice):
             part = ScoredTokens()
             part._token_ids = self._token_ids[index]
@@ -86,7 +86,7 @@ class HeldTokens:
         self._num_shown = 0
 
     def add(self, token_id: int, logprobs: TokenLogprobs, text: str) -> None:
-        """`text`: the detokenizer's output for this token; empty within a character."""
+        """Adds a token. `text`: the detokenizer's output for it; empty within a character."""
         self._tokens.append(token_id, logprobs, self._num_decoded)
         self._num_decoded += len(text)
         if text:

@@ -42,14 +42,14 @@ class StopAutomaton:
             self._link(state, parent, character)
 
     def depth(self, state: int) -> int:
-        """The length of the state's text."""
+        """Returns the length of the state's text."""
         return self._depth[state]
 
     def text(self, state: int) -> str:
         return self._paths[self._owner[state]][: self._depth[state]]
 
     def match(self, state: int) -> str | None:
-        """The longest stop string that ends in this state."""
+        """Returns the longest stop string that ends in this state."""
         index = self._match[state]
         return None if index == NO_MATCH else self.strings[index]
 
@@ -69,7 +69,7 @@ class StopAutomaton:
         return state, len(text)
 
     def follow(self, state: int, character: str) -> int:
-        """One transition: the state longer by this character, or ROOT if there is none."""
+        """Returns the state longer by this character, or ROOT if there is none."""
         depth, path = self._depth[state], self._paths[self._owner[state]]
         if depth < len(path) and path[depth] == character:
             return state + 1
@@ -98,8 +98,8 @@ class StopAutomaton:
         return len(self._depth) - 1
 
     def _by_depth(self) -> Iterator[tuple[int, int, str]]:
-        """Every state with its parent and last character, short ones first; a state that several
-        strings share occurs for each.
+        """Yields every state with its parent and last character, short ones first; a state that
+        several strings share occurs for each.
         """
         states = dict.fromkeys(range(len(self.strings)), ROOT)
         for depth in range(max(map(len, self.strings), default=0)):

@@ -64,7 +64,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class Encoders(NamedTuple):
-    """`is_fast`: whether both let other threads run, for texts of at most MAX_CHARS."""
+    """`is_fast`: whether both encoders let other threads run, for texts of at most MAX_CHARS."""
 
     marked: Encode
     literal: Encode
@@ -130,7 +130,9 @@ def _cut_at(ids: dict[str, int], encode: Encode) -> Encode:
 
 
 def _are_found_as_they_are(added: Collection[AddedToken], steps: TokenizerSteps) -> bool:
-    """Whether added tokens match in one pass, before normalization, without adjacent spaces."""
+    """Returns whether added tokens match in one pass, before normalization, without adjacent
+    spaces.
+    """
     return len({token.normalized for token in added}) <= 1 and not any(
         token.single_word or token.lstrip or token.rstrip or (token.normalized and steps.normalizer)
         for token in added

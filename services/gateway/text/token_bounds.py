@@ -1,4 +1,4 @@
-"""The most characters that one token can stand for: a lower bound of a text's tokens.
+"""Bounds the characters that one token can stand for, and so a text's tokens from below.
 
 The bound holds only if the tokenizer drops no character: a normalizer that strips, a pre-tokenizer
 that removes spaces, a special token that swallows them, or one unknown token for many characters

@@ -92,15 +92,17 @@ class PromptTokenizer:
 
     @property
     def num_added_around(self) -> int:
-        """Tokens that the tokenizer adds before and after any prompt."""
+        """The number of tokens that the tokenizer adds before and after any prompt."""
         return sum(map(len, self._added))
 
     def added_token_id(self, text: str) -> int | None:
-        """The token that stands for this text alone, such as a marker of a chat template."""
+        """Returns the token that stands for this text alone, such as a marker of a template."""
         return self._added_ids.get(text)
 
     def spellings(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that spell this text in an output, that of the text alone first.
+        """Returns the token sequences that spell this text in an output, that of the text alone
+        first. Of a text that is no added token, the outer tokens may also hold spaces or a full
+        stop.
 
         Of a text that is no added token, the outer tokens may hold spaces or a full stop besides.
         """
@@ -111,7 +113,7 @@ class PromptTokenizer:
         return tuple(dict.fromkeys(found))
 
     def _spelling(self, before: str, text: str, after: str) -> tuple[int, ...]:
-        """The tokens that hold a part of `text`."""
+        """Returns the tokens that hold a part of `text`."""
         full = before + text + after
         token_ids, starts = self.encode_with_offsets(full, add_special_tokens=False)
         begin, end = len(before), len(before) + len(text)
@@ -156,7 +158,7 @@ class PromptTokenizer:
         return self._encode_literal(self._begin + text)[1:]
 
     def _added_in(self, part: str) -> list[tuple[int, tuple[int, int]]]:
-        """The added tokens of a template's part, and where they are."""
+        """Returns the added tokens of a template's part, and their places."""
         if isinstance(part, LiteralText):
             return []
         found = self.tokenizer.encode(part, add_special_tokens=False)
@@ -192,7 +194,7 @@ class PromptTokenizer:
         return [*before, *token_ids, *after]
 
     def table(self) -> TokenTable:
-        """What decoding needs. Raises ConfigError for ids that no model has."""
+        """Returns what decoding needs. Raises ConfigError for ids that no model has."""
         tokenizer, added = self.tokenizer, self.tokenizer.get_added_tokens_decoder()
         num_ids = 1 + max([*tokenizer.get_vocab().values(), *added], default=-1)
         if num_ids > MAX_TOKEN_IDS:
@@ -213,7 +215,7 @@ class PromptTokenizer:
 
 
 def encoded(job: EncodeJob, tokenizer: PromptTokenizer) -> Encoded:
-    """The reply to the job."""
+    """Returns the reply to the job."""
     add = job.adds_special_tokens
     if add is None:
         rendered = [[_part(*each) for each in parts] for parts in job.prompts]
@@ -230,13 +232,15 @@ def _part(is_literal: bool, text: str) -> str:
 
 
 def bad_word_texts(word: str) -> tuple[LiteralText, LiteralText]:
-    """The word at the start of a text and after a space."""
+    """Returns the word as it is at the start of a text and after a space."""
     bare = word.lstrip()
     return LiteralText(bare), LiteralText(f" {bare}")
 
 
 def _markers(tokenizer: Tokenizer, chat_template: str) -> tuple[str, ...]:
-    """Added tokens that only hold spaces, or a tag of HTML, are ordinary text of a client."""
+    """Returns the markers without added tokens that only hold spaces or a tag of HTML: these are
+    ordinary text of a client.
+    """
     added = tokenizer.get_added_tokens_decoder().values()
     texts = (token.content for token in added if not token.special)
     return tuple(each for each in texts if _MARKER.fullmatch(each) and each in chat_template)
@@ -262,7 +266,7 @@ def _with_special(token: tiktoken_model.AddedToken, markers: Sequence[str]) -> A
 
 
 def _added_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the post-processor writes before and after any text."""
+    """Returns the special tokens that the post-processor writes before and after any text."""
     full = tokenizer.encode("a", add_special_tokens=True)
     own = [index for index, special in enumerate(full.special_tokens_mask) if not special]
     first, last = (own[0], own[-1]) if own else (len(full.ids), len(full.ids))

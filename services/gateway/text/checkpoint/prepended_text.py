@@ -1,4 +1,4 @@
-"""Tokenizers that write a space before a text, as SentencePiece does: `a` becomes `▁a`."""
+"""Recognises tokenizers that write a space before a text, as SentencePiece: `a` becomes `▁a`."""
 
 from __future__ import annotations
 

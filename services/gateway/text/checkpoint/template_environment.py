@@ -34,8 +34,8 @@ def template_environment(today: Today) -> jinja2.sandbox.ImmutableSandboxedEnvir
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`, with which training marks what the model wrote. The
-    body is rendered in a scope of its own.
+    """Parses `{% generation %}…{% endgeneration %}`, with which training marks the model's output.
+    The body is rendered in a scope of its own.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -50,7 +50,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """Makes dicts, without the attributes of the class itself."""
+    """Makes dicts for templates, without the attributes of the class itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -60,7 +60,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Has no attributes of Python's own."""
+    """A namespace without Python's own attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template may set an attribute `self`
         own, given = args[0], args[1:]

@@ -24,13 +24,15 @@ Named = list[dict[str, str]]
 
 
 class _OldFile(msgspec.Struct, frozen=True):
-    """Of models with images, before the other files."""
+    """The file that older models with images have."""
 
     chat_template: str | Named | dict[str, str] | None = None
 
 
 class Templates(NamedTuple):
-    """`source`: None if there is none. `for_tools`: of conversations with tools; None: the same."""
+    """`source`: the template, or None. `for_tools`: the template of conversations with tools; None:
+    the same.
+    """
 
     source: str | None
     for_tools: str | None = None
@@ -41,8 +43,8 @@ class Templates(NamedTuple):
 
 
 def read_templates(model_dir: Path, configured: str | Named | None) -> Templates:
-    """`configured`: in `tokenizer_config.json`. Files take precedence, as in transformers. Raises
-    ConfigError.
+    """Reads the templates. `configured`: those in `tokenizer_config.json`; files take precedence,
+    as in transformers. Raises ConfigError.
     """
     named = {**_by_name(configured), **_files(model_dir)} or _by_name(_old(model_dir / OLD_FILE))
     only = next(iter(named.values())) if len(named) == 1 else None
@@ -81,7 +83,7 @@ def _old(path: Path) -> str | Named | dict[str, str] | None:
 
 
 def _read(path: Path) -> bytes:
-    """UTF-8."""
+    """Reads UTF-8 text. Raises ConfigError."""
     try:
         data = read_checkpoint_file(path, max_bytes=MAX_TEMPLATE_BYTES)
         data.decode()

@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` can cost: its steps are a program, and its patterns may be hostile.
+"""Bounds the cost of a `tokenizer.json`: its steps are a program, and its patterns may be hostile.
 
 Decoding runs on the event loop, so a decoder with a step that is not listed here is refused.
 Encoding with steps that are not listed runs in a preparation process, which can be killed.
@@ -44,7 +44,7 @@ _DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip", "WordPie
 
 
 def has_known_cost(steps: TokenizerSteps) -> bool:
-    """Whether encoding takes time and memory linear in the text."""
+    """Returns whether encoding takes time and memory linear in the text."""
     normalizers, splits = list(flattened(steps.normalizer)), list(flattened(steps.pre_tokenizer))
     return (
         steps.model.type == "BPE"
@@ -56,8 +56,8 @@ def has_known_cost(steps: TokenizerSteps) -> bool:
 
 
 def most_chars_of_one(steps: TokenizerSteps) -> int:
-    """The most characters that the normalizers of a tokenizer with a known cost write for one: what
-    one form of Unicode has expanded no other one expands again.
+    """Returns the most characters that the normalizers of a tokenizer with a known cost write for
+    one character. A form of Unicode does not expand again what another has expanded.
     """
     normalizers = list(flattened(steps.normalizer))
     expansion = max([1, *(_EXPANSIONS.get(each["type"], 1) for each in normalizers)])
@@ -125,15 +125,15 @@ def _check_growth(what: str, growth: float, most: int) -> None:
 
 
 def check_token_lengths(vocab: dict[str, int]) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for a token that is too long."""
     longest = max(map(len, vocab), default=0)
     if longest > MAX_TOKEN_CHARS:
         raise ConfigError(f"it has a token of {longest} characters, limit {MAX_TOKEN_CHARS}")
 
 
 def _growth(steps: Iterable[Step]) -> float:
-    """The most by which the replacements of all steps together multiply the length of a text:
-    infinite for one by a pattern.
+    """Returns the factor by which the replacements of all steps may lengthen a text: infinite for a
+    replacement by a pattern.
     """
     return prod(map(_growth_of, steps))
 
@@ -153,7 +153,9 @@ def _growth_of(step: Step) -> float:
 
 
 def _most_chars(num_chars: float, step: Step) -> float:
-    """What a step makes of a text at most: a pattern may match nothing, around each character."""
+    """Returns the most characters that a step makes of a text: a pattern may match nothing, around
+    each character.
+    """
     if step["type"] == "Prepend":
         return num_chars + len(step["prepend"])
     if step["type"] == "Precompiled":
@@ -167,8 +169,8 @@ def _most_chars(num_chars: float, step: Step) -> float:
 
 
 def _longest_mapped(charsmap: str | None) -> int:
-    """Characters that SentencePiece's map writes for one: texts that end in NUL follow a trie with
-    its size.
+    """Returns the most characters that SentencePiece's map writes for one: its texts end in NUL and
+    follow a trie with its size.
     """
     data = base64.b64decode(charsmap or "")
     texts = data[4 + int.from_bytes(data[:4], "little") :]

@@ -89,7 +89,7 @@ class Detokenizer:
         return None
 
     def _follow(self, context: list[int]) -> None:
-        """The next delta is what follows the text of these tokens, which nothing waits for."""
+        """Makes the next delta follow the text of these tokens, which is not waited for."""
         self._context, self._pending = context, []
         self._before = self._decode(context)
 

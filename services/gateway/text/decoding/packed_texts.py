@@ -1,4 +1,4 @@
-"""Texts by number, in one piece of memory."""
+"""Stores texts by number in one piece of memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PackedTexts(msgspec.Struct, frozen=True, dict=True, array_like=True):
         return len(self._ends)
 
     def __getitem__(self, number: int) -> str | None:
-        """None for a number without a text, also one that is not counted."""
+        """Returns None for a number without a text, or beyond the last."""
         ends = self._ends
         if not 0 <= number < len(ends):
             return None
@@ -38,7 +38,7 @@ class PackedTexts(msgspec.Struct, frozen=True, dict=True, array_like=True):
 
 
 class RecentTexts(dict[int, str | None]):
-    """Those that were read last, MAX_RECENT of them, at the speed of a dict."""
+    """Caches the MAX_RECENT texts read last, at the speed of a dict."""
 
     def __init__(self, read: Callable[[int], str | None]) -> None:
         self._read = read
@@ -51,7 +51,7 @@ class RecentTexts(dict[int, str | None]):
 
 
 def packed(texts: Iterable[str | None]) -> PackedTexts:
-    """Raises OverflowError for more than MAX_BYTES."""
+    """Packs texts. Raises OverflowError for more than MAX_BYTES."""
     data, ends = bytearray(), array("I")
     for text in texts:
         data += _NONE if text is None else text.encode()

@@ -25,7 +25,9 @@ _LATIN_1 = dict.fromkeys(range(256), 0xFFFF) | {
 
 
 def byte_level_bytes(token: str) -> bytes | None:
-    """The bytes that a token of a byte-level vocabulary spells; None if it is no such token."""
+    """Returns the bytes that a token of a byte-level vocabulary spells, or None if it is no such
+    token.
+    """
     try:
         return token.translate(_LATIN_1).encode("latin-1")
     except UnicodeEncodeError:
@@ -64,14 +66,14 @@ def _is_continuation(byte: int) -> bool:
 
 
 def _ends_inside_character(text: bytes) -> bool:
-    """Whether the last bytes begin a character of UTF-8 that needs more of them."""
+    """Returns whether the last bytes begin a character of UTF-8 that needs more of them."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(text)
     return bool(decoder.getstate()[0])
 
 
 class TokenBytes:
-    """`added_ids`: of added tokens, by their texts, which are not spelled as others."""
+    """`added_ids`: the ids of added tokens by their texts, which are spelled as they are."""
 
     def __init__(
         self, spellings: PackedTexts, added_ids: Mapping[str, int], *, is_byte_level: bool
@@ -89,7 +91,9 @@ class TokenBytes:
         return b"" if token is None else self._spelled(token)
 
     def num_partial(self, token_ids: Sequence[int]) -> int:
-        """The tokens at the end that hold bytes of an incomplete character; 0 if it is complete."""
+        """Returns the number of tokens at the end that hold bytes of an incomplete character; 0 if
+        it is complete.
+        """
         tail = b""
         for number, token_id in enumerate(reversed(token_ids[-MAX_CHAR_BYTES:]), 1):
             tail = self[token_id] + tail

@@ -1,4 +1,5 @@
-"""Token ids to text without the library's tokenizer: its parse lets no thread run for 0.5 s.
+"""Converts token ids to text without the library's tokenizer, whose parse lets no thread run for
+0.5 s.
 
 A preparation process, or the one that checks a model's files, makes the table from the library's
 tokenizer; the gateway gets it as a message. The library's decoders are used as they are.
@@ -37,7 +38,7 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     vocab_size: int
 
     def added_token_id(self, text: str) -> int | None:
-        """The token that stands for this text alone, such as a marker of a chat template."""
+        """Returns the token that stands for this text alone, such as a marker of a template."""
         return self.added_ids.get(text)
 
     @cached_property
@@ -45,8 +46,8 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return TokenBytes(self.spellings, self.added_ids, is_byte_level=self.is_byte_level)
 
     def decode(self, token_ids: Sequence[int], *, skips_special: bool = False) -> str:
-        """Decodes all tokens at once; what has no token has no text. Raises HearthError for tokens
-        on which the library fails: its panic is no Exception, and would end any task.
+        """Decodes all tokens at once; an id without a token has no text. Raises HearthError for
+        tokens on which the library fails: its panic is no Exception, and would end any task.
         """
         tokens = self.tokens_of(token_ids, skips_special=skips_special)
         try:
@@ -59,18 +60,18 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise HearthError(reason) from error
 
     def tokens_of(self, token_ids: Sequence[int], *, skips_special: bool = False) -> list[str]:
-        """What a decoder gets."""
+        """Returns the spellings that a decoder takes."""
         texts = self._shown if skips_special else self._spelled
         return [text for each in token_ids if (text := texts[each]) is not None]
 
     def text_alone(self, token_id: int, *, skips_special: bool = False) -> str:
-        """As `decode` of this token."""
+        """Returns the text of this token, as `decode` does."""
         recent = self._shown_alone if skips_special else self._spelled_alone
         return recent[token_id] or ""
 
     @cached_property
     def complete(self) -> RecentTexts:
-        """As `complete_texts`, faster."""
+        """Returns the same as `complete_texts`, faster."""
         return RecentTexts(self.complete_texts.__getitem__)
 
     @cached_property
@@ -91,7 +92,7 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return RecentTexts(lambda each: self.decode((each,), skips_special=True))
 
     def spelled(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it, for example `Ġhello`."""
+        """Returns each token as the vocabulary spells it, for example `Ġhello`."""
         return [self.spellings[token_id] or "" for token_id in token_ids]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Arguments of earlier calls for templates that write them between XML tags.
+"""Quotes arguments of earlier calls for templates that write them between XML tags.
 
 Such a template writes a string as it is. Where that would be read as another value, the string is
 given to it in quotes, as the model writes it: `schemas/argument_text.py`.
@@ -16,7 +16,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def with_argument_texts(messages: Messages, tools: Messages) -> Messages:
-    """`tools`: as templates take them. Calls of other tools stay as they are."""
+    """Quotes strings that would be read as other values. `tools`: in the form for templates. Calls
+    of other tools stay as they are.
+    """
     functions = [each["function"] for each in tools]
     kinds = {each["name"]: ArgumentKinds(each["parameters"]) for each in functions}
     return [_with_texts(each, kinds) if each.get("tool_calls") else each for each in messages]

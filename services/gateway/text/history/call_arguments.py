@@ -1,5 +1,5 @@
-"""The arguments of an earlier call, for templates that expect a mapping and for those that expect
-JSON text.
+"""Converts the arguments of an earlier call for templates that expect a mapping, and for those that
+expect JSON text.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class CallArguments(dict[str, Any]):
-    """A mapping that templates may also write, or join to a text: as the JSON that the model wrote.
+    """A mapping that templates may also write or join to a text, as the JSON that the model wrote:
+    so a repeated call has the tokens of the first one, which a cache may hold.
 
     So a repeated call has the tokens of the first one, which a cache may hold.
     """

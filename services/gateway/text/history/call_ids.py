@@ -1,4 +1,4 @@
-"""Ids of earlier calls in the form that a model's chat template requires.
+"""Rewrites the ids of earlier calls in the form that a model's chat template requires.
 
 own       the ids of the client
 kimi      `functions.NAME:INDEX`, with one counter over the conversation

@@ -1,5 +1,5 @@
-"""Contents as lists of parts, for templates that only loop over parts: of a text they would render
-nothing, since Jinja loops over its characters, which have no type.
+"""Converts contents to lists of parts, for templates that only loop over parts: of a text they
+would render nothing, since Jinja loops over its characters, which have no type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBE = "probed text"
 
 
 def roles_with_parts(render: Render) -> frozenset[str]:
-    """The roles whose text the template writes only if it is a part. `render`: may raise anything
+    """Returns the roles whose text the template writes only as a part. `render`: may raise anything
     for messages that the template rejects.
     """
     roles: frozenset[str] = frozenset()

@@ -1,4 +1,6 @@
-"""Tools, calls and results as text in the Hermes format, for chat templates that know none."""
+"""Writes tools, calls and results as text in the Hermes format, for chat templates that have no
+form for them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def in_hermes_format(messages: Messages, tools: Messages) -> list[dict[str, Any]
 
 
 def _converted(message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The message, and whether it is a result."""
+    """Returns the message, and whether it is a result."""
     if message["role"] == "tool":
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": text}, True
@@ -69,7 +71,7 @@ def _merged(messages: Iterator[tuple[dict[str, Any], bool]]) -> Iterator[dict[st
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """`arguments` are JSON text already."""
+    """Writes a call whose `arguments` are JSON text already."""
     function = call["function"]
     text = f'{{"name": {_json(function["name"])}, "arguments": {function["arguments"]}}}'
     return f"<tool_call>\n{text}\n</tool_call>"

@@ -1,4 +1,4 @@
-"""System messages after the first, for templates that do not write them in their place.
+"""Moves system messages after the first, for templates that do not write them in their place.
 
 Such a text becomes part of the user's message before it, else of the one after it. It stays where
 it is: at the start of the prompt it would change every block of the cache after it.
@@ -22,8 +22,8 @@ def has_late_system(messages: Messages) -> bool:
 
 
 def writes_in_place(render: Callable[[Messages], str]) -> bool:
-    """Whether the template writes a system message after a user's where it stands. `render`: raises
-    ValueError for messages that the template rejects.
+    """Returns whether the template writes a system message after a user's where it stands.
+    `render`: raises ValueError for messages that the template rejects.
     """
     try:
         text = render(_PROBE)

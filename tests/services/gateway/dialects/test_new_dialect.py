@@ -190,7 +190,7 @@ async def check_http(api: Api) -> None:
     assert (rejected.status_code, rejected.json()) == (
         410,
         {
-            "sorry": "invalid_value",
+            "sorry": "invalid_request",
             "about_field": "about",
             "request": rejected.headers["poem-id"],
         },
@@ -211,7 +211,7 @@ async def check_nats(api: Api) -> None:
     assert "".join(each["line"] for each in events) == ANSWER
     assert json.loads((await api.reply("letters", b"abc")).data) == {"num_letters": 3}
     rejected = await all_of(await api.send("poem", {"about": 3}))
-    assert json.loads(rejected[-1].data)["sorry"] == "invalid_value"
+    assert json.loads(rejected[-1].data)["sorry"] == "invalid_request"
     info = json.loads((await api.raw.request("$SRV.INFO.hearth")).data)
     assert {"poem", "letters", "models"} <= {each["name"] for each in info["endpoints"]}
 
