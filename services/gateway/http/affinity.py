@@ -1,4 +1,4 @@
-"""The session of a request, by the headers of its client.
+"""Finds the session of a request in the headers of its client.
 
 x-session-affinity, else the body's prompt_cache_key, else the header in which a client sends its
 session: Codex, Claude Code, Open WebUI.
@@ -13,5 +13,5 @@ SESSION_HEADERS = ("session-id", "x-claude-code-session-id", "x-openwebui-chat-i
 
 
 def session_key_of(headers: Mapping[str, str]) -> str | None:
-    """The first that is not empty."""
+    """Returns the first header that is not empty."""
     return next((found for name in SESSION_HEADERS if (found := headers.get(name))), None)

@@ -1,4 +1,4 @@
-"""Request bodies: strict types, and an error that names the field.
+"""Decodes request bodies: strict types, and an error that names the field.
 
 Litestar calls `decode_bytes` instead of its lenient conversion, and still sees the Struct, so the
 served OpenAPI document is generated from the enforced types.
@@ -17,7 +17,7 @@ from shared.errors import InvalidRequest
 
 
 class StrictBody(AbstractDTO[Any]):
-    """Base class of a dialect's body; a subclass sets `fields`."""
+    """Decodes a dialect's body; a subclass sets `fields`."""
 
     fields: ClassVar[SupportedFields]
 
@@ -48,7 +48,9 @@ class StrictBody(AbstractDTO[Any]):
 
 
 class RawBody(StrictBody):
-    """The body as bytes, since a large one is decoded elsewhere. `struct`: what it must hold."""
+    """Passes the body on as bytes, since a large one is decoded elsewhere. `struct`: the type of
+    its JSON.
+    """
 
     struct: ClassVar[type[Any]]
 

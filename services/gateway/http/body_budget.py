@@ -1,4 +1,4 @@
-"""The body bytes that a gateway holds for requests which are not submitted yet."""
+"""Bounds the body bytes that a gateway holds for requests which are not submitted yet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BodyBudget:
 
 
 class BodyBytes:
-    """The bytes of one body, held until `release`."""
+    """Counts the bytes of one body until `release`."""
 
     def __init__(self, budget: BodyBudget, tenant_id: str) -> None:
         self._budget = budget
@@ -52,11 +52,11 @@ class BodyBytes:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises Overloaded."""
+        """Raises Overloaded, and counts nothing, beyond a limit."""
         self._budget.add(self._tenant_id, num_bytes)
         self._num_bytes += num_bytes
 
     def release(self) -> None:
-        """Idempotent."""
+        """Ends the counting. Idempotent."""
         num_bytes, self._num_bytes = self._num_bytes, 0
         self._budget.remove(self._tenant_id, num_bytes)

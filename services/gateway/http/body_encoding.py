@@ -1,4 +1,4 @@
-"""The encodings of a request's body: gzip and deflate are undone, as it arrives, and UTF-8 is read.
+"""Decodes a request's body: decompresses gzip and deflate as they arrive, and reads UTF-8.
 
 bytes ──decompress, in parts──▶ bytes, each counted before the next part ──▶ UTF-8 or 415
 """
@@ -21,7 +21,7 @@ _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00")
 
 
 class BodyEncoding:
-    """Of the headers of one request. Raises UnsupportedMediaType for encodings it cannot undo."""
+    """Decodes as a request's headers say. Raises UnsupportedMediaType for an unknown encoding."""
 
     def __init__(self, content_encoding: str | None, content_type: str | None) -> None:
         encoding = (content_encoding or "identity").strip().lower()
@@ -39,7 +39,8 @@ class BodyEncoding:
         self._num_members = 1
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """The body's next bytes, in parts of a bounded size; none is empty.
+        """Yields the body's next bytes in parts of a bounded size, none empty. Raises
+        UnsupportedMediaType.
 
         Raises UnsupportedMediaType.
         """
@@ -68,7 +69,9 @@ class BodyEncoding:
             raise UnsupportedMediaType(reason) from None
 
     def text(self, body: bytes) -> bytes:
-        """The complete body as UTF-8, without a mark. Raises UnsupportedMediaType."""
+        """Returns the complete body as UTF-8, without a byte order mark. Raises
+        UnsupportedMediaType.
+        """
         if self._inflating is not None and body and not self._inflating.eof:
             raise UnsupportedMediaType("content-encoding: the compressed body is cut off")
         if body.startswith(_OTHER_MARKS) or body[1:2] == b"\x00":

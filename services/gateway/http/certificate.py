@@ -1,4 +1,4 @@
-"""The certificate of an HTTPS server, which is loaded again when its files change."""
+"""Holds the certificate of an HTTPS server, and loads it again when its files change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ POLL_S = 10.0
 
 class Certificate:
     def __init__(self, cert: str, key: str) -> None:
-        """PEM files: the certificate with its chain, and its key. Raises ConfigError if they cannot
-        be read, or do not belong together.
+        """`cert`, `key`: PEM files with the certificate chain and its key. Raises ConfigError if
+        they cannot be read, or do not belong together.
         """
         self._files = cert, key
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -59,12 +59,12 @@ class Certificate:
 
 
 def _no_password() -> str:
-    """For an encrypted key: OpenSSL would ask for its password on the terminal."""
+    """Returns no password for an encrypted key: OpenSSL would ask for it on the terminal."""
     return ""
 
 
 def _changed_at(paths: Iterable[str]) -> list[int]:
-    """Modification times in nanoseconds; of a missing file 0."""
+    """Returns the modification times in nanoseconds; 0 for a missing file."""
     found = []
     for path in map(Path, paths):
         try:

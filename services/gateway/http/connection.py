@@ -1,4 +1,4 @@
-"""The sending side of a client's connection: closes it when the client takes no byte for too long.
+"""Closes a client's connection when the client takes no byte for too long.
 
     empty ──bytes wait to be sent──▶ waiting ──all sent──▶ empty
                                         └──no byte taken for `timeout_s`──▶ aborted
@@ -44,7 +44,7 @@ def watch_peers(listening: socket.socket, timeout_s: float) -> None:
 
 
 class ClientConnection:
-    """`on_slow`: called once if the connection is closed because its client does not read."""
+    """`on_slow`: is called once if the connection is closed because its client does not read."""
 
     def __init__(
         self, transport: asyncio.Transport, timeout_s: float, on_slow: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Limits of open connections: of all, of each tenant, and of addresses without a valid API key.
+"""Limits the open connections: of all, of each tenant, and of addresses without a valid API key.
 
     opened ──authenticated──▶ held by the tenant ─┐
       │ held by the address                       ├──lost, or evicted while idle──▶ gone
@@ -28,13 +28,15 @@ Holder = tuple[str, str]  # its kind, and an address or a tenant id
 
 
 def connections_within(num_descriptors: int) -> int:
-    """The connections of a process that may open so many descriptors, the reserved ones apart."""
+    """Returns the connections of a process that may open so many descriptors, without the reserved
+    ones.
+    """
     spare = min(SPARE_DESCRIPTORS, num_descriptors // 4)
     return max(1, min(MAX_CONNECTIONS, num_descriptors - spare - MAX_RESERVED))
 
 
 class Connections:
-    """`max_connections`: None: as many as the process's descriptors allow."""
+    """`max_connections`: None means as many as the process's descriptors allow."""
 
     def __init__(
         self,
@@ -59,7 +61,9 @@ class Connections:
         self._reserved: dict[OpenConnection, None] = {}  # oldest first
 
     def open(self, address: str, close: Callable[[], None]) -> OpenConnection | None:
-        """None: the connection must be closed. `close`: called if it is evicted."""
+        """Returns a place, or None if the connection must be closed. `close`: is called if it is
+        evicted.
+        """
         holder = ("address", address)
         if self._num_held[holder] >= self._max_opening:
             return None
@@ -71,13 +75,17 @@ class Connections:
         return connection
 
     def may_stay(self, connection: OpenConnection) -> bool:
-        """Whether it may stay open after `grace_s`: with a key, or among few of its address."""
+        """Returns whether the connection may stay open after `grace_s`: it has a key, or its
+        address has few.
+        """
         return connection.has_key or self._num_held[connection.holder] <= self._max_without_key
 
     # ── of a connection ──────────────────────────────────────────────────────────────────────────
 
     def move(self, connection: OpenConnection, holder: Holder) -> None:
-        """Raises Overloaded if the tenant has as many connections as it may, none of them idle."""
+        """Moves a connection to its tenant. Raises Overloaded if the tenant has as many as it may,
+        none of them idle.
+        """
         if self._num_held[holder] >= self.max_of_tenant and not self._evict_of(holder):
             raise Overloaded(
                 f"this tenant has {self.max_of_tenant} open connections", retry_after_s=1.0
@@ -123,7 +131,7 @@ class Connections:
         return holder is not None and self._evict_of(holder)
 
     def _evict_of(self, holder: Holder) -> bool:
-        """Whether a connection of this holder was idle."""
+        """Evicts an idle connection of this holder. Returns whether it had one."""
         evicted = next(iter(self._idle.get(holder, ())), None)
         if evicted is not None:
             evicted.evict()
@@ -138,7 +146,7 @@ class Connections:
 
 
 class OpenConnection:
-    """One connection's place among all. `is_reserved`: it serves probes alone."""
+    """The place of one connection. `is_reserved`: it serves probes alone."""
 
     def __init__(self, connections: Connections, holder: Holder, close: Callable[[], None]) -> None:
         self._connections = connections
@@ -149,16 +157,16 @@ class OpenConnection:
         self.is_reserved = False
 
     def begin(self) -> None:
-        """A request arrives."""
+        """Records that a request arrives."""
         self._connections.set_busy(self)
 
     def end(self) -> None:
-        """All its requests are answered."""
+        """Records that all requests are answered."""
         if not self._is_gone:
             self._connections.set_idle(self)
 
     def authenticate(self, tenant_id: str) -> None:
-        """A request has a valid key of this tenant. Call between `begin` and `end`. Raises
+        """Records a request with a valid key of this tenant; call between `begin` and `end`. Raises
         Overloaded, and changes nothing, if the tenant has too many connections.
         """
         holder = ("tenant", tenant_id)
@@ -171,7 +179,7 @@ class OpenConnection:
         self._close()
 
     def lose(self) -> None:
-        """Idempotent."""
+        """Records the end of the connection. Idempotent."""
         if not self._is_gone:
             self._is_gone = True
             self._connections.remove(self)

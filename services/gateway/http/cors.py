@@ -1,4 +1,4 @@
-"""Which pages of other origins may call the gateway. Keys are sent in a header and never as
+"""Decides which pages of other origins may call the gateway. Keys are sent in a header and never as
 cookies, so no response allows credentials.
 """
 
@@ -22,7 +22,9 @@ EXPOSED = (
 
 
 def cors_config(origins: Sequence[str]) -> CORSConfig | None:
-    """`*`: every origin. None without an origin: then no page of another origin may."""
+    """Returns None if no origin is configured: cross-origin requests are then refused. `*`: any
+    origin.
+    """
     if not origins:
         return None
     return CORSConfig(

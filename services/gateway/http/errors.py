@@ -1,4 +1,4 @@
-"""Errors of the web framework, as HearthErrors; the bound of every error's message."""
+"""Converts errors of the web framework to HearthErrors, and bounds every error's message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def error_of_http(error: HTTPException) -> HearthError:
 
 
 def shortened(message: str) -> str:
-    """An error's message as the clients of every dialect see it."""
+    """Returns an error's message as the clients of every dialect see it."""
     if len(message) > MAX_MESSAGE_CHARS:
         return message[: MAX_MESSAGE_CHARS - 1] + "…"
     return message

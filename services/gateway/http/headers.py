@@ -1,4 +1,4 @@
-"""The headers of a request, as ASGI has them."""
+"""Reads the headers of a request in ASGI's form."""
 
 from __future__ import annotations
 

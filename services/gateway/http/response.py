@@ -40,7 +40,7 @@ EVENTS = (
 
 
 def error_headers(error: HearthError) -> dict[str, str]:
-    """Rate limit headers, and Retry-After for retryable errors, in whole seconds, rounded up."""
+    """Returns the rate limit headers, and Retry-After for retryable errors, in whole seconds."""
     headers = dict(error.headers) if isinstance(error, RateLimited) else {}
     retry_after_s = error.retry_after_s
     if retry_after_s is None and isinstance(error, (NoCapacity, Overloaded)):
@@ -95,7 +95,7 @@ class GenerationResponse:
         self._cancel(_client_error(connection))
 
     def _end_large(self, connection: ClientConnection) -> None:
-        """Ends a response that takes too much memory. A client that could read is slow."""
+        """Ends a response that takes too much memory, as slow if its client could have read it."""
         if self.is_streamed or self._is_started:
             connection.abort_slow()
         else:
@@ -156,14 +156,15 @@ class GenerationResponse:
         await self._send(send, ending, more_body=False)
 
     async def _send_early_error(self, send: Send, error: HearthError) -> None:
-        """Sends an error without an output before it."""
+        """Sends an error that no output precedes."""
         if self._is_started:
             await self._send(send, self.encoder.error_event(error), more_body=False)
         else:
             await self._send_error(send, error)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends what keeps the stream alive after each silence: clients and proxies see activity.
+        """Sends an event after each silence, so that clients and proxies see activity. Ends with
+        the response: a client may take its last bytes long after they were sent.
 
         Ends with the response: a client may take its last bytes long after they were sent.
         """
@@ -178,7 +179,7 @@ class GenerationResponse:
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _stop_comments(self) -> None:
-        """Drops the task: the traceback of its cancellation refers to this response."""
+        """Removes the task: the traceback of its cancellation refers to this response."""
         if self._comments is not None:
             self._comments.cancel()
             self._comments = None
@@ -227,8 +228,8 @@ def _client_error(connection: ClientConnection) -> ClientDisconnected:
 
 
 async def joined_in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Like `joined`. Other streams continue after each part that is returned, after TURN_PARTS of
-    `parts`, and after an empty one, which has taken long to compute.
+    """Joins parts as `joined` does. Other streams continue after each returned part, after
+    TURN_PARTS of `parts`, and after an empty one, which has taken long to compute.
     """
     held: list[bytes] = []
     num_bytes = 0

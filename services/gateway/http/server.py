@@ -59,7 +59,7 @@ STOP_POLL_S = 0.01  # while the last responses are sent
 
 
 def probes_alone(app: ASGIApp) -> ASGIApp:
-    """An application that raises NoCapacity for other requests of a reserved connection."""
+    """Returns an application that raises NoCapacity for other requests of a reserved connection."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["state"].get(IS_RESERVED) and scope["path"] not in PROBES:
@@ -70,7 +70,8 @@ def probes_alone(app: ASGIApp) -> ASGIApp:
 
 
 class HeadWithBody:
-    """A transport that sends the head of one response with its first body bytes, in one segment.
+    """Sends the head of a response and its first body bytes in one segment. Not for responses to
+    HEAD, which have no body.
 
     Not for responses to HEAD, which have no body.
     """
@@ -164,9 +165,9 @@ class _Http(HttpToolsProtocol):
         self.cycle, self.scope, self._unanswered = None, None, []  # type: ignore[assignment]
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open, for the responses to complete requests: not once one
-        has begun, since clients that leave in the middle end it in the same way. TLS closes it, and
-        of HTTP/1.0 nobody can be asked whether it has left.
+        """Returns whether the connection stays open for the responses to complete requests. It does
+        not once a response has begun, since clients that leave end it in the same way. TLS closes
+        it, and an HTTP/1.0 peer cannot be probed.
         """
         if self._half_closed is not None:  # read again between pipelined requests
             return True
@@ -180,7 +181,7 @@ class _Http(HttpToolsProtocol):
         return True
 
     def _waits_for_response(self) -> bool:
-        """Whether bytes that are sent now stand before a response, not in one."""
+        """Returns whether bytes that are sent now stand before a response, not within one."""
         return bool(self._unanswered) and not any(e.response_started for e in self._unanswered)
 
     def pause_writing(self) -> None:
@@ -274,8 +275,8 @@ class _Http(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Only closes the connection if the client would take `msg` for an earlier request's
-        response, or for a part of one.
+        """Only closes the connection if the client would take `msg` for the response to an earlier
+        request, or for a part of one.
         """
         if any(each.response_started or not each.more_body for each in self._unanswered):
             self.transport.close()
@@ -293,8 +294,8 @@ class _Http(HttpToolsProtocol):
         super().on_message_complete()
 
     def _authenticated(self, tenant_id: str) -> None:
-        """Called by the application for each request with a valid API key. Raises Overloaded if the
-        tenant has too many connections.
+        """Records a request with a valid API key. The application calls it. Raises Overloaded if
+        the tenant has too many connections.
         """
         if self._place is not None:
             self._place.authenticate(tenant_id)
@@ -370,7 +371,7 @@ class _Server(uvicorn.Server):
 
 
 class WebServer:
-    """asyncio sets TCP_NODELAY on its sockets, so events are sent immediately."""
+    """Serves an ASGI application. asyncio sets TCP_NODELAY, so events are sent immediately."""
 
     def __init__(
         self,
@@ -387,9 +388,9 @@ class WebServer:
         tenant_of: TenantOf = lambda headers: None,
         certificate: Certificate | None = None,
     ) -> None:
-        """Port 0 selects a free port; `tenant_of`: whose turn it is to start a request; None: that
-        of its address; a `certificate` makes it HTTPS. Raises ConfigError if the address cannot be
-        bound.
+        """Binds the address; port 0 selects a free port. `tenant_of`: returns the tenant whose turn
+        starts a request, or None for that of its address. A `certificate` makes it HTTPS. Raises
+        ConfigError if the address cannot be bound.
         """
         try:
             self._socket = _bound_socket(host, port)
@@ -439,7 +440,7 @@ class WebServer:
         *,
         on_slow_client: Callable[[], None],
     ) -> Self:
-        """Raises ConfigError if the address cannot be bound, or the certificate not be read."""
+        """Raises ConfigError if the address cannot be bound or the certificate cannot be read."""
         return cls(
             app,
             config.http_host,
@@ -477,14 +478,16 @@ class WebServer:
             self._background.start_own(self._certificate.watch(clock))
 
     async def _serve(self) -> None:
-        """A gateway whose server ends without `stop` would live on with no client."""
+        """Raises RuntimeError if the server ends without `stop`: the gateway would live on without
+        clients.
+        """
         assert self._task is not None
         await asyncio.shield(self._task)
         if not self._server.should_exit:
             raise RuntimeError("the HTTP server has ended")
 
     def close_after_responses(self) -> None:
-        """Each later response ends its connection: clients connect to another gateway."""
+        """Makes each later response end its connection: clients connect to another gateway."""
         headers = self._server.config.encoded_headers
         headers.append((b"connection", b"close"))
         state = self._server.server_state  # renewed from `headers` every second

@@ -1,4 +1,4 @@
-"""Bodies with texts to tokenize: also an invalid text is rejected by the name of its field."""
+"""Decodes bodies with texts to tokenize, and names the field of an invalid text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.errors import InvalidRequest
 
 
 class TextFields(SupportedFields):
-    """Names the field also for text that is not valid Unicode, which no JSON decoder places."""
+    """Names the field also for text that is not valid Unicode, which no JSON decoder locates."""
 
     def __init__(self, struct: type[Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
         super().__init__(struct, neutral_values)
@@ -30,7 +30,7 @@ class TextFields(SupportedFields):
             raise InvalidRequest(message, param=field) from error
 
     def _field_of_invalid_text(self, data: bytes) -> str | None:
-        """Python's decoder accepts such text, unlike msgspec, and is slower."""
+        """Returns the field, found by Python's decoder, which accepts such text but is slower."""
         try:
             body = json.loads(data.decode("utf-8", "surrogateescape"))
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What HTTP/1.0 and HTTP/1.1 demand beyond uvicorn (RFC 9112)."""
+"""Implements what HTTP/1.0 and HTTP/1.1 demand beyond uvicorn (RFC 9112)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HTTP_1_0 = "1.0"
 
 
 def has_valid_host(headers: Iterable[tuple[bytes, bytes]], http_version: str) -> bool:
-    """One Host header; HTTP/1.0 may leave it out (section 3.2)."""
+    """Returns whether there is one Host header, which HTTP/1.0 may omit (section 3.2)."""
     num_hosts = sum(name == b"host" for name, _ in headers)
     return num_hosts == 1 or (num_hosts == 0 and http_version == HTTP_1_0)
 

@@ -1,1 +1,1 @@
-"""What uvicorn's protocol for HTTP/1.1 lacks."""
+"""Adds to uvicorn's protocol for HTTP/1.1 what it lacks."""

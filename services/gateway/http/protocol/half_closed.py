@@ -24,7 +24,9 @@ _CLOSE_WAIT = 8  # of TCP's states in Linux
 
 
 class HalfClosed:
-    """Aborts the transport once its peer is gone. `may_probe`: no response has begun."""
+    """Aborts the transport once its peer is gone. `may_probe`: returns whether no response has
+    begun.
+    """
 
     def __init__(self, transport: asyncio.Transport, may_probe: Callable[[], bool]) -> None:
         self._transport = transport
