@@ -1,4 +1,5 @@
-"""The API over NATS: receives requests, runs one task for each, and leaves without losing one.
+"""Serves the API over NATS: receives requests, runs one task for each, and leaves without losing
+one.
 
     started ──gateway ready──▶ joined (the queue group sends requests here) ──leave──▶ left ──stop
 
@@ -51,7 +52,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class NatsApi:
-    """`service_id`: of this gateway, as discovery names it. `started_at`: seconds since 1970."""
+    """`service_id`: identifies this gateway in discovery. `started_at`: seconds since 1970."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class NatsApi:
             await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
-        """The requests have been closed: their last replies have GRACE_S."""
+        """Ends the service after the requests have been closed: their last replies have GRACE_S."""
         await self.leave()
         for stop in self._stops:
             await stop()
@@ -173,7 +174,7 @@ class NatsApi:
         task.add_done_callback(self._tasks.discard)
 
     def _busy(self, client_id: str) -> str:
-        """Where there is no room for one more request of the client; empty if there is."""
+        """Returns where no room is for another request of the client; empty if there is."""
         if len(self._tasks) >= self._max_requests:
             return "at this gateway"
         most = max(1, self._max_requests // MAX_CLIENT_SHARE)
@@ -196,7 +197,7 @@ class NatsApi:
         self._ended(message.endpoint, message.arrived_at, error)
 
     def _received(self, endpoint: str) -> float:
-        """Returns the time of the clock."""
+        """Counts a request. Returns the time of the clock."""
         if endpoint in self.counts:
             self.counts[endpoint].num_requests += 1
         return self._clock.now()
@@ -225,7 +226,7 @@ class NatsApi:
         self._ended(CANCEL, arrived_at, error)
 
     def _cancel(self, client_id: str, subject: str, data: bytes) -> Cancelled:
-        """Raises InvalidRequest and PayloadTooLarge."""
+        """Cancels a request of the client. Raises InvalidRequest and PayloadTooLarge."""
         if len(data) > MAX_CANCEL_BYTES:
             raise PayloadTooLarge(f"a cancellation has at most {MAX_CANCEL_BYTES} bytes")
         body: CancelRequest = _CANCEL_FIELDS.decode(data)
@@ -242,7 +243,8 @@ class NatsApi:
 
 
 def _is_inbox_of(client_id: str, reply: str) -> bool:
-    """The gateway may send to any subject that it receives as a reply subject. A client could
-    otherwise let it send to the inbox of another client, or a command to a process.
+    """Returns whether the reply subject is in the client's inbox. The gateway may send to any
+    subject: a client could otherwise make it send to the inbox of another client, or a command to a
+    process.
     """
     return reply.startswith(client_inbox(client_id)) and "*" not in reply and ">" not in reply

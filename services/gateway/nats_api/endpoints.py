@@ -1,4 +1,4 @@
-"""The endpoints of the API over NATS: those of the dialects, and its own."""
+"""The endpoints of the API over NATS: those of the dialects, and `cancel`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """Describes an endpoint to clients over NATS. `encode_error`: in the form of its dialect."""
+    """Describes an endpoint to clients over NATS. `encode_error`: its dialect's."""
 
     endpoint: Endpoint
     encode_error: EncodeError

@@ -1,4 +1,4 @@
-"""One request over NATS, from its message to its last reply.
+"""Serves one request over NATS, from its message to its last reply.
 
     authenticate ──▶ reserve ──▶ read ──▶ open ──▶ write ──▶ ended
          └─────────────┴───────────┴────────┴────────┴──error──▶ one reply with the error
@@ -42,7 +42,9 @@ HEADERS_BYTES = 8 * 1024  # of a reply, beside its body
 
 @dataclass(slots=True)
 class RequestMessage:
-    """`arrived_at`: of the gateway's clock. `data`: the body until its request is submitted."""
+    """`arrived_at`: seconds of the gateway's clock. `data`: the body until its request is
+    submitted.
+    """
 
     endpoint: str
     client_id: str
@@ -67,7 +69,7 @@ class NatsParts:
 
 
 class ServedRequest:
-    """One task runs it; others may cancel it."""
+    """Serves one request in one task. Other tasks may cancel it."""
 
     def __init__(self, parts: NatsParts, message: RequestMessage, reply: NatsReply) -> None:
         self.message = message
@@ -208,7 +210,7 @@ class ServedRequest:
         await write_response(opened, self._reply, max_bytes, self._transport.clock)
 
     def _left_s(self, deadline_s: float | None) -> float:
-        """The time that is left. Raises DeadlineExceeded."""
+        """Returns the seconds that are left. Raises DeadlineExceeded."""
         longest = MAX_DEADLINE_S if deadline_s is None else min(deadline_s, MAX_DEADLINE_S)
         left_s = longest - (self._transport.clock.now() - self.message.arrived_at)
         if left_s <= 0:
@@ -216,7 +218,7 @@ class ServedRequest:
         return left_s
 
     def _check_size(self) -> None:
-        """Raises PayloadTooLarge and InvalidRequest."""
+        """Raises PayloadTooLarge for too large a body, and InvalidRequest for an empty one."""
         if len(self.message.data) > self._transport.max_body_bytes:
             limit = self._transport.max_body_bytes
             raise PayloadTooLarge(f"the request body is larger than {limit} bytes")
@@ -224,7 +226,7 @@ class ServedRequest:
             raise InvalidRequest("the body is empty: send a JSON object")
 
     def _check_listener(self) -> None:
-        """From now on the request ends when its client does not listen any more."""
+        """Cancels the request when its client unsubscribes."""
         if not self._listener:
             lost = partial(self.cancel, ClientDisconnected("the client does not listen any more"))
             self._listener = self._parts.listeners.open(self._reply, lost)
