@@ -1,4 +1,4 @@
-"""The routes of operators and load balancers, which no dialect has."""
+"""Composes the routes of operators and load balancers, which belong to no dialect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from shared.telemetry.timeline import Timeline
 
 
 class OperatorRoutes:
-    """`find_timeline`: a timeline by the id of its request. `num_open`: the requests that run.
-    `wall_clock`: seconds since 1970.
+    """`find_timeline`: returns a timeline by the id of its request. `num_open`: returns the number
+    of running requests. `wall_clock`: seconds since 1970.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The page's files, read once, with strong ETags."""
+"""Reads the page's files once, with strong ETags."""
 
 from __future__ import annotations
 
