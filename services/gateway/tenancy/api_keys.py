@@ -1,4 +1,4 @@
-"""API keys and NATS clients, and their tenants.
+"""Finds the tenants of API keys and NATS clients.
 
 A NATS client has a record like a key. The NATS server has authenticated it: its id is in the
 subject of each of its requests.
@@ -92,7 +92,7 @@ class ApiKeys:
 
     @property
     def redis_state(self) -> RedisState:
-        """As of the last request to Redis."""
+        """The state at the last request to Redis."""
         return self._redis_state
 
     async def poll_redis(self) -> None:
@@ -103,7 +103,9 @@ class ApiKeys:
                 await self._request(digest_of(""))
 
     def known_tenant_id(self, authorization: str | None) -> str | None:
-        """Of a key that was valid when it was last looked up: for the order of requests only."""
+        """Returns the tenant of a key that was valid at its last look-up. Only for the order of
+        requests.
+        """
         try:
             known = self._known.get(digest_of(bearer_of(authorization)))
         except AuthenticationFailed:
@@ -111,13 +113,14 @@ class ApiKeys:
         return None if known is None else known.tenant.tenant_id
 
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
-        """Raises AuthenticationFailed, UnknownTenant, or DependencyUnavailable for a new key
-        without Redis and for records that cannot be read.
+        """Returns the tenant of an Authorization header. Raises AuthenticationFailed,
+        UnknownTenant, and DependencyUnavailable for a new key without Redis and for records that
+        cannot be read.
         """
         return await self._tenant_of(digest_of(bearer_of(authorization)))
 
     async def tenant_of_client(self, client_id: str) -> TenantRecord:
-        """Raises the errors of `tenant_of`."""
+        """Returns the tenant of a NATS client. Raises as `tenant_of` does."""
         return await self._tenant_of(client_digest(client_id))
 
     async def _tenant_of(self, digest: str) -> TenantRecord:
@@ -150,7 +153,7 @@ class ApiKeys:
         return known.tenant
 
     async def _request(self, digest: str) -> list[Any]:
-        """Raises StoreUnavailable, also for a Redis without the records of any tenant."""
+        """Looks a key up. Raises StoreUnavailable, also for a Redis that has no tenant's record."""
         keys = [api_key_record(digest), TENANTS, GENERATION]
         *replicas, primary = self._stores
         for replica in replicas:
@@ -221,7 +224,7 @@ def _name_of(digest: str) -> str:
 
 
 def _is_complete(reply: list[Any]) -> bool:
-    """Whether a key and its tenant were found."""
+    """Returns whether a key and its tenant were found."""
     return bool(reply[0]) and reply[1] is not None
 
 

@@ -84,8 +84,8 @@ class _Account:
 
 
 class Limits:
-    """Between `start` and `stop`, sends settled requests to Redis and renews leases.
-    `num_gateways`: that serve now: without Redis each has its part of a limit.
+    """Sends settled requests to Redis and renews leases between `start` and `stop`. `num_gateways`:
+    returns the number of gateways: without Redis each has its part of a limit.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Limits:
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     def check(self, tenant: TenantRecord) -> None:
-        """Checks that need no prompt. Raises LimitIsZero or RateLimited."""
+        """Raises LimitIsZero or RateLimited for a request rejected whatever its prompt is."""
         check_zeros(tenant)
         account = self._accounts.get(tenant.tenant_id)
         if account is None or account.closed[0] != tenant.requests_per_min:
@@ -126,7 +126,9 @@ class Limits:
     async def admit(
         self, tenant: TenantRecord, lease_id: str, request_cost: RequestCost = UNKNOWN_COST
     ) -> LimitLease:
-        """Raises LimitIsZero, ExceedsLimit or RateLimited. No Redis call for unlimited tenants."""
+        """Charges a request. Raises LimitIsZero, ExceedsLimit or RateLimited. Does not call Redis
+        for unlimited tenants.
+        """
         self.check(tenant)
         check_size(tenant, request_cost)
         if not enforced_limits(tenant):
@@ -224,15 +226,15 @@ class Limits:
         requested: RequestedTokens | None = None,
         is_forced: bool = False,
     ) -> LimitState:
-        """In the local counter. Its leases do not expire: the gateway ends them."""
+        """Charges the local counter, whose leases do not expire: the gateway ends them."""
         command = LimitCommand(
             limits=self._limits_of(account), lease_s=inf, settled=settled, asked=requested
         )
         return account.counter.apply(command, self._clock.now(), is_forced=is_forced)
 
     def _limits_of(self, account: _Account) -> dict[str, int]:
-        """The limits that decided last: the tenant's, or without Redis this gateway's part, at
-        least one of each: a gateway alone must not refuse all.
+        """Returns the limits of the last decision: the tenant's, or without Redis this gateway's
+        part, at least one of each, since a gateway alone must not reject all requests.
         """
         limits = enforced_limits(account.tenant)
         num_gateways = max(1, self._num_gateways()) if account.is_local else 1
@@ -356,7 +358,7 @@ def _command(
     renewed: tuple[str, ...] = (),
     requested: RequestedTokens | None = None,
 ) -> LimitCommand:
-    """A command for Redis, with the account's unsettled requests."""
+    """Returns a command for Redis with the account's unsettled requests."""
     unsettled = (each for each, _ in islice(account.unsettled.values(), MAX_SETTLED))
     return LimitCommand(
         limits=enforced_limits(account.tenant),
@@ -368,12 +370,12 @@ def _command(
 
 
 def _up_to(limits: dict[str, int], costs: dict[str, int]) -> dict[str, int]:
-    """Costs that an empty meter admits."""
+    """Returns the costs, each cut to the most that an empty meter admits."""
     return {name: min(cost, limits.get(name, cost)) for name, cost in costs.items()}
 
 
 def _reject(state: LimitState, limits: dict[str, int], tenant: TenantRecord) -> NoReturn:
-    """`limits`: those that decided."""
+    """Raises the error of the limits that decided."""
     name, limit = state.rejected_by, limits[state.rejected_by]
     used = state.num_open if name == "concurrency" else round(state.used[name])
     full = getattr(tenant, name)

@@ -1,4 +1,4 @@
-"""The aliases under which a tenant may name models.
+"""Resolves the aliases under which a tenant may name models.
 
 All aliases of a tenant are read in one round trip, and again after `REFRESH_S`: any number of
 unknown names costs one look-up in that time, and no memory. As with API keys, a request with a
@@ -114,7 +114,7 @@ class ModelAliases:
         return None
 
     async def of_tenant(self, tenant_id: str) -> dict[str, str]:
-        """The models by alias that the tenant sees, sorted: at most 2 * MAX_ALIASES. Raises
+        """Returns the models by alias that the tenant sees, sorted: at most 2 * MAX_ALIASES. Raises
         DependencyUnavailable if they have never been read.
         """
         aliases = await self._aliases(tenant_id, None)
@@ -126,12 +126,14 @@ class ModelAliases:
         }
 
     async def names_of(self, tenant_id: str, model: str) -> list[str]:
-        """The model's own name, then its aliases that the tenant sees. Raises as `of_tenant`."""
+        """Returns the model's own name, then its aliases that the tenant sees. Raises as
+        `of_tenant` does.
+        """
         aliases = await self.of_tenant(tenant_id)
         return [model, *(alias for alias, named in aliases.items() if named == model)]
 
     async def _aliases(self, tenant_id: str, name: str | None) -> _TenantAliases:
-        """`name`: what is resolved; None: all names."""
+        """Returns the tenant's aliases. `name`: the name to resolve; None: all names."""
         known = self._known.get(tenant_id)
         if known is None or self._clock.now() - known.checked_at >= REFRESH_S:
             known = await self._refreshed(tenant_id, name, known)
@@ -175,8 +177,8 @@ class ModelAliases:
         return found
 
     async def _read(self, tenant_id: str) -> tuple[bytes, bytes]:
-        """Raises StoreUnavailable. A tenant that is not known waits for a second try: a burst of
-        requests at this gateway can also cause a short timeout.
+        """Reads the aliases. Raises StoreUnavailable. An unknown tenant waits for a second try: a
+        burst of requests at this gateway can also cause a short timeout.
         """
         try:
             return await self._request(tenant_id)
@@ -189,7 +191,7 @@ class ModelAliases:
         return await self._request(tenant_id)
 
     async def _request(self, tenant_id: str) -> tuple[bytes, bytes]:
-        """Raises StoreUnavailable, also for a Redis that has lost its records."""
+        """Reads the records. Raises StoreUnavailable, also for a Redis that has lost them."""
         keys = [aliases_of(tenant_id), aliases_of(None), GENERATION, TENANTS]
         reply: list[Any] = await self._store.evaluate(LOOK_UP_ALIASES, keys, [MAX_ALIASES])
         own, shared, has_records = reply
@@ -210,7 +212,7 @@ class ModelAliases:
 
 
 def _models(packed: bytes) -> Models:
-    """Each record is decoded by itself: an unreadable one affects only its own alias."""
+    """Decodes each record by itself: an unreadable one affects only its own alias."""
     parts = msgspec.msgpack.decode(packed, type=list[msgspec.Raw])
     models: dict[str, str | None] = {}
     for name, data in zip(parts[::2], parts[1::2], strict=True):

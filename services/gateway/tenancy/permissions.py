@@ -15,7 +15,7 @@ def may_use(tenant: TenantRecord, model: str) -> bool:
 
 
 def check_model(tenant: TenantRecord, model: str) -> None:
-    """Raises ModelNotAllowed."""
+    """Raises ModelNotAllowed for a model that the tenant may not use."""
     if not may_use(tenant, model):
         raise ModelNotAllowed(f"this tenant may not use the model {model!r}", param="model")
 
@@ -27,7 +27,7 @@ def check_regions(tenant: TenantRecord) -> None:
 
 
 def may_store(tenant: TenantRecord, region: str) -> bool:
-    """Whether a gateway of this region may store text of the tenant, and read what is stored."""
+    """Returns whether a gateway of this region may store the tenant's text, and read it again."""
     regions = tenant.allowed_regions
     return not tenant.is_zero_retention and (regions is None or region in regions)
 
@@ -35,7 +35,7 @@ def may_store(tenant: TenantRecord, region: str) -> bool:
 def check_may_store(
     tenant: TenantRecord, region: str, what: str, *, param: str | None = None
 ) -> None:
-    """`what`: is stored. Raises ZeroRetentionRejected, NoRegionAllowed."""
+    """Raises ZeroRetentionRejected and NoRegionAllowed. `what`: names the thing to store."""
     if tenant.is_zero_retention:
         raise ZeroRetentionRejected(
             f"{what}: its text is stored; this tenant has zero retention", param=param
@@ -47,5 +47,7 @@ def check_may_store(
 
 
 def priority_of(tenant: TenantRecord, requested: int | None) -> int:
-    """A higher priority goes first. A request can lower its tenant's priority, not raise it."""
+    """Returns the priority; a higher one goes first. A request can lower its tenant's priority, not
+    raise it.
+    """
     return tenant.priority if requested is None else min(requested, tenant.priority)

@@ -1,4 +1,4 @@
-"""Redis's memory as it is, and how much of it stored responses and prefixes may take.
+"""Reads Redis's memory, and bounds the part of it that stored responses and prefixes may take.
 
 Redis holds limits, keys and usage as well, and with `noeviction` a full one rejects every write. So
 responses may take half of its `maxmemory`, and prefixes a quarter. `maxmemory` is read, since it
@@ -18,7 +18,9 @@ READ_MEMORY = "return redis.call('INFO', 'memory')"
 
 
 class RedisMemory:
-    """`max_response_bytes`, `max_prefix_bytes`: of all tenants; 0: a share of Redis's memory."""
+    """`max_response_bytes`, `max_prefix_bytes`: the bytes for all tenants; 0: a share of Redis's
+    memory.
+    """
 
     def __init__(
         self, store: Store, clock: Clock, *, max_response_bytes: int = 0, max_prefix_bytes: int = 0
@@ -44,7 +46,7 @@ class RedisMemory:
             await self._clock.sleep(READ_S)
 
     async def read(self) -> None:
-        """Without a reply, the bound last read holds."""
+        """Reads the memory. Without a reply, the bound read last holds."""
         try:
             reply = await self._store.evaluate(READ_MEMORY, [], [])
             with reading_reply():

@@ -32,7 +32,9 @@ UNKNOWN_COST = RequestCost(0, 0)  # of a request whose body has not been read
 
 @dataclass(frozen=True, slots=True)
 class LimitLease:
-    """One admitted request. `is_charged`: by Redis. `headers`: the state of the limits."""
+    """An admitted request. `is_charged`: whether Redis has charged it. `headers`: the state of the
+    limits.
+    """
 
     tenant: TenantRecord
     lease_id: str

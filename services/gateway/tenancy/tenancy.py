@@ -1,4 +1,4 @@
-"""What a gateway knows and counts of tenants, over one Redis."""
+"""Composes what a gateway knows and counts of tenants, over one Redis."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shared.config import GatewayConfig
 
 
 class Tenancy:
-    """`num_gateways`: the gateways that share the limits. `writer_id`: of this start of this
-    gateway.
+    """`num_gateways`: returns the number of gateways that share the limits. `writer_id`: differs
+    between two starts of one gateway.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tenants' usage: requests and tokens by tenant, model and day, written to Redis asynchronously.
+"""Counts requests and tokens by tenant, model and day, and writes them to Redis asynchronously.
 
 A request counts once, with its delivered tokens, however often it was resubmitted. A running one is
 counted every RUNNING_S, so that a gateway that is killed loses the usage of at most that time.
@@ -111,7 +111,7 @@ class UsageCounter:
         self._background.start_own(self._run(count_running))
 
     async def stop(self) -> None:
-        """Flushes. Counts that Redis does not accept now remain only in the log."""
+        """Flushes. Counts that Redis does not accept now stay in the log only."""
         await self._background.stop()
         self._retry_rejected_at = 0.0
         for _ in range(LAST_TRIES):
