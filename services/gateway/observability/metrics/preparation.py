@@ -1,4 +1,4 @@
-"""Families of the processes that render, tokenize and check what clients send."""
+"""Exports the load of the processes that render, tokenize and check requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PoolLoad(Protocol):
 
 
 def preparation_families(loads: Mapping[str, PoolLoad]) -> Iterator[Metric]:
-    """`loads`: by pool."""
+    """`loads`: the pools by name."""
     jobs = GaugeMetricFamily(
         "hearth_preparation_jobs",
         "Jobs for preparation processes: running, or waiting in the longest queue of the pool.",
