@@ -68,7 +68,7 @@ class AnthropicErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
 
 def type_of(error: HearthError) -> ErrorType:
     """Returns the type of the error's class, or of its nearest superclass that has one."""
-    if error.http_status == 404:  # also of the web framework
+    if error.http_status == 404:  # the web framework's error, too
         return TYPES[UnknownModel]
     for each in type(error).__mro__:
         if each in TYPES:

@@ -28,14 +28,14 @@ from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
-MAX_KEY_CHARS = 256  # of an affinity key
+MAX_KEY_CHARS = 256  # characters of an affinity key
 
 # Fields that would change the output and that are not supported, with the values that change
 # nothing. Any other unknown field is ignored, such as `context_management`, `service_tier`.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in FOREIGN_FIELDS.items() if name != "thinking"},
     "mcp_servers": (None, []),
-    # of OpenAI's dialect and vLLM's: other names or none here
+    # OpenAI's and vLLM's fields, which have other names or none here
     "bad_words": (None, []),
     "best_of": (None, 1),
     "chat_template_kwargs": (None, {}),

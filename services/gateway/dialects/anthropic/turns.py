@@ -42,7 +42,7 @@ from services.gateway.structured.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
-MAX_BLOCKS = 1024  # of one message
+MAX_BLOCKS = 1024  # blocks of one message
 # Claude Code's first line of the system prompt. It has a hash of the request: with it, no two
 # requests would share a cached block.
 BILLING_HEADER = "x-anthropic-billing-header:"

@@ -36,7 +36,7 @@ from services.gateway.request.request_output import RequestOutput
 from services.gateway.text.scored_tokens import ScoredToken
 
 _encode = msgspec.json.Encoder().encode
-ECHO_TOKENS = 256  # of a prompt with logprobs, in one chunk
+ECHO_TOKENS = 256  # tokens of a prompt with logprobs in one chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from shared.errors import HearthError
 from shared.messages import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
-PART_ITEMS = 64  # of an encoded list: up to 130 KiB with 20 top tokens each
+PART_ITEMS = 64  # items of an encoded list: up to 130 KiB with 20 top tokens each
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 

@@ -41,7 +41,7 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pushed_tokens: int | None
     num_preemptions: int | None
     num_resubmissions: int
-    # what of the request's schemas the output need not match; missing if there is none
+    # schema keywords that the grammar does not enforce; missing if there are none
     warnings: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -22,10 +22,10 @@ from shared.tenancy.pinned_prefix import PinnedPrefix
 Tokenize = Callable[[str, Messages, Messages], Awaitable[list[int]]]  # tenant, messages, tools
 TokenizeOfTenant = Callable[[Messages, Messages], Awaitable[list[int]]]
 
-ENVELOPE_BYTES = 4096  # of the pin message, besides tokens and hashes
-STORED_BYTES_PER_TOKEN = 16  # of a prefix's record in Redis: four of them are the token's id
+ENVELOPE_BYTES = 4096  # bytes of the pin message besides tokens and hashes
+STORED_BYTES_PER_TOKEN = 16  # in a prefix's record in Redis: the token's id takes four
 STORED_EXTRA_BYTES = 64 << 10
-# Of a message; also the name of a result's tool, but not of a participant.
+# Fields of a message. A result's `name`, its tool, is stored too, a participant's is not.
 STORED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
 # Possible continuations: the first token of a continuation can merge with the text before it.
 PROBES = ("A", "0", "\u2026", " x")

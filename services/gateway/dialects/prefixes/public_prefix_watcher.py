@@ -40,8 +40,8 @@ class PublicPrefixWatcher:
         self._models = models
         self._reader_of = reader_of
         self._wall_clock = wall_clock
-        self._version = -1  # of the prefixes that are read
-        self._names: frozenset[str] = frozenset()  # of the models then
+        self._version = -1  # the version that was read last
+        self._names: frozenset[str] = frozenset()  # the names of the models at that read
         self._is_complete = False
         self._failed: set[str] = set()  # digests of prefixes whose errors are in the log
 
@@ -52,7 +52,7 @@ class PublicPrefixWatcher:
                 await self._poll()
             except HearthError as error:
                 log.debug("public_prefixes_read_failed", reason=error.message)
-            except BaseException as raised:  # of an operator's record
+            except BaseException as raised:  # an operator's record may raise anything
                 item_error(raised)
                 log.exception("public_prefixes_read_failed")
             await self._clock.sleep(POLL_INTERVAL_S)
@@ -83,7 +83,7 @@ class PublicPrefixWatcher:
             return await self._read_public(prefix)
         except StoreUnavailable:
             raise
-        except HearthError as error:  # as where nothing can serve the model yet
+        except HearthError as error:  # for example, nothing can serve the model yet
             log.debug("public_prefix_failed", name=prefix.name, reason=error.message)
         except BaseException as raised:
             self._log_once(prefix, item_error(raised))

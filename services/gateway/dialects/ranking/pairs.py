@@ -20,8 +20,8 @@ from services.gateway.text.model_files import ModelText, RankingTokens
 from shared.errors import InvalidRequest
 
 MAX_DOCUMENTS = 1000
-PLACEHOLDER = "-"  # of a text whose tokens are known
-# What Qwen3's rerankers are trained with. Other checkpoints are asked the same.
+PLACEHOLDER = "-"  # stands for a text whose tokens are known
+# Qwen3's rerankers are trained with this. Other checkpoints are asked the same.
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'

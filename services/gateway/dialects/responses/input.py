@@ -26,8 +26,8 @@ from services.gateway.request.supported_fields import check_count
 from services.gateway.structured.tools.call_fields import CallField, name_and_arguments
 from shared.errors import InvalidRequest
 
-MAX_ITEMS = 4096  # with those of the responses before
-MAX_PARTS = 1024  # of one item
+MAX_ITEMS = 4096  # items, those of the responses before included
+MAX_PARTS = 1024  # parts of one item
 ROLES: dict[str, Role] = {
     "user": "user",
     "system": "system",
@@ -54,7 +54,7 @@ def turns_of(
 class _Turns:
     def __init__(self) -> None:
         self._turns: list[Turn] = []
-        self._answer: list[Part] = []  # of the assistant's turn that is open
+        self._answer: list[Part] = []  # the parts of the assistant's open turn
         self._call_ids: set[str] = set()
         self._left_out: set[str] = set()  # the ids of calls that the model is not given
 

@@ -50,7 +50,7 @@ class OutputItems:
         self._score = score
         self._seal = seal
         self._open: Item | None = None
-        self._texts: list[str] = []  # of the open item
+        self._texts: list[str] = []  # the texts of the open item
         self._logprobs: list[ContentLogprob] = []
 
     @property

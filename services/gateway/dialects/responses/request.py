@@ -15,7 +15,7 @@ from services.gateway.structured.grammars.constraint_fields import ResponseForma
 from shared.errors import InvalidRequest
 
 FORMAT = "text.format"
-_OWN_PARAM = "response_format"  # of the constraint that a format is converted to
+_OWN_PARAM = "response_format"  # the `param` of a constraint made from a format
 
 
 def to_generation_request(body: CompleteRequest, default_model: str) -> GenerationRequest:

@@ -54,7 +54,7 @@ class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[Any]  # of items, encoded
+    data: list[Any]  # encoded items
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -18,8 +18,8 @@ DEFAULT_PER_PAGE = 50
 MAX_PER_PAGE = 1000
 MAX_PAGE = 2**31 - 1
 MAX_SEARCH_CHARS = 256
-SOURCE = 1  # of every model: an inference server
-NATIVE_AUTHOR = "hearth"  # of a name without an author
+SOURCE = 1  # every model comes from an inference server
+NATIVE_AUTHOR = "hearth"  # the author of a name that has none
 
 
 class Task(msgspec.Struct, frozen=True):

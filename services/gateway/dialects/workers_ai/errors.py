@@ -54,7 +54,7 @@ class Number(msgspec.Struct, frozen=True):
     status: int
 
 
-INTERNAL = 3043  # of a failure on the side of the server; its status is that of the error
+INTERNAL = 3043  # a failure of the server; the error has its own status
 NUMBERS: dict[type[HearthError], Number] = {
     InvalidRequest: Number(5004, 400),
     MissingBody: Number(3003, 400),

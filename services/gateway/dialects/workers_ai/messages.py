@@ -22,7 +22,7 @@ from services.gateway.structured.tools.call_fields import CallFields, CallId
 from shared.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # of one message
+MAX_PARTS = 1024  # parts of one message
 MAX_NAME_CHARS = 128
 
 

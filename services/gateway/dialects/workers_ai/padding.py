@@ -19,7 +19,8 @@ from services.gateway.output.framing import Framing, on_one_line
 _encode = msgspec.json.Encoder().encode
 
 WIDTH = 32  # a power of two, so that a random byte modulo WIDTH is uniform
-DRAWN_BYTES = 4096  # at once: a system call for each event would take longer than its encoding
+# Bytes of one system call: a call for each event would take longer than its encoding.
+DRAWN_BYTES = 4096
 LETTERS = (string.ascii_lowercase + string.digits) * 2
 _TEXT, _PADDING = "\ufdd0text\ufdd1", "\ufdd0padding\ufdd1"
 

@@ -49,7 +49,7 @@ class WorkersAIRoutes:
 
     def handlers(self) -> Handlers:
         options = {"guards": [check_account], "return_dto": None, **self._http.options}
-        # without a model the handler names what is missing
+        # a path without a model reaches the handler, which names what is missing
         run = post(
             _paths("/run", "/run/{model:path}"),
             status_code=200,

@@ -134,7 +134,7 @@ def _stored(item: InputItem) -> dict[str, Any]:
             return {**shown, "status": "completed"}
         case "reasoning":
             content = _parts("reasoning_text", item.content)
-            # What the model does not see costs no tokens, so it would be stored for nothing.
+            # An item that the model does not see costs no tokens, so its storage would be free.
             shown.pop("encrypted_content", None)
             return {**shown, "summary": [], "content": content}
     return shown

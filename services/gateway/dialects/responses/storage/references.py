@@ -25,7 +25,7 @@ from services.gateway.request.supported_fields import check_count
 from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.transport.wire_errors import UNREADABLE
 
-KIND = "responses_references"  # of a job for a preparation process
+KIND = "responses_references"  # a kind of job for preparation processes
 REFERENCE = b"item_reference"
 SEALED = PREFIX.encode()
 _MAX_ID_BYTES = 1024

@@ -37,9 +37,9 @@ log = structlog.get_logger(__name__)
 TTL_S = 24 * 3600.0
 MAX_BYTES_PER_TENANT = 64 << 20
 MAX_RECORD_BYTES = 4 << 20
-MAX_PENDING_BYTES = 64 << 20  # of records that are being written
+MAX_PENDING_BYTES = 64 << 20  # bytes of records that are being written
 MAX_CHAIN = 1000
-MAX_PART_BYTES = 256 << 10  # of one read, unless a single record is larger
+MAX_PART_BYTES = 256 << 10  # bytes of one read, unless a single record is larger
 READ_AGAIN_S = 0.1
 
 
