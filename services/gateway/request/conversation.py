@@ -23,7 +23,7 @@ class TextPart(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImagePart(msgspec.Struct, frozen=True, tag=True):
-    url: str  # also a data URL
+    url: str  # may be a data URL
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +80,7 @@ def chat_prompt(
     request field that holds the turns. Raises InvalidRequest for a result without a call before it,
     and for what no model can be given yet.
     """
-    names: dict[str, str] = {}  # of the called tools, by the call's id
+    names: dict[str, str] = {}  # the called tools' names by the call's id
     messages: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         messages += _messages(index, turn, names)

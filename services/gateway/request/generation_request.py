@@ -35,7 +35,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingFields
     max_tokens: int | None = None  # None: `default_max_tokens`, less where the context ends
     default_max_tokens: int | None = None  # None: the model's default
-    asked_max_tokens: int | None = None  # of a client whose limit is taken as a default
+    asked_max_tokens: int | None = None  # the limit of a client whose limit is a default here
     max_tokens_param: str = "max_tokens"  # the request field that holds the number
     num_logprobs: int | None = None  # None: none; k: of the sampled token and of the top k
     num_prompt_logprobs: int | None = None
@@ -44,7 +44,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     affinity_key: str = ""  # session key: prefer the worker of the session's last request
     pooling: Pooling | None = None
-    dimensions: int | None = None  # of an embedding; None: the hidden size
+    dimensions: int | None = None  # an embedding's size; None: the hidden size
     has_echo: bool = False
     shows_output: bool = True  # False: sampled tokens are not returned
     priority: int | None = None  # None: the tenant's priority
@@ -104,7 +104,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     tenant: TenantRecord
     gateway_id: str
     timeout_s: float
-    root_key: bytes = b""  # of hash chains, see `block_hash.root_key`
+    root_key: bytes = b""  # for hash chains, see `block_hash.root_key`
 
 
 def max_output_tokens(

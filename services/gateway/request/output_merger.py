@@ -11,8 +11,8 @@ from services.gateway.request.request_output import MAX_TAKEN_TOKENS, RequestOut
 from services.gateway.request.unsent_output import UnsentOutput, UnsentResponse
 from shared.errors import HearthError
 
-MAX_OUTPUTS = 64  # of which `next` returns events: some 5 ms of encoding
-# With logprobs, of those events and the prompts that they echo, unless one output has more.
+MAX_OUTPUTS = 64  # outputs whose events `next` returns: 5 ms of encoding
+# Tokens with logprobs in those events and echoed prompts, unless one output has more.
 MAX_TOKENS = MAX_TAKEN_TOKENS
 
 

@@ -20,7 +20,7 @@ from math import inf
 from shared.clock import Clock
 from shared.errors import NoCapacity, Overloaded
 
-ALONE_AFTER_S = 1.0  # without a request of another tenant
+ALONE_AFTER_S = 1.0  # seconds without a request of another tenant
 
 
 class RequestCapacity:
@@ -69,7 +69,7 @@ class RecentTenants:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._last, self._last_at = "", -inf
-        self._other_at = -inf  # of the tenant before, whichever it was
+        self._other_at = -inf  # time of the last request of another tenant
 
     def arrived(self, tenant_id: str) -> None:
         if tenant_id != self._last:

@@ -43,7 +43,7 @@ BadWords = tuple[tuple[int, ...], ...]
 # decoder holds the interpreter's lock.
 MAX_INLINE_BYTES = 256 * 1024
 MAX_INLINE_VALUES = 2048  # some 600 messages: 2 to 5 ms of the event loop
-FEW_VALUES_BYTES = 8 * 1024  # of a body whose values are not counted
+FEW_VALUES_BYTES = 8 * 1024  # bytes of a body whose values are not counted
 
 
 def decodable(data: bytes) -> bytes:

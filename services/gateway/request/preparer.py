@@ -50,8 +50,8 @@ from shared.config import GatewayConfig
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
-MAX_INLINE_NAMED_BYTES = 64 * 1024  # of a body that is read for its model, in up to 0.6 ms
-MAX_INLINE_CHARS = 8192  # of a small request, before it is tokenized
+MAX_INLINE_NAMED_BYTES = 64 * 1024  # bytes of a body that is read for its model, in up to 0.6 ms
+MAX_INLINE_CHARS = 8192  # characters of a small request, before it is tokenized
 # Longer prompts are hashed on a thread, so that running streams do not wait.
 MAX_INLINE_TOKENS = 2048
 MAX_INLINE_ECHO = 64  # tokens that are converted to text, of 16 to 70 µs each

@@ -20,7 +20,7 @@ from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
 from shared.packed_logprobs import PackedLogprobs
 
-MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # of all choices together
+MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # tokens of all choices together
 
 
 class ClientDisconnected(HearthError):
@@ -98,7 +98,7 @@ class RequestOutput:
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.first_choice_index = 0
         self.on_update: Callable[[], None] = lambda: None
-        self.num_buffered_bytes = 0  # of the texts that `take` would return
+        self.num_buffered_bytes = 0  # bytes of the texts that `take` would return
         self._texts = [_Choice(each) for each in assemblers]
         self.has_more = False
         self._first_taken = 0  # the choice that `take` returns first
@@ -252,7 +252,7 @@ class RequestOutput:
             return "length"
         if text.assembler.is_stopped or finish.reason == "stop":
             return "tool_calls" if text.assembler.num_calls else "stop"
-        return "length"  # also of a choice that failed beside others: its output is cut
+        return "length"  # a choice that failed beside others has it, too: its output is cut
 
     def _observe_gap(self, text: _Choice) -> None:
         """Observes TTFT at the request's first token, ITL between two tokens of a choice."""

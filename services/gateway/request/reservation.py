@@ -46,7 +46,7 @@ class Reservation:
         self.request_id = record.request_id
         self.model: ServedModel | None = None
         self.lease = lease
-        self.num_prompts = 0  # that the gateway holds until the response has closed
+        self.num_prompts = 0  # the prompts that the gateway holds until the response has closed
         self._on_end = on_end
         self._on_close = on_close
         self._num_open = 0

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 128
 MAX_STOP_STRINGS = 16
-MAX_STRING_CHARS = 256  # of stop strings and bad words: bounds the work for each delta of text
+MAX_STRING_CHARS = 256  # a stop string or bad word: bounds the work for each delta of text
 MAX_STOP_TOKEN_IDS = 64
 MAX_INT = 2**31 - 1
 

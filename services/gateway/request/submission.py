@@ -48,8 +48,8 @@ from shared.config import GatewayConfig
 from shared.errors import HearthError, Overloaded
 from shared.tenancy.tenant import TenantRecord
 
-MAX_PROMPTS = 16_384  # of a tenant, of all its responses: each takes up to 4 KB until they close
-MAX_KEY_CHARS = 256  # of an affinity key
+MAX_PROMPTS = 16_384  # prompts of a tenant's responses: each takes up to 4 KB until they close
+MAX_KEY_CHARS = 256  # characters of an affinity key
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from services.gateway.schemas.integral_numbers import place_of_integer, write_in
 from shared.errors import InvalidRequest, PayloadTooLarge
 
 MAX_REPAIRS = 4  # objects and arrays of one body: each takes another pass
-MAX_NEUTRAL_BYTES = 256  # of a neutral value, with the spaces that a client writes
+MAX_NEUTRAL_BYTES = 256  # bytes of a neutral value, with the spaces that a client writes
 
 # Fields of other servers that change an answer, or what is returned of it, with the values that
 # change nothing. No dialect supports them; each adds its own.
