@@ -17,7 +17,7 @@ import msgspec
 
 from shared.messages import ModelCard
 
-HOLD_S = 60.0  # from the loss of the last worker with a card
+HOLD_S = 60.0  # seconds after the loss of the last worker with a card
 
 Version = tuple[str, int]  # revision, block size
 
@@ -32,7 +32,7 @@ class CardSelection:
         self._left: dict[ModelCard, float] = {}  # when its last worker left
         self._known: dict[Version, None] = {}  # the longest known first
         self._selected: ModelCard | None = None
-        self._expires_at = -inf  # of `_selected`
+        self._expires_at = -inf  # the time at which `_selected` expires
 
     def put(self, worker_id: str, card: ModelCard, now: float) -> None:
         """Adds a live worker that serves `card`."""

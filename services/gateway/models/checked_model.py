@@ -27,7 +27,7 @@ from shared.lifecycle.child_process import child_environ, is_stopped
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 MODULE = "services.gateway.models.model_check"
-WALL_LIMIT_S = 180.0  # of a process that waits for a disk; on a busy machine also for a core
+WALL_LIMIT_S = 180.0  # a process may wait for a disk, on a busy machine also for a core
 SUSPECT_S = 0.5  # twice, and a stopped process is killed
 # Native code that finds no memory or no stack aborts.
 ENDED_BY_LIMITS = {signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from services.gateway.preparation.preparation_pool import PreparationPool
 
 ENCODING_PROCESS = "services.gateway.preparation.encoding_process"
-MAX_LOAD_S = 180.0  # of a tokenizer that has passed its check, on a busy machine
+MAX_LOAD_S = 180.0  # seconds for a tokenizer that has passed its check, on a busy machine
 
 
 class EncodingPools:
@@ -15,7 +15,7 @@ class EncodingPools:
 
     def __init__(self) -> None:
         self._pools: set[PreparationPool] = set()
-        self.num_lost = 0  # also of pools that have ended: a counter never decreases
+        self.num_lost = 0  # includes pools that have ended: a counter never decreases
 
     @property
     def num_waiting(self) -> int:

@@ -16,9 +16,9 @@ from shared.messages import Heartbeat, HostLoad, ModelCard, Role
 
 log = structlog.get_logger(__name__)
 
-START_S = 5.0  # of a model that no host has started yet
+START_S = 5.0  # seconds, for a model that no host has started yet
 
-Revision = tuple[str, str]  # of a model: its name and its revision
+Revision = tuple[str, str]  # a model's name and revision
 
 
 class ReadyWorkers(msgspec.Struct, frozen=True):
@@ -60,10 +60,10 @@ class Catalog:
         """`name`: the gateway's own model; empty if it has none."""
         self._fleet = fleet
         self._clock = clock
-        self._cards = CardSelection()  # of its own model
+        self._cards = CardSelection()  # the cards of the gateway's own model
         self._others: dict[Revision, CardSelection] = {}
-        self._places: dict[str, CardSelection] = {}  # of each worker's card
-        self._block_sizes: dict[str, tuple[Revision, int]] = {}  # of workers of any role
+        self._places: dict[str, CardSelection] = {}  # the selection that has each worker's card
+        self._block_sizes: dict[str, tuple[Revision, int]] = {}  # by worker, of any role
         self._hosts: dict[str, dict[Revision, ModelCard]] = {}
         self.name = name
 

@@ -28,9 +28,9 @@ from shared.transport.wire_errors import one_line
 log = structlog.get_logger(__name__)
 
 RETRY_S = 5.0  # after a failure
-PAUSE_FACTOR = 10  # of the time that the load took, if this is longer
+PAUSE_FACTOR = 10  # times the duration of the load, if this is longer
 MAX_PAUSE_S = 300.0
-MAX_WAIT_S = 30.0  # of a request, for a load
+MAX_WAIT_S = 30.0  # seconds that a request waits for a load
 NUM_THREADS = 4  # a source that hangs, such as one on a lost network drive, delays no other
 
 
@@ -51,7 +51,7 @@ class LoadedTexts:
         self._recent: RecentlyUsed[TextSource, ServedText] = RecentlyUsed(max_loaded)
         self._alive: WeakValueDictionary[TextSource, ServedText] = WeakValueDictionary()
         self._loading: dict[TextSource, asyncio.Task[ServedText]] = {}
-        self._failures: dict[TextSource, float] = {}  # until when
+        self._failures: dict[TextSource, float] = {}  # the time until which a source is refused
         examine_struct_types()  # several threads decode the same files of different models
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="model-text")
 

@@ -34,7 +34,7 @@ MAX_REPLY_BYTES = 48 << 20  # the tokens of the largest vocabularies take 10 MB
 MAX_REASON_CHARS = 300
 MAX_MARK_CHARS = 256
 MAX_ADDED_AROUND = 64  # tokens that a tokenizer adds to any text
-# Of the steps that the gateway takes again while its event loop waits.
+# The time of the steps that the gateway repeats on its event loop.
 MAX_PATTERNS_S = 0.05  # those of known families take 3 ms
 MAX_TOKENIZER_S = 30.0  # a vocabulary of 260,000 tokens takes 7 s
 
@@ -82,7 +82,7 @@ def check(model_dir: Path, choice: str, tool_format: str) -> ModelCheck:
         return ModelCheck(_checked(model_dir, choice, tool_format))
     except HearthError as error:
         reason = error.message
-    except BaseException as error:  # of files that anybody may have written
+    except BaseException as error:  # anybody may have written the files
         reason = f"{type(error).__name__}: {error}"
     named = reason if str(model_dir) in reason else f"{model_dir}: {reason}"
     return ModelCheck(failure=printable_line(named))
