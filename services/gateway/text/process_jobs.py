@@ -20,9 +20,9 @@ from services.gateway.text.chat_template import TemplateSource
 from shared.errors import GrammarTooComplex
 
 LIMIT_S = 2.0  # CPU time of a template, so that a busy or frozen machine does not matter
-CHECK_LIMIT_S = 1.0  # of a grammar
+CHECK_LIMIT_S = 1.0  # CPU seconds of a grammar's check
 LIMIT_S_PER_MIB = 1.0  # added for a body, whose decoding and tokenizing are linear in its size
-MAX_SETUPS = 32  # of a process; those of tokenizers and vocabularies are fewer
+MAX_SETUPS = 32  # setups of one process; it has fewer tokenizers and vocabularies
 SIZE = struct.Struct("!I")
 MIB = 1 << 20
 RENDER_TIMEOUT = f"the chat template exceeded {LIMIT_S:g} s on these messages"

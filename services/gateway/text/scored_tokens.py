@@ -81,7 +81,7 @@ class HeldTokens:
     def __init__(self) -> None:
         self._tokens = ScoredTokens()  # not taken: first the released ones, then the waiting ones
         self._num_released = 0
-        self._text_ends: deque[int] = deque()  # of waiting tokens, up to the last full character
+        self._text_ends: deque[int] = deque()  # those of waiting tokens, to the last character
         self._num_decoded = 0
         self._num_shown = 0
 

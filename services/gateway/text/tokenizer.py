@@ -29,7 +29,7 @@ from shared.tokenizer import tiktoken_model
 from shared.tokenizer.tokenizer_steps import read_steps
 from shared.tokenizer.tokenizer_text import vocabulary
 
-# What models write before and after a marker, which tokens may hold together with it.
+# Models write this before and after a marker, and one token may hold both.
 _AROUND = tuple(product(("", " ", "\n", "\n\n", ".", ".\n", ".\n\n"), ("", "\n", "\n\n")))
 MAX_SLOW_CHARS = 64 << 10  # normalized, of the library's own encoding: some 30 ms
 _MARKER = re.compile(r"[<\[]\S*\w\S*[>\]]")

@@ -22,16 +22,16 @@ from shared.tokenizer.tokenizer_steps import Step, TokenizerSteps, flattened
 MAX_TOKEN_CHARS = 16_384
 MAX_ADDED_TOKENS = 16_384
 MAX_STEPS = 32
-MAX_PREPENDED_CHARS = 16  # to each text, by one step
-MAX_GROWTH = 4  # of a text by the replacements of all steps together
-# Of a text of one character, also in a preparation process: SentencePiece's own map writes 18.
+MAX_PREPENDED_CHARS = 16  # characters that one step adds to each text
+MAX_GROWTH = 4  # factor by which the replacements of all steps lengthen a text
+# Characters for a text of one, also in a preparation process: SentencePiece's own map writes 18.
 MAX_ENCODED_GROWTH = 256
 MAX_AFFIX_CHARS = 16  # such as "##" and "</w>"
 # The largest tokenizers have some 260,000 tokens and 580,000 merges.
 MAX_VOCABULARY = 1 << 20
 MAX_MERGES = 5 << 19
 MAX_TOKEN_IDS = 4 * MAX_VOCABULARY  # models leave ids out
-_SUFFIX = "</w>"  # of BPEDecoder's words, by default
+_SUFFIX = "</w>"  # BPEDecoder's default
 _CHAR = (
     r"(?:[^][\\(){}|?*+^$]|\\[sSdDwWtnrfvhH]|\\[^\w\s]|\\[pP]\{\^?\w+\}|\[\^?(?:[^][\\]|\\.)+\])"
 )

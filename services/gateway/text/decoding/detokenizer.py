@@ -38,7 +38,7 @@ class Detokenizer:
         self._skips = skips_special_tokens
         end = len(context) - num_partial
         self._pending: list[int] = []  # tokens not returned yet
-        self._known_text = ""  # at the start of the next delta: the context's complete characters
+        self._known_text = ""  # the context's complete characters, at the start of the next delta
         self._follow(list(context[:end]))
         if self._before.endswith(REPLACEMENT):
             self._follow([])  # it may be a character that the next token completes

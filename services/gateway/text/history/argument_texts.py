@@ -41,5 +41,5 @@ def _function(function: Mapping[str, Any], kinds: ArgumentKinds) -> Mapping[str,
         for key, value in values.items()
     }
     if texts == values:
-        return function  # with the spaces of the model, which a cache may hold
+        return function  # unchanged, with the model's spaces, which a cache may hold
     return {**function, "arguments": json.dumps(texts, ensure_ascii=False)}

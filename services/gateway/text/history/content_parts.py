@@ -56,5 +56,5 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _writes(render: Render, messages: Messages) -> bool:
     try:
         return _PROBE in render(messages)
-    except Exception:  # of the template
+    except Exception:  # the template may raise anything
         return False
