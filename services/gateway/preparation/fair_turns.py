@@ -42,7 +42,8 @@ class FairTurns(Generic[Job]):
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(each.waiting) for each in list(self._tenants.values()))  # from any thread
+        tenants = list(self._tenants.values())  # any thread may call
+        return sum(len(each.waiting) for each in tenants)
 
     def add(self, tenant_id: str, job: Job) -> None:
         self._num_arrivals += 1

@@ -53,14 +53,14 @@ from shared.lifecycle.child_process import (
 )
 from shared.lifecycle.piped_child import PipedChild, start_piped
 
-MAX_WAIT_S = 5.0  # for a turn; a job that has started is not timed out by this
+MAX_WAIT_S = 5.0  # seconds until a turn; a job that has started is not timed out by this
 MAX_BATCH = 16
 MAX_SMALL_BYTES = 4096  # or characters, of a job that shares a turn: a pipe holds all of them
 HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
 SUSPECT_S = 0.5  # twice without progress, and the process of a job counts as frozen
 SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
 TEMPLATE_PROCESS = "services.gateway.preparation.template_process"
-# Of a process that its alarm ended, or whose native code found no memory or no stack.
+# Exit statuses: the process's alarm ended it, or its native code found no memory or stack.
 OVER_LIMIT = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
 
 log = structlog.get_logger(__name__)
@@ -78,7 +78,7 @@ class _Waiting:
     setup: ProcessSetup
     job: Job
     reply: asyncio.Future[Reply]
-    was_frozen: bool = False  # with its process: it gets one more
+    was_frozen: bool = False  # its process was: the job gets one more
     is_overdue: bool = False  # it came later than `max_wait_s` ago, and is in a turn
 
 
@@ -189,7 +189,7 @@ class PreparationPool:
         self._grows = grows
         self._is_costly = is_costly
         self._on_lost = on_lost
-        self._setup = setup  # of the last job
+        self._setup = setup  # the last job's
         self._module = module
         self._seats = [_Seat() for _ in range(count)]
         self._turns: FairTurns[_Waiting] = FairTurns(max_running=max(1, count // 2))
@@ -314,7 +314,7 @@ class PreparationPool:
             await self._end(seat)
             error = NoCapacity("the preparation process hangs", retry_after_s=1.0)
             _fail(running.popleft(), error)
-        except BaseException as raised:  # of a client's data
+        except BaseException as raised:  # a client's data may raise anything
             item_error(raised)
             await self._end(seat)
             running.clear()
@@ -366,7 +366,7 @@ class PreparationPool:
         command = (sys.executable, "-m", self._module)
         process = await start_piped(command, child_environ(os.environ))
         if self._niceness:
-            lower_priority(process.pid, self._niceness)  # also while it starts
+            lower_priority(process.pid, self._niceness)  # its start included
         spawned = _PoolProcess(process)
         if setup is not None:
             spawned.send_setup(setup)

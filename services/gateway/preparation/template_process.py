@@ -45,8 +45,9 @@ from services.gateway.text.process_jobs import (
 from shared.errors import ConfigError, HearthError
 
 MAX_MEMORY_BYTES = 1 << 30
-MAX_TOKENIZERS = 4  # of models whose large bodies came last; 100 MB and more for a large vocabulary
-MAX_PROMPT_CHARS = 4 << 20  # of a small conversation; a large one has more for each byte
+# Those of the last models with large bodies. One of a large vocabulary takes 100 MB and more.
+MAX_TOKENIZERS = 4
+MAX_PROMPT_CHARS = 4 << 20  # characters of a small conversation; a large one has more for each byte
 MAX_CHARS_PER_BYTE = 4
 
 BodyHandler = Callable[[BodyJob | EncodeJob], Reply]
@@ -153,7 +154,7 @@ def decoded(data: bytes) -> Message | JobRejected:
     """Returns the message, or the rejection of a job that this process cannot decode."""
     try:
         return _decoder.decode(data)
-    except Exception as error:  # of a client's data, such as RecursionError
+    except Exception as error:  # a client's data may raise it, such as RecursionError
         return JobRejected(f"the chat template fails on these messages: {type(error).__name__}")
 
 
@@ -167,7 +168,7 @@ def encoded_reply(
     try:
         reply = _reply_to(template, job, handle_body)
         return frame(JobFinished(reply, time.process_time() - began_s))
-    except BaseException as error:  # of a template, a tokenizer that panics, or a client's data
+    except BaseException as error:  # a template, a panic of a tokenizer, a client's data
         return frame(JobFinished(_failed(job, error), time.process_time() - began_s))
 
 
