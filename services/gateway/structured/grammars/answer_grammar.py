@@ -1,4 +1,4 @@
-"""The grammar of an answer: its constraint, its tool calls, or either. Pure.
+"""Builds the grammar of an answer from its constraint, its tool calls, or either. No I/O.
 
 constraint │ tool choice │ grammar                                  │ applies
 ───────────┼─────────────┼──────────────────────────────────────────┼────────────────────────────
@@ -41,7 +41,7 @@ _TRIGGER_PER_CALL: frozenset[CallFormat] = frozenset(
 
 
 class GrammarPart(msgspec.Struct, frozen=True):
-    """What a client wrote of a grammar. `param`: the request field that holds it."""
+    """The client's part of a grammar. `param`: the request field that holds it."""
 
     param: str
     grammar: Grammar
@@ -68,8 +68,9 @@ def answer_grammar(
     family: Family,
     token_id_of: TokenIdOf,
 ) -> GrammarPlan | None:
-    """None: the answer is free. Raises InvalidRequest if a call is demanded of a model that calls
-    no tools, for a strict schema that the grammar cannot hold, and for one that no value matches.
+    """Returns None if the answer is free. Raises InvalidRequest if a call is required of a model
+    that calls no tools, for a strict schema that the grammar cannot enforce, and for one that no
+    value matches.
     """
     offered = None if tools is None or tools.choice == "none" else tools
     if offered is not None and offered.is_forced:
@@ -110,7 +111,7 @@ def _check_finite(output: OutputConstraint) -> None:
 
 
 def _final_channel(token_id_of: TokenIdOf) -> str:
-    """What precedes the text of an answer in harmony."""
+    """Returns the text that precedes an answer in harmony."""
     channel, constrain, message = (
         marker(f"<|{each}|>", token_id_of) for each in ("channel", "constrain", "message")
     )
@@ -147,7 +148,9 @@ def _triggered(tools: ToolOptions, family: Family, token_id_of: TokenIdOf) -> Gr
 def _text_or_calls(
     tools: ToolOptions, family: Family, token_id_of: TokenIdOf
 ) -> GrammarPlan | None:
-    """Of a format whose calls no token opens: text that is read as no call, or calls."""
+    """Returns rules for a format whose calls no token opens: text that is not read as a call, or
+    calls.
+    """
     after_trigger = bool(family.trigger)
     rules = call_grammar(family, tools, token_id_of, after_trigger=after_trigger)
     if rules is None:
@@ -164,7 +167,9 @@ def _text_or_calls(
 
 
 def _check_no_strict(tools: ToolOptions, family: Family) -> None:
-    """Of an operator's format of calls, for which there is no grammar."""
+    """Raises InvalidRequest for strict tools in an operator's format of calls, for which there is
+    no grammar.
+    """
     strict = next((each for each in tools.callable_tools if each.is_strict), None)
     if strict is not None and "tool_calls" in family.response_template.get("fields", {}):
         param = f"{strict.param}.function.strict"
@@ -224,7 +229,7 @@ def _tool_part(tool: Tool) -> GrammarPart | None:
 
 
 def _part(param: str, make: Callable[[], Grammar]) -> GrammarPart:
-    """Raises InvalidRequest with the field's name."""
+    """Returns a part of the grammar. Raises InvalidRequest with the field's name."""
     try:
         return GrammarPart(param, make())
     except InvalidRequest as error:

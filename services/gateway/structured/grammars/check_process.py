@@ -46,7 +46,7 @@ _request_decoder = msgspec.msgpack.Decoder(GrammarRequest)
 
 
 class _Models:
-    """The models of this process: their setups, and the vocabularies of a few."""
+    """Holds the models of this process: their setups, and the vocabularies of a few."""
 
     def __init__(self) -> None:
         self._setups: RecentlyUsed[str, ProcessSetup] = RecentlyUsed(MAX_SETUPS)
@@ -64,7 +64,7 @@ class _Models:
         self._selected = key
 
     def checks(self) -> PlanChecks | JobRejected:
-        """Of the selected model."""
+        """Returns the checks of the selected model."""
         found = self._checks.get(self._selected)
         if found is None:
             setup = self._setups.get(self._selected)
@@ -99,7 +99,7 @@ def _answered(job: CheckJob, checks: PlanChecks | JobRejected) -> bytearray:
 
 
 def _plan_checks(setup: ProcessSetup) -> PlanChecks | JobRejected:
-    """The reply to every grammar if the model's files allow none."""
+    """Returns the checks of a model. If its files allow none, every grammar gets that reply."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
@@ -115,7 +115,7 @@ def _plan_checks(setup: ProcessSetup) -> PlanChecks | JobRejected:
 
 
 def checked_in_thread(job: CheckJob, checks: PlanChecks) -> Checked | JobRejected:
-    """In a thread of its own, since a priority once lowered cannot be raised again."""
+    """Checks in a thread of its own, since a priority once lowered cannot be raised again."""
     replies: list[Checked | JobRejected] = []
     thread = Thread(target=lambda: replies.append(check(job, checks)))
     began_s = time.process_time()

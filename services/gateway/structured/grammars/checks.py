@@ -1,4 +1,4 @@
-"""The grammars of requests, planned and tried in processes of a pool; nothing of it runs here.
+"""Has the grammars of requests planned and tried by processes of a pool.
 
 unknown ──▶ checking, in a process of the pool ──▶ verdict, cached by tenant, model and request
 
@@ -33,14 +33,14 @@ class GrammarChecks:
         bounds: Bounds = MAX_VERDICTS,
         of_tenant: Bounds = MAX_TENANT_VERDICTS,
     ) -> None:
-        """`bounds`, `of_tenant`: of the verdicts that are retained."""
+        """`bounds`, `of_tenant`: the verdicts that are retained, of all tenants and of one."""
         self._pool = pool
         self._running: dict[Place, asyncio.Task[Verdict]] = {}
         self._verdicts: TenantCache[Verdict] = TenantCache(bounds, of_tenant=of_tenant)
 
     async def check(self, request: bytes, tenant_id: str, setup: ProcessSetup) -> Verdict:
-        """`request`: an encoded `GrammarRequest`; `setup`: of its model. Raises Overloaded if no
-        process is free in time; NoCapacity.
+        """Returns the verdict. `request`: an encoded `GrammarRequest`; `setup`: its model's. Raises
+        Overloaded if no process is free in time, and NoCapacity.
         """
         key = blake2b(request, digest_size=16, key=setup.key.encode()).digest()
         known = self._verdicts.get(tenant_id, key)

@@ -1,4 +1,4 @@
-"""What a request demands of its output, without a dialect."""
+"""The constraint that a request puts on its output, without a dialect."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
-    """At most one of them may hold a constraint."""
+    """The fields that constrain the output. At most one of them may hold a constraint."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -128,7 +128,9 @@ def _of_response_format(given: ResponseFormat) -> Iterator[OutputConstraint]:
 
 
 def _of_wrapper(given: Any, param: str) -> OutputConstraint:
-    """OpenAI's `{name, schema, strict}`, or the schema itself, perhaps with `strict`."""
+    """Returns the constraint of OpenAI's `{name, schema, strict}`, or of the schema itself, perhaps
+    with `strict`.
+    """
     if given is None:
         raise InvalidRequest(f"{param} is missing", param=param)
     if not isinstance(given, dict):
@@ -167,7 +169,7 @@ def _of_structured_outputs(given: StructuredOutputs) -> Iterator[OutputConstrain
 
 
 def _whitespace_pattern(body: ConstraintFields) -> tuple[str | None, str]:
-    """The pattern and the field that holds it."""
+    """Returns the pattern and the field that holds it."""
     nested = body.structured_outputs
     if nested is not None and nested.disable_any_whitespace:
         return "", "structured_outputs.disable_any_whitespace"
@@ -191,7 +193,7 @@ def _text(kind: ConstraintKind, source: str, param: str) -> OutputConstraint:
 
 
 def _grammar(source: str, param: str) -> OutputConstraint:
-    """Lark, unless it has the rules of GBNF."""
+    """Returns a constraint in Lark, or in GBNF if the grammar has its rules."""
     if source.lstrip().startswith("{"):
         raise InvalidRequest(f"{param}: a grammar in Lark or GBNF is needed", param=param)
     return _text("gbnf" if "::=" in source else "lark", source, param)
@@ -205,7 +207,7 @@ def _choice(choices: list[str], param: str) -> OutputConstraint:
 
 
 def _schema_of(given: Any, param: str) -> Any:
-    """A schema, given as such or as its JSON text."""
+    """Returns a schema, which the client sends as a value or as its JSON text."""
     return _checked_schema(_decoded(given, param) if isinstance(given, str) else given, param)
 
 

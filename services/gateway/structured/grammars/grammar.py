@@ -1,4 +1,4 @@
-"""Grammars as llguidance takes them: of one constraint, and joined from several."""
+"""Writes grammars in llguidance's form: of one constraint, and joined from several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ TokenIdOf = Callable[[str], int | None]  # of a marker that is one token, else N
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """`gbnf` becomes Lark when it is checked. `warnings`: what of the client's schema it lacks."""
+    """`gbnf`: is converted to Lark by the check. `warnings`: the keywords of the client's schema
+    that it does not enforce.
+    """
 
     kind: GrammarKind | Literal["gbnf"]
     source: str
@@ -68,12 +70,12 @@ def choice_grammar(choices: list[str]) -> Grammar:
 
 
 def literal(text: str) -> str:
-    """The text as a string of Lark: JSON's form, but Lark refuses one character as such."""
+    """Returns the text as a string of Lark: JSON's form, except for one character."""
     return msgspec.json.encode(text).decode().replace("\x7f", "\\u007f")
 
 
 def marker(text: str, token_id_of: TokenIdOf) -> str:
-    """A marker of a model's format in Lark: its token, or its text."""
+    """Returns a marker of a model's format in Lark: its token, or its text."""
     token_id = token_id_of(text)
     return literal(text) if token_id is None else f"<[{token_id}]>"
 

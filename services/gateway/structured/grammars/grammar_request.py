@@ -1,4 +1,4 @@
-"""What the gateway and a check process exchange about the grammar of a request."""
+"""The messages between the gateway and a check process about the grammar of a request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CheckedPlan(msgspec.Struct, frozen=True, array_like=True):
 def encoded_request(
     output: OutputConstraint | None, tools: ToolOptions | None, *, continues_text: bool
 ) -> bytes:
-    """Equal bytes for equal grammars. Raises InvalidRequest, GrammarTooComplex."""
+    """Returns equal bytes for equal grammars. Raises InvalidRequest and GrammarTooComplex."""
     try:
         options = b"" if tools is None else msgspec.json.encode(_essential(tools))
         return msgspec.msgpack.encode(GrammarRequest(output, options, continues_text))
@@ -43,6 +43,6 @@ def encoded_request(
 
 
 def _essential(tools: ToolOptions) -> ToolOptions:
-    """Without what no grammar depends on."""
+    """Returns the tools without the fields that no grammar depends on."""
     callable_tools = tuple(msgspec.structs.replace(each, description="") for each in tools.tools)
     return msgspec.structs.replace(tools, tools=callable_tools, offered=())

@@ -1,4 +1,4 @@
-"""Where a keyword stands in a JSON Schema, as JSON pointers."""
+"""Finds the places of a keyword in a JSON Schema, as JSON pointers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_POINTERS = 8
 
 
 def pointers(schema: Any, keyword: str) -> list[str]:
-    """The first places of the keyword, in the schema's order."""
+    """Returns the first places of the keyword, in the schema's order."""
     found: list[str] = []
     for pointer in _pointers(schema, keyword):
         found.append(pointer)

@@ -48,7 +48,7 @@ class PlanChecks:
         self._token_id_of = token_id_of
 
     def check(self, request: GrammarRequest) -> CheckedPlan | None:
-        """None: the output is free. Raises InvalidRequest, GrammarTooComplex."""
+        """Returns None if the output is free. Raises InvalidRequest and GrammarTooComplex."""
         plan = self._plan(request)
         if plan is None:
             return None
@@ -88,7 +88,7 @@ class PlanChecks:
         return msgspec.structs.replace(output, kind="lark", source=source)
 
     def _blame_part(self, plan: GrammarPlan) -> None:
-        """Raises the error of the first part that has one: of those that do not compile first."""
+        """Raises the error of the first part that has one, of those that do not compile first."""
         end_s = time.process_time() + MAX_PARTS_CPU_S
         others = [each for each in plan.parts if each.grammar != plan.grammar]
         for part, walks in [(each, walks) for walks in (False, True) for each in others]:
@@ -108,7 +108,9 @@ class PlanChecks:
             raise _named(error, part) from error
 
     def _tried(self, grammar: Grammar, *, walks: bool = True) -> list[str]:
-        """What of the grammar is ignored. Raises InvalidRequest, GrammarTooComplex."""
+        """Returns llguidance's warnings about ignored keywords. Raises InvalidRequest and
+        GrammarTooComplex.
+        """
         began_s = time.process_time()
         with _rejections():
             matcher = self._vocabulary.compile(grammar.kind, grammar.source)
@@ -159,7 +161,7 @@ def _walk(matcher: Matcher, began_s: float) -> None:
 
 
 def _random_token(words: bytes, random: Random) -> int | None:
-    """One of the set bits, at or after a random byte."""
+    """Returns one of the set bits, at or after a random byte."""
     start = random.randrange(len(words))
     for part, offset in ((words[start:], start), (words, 0)):
         rest = part.lstrip(b"\0")

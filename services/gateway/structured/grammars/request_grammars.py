@@ -1,4 +1,4 @@
-"""The checked grammar of a request, or an error that names the client's field."""
+"""Returns the checked grammar of a request, or raises an error that names the client's field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _decoder = msgspec.msgpack.Decoder(CheckedPlan)
 
 
 class RequestGrammars:
-    """Of one model, `setup`, with checks that all models share."""
+    """Checks the grammars of one model, `setup`, with checks that all models share."""
 
     def __init__(self, checks: GrammarChecks, setup: ProcessSetup) -> None:
         self._checks = checks
@@ -33,8 +33,9 @@ class RequestGrammars:
         *,
         continues_text: bool = False,
     ) -> CheckedPlan | None:
-        """None: the output is free. `continues_text`: it has no markup of the model's family, as no
-        chat template has written the prompt. Answers within `MAX_CHECK_S`.
+        """Returns None if the output is free. `continues_text`: it has no markup of the model's
+        family, as no chat template has written the prompt. Answers within `MAX_CHECK_S`. Raises
+        InvalidRequest, GrammarTooComplex, Overloaded and NoCapacity.
 
         Raises InvalidRequest, GrammarTooComplex, Overloaded, NoCapacity.
         """

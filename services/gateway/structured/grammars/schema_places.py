@@ -1,4 +1,6 @@
-"""Says in the field's words what llguidance says of a schema, and where its keyword stands."""
+"""Translates llguidance's messages about a schema to the field's words, with the places of
+keywords.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _FIRST = re.compile(r"(?P<name>\$?[a-zA-Z]+)(?::| )")
 
 
 def located(message: str, grammar: Grammar) -> str:
-    """The message with the JSON pointers of the keywords that it names."""
+    """Returns the message with the JSON pointers of the keywords that it names."""
     if grammar.kind != "json_schema":
         return message
     text = message.removeprefix(_INVALID)

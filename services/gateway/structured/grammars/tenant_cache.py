@@ -37,7 +37,7 @@ class _Tenant(Generic[Value]):
 
 class TenantCache(Generic[Value]):
     def __init__(self, bounds: Bounds, *, of_tenant: Bounds) -> None:
-        """`of_tenant`: so that no tenant pushes out the values of all others."""
+        """`of_tenant`: the bounds of one tenant, which cannot evict the values of all others."""
         self._bounds = bounds
         self._of_tenant = of_tenant
         self._tenants: dict[str, _Tenant[Value]] = {}  # the least recently used first
@@ -67,7 +67,7 @@ class TenantCache(Generic[Value]):
         return sum(len(each.entries) for each in tenants), sum(each.num_bytes for each in tenants)
 
     def _drop(self, tenant_id: str) -> None:
-        """The least recently used value of the tenant."""
+        """Removes the least recently used value of the tenant."""
         tenant = self._tenants[tenant_id]
         tenant.remove(next(iter(tenant.entries)))
         if not tenant.entries:

@@ -31,7 +31,9 @@ _ANY_TEXT = "/(?s:.*)/"
 
 
 def thinking_at_end(prompt_tail: str, family: Family) -> Thinking:
-    """`prompt_tail`: the last text of the rendered prompt, which a template wrote."""
+    """Returns the state of reasoning at the end of the prompt. `prompt_tail`: the last text of the
+    rendered prompt, which a template wrote.
+    """
     if not family.think_close:
         return "closed"
     tail = prompt_tail.rstrip()
@@ -78,7 +80,7 @@ def opens_reasoning(thinking: Thinking, family: Family, token_id_of: TokenIdOf) 
 def budget_of(
     max_tokens: int, thinking: Thinking, family: Family, spellings: Spellings
 ) -> ThinkingBudget | None:
-    """None for a family that does not mark the end of reasoning."""
+    """Returns None for a family that does not mark the end of reasoning."""
     closes = _short(family.think_close, spellings)
     if not closes:
         return None
@@ -104,7 +106,7 @@ def _short(mark: str, spellings: Spellings) -> tuple[StartTokens, ...]:
 
 
 def _marks(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> ReasoningMarks | None:
-    """A trigger that a model writes while it thinks opens no call."""
+    """Returns the marks of reasoning, which no call interrupts: a trigger within it opens none."""
     opening, close = token_id_of(family.think_open), token_id_of(family.think_close)
     if close is None:
         return None
@@ -113,7 +115,7 @@ def _marks(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> Reason
 
 
 def _analysis(token_id_of: TokenIdOf) -> str:
-    """A message of reasoning in harmony, and the start of the next."""
+    """Returns the rule of a message of reasoning in harmony, and of the start of the next one."""
     channel, message, end, start = (
         marker(f"<|{name}|>", token_id_of) for name in ("channel", "message", "end", "start")
     )

@@ -1,4 +1,4 @@
-"""The pattern of the whitespace between JSON tokens, restricted to what JSON allows there."""
+"""Checks patterns of the whitespace between JSON tokens against JSON's whitespace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CLASS = re.compile(r"\[([^\]]*)\]")
 
 
 def checked_whitespace(pattern: str, param: str) -> str:
-    """The pattern with `\\s` as JSON's four characters. Raises InvalidRequest for a pattern that
-    may match anything but JSON's whitespace, as the output would not be JSON.
+    """Returns the pattern with `\\s` as JSON's four characters. Raises InvalidRequest for a pattern
+    that may match other text, with which the output would not be JSON.
     """
     if len(pattern) > MAX_PATTERN_CHARS or _PATTERN.fullmatch(pattern) is None:
         raise InvalidRequest(

@@ -32,7 +32,9 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates expect it: with all keys, which some read without a check."""
+    """Returns the tool in the form for chat templates: with all keys, which some read without a
+    check.
+    """
     description = tool.description
     if tool.custom is not None and tool.custom.definition:
         kind = "regular expression" if tool.custom.syntax == "regex" else "Lark grammar"
@@ -69,7 +71,7 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that the choice leaves."""
+        """The tools that the choice allows."""
         if self.choice == "none":
             return ()
         if isinstance(self.choice, NamedTool):
@@ -79,5 +81,5 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown_tools(self) -> tuple[Tool, ...]:
-        """What the chat template is given."""
+        """The tools for the chat template."""
         return () if self.choice == "none" else self.offered or self.tools

@@ -78,7 +78,7 @@ def tools_of(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
 
 
 def _body_of(index: int, field: ToolField) -> tuple[ToolBody, str]:
-    """The object that has the name, and its place in the request."""
+    """Returns the object that has the name, and its place in the request."""
     inner = field.custom if field.type == "custom" else field.function
     if inner is not None:
         return inner, f"tools[{index}].{field.type}"

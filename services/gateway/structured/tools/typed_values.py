@@ -1,4 +1,6 @@
-"""Values of a schema in notations of their own: Python's literals, Gemma's, and JSON in a text."""
+"""Writes grammars for values of a schema in other notations: Python's literals, Gemma's, and JSON
+in a text.
+"""
 
 from __future__ import annotations
 

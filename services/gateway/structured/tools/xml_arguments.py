@@ -1,4 +1,4 @@
-"""The grammar of arguments between the tags of Qwen and of GLM, by the rule of
+"""Writes grammars for arguments between the tags of Qwen and of GLM, by the rule of
 `schemas/argument_text.py`.
 """
 
@@ -31,12 +31,12 @@ class Tags(NamedTuple):
     is_token: bool = False
 
     def opening(self, key: str) -> str:
-        """`key`: an expression."""
+        """Returns what precedes a value. `key`: an expression."""
         return f"{self.before_key} {key} {self.after_key}"
 
 
 def argument_tags(style: str, token_id_of: TokenIdOf) -> Tags | None:
-    """None for a style without tags."""
+    """Returns None for a style without tags."""
     match style:
         case "xml":
             return Tags('"<parameter="', literal(">\n"), literal("\n</parameter>\n"))
@@ -52,7 +52,9 @@ def argument_tags(style: str, token_id_of: TokenIdOf) -> Tags | None:
 
 
 def xml_arguments(graph: SchemaGraph, values: TypedValues, tags: Tags, param: str) -> str:
-    """Parameters in the order of the schema; `param`: the field of the tool, for errors."""
+    """Returns the rules of the parameters in the order of the schema. `param`: the field of the
+    tool, for errors.
+    """
     shapes = [each for each in graph.alternatives(ROOT) if graph.has_value(each)]
     return any_of(_Elements(graph, values, tags, param).of(each) for each in shapes)
 

@@ -105,7 +105,7 @@ class ResponseParser:
         return self._take()
 
     def finish(self) -> list[Event]:
-        """At the end of the text: nothing is held back any more."""
+        """Parses the end of the text, and returns all that was held back."""
         self._is_ended = True
         while self._step():
             pass
@@ -147,7 +147,7 @@ class ResponseParser:
         return True
 
     def _step_before_answer(self) -> bool:
-        """A region opens here, or the constrained answer begins here."""
+        """Opens a region, or begins the constrained answer."""
         if not self._buffer:
             return False
         found = [(each, *self._match(each.open)) for each in self._openings]
@@ -168,7 +168,9 @@ class ResponseParser:
         return delimiter.match(self._buffer, is_ended=self._is_ended)
 
     def _find(self, regions: list[TemplateRegion]) -> tuple[tuple[TemplateRegion, Any] | None, int]:
-        """The first opening, else None and the characters before what may be one."""
+        """Returns the first opening, or None and the number of characters before what may become
+        one.
+        """
         best: tuple[TemplateRegion, Any] | None = None
         held = len(self._buffer)
         for region in regions:
@@ -264,7 +266,7 @@ class ResponseParser:
         return True
 
     def _step_whole(self, region: TemplateRegion) -> bool:
-        """A body that is read when it is complete."""
+        """Reads a body when it is complete."""
         found, is_pending = None, False
         if region.close is not None:
             found, is_pending = self._search(region.close, self._num_searched)
@@ -298,7 +300,7 @@ class ResponseParser:
         return bool(calls)
 
     def _fail(self, num_chars: int = 0) -> None:
-        """The call that was being read is content, and `num_chars` of the buffer."""
+        """Makes the call that was being read content, and `num_chars` of the buffer."""
         raw = self._raw + self._advance(num_chars)
         self._leave()
         self._text.skips_spaces = False

@@ -27,7 +27,7 @@ class ShownText:
         return bool(self._spaces)
 
     def open(self, region: TemplateRegion) -> str:
-        """A delimiter opens the region. Returns the spaces before it."""
+        """Opens a region at a delimiter. Returns the spaces before it."""
         spaces, self._spaces = self._spaces, ""
         self.skips_spaces = True
         if region.kind != "calls":
@@ -39,7 +39,7 @@ class ShownText:
         self.skips_spaces = True
 
     def of(self, kind: Kind, text: str) -> TextDelta | ReasoningDelta | None:
-        """None: nothing is shown yet, or at all."""
+        """Returns None if nothing is shown yet, or at all."""
         if not text or kind not in ("content", "thinking"):
             return None
         text = self._markers.restored(self._spaces + text)
@@ -55,11 +55,11 @@ class ShownText:
         return self._delta(kind, text)
 
     def literal(self, text: str) -> TextDelta | ReasoningDelta | None:
-        """Content whose spaces are a part of it, whatever is beside them."""
+        """Returns content whose spaces are a part of it, whatever follows them."""
         return self._delta("content", self._markers.restored(text))
 
     def rest(self, kind: Kind) -> TextDelta | ReasoningDelta | None:
-        """At the end of all text: no delimiter follows the spaces."""
+        """Returns the spaces at the end of all text, which no delimiter follows."""
         text, self._spaces = self._spaces, ""
         return self._delta(kind, text) if kind in ("content", "thinking") else None
 

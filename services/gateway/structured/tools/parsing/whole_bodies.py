@@ -26,8 +26,8 @@ def whole_calls(
     captures: Mapping[str, str],
     schemas: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[str, str]]:
-    """Names and arguments, as JSON, of a body of calls to tools that have a schema. `captures`: the
-    named groups of the opening.
+    """Returns names and arguments, as JSON, of a body of calls to tools that have a schema.
+    `captures`: the named groups of the opening. Raises ValueError.
     """
     try:
         calls = _named(region, _content(region, body, captures, schemas), captures)
@@ -78,7 +78,7 @@ def _at(values: Any, path: tuple[str, ...]) -> Any:
 
 
 def lax_json(text: str, args: Mapping[str, Any]) -> Any:
-    """JSON with strings between other marks and keys without quotes."""
+    """Decodes JSON with strings between other marks and keys without quotes."""
     if "\x00" in text:
         raise ValueError("NUL in a call")
     strings: list[str] = []
@@ -122,7 +122,9 @@ def _restored(value: Any, strings: Sequence[str]) -> Any:
 
 
 def xml_parameters(text: str, args: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
-    """An object of the tags, with values of the kinds that the schema of the arguments allows."""
+    """Returns an object of the tags, with values of the kinds that the schema of the arguments
+    allows.
+    """
     kinds = ArgumentKinds(schema)
     found: dict[str, Any] = {}
     end = 0
@@ -139,7 +141,7 @@ def xml_parameters(text: str, args: Mapping[str, Any], schema: Mapping[str, Any]
 
 
 def python_calls(text: str) -> list[dict[str, Any]]:
-    """`[f(a='x'), g(b=1)]` as names and arguments. Only literals are allowed."""
+    """Returns `[f(a='x'), g(b=1)]` as names and arguments. Only literals are allowed."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List):
@@ -161,7 +163,7 @@ def _python_call(node: ast.expr) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """`true`, `false` and `null` are also read as JSON's."""
+    """Returns a literal's value; `true`, `false` and `null` are also read, as JSON's."""
     match node:
         case ast.Name(id=("true" | "false" | "null") as word):
             return _WORDS[word]
