@@ -37,11 +37,11 @@ class ApiEndpoint:
     def info(self) -> EndpointInfo:
         endpoint = self.endpoint
         metadata = {
-            "request_schema": schema_of(endpoint.request),
-            "response_schema": schema_of(endpoint.response),
+            "request_schema": schema_of((endpoint.request,)),
+            "response_schema": schema_of((endpoint.response,)),
         }
         if endpoint.event is not None:
-            metadata |= {"streams": "true", "event_schema": schema_of(endpoint.event)}
+            metadata |= {"streams": "true", "event_schema": schema_of((endpoint.event,))}
         return EndpointInfo(
             name=endpoint.name,
             subject=api_request(endpoint.name, "*"),

@@ -211,11 +211,11 @@ async def test_version_is_semantic(bus: NatsBus, version: str, shown: str) -> No
 
 
 def test_schemas_describe_requests_and_both_kinds_of_responses() -> None:
-    schema = json.loads(schema_of(ChatCompletionRequest))
+    schema = json.loads(schema_of((ChatCompletionRequest,)))
     request = schema["$defs"]["ChatCompletionRequest"]
     assert request["required"] == ["messages"]
     assert {"temperature", "seed", "stream"} <= set(request["properties"])
-    both = json.loads(schema_of(ChatCompletion, ChatCompletionChunk))
+    both = json.loads(schema_of((ChatCompletion, ChatCompletionChunk)))
     assert [each["$ref"].rpartition("/")[2] for each in both["anyOf"]] == [
         "ChatCompletion",
         "ChatCompletionChunk",
