@@ -14,7 +14,6 @@ import msgspec
 import structlog
 
 from services.gateway.dialects.dialect import EncodeError
-from services.gateway.dialects.openai.errors import encode_error as encode_openai_error
 from services.gateway.http.response import error_headers
 from shared.errors import DependencyUnavailable, HearthError, PayloadTooLarge
 from shared.transport.untyped_messages import UntypedMessages
@@ -40,7 +39,7 @@ class NatsReply:
         subject: str,
         request_id: str,
         gateway_id: str,
-        encode_error: EncodeError = encode_openai_error,
+        encode_error: EncodeError,
     ) -> None:
         self.request_id = request_id
         self.limit_headers: Mapping[str, str] = {}

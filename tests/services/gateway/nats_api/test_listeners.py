@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.nats_api.listeners import CHECK_S, SILENCE_S, TICK_S, Listeners
 from services.gateway.nats_api.reply import NatsReply
 from shared.errors import DependencyUnavailable
@@ -68,7 +69,13 @@ class Checked:
         await self.listeners.start()
         self._running = asyncio.create_task(self.listeners.run())
         await asyncio.sleep(0)
-        self.reply = NatsReply(self.messages, "_INBOX.client-1.a", "r1", "g.-")  # type: ignore[arg-type]
+        self.reply = NatsReply(
+            self.messages,  # type: ignore[arg-type]
+            "_INBOX.client-1.a",
+            "r1",
+            "g.-",
+            DIALECTS[0].encode_error,
+        )
         self.name = self.listeners.open(self.reply, self._lost)
         return self
 
