@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from services.gateway.http.errors import UnsupportedMediaType
 
-PART_BYTES = 64 * 1024  # of a decompressed body, between two counts
-MAX_MEMBERS = 16  # of gzip, one after the other: each copies the input that is left
-_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # of zlib, with the container
+PART_BYTES = 64 * 1024  # bytes of a decompressed body between two counts
+MAX_MEMBERS = 16  # gzip members in a row: each copies the input that is left
+_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's window bits, with the container
 _CHARSET = re.compile(r";\s*charset\s*=\s*\"?([^\s;\"]*)", re.IGNORECASE)
 _UTF8 = {"", "utf-8", "utf8", "us-ascii", "ascii"}
 _MARK = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
@@ -48,7 +48,7 @@ class BodyEncoding:
             yield chunk
             return
         part = b""
-        while chunk or len(part) == PART_BYTES:  # of which zlib may hold more without input
+        while chunk or len(part) == PART_BYTES:  # zlib may hold more without input
             part = self._inflated(chunk)
             if part:
                 yield part

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from litestar.types import Scope
 
 EXTENSION = "hearth.connection"  # in an ASGI scope
-KEEP_ALIVE_IDLE_S = 60  # of a silent connection, before TCP asks whether the peer is there
+KEEP_ALIVE_IDLE_S = 60  # seconds of silence before TCP probes the peer
 KEEP_ALIVE_INTERVAL_S = 10
 KEEP_ALIVE_PROBES = 3
 MAX_KERNEL_BYTES = 64 * 1024  # not yet on the wire: more wait in this process, where they count

@@ -19,10 +19,10 @@ from shared.errors import Overloaded
 
 MAX_CONNECTIONS = 8192
 MAX_WITHOUT_KEY = 64
-MAX_OPENING = 1024  # without a key, from one address, during GRACE_S
+MAX_OPENING = 1024  # connections of one address without a key, during GRACE_S
 MAX_RESERVED = 32
 GRACE_S = 2.0
-SPARE_DESCRIPTORS = 512  # for pipes, files, Redis and NATS, and connections that are being closed
+SPARE_DESCRIPTORS = 512  # pipes, files, Redis and NATS, and connections that are being closed
 
 Holder = tuple[str, str]  # its kind, and an address or a tenant id
 

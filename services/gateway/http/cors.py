@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from litestar.config.cors import CORSConfig
 
-# What a script may read besides the body.
+# A script may read these headers besides the body.
 EXPOSED = (
     "retry-after",
     "request-id",

@@ -14,7 +14,7 @@ from litestar.openapi.spec import Components, SecurityScheme
 from shared.background import item_error, start_awaited
 
 BEARER = "api_key"
-SECURITY: list[dict[str, list[str]]] = [{BEARER: []}]  # of routes that need an API key
+SECURITY: list[dict[str, list[str]]] = [{BEARER: []}]  # routes that need an API key have it
 DOCS_PATH = "/docs"
 
 

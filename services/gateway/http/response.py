@@ -27,8 +27,8 @@ from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 
 _encode = msgspec.json.Encoder().encode
-MIN_PART_BYTES = 64 * 1024  # of a body; smaller bodies are sent at once, with their length
-TURN_PARTS = 16  # that are encoded at once: 4 ms, of lists whose items take few bytes
+MIN_PART_BYTES = 64 * 1024  # bytes of a body; smaller bodies are sent at once, with their length
+TURN_PARTS = 16  # parts that are encoded at once: 4 ms for lists of small items
 KEEP_ALIVE_S = 10.0
 DEFAULT_RETRY_AFTER_S = 1.0
 JSON = (b"content-type", b"application/json")
@@ -186,7 +186,7 @@ class GenerationResponse:
 
     async def _send_error(self, send: Send, error: HearthError) -> None:
         self._stop_comments()
-        self._cancel(error)  # of several prompts, one may have failed alone
+        self._cancel(error)  # one prompt of several may have failed alone
         body = _encode(self.encoder.error_body(error))
         headers = [JSON]
         headers += [(key.encode(), text.encode()) for key, text in error_headers(error).items()]

@@ -37,7 +37,7 @@ ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the t
 IS_RESERVED = "is_reserved"  # in a request's state: its connection is beyond the limit
 PROBES = ("/health", "/ready", "/metrics")  # served there, too
 _PROBE = ("probe", "")
-OPERATOR = ""  # in the place of a tenant's id
+OPERATOR = ""  # stands for a tenant's id
 LISTEN_BACKLOG = 2048  # at most
 # libuv accepts one connection of a listening descriptor in a turn. With several descriptors of one
 # socket, a new connection need not wait for a request to start for each one before it.

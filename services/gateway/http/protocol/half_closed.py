@@ -20,7 +20,7 @@ FIRST_CHECK_S = 0.01
 MAX_CHECK_S = 1.0
 PROBE_AFTER_S = 0.3  # the shortest time between probes, in which a relay gets an answer
 MAX_PROBES = 4  # Go's client takes five such answers
-_CLOSE_WAIT = 8  # of TCP's states in Linux
+_CLOSE_WAIT = 8  # a state of TCP in Linux
 
 
 class HalfClosed:
