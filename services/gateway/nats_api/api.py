@@ -44,9 +44,9 @@ from shared.transport.untyped_messages import UntypedMessages
 log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.05
-GRACE_S = 5.0  # to submit the last requests, and for the last replies
+GRACE_S = 5.0  # seconds to submit the last requests, and for the last replies
 MAX_CANCEL_BYTES = 1024  # a larger one is not decoded
-MAX_CLIENT_SHARE = 4  # of `max_requests`, one client may have a quarter
+MAX_CLIENT_SHARE = 4  # one client may have a quarter of `max_requests`
 _CANCEL_FIELDS = SupportedFields(CancelRequest, {})
 _encode = msgspec.json.Encoder().encode
 
@@ -151,7 +151,7 @@ class NatsApi:
 
     async def _take(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         endpoint, client_id = endpoint_and_client(subject)
-        if endpoint == CANCEL:  # to any gateway: it may not be the one that runs the request
+        if endpoint == CANCEL:  # any gateway gets it, perhaps not the one that runs the request
             await self._take_cancellation(subject, reply, data, headers)
             return
         if not _is_inbox_of(client_id, reply):

@@ -102,7 +102,7 @@ class Discovery:
         self._messages = messages
         self._now = now
         self._second = 0
-        self._num_sent: Counter[str] = Counter()  # in this second, by client
+        self._num_sent: Counter[str] = Counter()  # replies in this second, by client
         self._endpoints = endpoints
         self._counts = counts
         self._started = datetime.fromtimestamp(started_at, UTC)

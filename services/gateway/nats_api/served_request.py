@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 # The server takes no replies after REPLY_S; the error of a late request needs some time, too.
 MAX_DEADLINE_S = REPLY_S - 60.0
-HEADERS_BYTES = 8 * 1024  # of a reply, beside its body
+HEADERS_BYTES = 8 * 1024  # bytes of a reply besides its body
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class ServedRequest:
         self._cancel_open: Callable[[HearthError], None] | None = None
         self._listener = ""
         self._tenant_id = ""  # until it is known
-        self._error: HearthError | None = None  # with which it was cancelled
+        self._error: HearthError | None = None  # the error with which it was cancelled
         self.has_passed = asyncio.Event()  # it is submitted, or has ended
 
     @property
