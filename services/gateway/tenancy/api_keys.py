@@ -68,7 +68,7 @@ return {key, tenant or false, redis.call('TIME')[1], has_records}
 class _CachedTenant:
     tenant: TenantRecord
     checked_at: float
-    expires_at: float  # of the gateway's clock
+    expires_at: float  # time of the gateway's clock
 
 
 class ApiKeys:

@@ -27,7 +27,7 @@ class RequestCost:
         }
 
 
-UNKNOWN_COST = RequestCost(0, 0)  # of a request whose body has not been read
+UNKNOWN_COST = RequestCost(0, 0)  # the cost of a request whose body has not been read
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ MAX_PENDING = 100_000  # counts by tenant, day, model, kind; more are dropped an
 RETENTION_S = 400 * 86_400
 BATCH_RETENTION_S = 30 * 86_400
 RETRY_REJECTED_S = 30.0
-LAST_TRIES = 45  # in 4.5 s: with the 10 s of a drain within the 15 s before SIGKILL
+LAST_TRIES = 45  # 4.5 s, which with the 10 s of a drain are within the 15 s before SIGKILL
 
 # KEYS: the writer's last batch, then a record for each count. ARGV: the batch's number, the TTLs
 # of records and batches in seconds, then field and amount of each count. Returns the indices of
