@@ -22,8 +22,8 @@ from services.gateway.schemas.shapes import (
 )
 from shared.errors import GrammarTooComplex, InvalidRequest
 
-MAX_ALTERNATIVES = 256  # of one node
-MAX_STEPS = 32_768  # of one document
+MAX_ALTERNATIVES = 256  # alternatives of one node
+MAX_STEPS = 32_768  # steps for one document
 ROOT: Node = ("",)
 NO_FINITE_VALUE = "the schema cannot be satisfied: no finite value matches it"
 
