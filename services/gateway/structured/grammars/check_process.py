@@ -37,7 +37,7 @@ from shared.grammar.vocabulary import load_vocabulary
 from shared.lifecycle.child_process import lower_priority
 
 MAX_MEMORY_BYTES = 512 << 20  # besides the vocabularies
-MAX_VOCABULARIES = 4  # of models whose grammars came last; each takes up to 100 MB
+MAX_VOCABULARIES = 4  # those of the last models with grammars; each takes up to 100 MB
 USUAL_CPU_S = 0.02  # a longer check yields the processor from then on
 SLOW_NICENESS = 5  # more than the process has; with more, it would starve on a busy machine
 

@@ -19,7 +19,7 @@ CHECK_PROCESS = "services.gateway.structured.grammars.check_process"
 CHECK_NICENESS = 5  # more than the gateway's, which streams to everybody
 MAX_VERDICTS = Bounds(4096, 32 << 20)
 MAX_TENANT_VERDICTS = Bounds(1024, 8 << 20)
-MAX_WAIT_S = 0.5  # for a process
+MAX_WAIT_S = 0.5  # seconds until a process is free
 
 Verdict = Checked | JobRejected
 Place = tuple[str, bytes]  # tenant and digest

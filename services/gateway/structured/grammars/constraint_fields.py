@@ -24,7 +24,7 @@ Choices = Annotated[
     list[Annotated[str, Meta(max_length=MAX_CHOICE_CHARS)]],
     Meta(min_length=1, max_length=MAX_CHOICES),
 ]
-_WRAPPER_KEYS = ("name", "description", "schema", "strict")  # of a `json_schema` around a schema
+_WRAPPER_KEYS = ("name", "description", "schema", "strict")  # a `json_schema` has them
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
     json_schema: Any = None
-    schema: Any = None  # of a `json_object`, as other servers take it
+    schema: Any = None  # the schema of a `json_object`, as in other servers
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from services.gateway.structured.grammars.whitespace import DEFAULT_PATTERN
 from shared.grammar.right_recursion import without_right_recursion
 from shared.grammar.spec import GrammarKind
 
-TokenIdOf = Callable[[str], int | None]  # of a marker that is one token, else None
+TokenIdOf = Callable[[str], int | None]  # the token of a marker that is one, else None
 
 
 class Grammar(msgspec.Struct, frozen=True):

@@ -34,9 +34,9 @@ from shared.grammar.matcher import NO_OUTPUT, Matcher
 from shared.grammar.spec import MAX_SOURCE_BYTES
 from shared.grammar.vocabulary import Vocabulary
 
-MAX_CPU_S = 0.1  # to compile one grammar and to fill all masks
-MAX_PARTS_CPU_S = 0.3  # to find the part of a rejected grammar that is the cause
-NUM_MASKS = 65  # of the grammar's start, and along a walk of allowed tokens
+MAX_CPU_S = 0.1  # seconds to compile one grammar and to fill all masks
+MAX_PARTS_CPU_S = 0.3  # seconds to find the part of a rejected grammar that is the cause
+NUM_MASKS = 65  # masks of the grammar's start and of a walk along allowed tokens
 MAX_WARNINGS = 16
 SEED = 21
 

@@ -13,7 +13,7 @@ from services.gateway.structured.tools.tool import ToolOptions
 from services.gateway.text.process_jobs import JobRejected, ProcessSetup
 from shared.errors import GrammarTooComplex, InvalidRequest, Overloaded
 
-MAX_CHECK_S = 1.4  # of a request's grammar, with all waiting
+MAX_CHECK_S = 1.4  # seconds for a request's grammar, all waiting included
 
 _decoder = msgspec.msgpack.Decoder(CheckedPlan)
 

@@ -26,7 +26,7 @@ Thinking = Literal["open", "closed", "undecided"]
 # The token sequences that spell a mark in an output, by the mark.
 Spellings = Mapping[str, tuple[StartTokens, ...]]
 
-TAIL_TOKENS = 16  # of a prompt, that show where it ends
+TAIL_TOKENS = 16  # tokens of a prompt that show where it ends
 _ANY_TEXT = "/(?s:.*)/"
 
 

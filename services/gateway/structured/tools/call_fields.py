@@ -11,7 +11,7 @@ from services.gateway.structured.tools.value_bounds import check_values
 from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.transport.wire_errors import UNREADABLE
 
-MAX_CALLS = 1024  # of one message
+MAX_CALLS = 1024  # calls of one message
 MAX_ID_CHARS = 256
 MAX_NAME_CHARS = 256
 INVALID = "invalid"  # the key of arguments that are no JSON object

@@ -81,7 +81,7 @@ def family_of(files: ModelText, choice: str = "", *, tool_format: str = "templat
     if files.response_template is not None:
         try:
             return with_template(family, files.response_template)
-        except ConfigError as error:  # of a newer version: a table of ours is better than no model
+        except ConfigError as error:  # a newer version: a table of ours is better than no model
             log.warning("response_template_unused", reason=str(error), family=family.name)
     if tool_format == "hermes" and template is not None and not template.compiled().takes_tools:
         return _with_thinking(HERMES, source or "")

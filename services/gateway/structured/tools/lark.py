@@ -9,9 +9,9 @@ import msgspec
 
 from shared.errors import InvalidRequest
 
-TokenIdOf = Callable[[str], int | None]  # of a marker that is one token, else None
+TokenIdOf = Callable[[str], int | None]  # the token of a marker that is one, else None
 
-# What a string of JSON or Python holds as itself, so that no character needs an escape.
+# Characters that need no escape in a string of JSON or Python.
 UNESCAPED = r'/[^"\\\x00-\x1f\x7f]*/'
 
 _TOKEN = re.compile(

@@ -175,7 +175,7 @@ class TypedValues:
 
     def _has_value(self, shape: Shape) -> bool:
         for node in self._graph.children(shape):
-            self._graph.is_finite(node)  # which `has_value` looks up
+            self._graph.is_finite(node)  # `has_value` looks it up
         return self._graph.has_value(shape)
 
     def _shape(self, shape: Shape) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from shared.errors import PayloadTooLarge
 
 MAX_DEPTH = 32
-MAX_VALUES = 16_384  # of one field together
+MAX_VALUES = 16_384  # values of one field together
 
 
 def check_values(values: Sequence[Any], param: str) -> None:

@@ -79,7 +79,7 @@ class CallsBody:
         self._is_list = False
         self._expected = "body"
         self._value = JsonValue()
-        self._text = ""  # of the key or value that is being read, unless it is passed on
+        self._text = ""  # text of the key or value that is being read, unless it is passed on
         self._key = ""
         self._begin_call()
 

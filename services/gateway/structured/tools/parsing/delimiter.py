@@ -17,9 +17,9 @@ from services.gateway.structured.tools.parsing.marker_tokens import MarkerTokens
 from shared.errors import ConfigError
 
 Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]]
-MAX_HELD_CHARS = 4096  # of text that may be a delimiter
+MAX_HELD_CHARS = 4096  # characters of text that may be a delimiter
 MAX_PATTERN_CHARS = 1024  # compiled in 2 ms; 20,000 take 0.15 s, beside which no other thread runs
-MATCH_TIMEOUT_S = 0.005  # of a search on the event loop, which usually takes microseconds
+MATCH_TIMEOUT_S = 0.005  # seconds of a search on the event loop, which usually takes microseconds
 NUM_TRIES = 2  # on a busy machine, the first one may have waited for a core
 MAX_TIMEOUTS = 8
 REGAIN_S = 60.0

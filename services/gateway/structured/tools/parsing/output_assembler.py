@@ -43,8 +43,8 @@ class OutputAssembler:
         self._is_bare = parser is None and not stop.strings  # all text is shown at once
         self._min_tokens = min_tokens
         self._shows_reasoning = shows_reasoning
-        self._held: HeldTokens | None = None  # of a choice with logprobs
-        self._unplaced: list[tuple[int, TokenLogprobs]] = []  # of text that the parser holds back
+        self._held: HeldTokens | None = None  # tokens of a choice with logprobs
+        self._unplaced: list[tuple[int, TokenLogprobs]] = []  # the parser holds back their text
 
     @property
     def is_stopped(self) -> bool:

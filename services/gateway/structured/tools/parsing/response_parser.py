@@ -34,7 +34,7 @@ from services.gateway.structured.tools.parsing.response_template import (
 from services.gateway.structured.tools.parsing.shown_text import ShownText
 from services.gateway.structured.tools.parsing.whole_bodies import MAX_BODY_CHARS, whole_calls
 
-CallIdOf = Callable[[int, str], str]  # of the call's index and name
+CallIdOf = Callable[[int, str], str]  # call's index, name → id
 
 
 class ResponseParser:
@@ -73,7 +73,7 @@ class ResponseParser:
         self._is_at_start = True
         self._call_index = -1
         self._body: ArgumentsBody | CallsBody | None = None
-        self._raw = ""  # of a call, as long as it can become content
+        self._raw = ""  # text of a call, while it can become content
         self._captures: dict[str, str] = {}
         self._is_closing = False
         self._is_call_open = False

@@ -20,7 +20,7 @@ class ShownText:
         self._markers = markers
         self._spaces = ""
         self._join = ""
-        self._kinds: set[str] = set()  # that were shown
+        self._kinds: set[str] = set()  # kinds that were shown
 
     @property
     def holds_spaces(self) -> bool:
