@@ -53,7 +53,6 @@ async def die(gateway: GatewayService) -> None:
 async def test_stream_of_a_lost_gateway_is_repeated_through_another(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.2)
     decode = api.cluster.decodes[0]
     async with second_gateway(api.cluster) as second:
         decode.hold_at = 5
@@ -62,6 +61,7 @@ async def test_stream_of_a_lost_gateway_is_repeated_through_another(
         async def receive() -> None:
             async for event in api.client.stream("chat", {**BODY, "seed": 7}):
                 received.append(event)
+                monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.2)  # from now on
 
         receiving = asyncio.create_task(receive())
         await until(lambda: len(api.cluster.gateway._driver) + len(second._driver) == 1)
