@@ -176,7 +176,7 @@ def _stats_of(endpoint: EndpointInfo, counts: EndpointCounts) -> EndpointStats:
 
 
 @cache
-def schema_of(*types: type[Any]) -> str:
+def schema_of(types: tuple[Any, ...]) -> str:
     """Returns the JSON Schema, as text, of a value of any of the types."""
     schemas, definitions = msgspec.json.schema_components(types)
     whole = {"anyOf": list(schemas)} if len(schemas) > 1 else dict(schemas[0])
