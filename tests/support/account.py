@@ -37,7 +37,9 @@ class Account:
 
     @property
     def v4(self) -> str:
-        """What `https://api.cloudflare.com/client/v4` is at Cloudflare."""
+        """The base address of the Cloudflare API: https://api.cloudflare.com/client/v4 at
+        Cloudflare.
+        """
         return f"{self.url}/client/v4"
 
     @property

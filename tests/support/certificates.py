@@ -60,7 +60,7 @@ class Authority:
 
 
 def server_context(server: TlsFiles) -> ssl.SSLContext:
-    """Of a server that requires certificates of its clients."""
+    """Returns the TLS context of a server that requires certificates of its clients."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=server.ca)
     context.load_cert_chain(server.cert, server.key)
     context.verify_mode = ssl.CERT_REQUIRED

@@ -43,8 +43,10 @@ def in_short_run(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def in_one_test(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Any], Any]:
-    """Like `pytest.mark.parametrize`, but one test of all cases, for tables of cheap ones: a test
-    takes up to 20 ms beside its own time. A failure has its case as a note.
+    """Parametrizes a test like `pytest.mark.parametrize`, but runs all cases in one test.
+
+    It is for tables of cheap cases: a test takes up to 20 ms besides its own time. A failure names
+    its case in a note.
     """
     wanted = [each.strip() for each in names.split(",")] if isinstance(names, str) else [*names]
     rows = [dict(zip(wanted, _values(case, wanted), strict=True)) for case in cases]
@@ -98,7 +100,9 @@ def covering(cells: Sequence[frozenset[Any]], at_most: int = sys.maxsize) -> set
 
 
 def _ids_of(item: Any) -> list[str]:
-    """One of each `parametrize` and each fixture: pytest's indices number the cells instead."""
+    """Returns an id for each `parametrize` and each fixture, where pytest's indices number the
+    cells.
+    """
     return list(item.callspec._idlist)
 
 

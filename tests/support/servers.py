@@ -122,7 +122,7 @@ class NatsServer(Server):
         )
 
     def api_url(self, gateway: str) -> str:
-        """Of a gateway among the API clients."""
+        """Returns the NATS address of a gateway in the account of the API's clients."""
         return f"nats://{gateway}.api:{PASSWORD}@127.0.0.1:{self.port}"
 
     def url(self, process_id: str) -> str:

@@ -55,9 +55,11 @@ CLIENT, TENANT = "client-1", "chaos"
 
 
 class ChaosCluster:
-    """`step_s`: step time of the timing engine; None serves `model`: its folder and name.
+    """A cluster of real processes that tests kill and freeze.
 
-    `environ_of`, `options_of`: additional variables and options of single services, by name.
+    `step_s` is the step time of the timing engine; None serves `model`, its folder and name,
+    instead. `environ_of` and `options_of` are additional variables and options of single services,
+    by name.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class ChaosCluster:
 
     @property
     def client_url(self) -> str:
-        """Of the tenant's client over NATS."""
+        """Returns the NATS address of the tenant's client."""
         return self._nats_url_of(CLIENT)
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
@@ -172,7 +174,7 @@ class ChaosCluster:
         os.kill(self.pid(name), signal.SIGSTOP)
 
     def break_device(self, name: str) -> None:
-        """From now on every step of this worker, which has the timing engine, raises."""
+        """Makes every later step of this worker raise. The worker must have the timing engine."""
         os.kill(self.pid(name), signal.SIGUSR2)
 
     def thaw(self, name: str) -> None:

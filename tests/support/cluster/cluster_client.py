@@ -1,4 +1,6 @@
-"""What clients and monitors see of a cluster that serves a model."""
+"""The requests of clients and the heartbeats that monitors receive, of a cluster that serves a
+model.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,11 @@ class Cluster(ClusterClient):
 def run_cluster(
     folder: Path, *options: str, max_local_prefill_tokens: int = 4
 ) -> Iterator[Cluster]:
-    """By default decode workers compute prompts this short; here prefill workers hand them off."""
+    """Runs `hearth up` until the block ends.
+
+    Prompts above `max_local_prefill_tokens` are handed off to prefill workers; by default decode
+    workers compute prompts as short as those of tests.
+    """
     handed_off = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": str(max_local_prefill_tokens)}
     environ = os.environ | handed_off | {"XDG_STATE_HOME": str(folder)}
     port = free_port("127.0.0.1")

@@ -58,7 +58,10 @@ class Poll(msgspec.Struct, tag=True):
 
 
 class ProcessTemplate:
-    """`module`: its process, which calls `serve`; `environ`: added to this process's."""
+    """A process that imports its modules once and forks the processes that tests start.
+
+    `module` is the template's module, which calls `serve`. `environ` is added to this process's.
+    """
 
     def __init__(self, module: str, environ: Mapping[str, str]) -> None:
         one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # a pool of threads does not fork
@@ -74,7 +77,9 @@ class ProcessTemplate:
     def start(
         self, arguments: Sequence[str], environ: Mapping[str, str], log_path: Path
     ) -> ForkedProcess:
-        """`environ`: all of it. The log is appended to."""
+        """Forks a process with `environ` as its whole environment. Its log is appended to
+        `log_path`.
+        """
         pid = self._request(Launch([*arguments], {**environ}, str(log_path)))
         assert pid is not None
         return ForkedProcess(self, pid)
@@ -98,7 +103,7 @@ def template() -> ProcessTemplate:
 
 
 class ForkedProcess:
-    """What tests need of `subprocess.Popen`."""
+    """A forked process with the part of `subprocess.Popen`'s interface that tests use."""
 
     def __init__(self, template: ProcessTemplate, pid: int) -> None:
         self.pid = pid

@@ -28,7 +28,7 @@ ROLES: dict[str, tuple[Role, ...]] = {
 
 
 class DemoTimingExecutor(TimingExecutor):
-    """Its steps take the time of `cost`; a token depends on all KV before it."""
+    """A timing engine whose steps take the time of `cost`. A token depends on all KV before it."""
 
     revision = "timing"
     eos_token_ids: tuple[int, ...] = (4,)
@@ -47,7 +47,7 @@ class DemoTimingExecutor(TimingExecutor):
 
 
 class BreakableExecutor(DemoTimingExecutor):
-    """After SIGUSR2 its device fails: every step and check raises."""
+    """A timing engine whose device fails on SIGUSR2: every later step and check raises."""
 
     has_device = True
 

@@ -14,8 +14,10 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Hostile:
-    """`members`: of the request's body, without braces. `is_refused`: it must be, with a status of
-    400, or 413 for too large a body; else it may also be answered.
+    """A request with a grammar made to harm the gateway.
+
+    `members` are members of the request's JSON body, without braces. If `is_refused`, the gateway
+    must refuse it with status 400, or 413 if the body is too large; else it may also answer it.
     """
 
     name: str
@@ -141,7 +143,7 @@ def _sizes() -> list[Hostile]:
 
 
 def _texts() -> list[Hostile]:
-    """What is no Unicode, or barely."""
+    """Returns schemas with invalid or unusual Unicode."""
     return [
         _raw_schema("invalid UTF-8", b'{"const":"\xff\xfe"}'),
         _raw_schema("half a surrogate", rb'{"const":"\ud800"}', False),

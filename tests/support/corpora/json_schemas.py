@@ -41,8 +41,11 @@ class Part:
 
 @dataclass(frozen=True)
 class SchemaCase:
-    """`unsupported`: the keyword that a strict request must be refused for, if any.
-    `is_unreadable`: no grammar can be made, lenient or not.
+    """A schema and the answer that is expected of the gateway.
+
+    `is_bounded`: whether its documents have a largest size. `unsupported` is the keyword for which
+    a strict request must be refused, or empty. `is_unreadable`: no grammar can be made of it,
+    strict or not.
     """
 
     name: str
@@ -80,7 +83,7 @@ def schema_case(number: int) -> SchemaCase:
 
 
 def _with(schema: Schema, added: Schema) -> Schema:
-    """`added` as a property of an object, else as an alternative to the schema."""
+    """Returns the schema with `added` as a property of an object, else as an alternative."""
     if schema.get("type") == "object":
         properties = {**schema.get("properties", {}), "extra": added}
         required = [*schema.get("required", ()), "extra"]
@@ -187,7 +190,7 @@ class Parts:
         return Part({"allOf": [*schemas, {"type": "object", "required": first}]})
 
     def _reference(self, depth: int) -> Part:
-        """To a definition, of which some contain themselves."""
+        """Returns a reference to a definition. Some definitions contain themselves."""
         name = self._rng.choice(("node", "item", "address"))
         if name not in self.definitions:
             self.definitions[name] = {}

@@ -43,7 +43,9 @@ FEATURES: dict[str, Callable[[ModelConfig], bool]] = {
 
 
 def family_table(configs: Iterable[ModelConfig]) -> str:
-    """Of small models, a row for each architecture."""
+    """Returns a Markdown table of the features of small models, with a row for each
+    architecture.
+    """
     found: dict[str, set[str]] = {}
     for config in configs:
         own = found.setdefault(config.architecture, set())

@@ -83,7 +83,7 @@ PROMPT = [(7 * n + n * n) % 300 + 3 for n in range(75)]
 
 
 class Golden(msgspec.Struct):
-    """`digests`: kind of device -> case -> digest, all of one `kernels` version."""
+    """Recorded digests of one version of the kernels: by kind of device, then by case."""
 
     kernels: int
     digests: Digests

@@ -19,7 +19,9 @@ from shared.messages import TokenLogprobs
 def executor_with(
     model_dir: Path, dtype: str, num_blocks: int, *, has_fp8_kv: bool = False
 ) -> LocalExecutor:
-    """`num_blocks`: for each group of layers, any of which may take them."""
+    """Loads the model with `num_blocks` blocks for each group of layers; any group may use them
+    all.
+    """
     layout = kv_layout_of(read_config(model_dir), FP8 if has_fp8_kv else dtype, 16)
     num_blocks *= len(layout.groups)
     block_bytes = layout.block_bytes
@@ -44,7 +46,7 @@ class Worker:
         budget: int = 64,
         executor: LocalExecutor | None = None,
     ):
-        """`executor`, if given, has this model, dtype and `num_blocks`, and no other user."""
+        """If given, `executor` has this model, dtype and `num_blocks`, and no other user."""
         self.executor = executor or executor_with(model_dir, dtype, num_blocks)
         self.engine = Engine(
             num_blocks=self.executor.num_blocks,

@@ -95,7 +95,9 @@ class PlannedRig(Rig):
 
 
 def comparable(value: Any) -> Any:
-    """With dtypes and shapes of arrays, and the values of masks."""
+    """Returns values that `==` compares: with dtypes and shapes of arrays, and the values of
+    masks.
+    """
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tolist()
     if isinstance(value, ReadyMask | LateMask | ForcedToken):

@@ -217,7 +217,7 @@ class Rig:
         return self.output(sequence)
 
     def read_kv(self, sequence: Sequence, first_token: int, num_tokens: int) -> bytearray:
-        """Of the first group."""
+        """Returns the stored KV of the first group of layers."""
         payload = bytearray(self.executor.kv_layout.group_bytes_per_token(0) * num_tokens)
         table = sequence.block_tables[0]
         finish(self.executor.read_kv(KvRun(table, first_token, num_tokens), memoryview(payload)))

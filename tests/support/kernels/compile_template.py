@@ -51,12 +51,16 @@ def _template(cache: str) -> ProcessTemplate:
 
 
 def _environ(cache: str) -> dict[str, str]:
-    """Of the template and of its processes: numba reads it again if it has changed."""
+    """Returns variables for the template and its children: numba reads them again if they
+    changed.
+    """
     return {"NUMBA_CACHE_DIR": cache, "NUMBA_NUM_THREADS": "1"}
 
 
 class CompilingChild(ForkedProcess):
-    """What `kernels.cpu.warm` needs of `subprocess.Popen`."""
+    """A forked process with the part of `subprocess.Popen`'s interface that `kernels.cpu.warm`
+    uses.
+    """
 
     def __init__(
         self, template: ProcessTemplate, arguments: Sequence[str], environ: Mapping[str, str]

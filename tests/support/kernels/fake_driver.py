@@ -43,7 +43,9 @@ _first_device = count(1)
 
 @dataclass(frozen=True)
 class Compiled:
-    """`code` is the intermediate form: "ttir" as parsed, "ttgir" with its layouts, or empty."""
+    """A compiled kernel. `code` is its intermediate form: "ttir" as parsed, "ttgir" with layouts,
+    or empty.
+    """
 
     name: str
     code: str
@@ -53,8 +55,10 @@ class Compiled:
 
 @dataclass
 class FakeDriver(DriverBase):
-    """`compiled` in order, also those in Triton's cache, the number of launches of each kernel by
-    device, and of modules that the C compiler has built, by name.
+    """A driver of Triton that compiles kernels and counts launches, but runs nothing.
+
+    `compiled` lists kernels in order, also those in Triton's cache. `launches` counts launches by
+    kernel and device, `built` the modules that the C compiler has built, by name.
     """
 
     form: Form = "ttir"

@@ -1,4 +1,4 @@
-"""How a kernel's result compares with its reference: bits, or a deviation from the one in FP32."""
+"""Comparisons of a kernel's result with its reference: by bits, or by the error to one in FP32."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ TOLERANCE = {
 
 
 def assert_near(actual: Tensor, expected: Tensor, *, has_nan: bool = False) -> None:
-    """`expected` in any dtype, on any device, which compares. NaN fails unless it `has_nan`: then
-    both have NaN at the same places.
+    """Asserts that `actual` is near `expected`, of any dtype, on the device of `expected`.
+
+    NaN fails, or with `has_nan` must be at the same places in both.
     """
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(

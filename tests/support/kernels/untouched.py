@@ -18,7 +18,9 @@ _zeros, _empty = torch.zeros, torch.empty
 def untouched_zeros(
     *size: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any
 ) -> Tensor:
-    """Like `torch.zeros`, which writes them."""
+    """Returns zeros like `torch.zeros`, but the memory of large ones is allocated when it is first
+    touched.
+    """
     shape = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
     dtype = dtype or torch.get_default_dtype()
     num_bytes = shape.numel() * dtype.itemsize

@@ -149,7 +149,9 @@ class _Cluster:
         return found
 
     async def _tls_port(self, port: int) -> int:
-        """Of a proxy that ends TLS, which many builds of redis-server do not know."""
+        """Returns the port of a proxy that terminates TLS, which many builds of redis-server do not
+        support.
+        """
         if self._authority is None:
             return port
         proxy = relay_to(port, tls=server_context(self._server))

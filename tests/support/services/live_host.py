@@ -118,7 +118,7 @@ class LiveHost:
         return False
 
     def worker_pids(self) -> list[int]:
-        """Of the template's children."""
+        """Returns the process ids of the template's children."""
         return [pid for each in children(self.process.pid) for pid in children(each)]
 
 

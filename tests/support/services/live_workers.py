@@ -81,7 +81,7 @@ class LiveWorkers:
         )
 
     async def finish(self) -> Finish:
-        """Of the one choice that runs."""
+        """Waits for the end of the one running choice and returns it."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 for batch in self.batches:
@@ -100,7 +100,10 @@ class LiveWorkers:
 async def live_workers(
     nats: NatsServer, folder: Path, *, advertised_host: str = "", security: str = "aead"
 ) -> AsyncIterator[LiveWorkers]:
-    """Without a unix socket to the decode worker if it advertises a host."""
+    """Runs a prefill and a decode worker with timing engines.
+
+    If the decode worker advertises a host, it has no unix socket.
+    """
     executors: dict[str, TimingExecutor] = {}
     processes: dict[str, WorkerProcess] = {}
 

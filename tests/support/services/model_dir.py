@@ -58,7 +58,7 @@ def _write(path: Path, **fields: object) -> None:
 
 
 def served_text(files: ModelFiles, family: Family = PLAIN) -> ServedText:
-    """Of a model whose processes never start."""
+    """Returns the text side of a model whose processes never start."""
     model = checked_files(files, family)
     setup = process_setup(model, "template")
     pool = PreparationPool(setup)

@@ -86,7 +86,7 @@ def mapped_pss_bytes(pid: int, suffix: str) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Of all threads, since the start; in steps of 10 ms."""
+    """Returns the CPU seconds of all threads since the start, in steps of 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -119,8 +119,9 @@ class WorkerClient:
         beside: WorkerClient | None = None,
         index: NatsBus | None = None,
     ) -> WorkerClient:
-        """`beside`: a client, closed later, of the same scheduler and gateway. `index`: a
-        connection for cache events.
+        """Connects a client, which shares the scheduler and gateway of `beside` if that is given.
+
+        `beside` must be closed later than this client. `index` is a connection for cache events.
         """
         if beside is not None:
             scheduler, gateway = beside._scheduler, beside._gateway

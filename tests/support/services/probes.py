@@ -1,4 +1,4 @@
-"""How long processes take to answer their probes."""
+"""The times that processes take to answer their probes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 class Probes:
-    """`urls`: by process; sampled while the context is open."""
+    """Requests the probes at `urls`, by process, while the context is open."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self.num_failed: Counter[str] = Counter()

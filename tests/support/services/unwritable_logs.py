@@ -38,7 +38,11 @@ def stopped_reader(log: Path) -> int:
 
 
 class MutedCluster(ChaosCluster):
-    """`mute(name, log)`: replaces the log of a process, and returns the end of its pipe."""
+    """A cluster whose logs cannot be written.
+
+    `mute(name, log)` replaces the log of a process by a file that cannot be written, and returns
+    the read end of its pipe, if it is one.
+    """
 
     def __init__(self, folder: Path, mute: Callable[[str, Path], int | None]) -> None:
         super().__init__(folder, step_s=0.002)

@@ -54,7 +54,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @lru_cache(maxsize=10_000)  # few distinct arguments, repeated at each change of a subscription
 def matches(pattern: str, subject: str) -> bool:
-    """`*` matches one token, a final `>` one or more."""
+    """Whether a subject matches: `*` stands for one token, a final `>` for one or more."""
     wanted, given = pattern.split("."), subject.split(".")
     if wanted[-1] == ">" and len(given) >= len(wanted):
         wanted, given = wanted[:-1], given[: len(wanted) - 1]

@@ -33,8 +33,9 @@ NO_HOST = SimulatedProcess("nobody")
 
 @dataclass(frozen=True, slots=True)
 class FrameFate:
-    """`is_forged`: other KV with a valid checksum, as from a faulty sender.
+    """What happens to a frame on its way.
 
+    If `is_forged`, it carries other KV with a valid checksum, as from a faulty sender.
     `replacement` replaces the frame's own header.
     """
 

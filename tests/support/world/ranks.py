@@ -17,8 +17,9 @@ STOPPED_S = 1.25  # until the leader ends a group of which a rank is stopped
 
 
 class SimulatedGroup(TimingExecutor):
-    """`group`: the leader of several ranks; None: there are none. Whatever happens to one rank ends
-    the group.
+    """A timing engine that stands for several ranks. A failure of one rank ends the group.
+
+    `group` is the leader's process; None means that there is one rank only.
     """
 
     def __init__(

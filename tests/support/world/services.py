@@ -24,7 +24,7 @@ class SimulatedScheduler:
         max_queued_requests: int,
         **options: Any,
     ) -> None:
-        """`options`: of its configuration."""
+        """`options` are further fields of the scheduler's configuration."""
         self.process = SimulatedProcess(process_id)
         self.bus = network.bus(process_id, self.process)
         config = SchedulerConfig(

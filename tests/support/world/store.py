@@ -30,8 +30,10 @@ def _encoded(value: str | bytes | int | float) -> bytes:
 
 
 class MemoryStore:
-    """`is_away = True` makes every call fail, like a dead Redis. A hanging one executes its pending
-    commands when it resumes, though no caller waits for them any more. Expiry is noted, not run.
+    """A store in memory. While `is_away` is True every call fails, as with a dead Redis.
+
+    A hanging store executes its pending commands when it resumes, though no caller waits for them
+    any more. Expiry is recorded, but not carried out.
     """
 
     def __init__(self) -> None:

@@ -127,10 +127,10 @@ class SimulatedWorker:
         max_blocks: int | None = None,
         num_floor_blocks: int | None = None,
     ) -> None:
-        """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
-        `TimingExecutor`. `is_older`: the worker does not check what a request needs. `grammars`: of
-        a vocabulary of 32,000 tokens whose end is `EOS`. `group`: see `FleetPlan.groups`.
-        `max_blocks`: of a worker that a host resizes, parks and wakes.
+        """`copy_s` is the time to read or write the KV of a frame, or to zero blocks. For
+        `variant`, see `TimingExecutor`; for `group`, `FleetPlan.groups`. A worker that `is_older`
+        does not check what a request needs. `grammars` have a vocabulary of 32,000 tokens whose end
+        is `EOS`. `max_blocks` is that of a worker that a host resizes, parks and wakes.
         """
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
@@ -238,7 +238,7 @@ class SimulatedWorker:
         await self.process.gone()
 
     def _exit(self) -> None:
-        """After the worker has left the fleet."""
+        """Ends the process after the worker has left the fleet."""
         self.process.die()
         self.drop_links()
 
@@ -249,7 +249,7 @@ class SimulatedWorker:
 
 @dataclass
 class Received:
-    """What the peer received for one choice of a placement."""
+    """The tokens, the finish and the log-probabilities that a peer received for one choice."""
 
     token_ids: dict[int, int] = field(default_factory=dict)
     served: ServedBy | None = None

@@ -29,7 +29,7 @@ def decode_attention_of_more_heads(inputs: Inputs, is_exact: bool) -> Results:
 
 
 def decode_attention_in_window(inputs: Inputs, is_exact: bool) -> Results:
-    """With capped scores, as in Gemma 2."""
+    """Decodes within a sliding window, with capped scores, as in Gemma 2."""
     lens = inputs.sizes.contexts["batch"]
     lower = inputs.integers([max(0, each - inputs.sizes.window) for each in lens])
     return _decode(inputs, lens, lower=lower, softcap=SOFTCAP, is_batch_invariant=is_exact)

@@ -22,8 +22,10 @@ from tests.support.kernels.tolerance import assert_near
 
 
 class Result(NamedTuple):
-    """`wanted` computes the reference, on the device of the inputs; `check` compares with it, and
-    raises AssertionError. Those of a case are checked in order: a reference may compute several.
+    """A result `found`, and how it is compared.
+
+    `wanted` computes the reference on the device of the inputs. `check` compares the two and raises
+    AssertionError. A case's results are checked in order: one reference may compute several.
     """
 
     found: Tensor
@@ -98,7 +100,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """`kernels`: the operations whose kernels are launched."""
+    """A call of an operation with some options. `kernels` are the operations whose kernels it
+    launches.
+    """
 
     op: str
     function: Callable[..., Results]

@@ -47,7 +47,9 @@ def rotate_and_store(inputs: Inputs, rows: str, has_norms: bool) -> Results:
 
 
 def rotate_and_store_fp8(inputs: Inputs, rows: str, has_norms: bool) -> Results:
-    """What is stored equals the unscaled cache, scaled."""
+    """Stores in FP8. The stored KV must equal that of a cache without scales, multiplied by the
+    scales.
+    """
     heads, angles, slots, norms = _new_tokens(inputs, rows)
     norms = norms if has_norms else {}
     unscaled, cache = _cache_for(inputs, heads), _cache_for(inputs, heads, FP8)

@@ -54,7 +54,7 @@ def apply_token_mask(inputs: Inputs, rows: str) -> Results:
 
 
 def _changed(logits: Tensor, change: Callable[[], None], expected: Tensor) -> Results:
-    """Of operations in place."""
+    """Returns the result of an operation that changes `logits` in place."""
 
     def wanted() -> Tensor:
         change()

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Mixture:
-    """Of experts."""
+    """The sizes of a mixture of experts."""
 
     num_experts: int
     num_chosen: int  # by a token
@@ -25,7 +25,9 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Sizes:
-    """`contexts` are lengths of sequences; `runs` are pairs of new tokens and context."""
+    """The sizes of the operands. `contexts` holds lengths of sequences, `runs` pairs of new tokens
+    and context.
+    """
 
     dtype: torch.dtype
     hidden: int
