@@ -1,4 +1,4 @@
-"""How well one number separates two classes: the area under the ROC curve, and its uncertainty.
+"""Separation of two classes by one number: the area under the ROC curve, and its uncertainty.
 
 AUC is the probability that a sample of the first class is smaller than one of the second; ties
 count half. Its variance is DeLong's (Biometrics 44, 1988), computed from ranks as in Sun and Xu

@@ -227,7 +227,7 @@ def clients_of(shape: str, options: argparse.Namespace) -> list[str]:
 
 
 async def hold(options: argparse.Namespace) -> None:
-    """For external clients: prints the URLs, and afterwards the CPU time used."""
+    """Prints the URLs for external clients, and afterwards the CPU time used."""
     for shape in options.shape:
         async with started(shape, options) as servers:
             before = {name: cpu_s(processes) for name, (_, processes) in servers.items()}

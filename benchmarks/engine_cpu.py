@@ -83,7 +83,7 @@ def random_prompts(
 
 
 class Peer:
-    """`transformers` generate over one static batch."""
+    """The peer: `generate` of transformers over one static batch."""
 
     def __init__(self, model_dir: Path, dtype: str, num_threads: int) -> None:
         self._num_threads = num_threads

@@ -59,7 +59,7 @@ NUM_WARM_UPS = 30
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """`is_cached`: the victim had sent this prompt before."""
+    """A prompt to time. If `is_cached`, the victim has sent it before."""
 
     is_control: bool
     num_tokens: int
@@ -138,7 +138,7 @@ class Audit:
                 await asker.ask(self._writer.prompt(LENGTHS[number % len(LENGTHS)]))
 
     async def round(self, num_probes: dict[tuple[bool, int], int]) -> None:
-        """`num_probes` of each class, by asker and length."""
+        """Runs one round with `num_probes` of each class: by asker and length."""
         probes = list(self._draw(num_probes))
         await self._feed([each.prompt for each in probes if each.is_cached])
         await asyncio.sleep(EVENTS_S)

@@ -1,4 +1,6 @@
-"""What an attacker sends: bodies that are costly to decode, render, generate or store. Pure."""
+"""An attacker's requests, with bodies that are costly to decode, render, generate or store.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -98,12 +100,14 @@ def padded_prefixes() -> list[Attack]:
 
 
 def rejected() -> list[Attack]:
-    """One of each kind that the gateway rejects, for its size, its form or its content."""
+    """Returns one request of each kind that the gateway rejects for its size, form or content."""
     return [*chats()[:3], *nested()[::6], *padded_prefixes()[:1], _put("short", {})]
 
 
 def streams() -> list[Attack]:
-    """As many short streams as one tenant may have at once, and more than a gateway prepares."""
+    """Returns as many short streams as one tenant may have at once: more than a gateway
+    prepares.
+    """
     bodies = (
         {"messages": [{"role": "user", "content": f"Is {number} a prime?"}], "stream": True}
         for number in range(NUM_STREAMS)

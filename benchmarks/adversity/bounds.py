@@ -138,7 +138,9 @@ async def streams(run: Run) -> list[Bar]:
 
 
 async def streams_of_model() -> list[Bar]:
-    """Beside 64 streams at a time and beside 1,000, by turns. No process has a core of its own."""
+    """Measures a victim beside 64 and beside 1,000 streams, by turns. Processes share their
+    cores.
+    """
     keys = {name: new_api_key() for name in ("C6", "C6-few", "C6-victim")}
     with tempfile.TemporaryDirectory() as folder, up(Path(folder), "--role", "apart") as state:
         await add_tenants(state.redis_url, {name: {} for name in keys}, keys)

@@ -26,7 +26,7 @@ def two_cores() -> tuple[int, int]:
 
 @asynccontextmanager
 async def pinned(processes: Processes) -> AsyncIterator[None]:
-    """Also moves the preparation processes that the gateway starts meanwhile."""
+    """Pins processes to cores, also the preparation processes that the gateway starts meanwhile."""
     own, others = two_cores()
     before = os.sched_getaffinity(0)
     gateway = processes["gateway"].pid

@@ -49,7 +49,9 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
 
 
 def bars_of(layout: Layout, exchanges: Mapping[int, Sequence[Exchange]]) -> list[Bar]:
-    """`exchanges`: by round trip in ms, of which 0 is one."""
+    """Returns the bars of exchanges by round trip in ms. The exchanges at 0 ms must be among
+    them.
+    """
     bars = []
     at_once_s = _median_s(exchanges[0])
     for round_trip_ms, given in exchanges.items():

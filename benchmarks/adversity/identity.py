@@ -141,7 +141,7 @@ class Clients:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Clients]:
-        """At the end of the block it waits for the requests that run."""
+        """Runs the clients until the block ends, then waits for the requests under way."""
         async with httpx.AsyncClient(timeout=2, trust_env=False) as http:
             await self._poll(http)
             polling = asyncio.create_task(self._poll_often(http))

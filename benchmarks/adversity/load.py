@@ -17,7 +17,7 @@ SHOWN_FAILURES = 3
 def completion(
     number: int, *, num_prompt_tokens: int, max_tokens: int, **options: Any
 ) -> dict[str, Any]:
-    """Its prompt begins with `number`, so it shares no block with other numbers below 1,700."""
+    """Returns a body whose prompt begins with `number`: numbers below 1,700 share no block."""
     prompt = [FIRST_TOKEN_ID + (number + 7 * i) % NUM_TOKENS for i in range(num_prompt_tokens)]
     return {
         "model": DEMO_MODEL_NAME,
@@ -49,7 +49,7 @@ def is_full(exchange: Exchange) -> bool:
 
 
 def num_moves(exchange: Exchange) -> int:
-    """How often the gateway submitted the request again."""
+    """Returns how often the gateway submitted the request again."""
     return int(exchange.metadata.get("num_resubmissions", 0))
 
 

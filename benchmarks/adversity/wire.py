@@ -76,7 +76,7 @@ async def readable_bytes() -> list[Bar]:
 
 
 async def bytes_on_the_path(*, has_tls: bool) -> int:
-    """Of prompts, KV, keys and passwords, on all links."""
+    """Returns how many bytes of prompts, KV, keys and passwords were readable on all links."""
     with tempfile.TemporaryDirectory(prefix="hearth-wire-") as name:
         folder = Path(name)
         model_dir = write_model_dir(folder / "model")

@@ -21,8 +21,10 @@ POISON_OUTPUT_POSITION = 20  # by then, requests that arrived together share the
 
 @dataclass(frozen=True, slots=True)
 class StepFaults:
-    """`after_s`: seconds from the first step, after which every step raises; -1: none does.
-    `poison_seed`: the sampling seed of a request that breaks its steps; -1: none.
+    """Faults of a worker's steps.
+
+    Every step raises from `after_s` seconds after the first one on, and the steps of a request with
+    the sampling seed `poison_seed` raise. -1 switches either off.
     """
 
     after_s: float = -1.0
@@ -39,7 +41,9 @@ class StepFaults:
 
 
 class FaultyExecutor(DemoTimingExecutor):
-    """Its check passes, so that only failed steps tell the state of the device."""
+    """A timing engine with failing steps. Its device check passes: only the steps show the
+    failure.
+    """
 
     def __init__(self, config: WorkerConfig, step_s: float, faults: StepFaults) -> None:
         super().__init__(config, StepCost(base_s=step_s))

@@ -40,7 +40,9 @@ WHOLE_MODEL = [(kind, shape, NUM_LAYERS) for kind, shape in LAYER_SHAPES.items()
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """`spread` of the logarithm of the rows' scales; `degrees` of freedom: fewer, heavier tails."""
+    """The distribution of weights. `spread` is that of the logarithm of the rows' scales. Fewer
+    `degrees` of freedom mean heavier tails.
+    """
 
     spread: float
     degrees: float

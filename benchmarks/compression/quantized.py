@@ -97,7 +97,9 @@ def measure(executors: dict[str, LocalExecutor], rounds: int) -> dict[str, dict[
 
 
 def bytes_of_layers(executor: LocalExecutor) -> int:
-    """Of the linear layers, without embedding and head: all of them are quantized."""
+    """Returns the bytes of the linear layers, without embedding and head; all of them are
+    quantized.
+    """
     report = executor.weights
     if report.num_quantized:
         return report.num_quantized_bytes

@@ -78,7 +78,9 @@ def write_checkpoint(folder: Path, *, hidden: int, num_layers: int, num_experts:
 
 
 def resident_bytes(field: str) -> int:
-    """`VmRSS`: now; `VmHWM`: the most since the last reset."""
+    """Returns resident bytes: `VmRSS` is the present value, `VmHWM` the maximum since the last
+    reset.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 

@@ -81,7 +81,9 @@ def _work() -> Path:
 
 
 class Kit:
-    """`work` holds Triton's cache; it may be deleted between calls, which only costs time."""
+    """The parts of the kit on this machine. `work` holds Triton's cache, and may be deleted between
+    calls, which only costs time.
+    """
 
     def __init__(
         self, outputs: Outputs, work: Path, pack: Path, *, is_dry: bool, probe: Part = PROBE
@@ -155,7 +157,9 @@ class Kit:
         return PartProcess(part, mode, self.outputs, environ)
 
     def _probe(self) -> None:
-        """After a failure: a device that computes nothing must not fail the rest in silence."""
+        """Probes the device after a failure: one that computes nothing must not fail the rest in
+        silence.
+        """
         status, reason = self._process(self.probe, "device").run(self.probe.deadline_s)
         if status in ("failed", "timed out"):
             self.sick = reason

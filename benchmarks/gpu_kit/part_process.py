@@ -21,7 +21,7 @@ Ended = tuple[str, str]  # status, reason
 
 @dataclass(frozen=True)
 class PartProcess:
-    """`mode`: see session.py. `environ` is added to this process's."""
+    """The process of one part. For `mode`, see session.py. `environ` is added to this process's."""
 
     part: Part
     mode: str

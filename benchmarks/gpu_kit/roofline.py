@@ -1,4 +1,4 @@
-"""What a dense model must read and compute, and the least time for that on a session's card."""
+"""The bytes and operations of a dense model, and the least time for them on a session's card."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ WEIGHT_BYTES = 2  # BF16
 
 
 def decode_s(session: Session, config: dict[str, Any], batch: int, context: int) -> float:
-    """Of a step, bound by reading; NaN on an unknown card."""
+    """Returns the least seconds of a decode step, bound by reading; NaN on an unknown card."""
     return decode_bytes(config, batch, context) / session.ceiling("copy_bytes_s")
 
 
 def prefill_s(session: Session, config: dict[str, Any], num_tokens: int) -> float:
-    """Of a prompt, bound by computing; NaN on an unknown card."""
+    """Returns the least seconds of a prefill, bound by computing; NaN on an unknown card."""
     return prefill_flops(config, num_tokens) / session.ceiling("matmul_flops")
 
 
@@ -37,7 +37,7 @@ def num_layer_weights(config: dict[str, Any]) -> int:
 
 
 def weight_bytes(config: dict[str, Any]) -> int:
-    """Of all weights: layers, embedding and head."""
+    """Returns the bytes of all weights: layers, embedding and head."""
     ends = 2 * config["vocab_size"] * config["hidden_size"]
     return int(num_layer_weights(config) + ends) * WEIGHT_BYTES
 

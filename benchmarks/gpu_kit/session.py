@@ -44,7 +44,10 @@ class Unavailable(Exception):
 
 @dataclass
 class Session:
-    """`card`, `driver`: of the device, empty if unknown."""
+    """The context in which a part runs, and the rows that it writes.
+
+    `card` and `driver` are those of the device, or empty if unknown.
+    """
 
     part: str
     rows_file: Path
@@ -75,7 +78,7 @@ class Session:
 
     @property
     def inputs(self) -> Inputs:
-        """Of the cases of kernels, in blocks of a worker's size."""
+        """Returns inputs for the kernels' cases, in blocks of a worker's size."""
         from tests.support.kernels.cases.case import Inputs
         from tests.support.kernels.cases.sizes import REAL
         from tests.support.kernels.cases.sizes import SMALL as SMALL_SIZES
@@ -211,8 +214,8 @@ class Session:
         return [row for row in rows if row["part"] == part and row.get("dry") == dry]
 
     def ceiling(self, name: str) -> float:
-        """`copy_bytes_s` or `matmul_flops`: measured on this machine, or assumed for its card; NaN
-        for an unknown one.
+        """Returns `copy_bytes_s` or `matmul_flops`, as measured here or assumed for the card; NaN
+        if it is unknown.
         """
         return self._ceiling(name)[0]
 
@@ -226,7 +229,11 @@ class Session:
         return (math.nan, "unknown") if value is None else (value, "assumed")
 
     def _beside_prediction(self, predicted_s: float, measured_s: float | None) -> Row:
-        """`error`: (measured - predicted) / predicted. Empty where nothing was measured."""
+        """Returns the columns of a measured time beside its prediction. Nothing measured: no
+        columns.
+
+        `error` is (measured - predicted) / predicted.
+        """
         if measured_s is None or math.isnan(predicted_s):
             return {} if measured_s is None else {"measured_ms": round(measured_s * 1e3, 4)}
         return {
@@ -239,15 +246,19 @@ class Session:
 
 
 def _largest_error(found: Tensor, wanted: Tensor) -> float:
-    """Of what is a number in one of both; NaN if it is none in the other."""
+    """Returns the largest difference, relative to the largest wanted value.
+
+    Places with NaN in both tensors are omitted; NaN in only one of them makes the result NaN.
+    """
     is_number = ~(found.isnan() & wanted.isnan())
     difference = (found - wanted)[is_number].abs()
     return float(difference.max() / wanted[is_number].abs().max().clamp_min(1e-30))
 
 
 def append_line(path: Path, line: str) -> None:
-    """In one write, so that the lines of several processes do not mix; on a line of its own after
-    one that was cut off.
+    """Appends a line in one write, so that the lines of several processes do not mix.
+
+    If the file ends in a line that was cut off, the new line still begins a line of its own.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -259,7 +270,9 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Of all whole lines: a process that was killed may have cut off its last one."""
+    """Returns the rows of all complete lines. A process that was killed may have cut off its last
+    one.
+    """
     rows = []
     for line in path.read_text().splitlines():
         with suppress(json.JSONDecodeError):

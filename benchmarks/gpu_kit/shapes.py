@@ -39,7 +39,10 @@ CONFIG_SMALL = CONFIG_8B | {
 
 @dataclass(frozen=True)
 class Shapes:
-    """`batches` with the most informative first; `prompt` and `context` in tokens."""
+    """The shapes of a model and of its measurements.
+
+    `batches` has the most informative size first. `prompt` and `context` are in tokens.
+    """
 
     config: dict[str, Any]
     batches: tuple[int, ...]

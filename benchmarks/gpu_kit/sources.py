@@ -14,8 +14,9 @@ KERNELS = ROOT / "kernels"
 
 @cache
 def sources_digest(ops: tuple[str, ...]) -> str:
-    """Of the modules kernels/gpu/*/OP.py and all of `kernels` that they import. Raises ValueError
-    for an operation without such a module.
+    """Returns a digest of the modules kernels/gpu/*/OP.py and of all of `kernels` that they import.
+
+    Raises ValueError for an operation without such a module.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(_imported(_module_of(op) for op in ops)):
@@ -25,7 +26,7 @@ def sources_digest(ops: tuple[str, ...]) -> str:
 
 
 def all_sources_digest() -> str:
-    """Of every module of `kernels` but those for CPUs."""
+    """Returns a digest of every module of `kernels` except those for CPUs."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(KERNELS.rglob("*.py")):
         if path.is_relative_to(KERNELS / "cpu"):

@@ -10,7 +10,7 @@ LIMIT = 64 << 20
 
 
 class TooLarge(Exception):
-    """What travels exceeds the limit."""
+    """The size of the pack exceeds the limit."""
 
 
 def checkout_bytes(root: Path) -> int:

@@ -1,4 +1,4 @@
-"""Which operations' output bits differ between two runs of the exact mode.
+"""The operations whose output bits differ between two runs of the exact mode.
 
 Inputs are seeded, so the bits change with the kernels alone: two commits, or two cards that should
 agree, are compared without running either again.

@@ -26,7 +26,9 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Failure:
-    """`digest`: of the sources of the kernels under test. `first_run`: <card>/<date>-<commit>."""
+    """An expected failure. `first_run` is <card>/<date>-<commit>, `digest` that of the sources of
+    the tested kernels.
+    """
 
     test: str
     first_run: str
@@ -47,8 +49,9 @@ class Outcome:
 
 
 def outcomes(rows: Iterable[Row]) -> dict[str, Outcome]:
-    """Of the tests, and of the cases of other parts. The last row decides: the fixture of a test
-    that passed may fail.
+    """Returns the outcomes of tests, and of the cases of other parts.
+
+    The last row decides, as the fixture of a test that passed may fail.
     """
     found: dict[str, Outcome] = {}
     for row in rows:

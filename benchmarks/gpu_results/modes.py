@@ -17,7 +17,9 @@ FIELDS = MeasuredDevice.__struct_fields__
 
 
 def measured_modes(rows: Iterable[Row]) -> list[MeasuredDevice]:
-    """Of the part `modes`. Raises msgspec.ValidationError if a column has another type."""
+    """Returns the rows of the part `modes`. Raises msgspec.ValidationError if a column has another
+    type.
+    """
     complete = (row for row in rows if row["part"] == "modes" and set(FIELDS) <= row.keys())
     return [
         msgspec.convert({name: row[name] for name in FIELDS}, MeasuredDevice) for row in complete

@@ -30,7 +30,7 @@ class NoMeasurement(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """`name`: <card>/<date>-<commit>."""
+    """The rows of one run of the kit. `name` is <card>/<date>-<commit>."""
 
     name: str
     commit: str
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def date(self) -> str:
-        """Of the last call, as in ISO 8601."""
+        """Returns the time of the last call, in ISO 8601."""
         return max(row["date"] for row in self.rows if row["part"] == KIT)
 
 
@@ -83,7 +83,7 @@ def measured_run(folder: Path, commit: str | None = None) -> Run:
 
 
 def _endings(folder: Path) -> list[Row]:
-    """How each part ended, of the kit's summary: a part that died has no row of it."""
+    """Returns rows on how each part ended, from the kit's summary: a part that died wrote none."""
     parts = json.loads((folder / SUMMARY).read_text())["parts"]
     return [
         {"part": each["part"], "case": "ended", **{name: each[name] for name in ENDED}}
@@ -109,7 +109,7 @@ def store(run: Run, results: Path) -> Run:
 
 
 def stored_runs(results: Path) -> list[Run]:
-    """From the oldest to the newest."""
+    """Returns the stored runs, from the oldest to the newest."""
     paths = results.glob(f"*/*/{ROWS}")
     runs = [_stored(path) for path in sorted(paths)]
     return sorted(runs, key=lambda run: run.date)

@@ -153,7 +153,7 @@ def compare(model_dir: Path, options: argparse.Namespace) -> Row:
 
 
 def _seconds(step: Callable[[], Tensor], times: int) -> float:
-    """Of one step, the median."""
+    """Returns the median of the seconds of one step."""
     taken = []
     for _ in range(times):
         started = time.perf_counter()

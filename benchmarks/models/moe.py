@@ -55,7 +55,7 @@ LEAST_RATIO = 1.3  # to the fastest implementation of transformers
 
 
 class Peer:
-    """`transformers`' decode steps, without `generate`, which would only take time."""
+    """The peer: decode steps of transformers, without the overhead of `generate`."""
 
     def __init__(self, model_dir: Path, dtype: str, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -141,7 +141,9 @@ def near_fastest(rates: dict[str, float]) -> list[str]:
 
 
 def row_of(name: str, rounds: list[dict[str, float]], warm: dict[str, float]) -> Row:
-    """`warm`: rates of the first round, of implementations that were not measured again."""
+    """Returns the row of a model. `warm` has the first round's rates of implementations that were
+    not measured again.
+    """
     medians = {key: statistics.median(rates[key] for rates in rounds) for key in rounds[0]}
     fastest = max((key for key in medians if key != "hearth"), key=lambda key: medians[key])
     return {

@@ -104,7 +104,7 @@ async def figures(tab: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 async def bytes_per_s(url: str, duration_s: float = 5.0) -> float:
-    """Of the stream of events, without its snapshot."""
+    """Returns the bytes per second of the stream of events, without its snapshot."""
     num_bytes, started = 0, None
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with (
@@ -149,7 +149,7 @@ async def measure_fleet(python: Path, server: NatsServer, redis: RedisServer, nu
 
 
 async def read_events(url: str) -> None:
-    """What an open tab reads."""
+    """Reads the stream of events that an open tab reads."""
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with (
         httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http,

@@ -28,7 +28,7 @@ def region_of(index: int) -> str:
 
 
 def scheduler_heartbeat(number: int) -> Heartbeat:
-    """With it the gateway is ready, as in a cluster, and stops polling its readiness."""
+    """Returns a scheduler's heartbeat: it makes the gateway ready, which then stops polling."""
     return Heartbeat(
         process_id=SCHEDULER,
         epoch=1,

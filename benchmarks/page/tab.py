@@ -105,7 +105,7 @@ def cluster(page: Page, tab: HearthPage, worker: str) -> None:
 
 
 def open_with_keys(page: Page, tab: HearthPage, fragment: str) -> None:
-    """Without waiting for models: no worker here can serve one."""
+    """Opens the page with keys. It does not wait for models: no worker here can serve one."""
     page.goto(f"{tab.account.url}/{fragment}")
     tab.enter_keys(tab.account.token, tab.account.operator_token)
 

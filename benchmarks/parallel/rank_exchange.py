@@ -44,7 +44,7 @@ Times = dict[str, list[float]]  # what -> seconds of each round
 
 
 def forked(num_ranks: int, work: Callable[[int], Times | None]) -> Times:
-    """What rank 0 returns."""
+    """Runs `work` in a process for each rank, and returns the result of rank 0."""
     read_fd, write_fd = os.pipe()
     pids = []
     for rank in range(num_ranks):

@@ -133,7 +133,9 @@ class RelayedStore(dist.Store):
 
 
 class TimedTransport(GlooTransport):
-    """`seconds`: in exchanges, also those in which it waits for the other rank."""
+    """A transport that adds up the `seconds` of its exchanges, including waits for the other
+    rank.
+    """
 
     seconds = 0.0
 
@@ -150,7 +152,7 @@ class TimedTransport(GlooTransport):
 
 
 class SumsAlone:
-    """What the layers of a step exchange, of products that are ready."""
+    """The exchanges of a step's layers alone, with partial sums that are ready."""
 
     def __init__(self, mesh: RankMesh, num_tokens: int) -> None:
         self._mesh = mesh

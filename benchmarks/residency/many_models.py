@@ -41,7 +41,7 @@ MAX_TTFT_S = 4.0
 
 
 class Residents:
-    """What heartbeats say of the workers: wakes, and how many are hot at once."""
+    """The number of wakes, and of models hot at once, as seen in the workers' heartbeats."""
 
     def __init__(self) -> None:
         self.num_wakes = self.most_hot = 0
@@ -119,7 +119,7 @@ async def _send(state: LocalClusterState, trace: Trace, seed: int) -> list[Sampl
 
 @contextmanager
 def _cluster(given: argparse.Namespace, policy: str) -> Iterator[LocalClusterState]:
-    """`hearth up` in a state directory of its own."""
+    """Runs `hearth up` with a state directory of its own."""
     models = [part for index in range(8) for part in ("--model", f"m{index}={given.model}")]
     environ = {
         "HEARTH_RESIDENCY": policy,

@@ -87,7 +87,7 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def measure(workers: list[Worker], template: int | None) -> tuple[list[Row], list[Bar]]:
-    """`template`: the process from which the workers were forked."""
+    """Measures workers that were forked from the process `template`, if there is one."""
     for index, worker in enumerate(workers):
         await worker.client.until_state("ready")
         await worker.fill(index)

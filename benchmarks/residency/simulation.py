@@ -31,7 +31,9 @@ DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """`hot`, `standby`: the models of each device at the start; all others are cold on all."""
+    """A fleet of equal devices. `hot` and `standby` are the models of each device at the start; all
+    others are cold on all devices.
+    """
 
     speed: Speed
     budget_bytes: int

@@ -25,7 +25,7 @@ PARK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Of a device, for one model of the fleet; `max_sequences` of each model."""
+    """The times of a device for one model of the fleet. `max_sequences` holds for each model."""
 
     name: str
     step_s: float
@@ -190,7 +190,7 @@ class Site:
             self.hosted[model].hot_since = now
 
     def _stop_standbys(self, target: Resident) -> None:
-        """As a host does for a cold start: stops those in standby, least recently used first."""
+        """Stops models in standby for a cold start, least recently used first, as a host does."""
         if not target.is_cold:
             return
         needed = self.used_bytes + target.weights_bytes + target.kv_floor_bytes - self.budget_bytes

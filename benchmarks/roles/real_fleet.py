@@ -62,7 +62,7 @@ async def _send_all(target: Target, arrivals: Sequence[Arrival]) -> list[Timelin
 
 
 async def _send(target: Target, number: int, arrival: Arrival, began_at: float) -> Timeline:
-    """Its prompt is like no other's."""
+    """Sends a request whose prompt shares no prefix with others."""
     body = {
         "model": target.model,
         "prompt": Random(number).choices(TOKEN_IDS, k=arrival.num_input_tokens),

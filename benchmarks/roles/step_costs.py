@@ -19,13 +19,15 @@ class OverlapCost(StepCost):
 
 
 def word_of(cost: StepCost) -> str:
-    """Of `cost_of`."""
+    """Returns the inverse of `cost_of`: a step cost as one word."""
     kind = "overlap" if isinstance(cost, OverlapCost) else "sum"
     return f"{kind}:{cost.base_s!r}:{cost.per_token_s!r}:{cost.per_context_token_s!r}"
 
 
 def cost_of(word: str) -> StepCost:
-    """Of `kind:step:token:context token` in seconds, or of the seconds of a step alone."""
+    """Returns the step cost of `kind:step:token:context token` in seconds, or of a step's seconds
+    alone.
+    """
     if ":" not in word:
         return StepCost(base_s=float(word), per_token_s=0.0, per_context_token_s=0.0)
     kind, *seconds = word.split(":")

@@ -80,7 +80,7 @@ class Timeline:
         """Never requested."""
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
-        """`on_end` follows."""
+        """Does nothing, as `on_end` follows."""
 
     def on_end(self, end: StreamEnd) -> None:
         self.is_finished = end.error is None
@@ -196,7 +196,7 @@ async def _send_all(driver: StreamDriver, timelines: Sequence[Timeline]) -> None
 
 
 def _request(number: int, arrival: Arrival) -> Request:
-    """Its prompt is like no other's."""
+    """Returns a request whose prompt shares no prefix with others."""
     randomness, num_tokens = SeededRandomness(number), arrival.num_output_tokens
     prompt = [16 + randomness.below(31_000) for _ in range(arrival.num_input_tokens)]
     request = request_of(

@@ -35,8 +35,11 @@ class ClientKind:
 
 @dataclass(frozen=True)
 class Target:
-    """`path`: of chat completions, of another endpoint that takes the same body, or of responses.
-    `nats_url`: of the same tenant's client; `is_nats`: chat completions are requested there.
+    """The address of a cluster and the endpoint to load.
+
+    `path` is that of chat completions, of an endpoint with the same body, or of responses.
+    `nats_url` is that of the same tenant's client. If `is_nats`, chat completions are requested
+    there.
     """
 
     url: str
@@ -79,7 +82,7 @@ def body_of(model: str, prompt: str, num_output_tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Tally:
-    """What the clients of one load received; times in seconds."""
+    """The responses that the clients of one load received. Times are in seconds."""
 
     num_events: int  # of each response
     ttft_s: list[float] = field(default_factory=list)

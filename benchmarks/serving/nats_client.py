@@ -37,7 +37,7 @@ class NatsConnection(CountingConnection):
 
     @classmethod
     async def to(cls, url: str, number: int) -> Self:
-        """`url`: nats://CLIENT:PASSWORD@HOST:PORT, whose client belongs to a tenant."""
+        """Connects to nats://CLIENT:PASSWORD@HOST:PORT, whose client belongs to a tenant."""
         parts = urlsplit(url)
         client_id, password = parts.username or "", parts.password or ""
         return await cls.open(url, client_id=client_id, password=password, number=number)

@@ -65,7 +65,7 @@ class Load:
 
 
 def _changes(name: str, target: Target) -> dict[str, Any]:
-    """What of the target is unlike chat completions over HTTP."""
+    """Returns the fields of the target that differ from chat completions over HTTP."""
     if name == "nats":
         return {"is_nats": True}
     if name in ("responses", "stored"):

@@ -84,7 +84,9 @@ def run_hot_prefix(scale: float) -> tuple[Case, list[Bar]]:
 
 
 def run_agents(scale: float) -> tuple[Case, list[Bar]]:
-    """Without affinity, neither the session nor a prefix attracts a request to a worker."""
+    """Simulates agents. Without affinity, neither sessions nor prefixes attract requests to a
+    worker.
+    """
     case, shape = Case("agents"), FleetShape(60, 60)
     for policy in (hearth(), LeastLoaded(), PrefixOnly(), RoundRobin()):
         case.run(policy.name, shape, policy, agents(round(5000 * scale), 5.0))
@@ -119,7 +121,7 @@ def run_million(scale: float) -> tuple[Case, list[Bar]]:
 
 
 def run_uneven(scale: float) -> tuple[Case, list[Bar]]:
-    """Like `spread`, with sites of half to double the speed, which a policy has to learn."""
+    """Simulates `spread` with sites of half to double the speed, which a policy has to learn."""
     case, shape = Case("uneven sites"), FleetShape(100, 100, spread_of_speed=2.0)
     for policy in (hearth(), LeastLoaded(), RoundRobin()):
         case.run(policy.name, shape, policy, spread(round(40_000 * scale), 150))

@@ -29,7 +29,9 @@ class Asked:
 
 
 class Policy(ABC):
-    """`name` is its name in results; `asks_index`: it needs the index's matches."""
+    """A policy of placement. `name` is its name in results. If `asks_index`, it uses the index's
+    matches.
+    """
 
     name: str
     asks_index = False

@@ -86,7 +86,9 @@ class FleetShape:
 
 @dataclass
 class Outcome:
-    """For each request that ended: its arrival, seconds to its first token, and per token after."""
+    """The arrival of each ended request, its seconds to the first token, and those per later
+    token.
+    """
 
     arrived_at: array = field(default_factory=lambda: array("d"))
     ttft_s: array = field(default_factory=lambda: array("d"))

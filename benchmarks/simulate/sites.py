@@ -228,7 +228,9 @@ class Prefill(Site):
 
 @dataclass(eq=False)
 class Decode(Site):
-    """`num_steps` counts steps as a real number; a sequence ends when it reaches its end."""
+    """A decode site. `num_steps` counts steps as a real number; a sequence ends when the count
+    reaches its end.
+    """
 
     on_end: Callable[[float, Job], None] = lambda now, job: None
     num_held_blocks: int = 0

@@ -29,7 +29,9 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Sampling:
-    """`is_run`: over Workers AI's `ai/run`, which allows temperatures up to 5."""
+    """A model and its temperature. If `is_run`, requests use Workers AI's `ai/run`, which allows
+    temperatures up to 5.
+    """
 
     name: str
     model: str

@@ -34,7 +34,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one request; `text` is an error's message unless the status is 200. Seconds."""
+    """The answer to one request, and its `seconds`. `text` is the error's message unless the status
+    is 200.
+    """
 
     status: int
     text: str
@@ -126,7 +128,9 @@ class Served:
 
 @asynccontextmanager
 async def served(model_dir: Path, **options: Any) -> AsyncIterator[Served]:
-    """`options`: further ones of `UpOptions`; by default one prefill and one decode worker."""
+    """Runs a cluster, by default with one prefill and one decode worker. `options` are others of
+    `UpOptions`.
+    """
     with TemporaryDirectory(prefix="hearth-structured-") as folder:
         up = UpOptions(model_dir=model_dir, model_name=MODEL, http_port=0, device="cpu", **options)
         cluster = LocalCluster(up, MonotonicClock(), state_parent=Path(folder))

@@ -29,7 +29,7 @@ MAX_ANSWER_S, MAX_GAP_S = 1.5, 0.25
 
 @dataclass
 class Load:
-    """What free streams received; `ends` once it is set."""
+    """A load of free streams, which runs until `ends` is set."""
 
     target: Served
     ends: asyncio.Event = field(default_factory=asyncio.Event)

@@ -89,7 +89,7 @@ def _row(vocabulary: Vocabulary, paths: list[Path], *, is_strict: bool) -> Row:
 
 
 def _compiled(vocabulary: Vocabulary, schema: Any, *, is_strict: bool) -> Matcher | None:
-    """None if it is refused."""
+    """Returns the matcher of a schema, or None if the schema is refused."""
     if schema is False:
         return None
     grammar = json_grammar(schema, is_strict=is_strict)

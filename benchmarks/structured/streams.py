@@ -83,7 +83,7 @@ def _ratio(above: list[float], below: list[float]) -> float:
 async def _itl_p50_ms(
     target: Served, bodies: list[Body], others: list[Body] | None = None
 ) -> float:
-    """Of `bodies`, while `others` run as well."""
+    """Returns the median inter-token latency of `bodies` in ms, while `others` run as well."""
     seeded = [{**body, "seed": n} for n, body in enumerate([*bodies, *(others or [])])]
     exchanges = await asyncio.gather(*map(target.stream, seeded))
     return statistics.median(gaps_s(exchanges[: len(bodies)])) * 1e3

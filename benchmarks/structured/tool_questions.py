@@ -27,7 +27,9 @@ MIN_RIGHT = 0.9
 
 
 class ToolQuestion(msgspec.Struct, frozen=True):
-    """`calls`: the expected ones, `{"name": …, "arguments": {…}}`; empty: none of the tools."""
+    """A question with tools. `calls` are the expected calls, `{"name": …, "arguments": {…}}`;
+    empty: none.
+    """
 
     question: str
     tools: list[dict[str, Any]]

@@ -35,7 +35,7 @@ BARS = {"1 %": 0.99, "100 %": 0.95}
 
 @contextmanager
 def tracing(endpoint: str, share: float | None) -> Iterator[None]:
-    """Of the processes that start meanwhile."""
+    """Traces the processes that start inside the block, a `share` of their requests."""
     if share is None:
         yield
         return

@@ -67,7 +67,10 @@ async def _measured(cluster: MutedCluster, case: str) -> list[Bar]:
 
 
 async def _num_lost_lines(cluster: MutedCluster) -> int:
-    """As the processes say once their pipes have room, and there is something to log."""
+    """Returns how many lines the processes report as lost, after their pipes have room again.
+
+    A process reports them with its next event, so one is replaced.
+    """
     _drain(cluster)
     await cluster.replace(KILLED[0])
     text = _drain(cluster).decode(errors="replace")

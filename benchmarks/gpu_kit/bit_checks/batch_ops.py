@@ -20,7 +20,7 @@ POOL = 4  # contexts of the longest prompt have room in the cache that all rows 
 
 @dataclass(frozen=True)
 class RowOp:
-    """`of` returns one row, of any shape, for each row of the slice."""
+    """An operation on rows. `of` returns one row, of any shape, for each row of the slice."""
 
     kernels: tuple[str, ...]
     of: Callable[[slice], Tensor]
@@ -62,7 +62,7 @@ def gelu_and_mul(session: Session) -> RowOp:
 
 
 def rotate_and_store(session: Session) -> RowOp:
-    """With the norms of Qwen3's heads; the query, the stored key and value of each row."""
+    """Returns each row's query, stored key and stored value, with the norms of Qwen3's heads."""
     from kernels.gpu.kv.rotate_and_store import rotate_and_store as launch
 
     shapes, num_rows = session.shapes, sizes_of(session).many_rows
@@ -86,7 +86,7 @@ def rotate_and_store(session: Session) -> RowOp:
 
 
 def rotate_and_store_latent(session: Session) -> RowOp:
-    """Of 16 heads; the rotated parts of the queries, and the stored row."""
+    """Returns the rotated parts of 16 heads' queries, and the stored row."""
     from kernels.gpu.kv.rotate_and_store_latent import rotate_and_store_latent as launch
 
     num_rows, block_size = sizes_of(session).many_rows, session.shapes.block_size
@@ -163,7 +163,9 @@ def lane_linear(product: str) -> Build:
 
 
 def grouped_linear(product: str) -> Build:
-    """Of Qwen3-30B-A3B; the rows of a token's experts, one after the other."""
+    """Returns the rows of a token's experts, one after the other, in the shapes of
+    Qwen3-30B-A3B.
+    """
 
     def build(session: Session) -> RowOp:
         mixture = experts.mixture_of(session, "Qwen3-30B-A3B")

@@ -49,7 +49,7 @@ class Prompt:
 
 
 def heads_prompt(session: Session) -> Prompt:
-    """Of the model's grouped queries."""
+    """Returns a prompt with the model's grouped queries."""
     shapes, num_tokens = session.shapes, sizes_of(session).prompt
     query = session.random(num_tokens, shapes.heads, shapes.head_dim)
     exact = {"is_batch_invariant": True}

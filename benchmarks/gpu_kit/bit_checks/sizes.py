@@ -1,4 +1,4 @@
-"""How many rows and tokens the comparisons of bits use: few where nothing is computed."""
+"""The numbers of rows and tokens in comparisons of bits; they are small if nothing is computed."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ def executor_of(session: Session) -> StepComputer:
 
 
 class Steps:
-    """Of a prompt in blocks 0 to NUM_BLOCKS - 1, and of sequences that continue it."""
+    """The steps of a prompt in blocks 0 to NUM_BLOCKS - 1, and of sequences that continue it."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.prompt = NUM_BLOCKS * block_size  # tokens
 
     def prompt_logits(self, executor: StepComputer, chunk: int) -> Tensor:
-        """Of every token: [prompt, vocab]."""
+        """Returns the logits of every token of the prompt: [prompt, vocab]."""
         firsts = range(0, self.prompt, chunk)
         return torch.cat([executor.step_logits(self.prefill(each, chunk)) for each in firsts])
 

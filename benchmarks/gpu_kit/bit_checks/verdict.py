@@ -28,7 +28,7 @@ class Verdict:
 
     @property
     def is_exact(self) -> bool | None:
-        """None if nothing was compared."""
+        """Whether all comparisons were equal, or None if nothing was compared."""
         if self.unequal or self.raised:
             return False
         return True if self.num_equal else None

@@ -72,7 +72,10 @@ def count_kernels(cache: Path) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`software`: see `software_of`. `kernels`: the number that each part launches."""
+    """The description of a cache of compiled kernels.
+
+    For `software`, see `software_of`. `kernels` is the number of kernels that each part launches.
+    """
 
     software: dict[str, str]
     kernels: dict[str, int] = field(default_factory=dict)
@@ -87,7 +90,7 @@ class Manifest:
 
 
 def software_of(capability: int) -> dict[str, str]:
-    """What the keys of compiled kernels depend on, apart from the launches. Imports Triton."""
+    """Returns the software that the keys of compiled kernels depend on. Imports Triton."""
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget

@@ -76,7 +76,9 @@ def _compile_only(fake: FakeDriver, mode: AsyncCompileMode) -> Any:
 
 
 def _one_at_a_time(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Before Python 3.12 all threads share one count of its depth: another's raises SystemError."""
+    """Serialises `parse`. Before Python 3.12 all threads share one count of its recursion depth,
+    and calls on other threads make it raise SystemError.
+    """
     lock = Lock()
 
     def parse_alone(*args: Any, **kwargs: Any) -> Any:

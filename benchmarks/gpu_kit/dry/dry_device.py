@@ -52,7 +52,7 @@ class NoProducts(TorchDispatchMode):
 
 @contextmanager
 def dry_device(form: Form) -> Iterator[FakeDriver]:
-    """`form`: what kernels are compiled to, see `fake_driver`."""
+    """Replaces the device by a fake driver that compiles kernels to `form` (see `fake_driver`)."""
     with ExitStack() as stack:
         driver = stack.enter_context(triton_ops(form))
         stack.enter_context(NoProducts())

@@ -1,5 +1,5 @@
-"""What keeps a dry run with an 8B model's sizes small: memory that is not touched, and products of
-the library that are not computed. Both hold on all threads.
+"""A small dry run with an 8B model's sizes: memory is not touched, and the library's GEMMs are not
+computed. Both hold on all threads.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ OPTIONS = ("-vv", "--tb=short", "--continue-on-collection-errors", "-p", "no:cac
 
 
 def run(session: Session, chosen: str = "first") -> None:
-    """`chosen`: "first", "rest", or a shard of the rest, such as "1/4"."""
+    """Runs the tests that are `chosen`: "first", "rest", or a shard of the rest, such as "1/4"."""
     is_first = chosen == "first"
     if session.is_dry:
         launch(session, is_first=is_first)

@@ -18,7 +18,7 @@ SMALL = ((64, 256),)  # shapes
 
 
 def run(session: Session, which: str = "") -> None:
-    """`which`: "split_products" runs only those."""
+    """Measures the kernels for split weights if `which` is "split_products", else all others."""
     from benchmarks.kernels.table import OPS
 
     if session.is_dry:

@@ -47,7 +47,7 @@ def decode(session: Session, case: str, num_heads: int, is_exact: bool) -> None:
 
 
 def prefill(session: Session, case: str, num_heads: int, is_exact: bool) -> None:
-    """Of a prompt without a prefix."""
+    """Measures the prefill of a prompt without a cached prefix."""
     from kernels.gpu.attention.prefill_attention import prefill_attention
 
     num_tokens = session.shapes.context
@@ -66,5 +66,7 @@ def prefill(session: Session, case: str, num_heads: int, is_exact: bool) -> None
 
 
 def _flops(num_pairs: int, num_heads: int) -> float:
-    """Of scores and weighted sums, for pairs of a query's token and a cached one."""
+    """Returns the operations of scores and weighted sums for pairs of a query's token and a cached
+    one.
+    """
     return 2.0 * num_pairs * num_heads * (2 * LATENT + ROTATED)

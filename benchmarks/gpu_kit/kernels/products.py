@@ -80,7 +80,9 @@ def _grouped(session: Session, name: str, product: str) -> None:
 
 
 def _batches(session: Session, mixture: Mixture, num_tokens: int) -> list[experts.Routed]:
-    """Of other tokens each, so that a few tokens' experts are not in the cache from before."""
+    """Returns batches of different tokens, so that the experts of a few tokens are not cached from
+    the batch before.
+    """
     firsts = range(0, max(NUM_TOKENS) - num_tokens + 1, num_tokens)[: 1 if session.is_dry else 16]
     return [experts.routed(session, mixture, range(each, each + num_tokens)) for each in firsts]
 
@@ -129,7 +131,7 @@ def _weights(session: Session, shape: tuple[int, int]) -> Callable[[], Tensor]:
 
 
 def _num_bytes(num_rows: int, num_columns: int, width: int, num_weights: int = 1) -> int:
-    """Of x, y and the weights of [num_columns, width] that are read."""
+    """Returns the bytes of x, y and the weights of [num_columns, width] that are read."""
     weights = num_weights * num_columns * width
     return BF16_BYTES * (weights + num_rows * (num_columns + width))
 

@@ -95,7 +95,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_in_shard(nodeid: str, shard: str) -> bool:
-    """By a hash, so that a test stays in its shard when others come and go."""
+    """Whether a test is in a shard, by a hash: it stays in its shard when other tests come and
+    go.
+    """
     index, number = map(int, shard.split("/"))
     if not 1 <= index <= number:
         raise pytest.UsageError(f"shard {shard} is none of 1/{number} to {number}/{number}")
@@ -105,7 +107,10 @@ def is_in_shard(nodeid: str, shard: str) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """After an illegal access each call of the process fails: xdist then starts another worker."""
+    """Ends the process if the device is lost, and xdist starts another worker.
+
+    After an illegal access every later call of the process would fail.
+    """
     result = yield
     if is_device_lost():
         if hasattr(item.config, "workerinput"):

@@ -79,7 +79,9 @@ def _check(session: Session, tool: str) -> None:
 
 
 def has_errors(output: str) -> bool:
-    """By the tool's summary, or before it by the errors so far."""
+    """Whether the tool's summary counts errors or, without a summary, the output so far shows
+    one.
+    """
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
     if summary is not None:
         return bool(int(summary[1]))

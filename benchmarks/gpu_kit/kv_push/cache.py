@@ -26,7 +26,7 @@ DIGESTED_TOKENS = 64  # read at a time
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What both processes know. `mode`: see session.py."""
+    """The parameters that both processes use. For `mode`, see session.py."""
 
     shapes: Shapes
     num_tokens: int
@@ -54,7 +54,7 @@ class PushPlan:
 
 
 class PushedCache:
-    """`table`: the blocks of the one sequence. Copies run on one thread, as a worker's do."""
+    """A KV cache with one sequence in the blocks of `table`. As in a worker, one thread copies."""
 
     def __init__(self, plan: PushPlan, device: torch.device, table: list[int]) -> None:
         self.plan, self.layout, self.table = plan, plan.layout, table
@@ -70,7 +70,7 @@ class PushedCache:
         await self._on_thread(self._copies.write_kv, first, count, payload)
 
     async def digest(self) -> bytes:
-        """Of the KV of all tokens, in their order."""
+        """Returns a digest of the KV of all tokens, in their order."""
         found, num_tokens = xxhash.xxh3_128(), self.plan.num_tokens
         view = memoryview(bytearray(DIGESTED_TOKENS * self.layout.bytes_per_token))
         for first in range(0, num_tokens, DIGESTED_TOKENS):

@@ -1,7 +1,7 @@
-"""What this machine is: its runtime, software, tools and device, and the device's two ceilings.
+"""This machine's runtime, software, tools and device, and the device's two ceilings.
 
-Everything that needs no torch comes first. The ceilings are a copy's bandwidth and a product's
-rate, beside those of other cards of the name.
+Everything that needs no torch comes first. The ceilings are the bandwidth of a copy and the rate of
+a GEMM, beside those of other cards of the name.
 """
 
 from __future__ import annotations
@@ -109,7 +109,11 @@ def add_device(session: Session) -> None:
 
 
 def add_ceilings(session: Session) -> None:
-    """`predicted`: of cards of this name, else by the memory's clock and width."""
+    """Adds a row for each ceiling.
+
+    `predicted` is the value of cards of this name, or else follows from the memory's clock and
+    width.
+    """
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -154,7 +158,9 @@ def add_links(session: Session) -> None:
 
 
 def query_device(columns: str) -> list[str] | None:
-    """What nvidia-smi shows of the devices; None without it. Clocks are never set."""
+    """Returns nvidia-smi's values of the devices, or None without nvidia-smi. It never sets
+    clocks.
+    """
     command = find_tool("nvidia-smi")
     if command is None:
         return None

@@ -34,7 +34,10 @@ def registered_memfd(num_bytes: int) -> Iterator[Tensor]:
 
 
 def share(tensor: Tensor) -> list[Any]:
-    """What another process opens the tensor's memory with, for JSON. It must remain allocated."""
+    """Returns, as JSON values, a handle by which another process opens the tensor's memory.
+
+    The tensor must remain allocated meanwhile.
+    """
     parts: Any = tensor.untyped_storage()._share_cuda_()
     return [to_json(part) for part in parts]
 

@@ -27,7 +27,7 @@ class StepEvents:
         _after(model, "argmax_tokens", self._events[3].record)
 
     def milliseconds(self) -> dict[str, float]:
-        """Of the last step, by stage."""
+        """Returns the milliseconds of the last step, by stage."""
         spans = zip(STAGES, self._events, self._events[1:], strict=False)
         return {stage: begin.elapsed_time(end) for stage, begin, end in spans}
 

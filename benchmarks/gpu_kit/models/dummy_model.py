@@ -22,7 +22,10 @@ WEIGHT_SCALE = 0.02
 def make_executor(
     session: Session, config: dict[str, Any], mode: Mode, *, num_blocks: int, num_positions: int
 ) -> StepComputer:
-    """Without a device its weights are unset, in memory that nothing touches."""
+    """Returns an executor of a model with dummy weights.
+
+    Without a device its weights are unset, in memory that nothing touches.
+    """
     from shared.engine.executors.loading.model_loading import (
         empty_model,
         finish_model,

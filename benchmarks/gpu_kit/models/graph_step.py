@@ -75,7 +75,9 @@ def decode_cases(shapes: Shapes) -> list[tuple[int, int]]:
 
 
 def model_config(session: Session) -> dict[str, Any]:
-    """Of fewer layers where kernels are only compiled: those of one layer are those of all."""
+    """Returns the model's config, with fewer layers if kernels are only compiled: all layers launch
+    the same kernels.
+    """
     layers = {"num_hidden_layers": COMPILED_LAYERS} if session.mode == "compile" else {}
     return session.shapes.config | layers
 

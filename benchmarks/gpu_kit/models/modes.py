@@ -16,7 +16,7 @@ Figure = tuple[str, str]  # a row's case and mode
 
 
 def run(session: Session) -> None:
-    """Without a figure or a verdict there is no row of the mode, but one that names what lacks."""
+    """Adds the row of the mode or, if a figure or the verdict is missing, a row that names it."""
     wanted = wanted_figures(session)
     found = {**figures(session, "graph_step"), **figures(session, "prefill")}
     if any(each not in found for each in wanted):
@@ -64,7 +64,7 @@ def figures(session: Session, part: str) -> dict[Figure, float]:
 
 
 def verdict(rows: Sequence[Row]) -> bool | None:
-    """None without a final one."""
+    """Returns the last final verdict on exactness, or None if there is none."""
     final = [row for row in rows if row["case"] == "verdict" and row["state"] == "final"]
     return final[-1].get("exact") if final else None
 

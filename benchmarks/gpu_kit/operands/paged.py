@@ -35,7 +35,7 @@ def paged(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> Paged:
-    """Of the model's heads, or others. Sequences share no block."""
+    """Returns a paged cache of the model's heads, or of given ones. Sequences share no block."""
     shapes = session.shapes
     width = -(-max(lens) // shapes.block_size)
     num_blocks = width * len(lens)
