@@ -53,7 +53,10 @@ def at_most(name: str, value: float, bar: float, unit: str) -> Bar:
 
 
 def ratio_columns(ratios: Iterable[float], digits: int = 3) -> Row:
-    """Of the rounds: the median, since the speed of the machine changes between them."""
+    """Returns the median, least and largest of the rounds' ratios.
+
+    Each ratio is of one round, since the speed of the machine changes between rounds.
+    """
     found = sorted(ratios)
     columns = {"ratio": statistics.median(found), "ratio_min": found[0], "ratio_max": found[-1]}
     return {name: round(value, digits) for name, value in columns.items()}

@@ -28,7 +28,7 @@ class FaultyCluster(Cluster):
         faults: StepFaults = NO_FAULTS,
         **others: Any,
     ) -> Process:
-        """`others`: of `start`."""
+        """Starts a worker with `faults`. `others` are further arguments of `start`."""
         module = ["-m", "benchmarks.adversity.worker", role]
         command = [*module, str(step_s), str(faults.after_s), str(faults.poison_seed), *MODEL]
         return self.start(role, process_id, command=command, **others)

@@ -72,8 +72,9 @@ class Run:
 
 @asynccontextmanager
 async def started(commands: Mapping[str, Sequence[str]] | None = None) -> AsyncIterator[Run]:
-    """What the first requests load is loaded. A step takes 10 ms, as on a GPU, so that 128 choices
-    are 12,800 tokens/s.
+    """Runs a cluster that has served its first requests.
+
+    A step takes 10 ms, as on a GPU, so that 128 choices are 12,800 tokens/s.
     """
     redis = RedisServer()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,17 @@
-"""How much smaller weights are in memory in their split form (kernels/split_weight.py), and the
-reasons for its design.
+"""The memory that weights save in their split form (kernels/split_weight.py), and reasons for its
+design.
 
     python -m benchmarks.compression.memory [--model DIR] [--rows 512]
 
-Layers have the shapes of Llama-3.1-8B, of which `--rows` rows are drawn: a row's weights follow a
+Layers have the shapes of Llama-3.1-8B, with `--rows` random rows: a row's weights follow a
 Student-t distribution of 4 or 8 degrees of freedom or a normal one, with a scale of 0.02 · e^(0.3
 z), z normal per row. Such exponents have an entropy of 2.6 to 2.8 bits, like trained ones. For a
-checkpoint (by default the demo model, cast to BF16) all rows of all matrices are split.
-`bound` is a byte plus the entropy of the exponents: the lower limit of codes of single exponents.
+checkpoint (by default the demo model, cast to BF16) all rows of all matrices are split. `bound` is
+a byte plus the entropy of the exponents: the lower limit of codes of single exponents.
 
-The variants are computed, not built: codes, exponents in the side table, two words of 32 bits for
-32 groups and a base for its rows. A three-bit code stores single exponents separately, 16 bits each
-with their position. For FP16: 11 bits and the code.
+The sizes of the variants are computed, not built: codes, exponents in the side table, two words of
+32 bits for 32 groups and a base for its rows. A three-bit code stores single exponents separately,
+16 bits each with their position. For FP16 a weight has 11 bits and the code.
 """
 
 from __future__ import annotations

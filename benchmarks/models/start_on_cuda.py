@@ -1,6 +1,7 @@
-"""What a CUDA worker's start costs besides reading, copying and compiling, at an 8B model's shapes.
+"""The cost of a CUDA worker's start besides reading, copying and compiling, in an 8B model's
+shapes.
 
-Without a GPU: tensors are on the CPU and a fake driver counts launches. Bars: at most one step
+It needs no GPU: tensors are on the CPU and a fake driver counts launches. Bars: at most one step
 runs, and Python of this project takes at most a second, in the CPU time of the loading thread: its
 second passes over the kernels' keys, when all are compiled. The step's own operators take seconds
 on a CPU and are not counted; its launches are.

@@ -1,5 +1,5 @@
-"""What the gateway's page costs: size, first paint, frames of a fast answer, and the gateway's CPU
-and the browser's longest task while a tab shows a fleet.
+"""The cost of the gateway's page: its size, first paint and frames of a fast answer, and the CPU
+time of gateway and browser while a tab shows a fleet.
 
     python -m benchmarks.page
 

@@ -89,7 +89,9 @@ def events_of(log: str, name: str) -> list[dict[str, Any]]:
 
 @dataclass
 class Cluster:
-    """`region`: of the services. `processes`: all that were started, also those that have ended."""
+    """A cluster of real processes. `region` is that of its services, `processes` includes ended
+    ones.
+    """
 
     folder: Path
     nats: NatsServer
@@ -108,8 +110,10 @@ class Cluster:
         environ: Mapping[str, str] = {},
         options: Mapping[str, object] = {},
     ) -> Process:
-        """`command`: python's arguments; by default that of a service. `nats_port`: of a relay.
-        Returns at once.
+        """Starts a service and returns at once.
+
+        `command` has python's arguments; by default those of a service. `nats_port` is the port of
+        a relay to NATS.
         """
         url = f"http://127.0.0.1:{free_port()}" if role == "gateway" else ""
         arguments = [*(command or _command(role))]
@@ -183,7 +187,7 @@ async def running(cluster: AnyCluster) -> AsyncIterator[AnyCluster]:
 
 
 def credentials(services: Mapping[str, CredentialRole]) -> list[tuple[CredentialRole, str]]:
-    """Of the services and of who measures them."""
+    """Returns the credentials of the services, of the client and of the operator."""
     roles = [(role, name) for name, role in services.items()]
     return [*roles, ("client", CLIENT), ("operator", OPERATOR_NAME)]
 
@@ -198,8 +202,11 @@ async def hearth(
     nats: NatsServer | None = None,
     commands: Mapping[str, Sequence[str]] | None = None,
 ) -> AsyncIterator[tuple[Target, Processes]]:
-    """`commands`: of services that are started in another way, by name. Stops `redis` and `nats`
-    in the end, also those that the caller started, to read and write records or for other peers.
+    """Runs services behind a gateway. Stops `redis` and `nats` at the end, also if the caller
+    started them.
+
+    A caller starts them to read and write records, or to share them with other peers. `commands`
+    has, by name, the commands of services that are started in another way.
     """
     nats = NatsServer(folder, credentials(services)) if nats is None else nats
     async with running(Cluster(folder, nats, redis or RedisServer())) as cluster:

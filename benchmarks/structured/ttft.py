@@ -1,7 +1,8 @@
-"""What a schema of 2 KB adds to the time to the first token: first seen, and seen before.
+"""The time that a schema of 2 KB adds to the first token: when first seen, and when seen before.
 
-One request at a time, by turns: free, with a schema that no process has seen, with one that all
-have. Medians of all rounds; the first token of a free answer and of `{` take the same step.
+Requests run one at a time, by turns: free, with a schema that no process has seen, with one that
+all have. Times are medians of all rounds; the first token of a free answer and of `{` take the same
+step.
 """
 
 from __future__ import annotations

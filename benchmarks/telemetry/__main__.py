@@ -1,11 +1,12 @@
-"""What traces cost the control plane: clusters without them, with 1 % and with all requests traced.
+"""The cost of traces for the control plane: clusters without them, with 1 % and with all requests
+traced.
 
     python -m benchmarks.telemetry
     python -m benchmarks.telemetry --duration-s 5 --rounds 1 --concurrency 16
 
-The clusters and clients of `benchmarks.control_plane`, whose workers' steps take no time. They are
-measured by turns, as two of them never run at once. Spans go over OTLP/HTTP to a collector that
-drops them; it shares the machine's cores.
+The clusters and clients are those of `benchmarks.control_plane`, whose workers' steps take no time.
+They are measured by turns, as two of them never run at once. Spans go over OTLP/HTTP to a collector
+that drops them; it shares the machine's cores.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def model_card(**fields: Any) -> ModelCard:
 
 
 def frame_header(payload_bytes: int, **fields: Any) -> FrameHeader:
-    """Of one token of one layer and head."""
+    """Returns the header of a frame with one token of one layer and head."""
     defaults = {
         "placement_id": b"p" * 16,
         "sequence_number": 0,

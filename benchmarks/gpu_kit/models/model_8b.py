@@ -64,7 +64,7 @@ def memory() -> dict[str, float]:
 
 
 class Measurement:
-    """`watch`: events on the device; None where there are none."""
+    """The measurement of one executor. Without a device it has no events of the device."""
 
     def __init__(self, session: Session, executor: LocalExecutor, mode: str) -> None:
         self._session, self._executor, self._mode = session, executor, mode

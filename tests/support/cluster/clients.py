@@ -93,7 +93,7 @@ class Exchange:
 
     @property
     def text_arrivals(self) -> list[float]:
-        """Of each event of a chat that has text."""
+        """The arrival time of each event of a chat that has text."""
         events = zip(self.events, self.arrivals, strict=True)
         return [at for event, at in events if TEXT in event and NO_TEXT not in event]
 

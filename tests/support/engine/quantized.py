@@ -19,7 +19,9 @@ FILE, CONFIG = "model.safetensors", "config.json"
 
 
 def packed_config(target: str = "Linear", *, group_size: int = 32, **more: Any) -> dict[str, Any]:
-    """`quantization_config` of weights of four bits. `more`: further options of the weights."""
+    """Returns the `quantization_config` of four-bit weights. `more` are further options of the
+    weights.
+    """
     weights = {
         "num_bits": 4,
         "type": "int",

@@ -92,7 +92,9 @@ def cluster_of(state_home: Path) -> tuple[Path, LocalClusterState] | None:
 def up(
     state_home: Path, *arguments: str, timeout_s: float = WAIT_S, **environ: str
 ) -> Iterator[LocalClusterState]:
-    """`hearth up` on a free port, until the block ends. Raises RuntimeError if it ends before."""
+    """Runs `hearth up` on a free port until the block ends. Raises RuntimeError if it ends
+    before.
+    """
     process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", *arguments, **environ)
     try:
         found = eventually(
