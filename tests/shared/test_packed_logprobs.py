@@ -37,7 +37,7 @@ def test_packed_logprobs_equal_a_list(
 
 
 def test_a_token_with_20_top_logprobs_takes_less_than_200_bytes() -> None:
-    num_tokens = 5000
+    num_tokens = 1000
     tracemalloc.start()
     packed = PackedLogprobs()
     try:

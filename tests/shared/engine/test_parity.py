@@ -63,7 +63,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 def test_greedy_tokens_equal_transformers(loaded: Loaded, shape: str) -> None:
     model, executor = loaded(shape)
     blocks = Blocks(executor.num_blocks)
-    for num_tokens in (1, 15, 16, 17, 1000):
+    for num_tokens in (1, 16, 17, 300):
         prompt, expected = margin_checked_prompt(model, num_tokens, executor.vocab_size, NUM_TOKENS)
         line = blocks.line(prompt, room=NUM_TOKENS)
         assert generate(executor, line, NUM_TOKENS) == expected, f"prompt of {num_tokens}"

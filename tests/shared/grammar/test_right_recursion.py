@@ -104,13 +104,13 @@ def test_accepts_the_same_texts(vocabulary: Vocabulary, source: str) -> None:
 
 
 def test_many_rules_take_little_time() -> None:
-    """Each of 3,000 rules ends in the one that ends in all of them: 117 s if all are solved."""
-    names = [f"x{number}" for number in range(3000)]
+    """Each of 1,000 rules ends in the one that ends in all of them: 13 s if all are solved."""
+    names = [f"x{number}" for number in range(1000)]
     source = "start: " + " | ".join(f'"{each}" {each}' for each in names)
     source += "".join(f'\n{each}: "a" start | "."' for each in names)
     began_s = time.thread_time()
     assert without_right_recursion(source) == source
-    assert time.thread_time() - began_s < 10
+    assert time.thread_time() - began_s < 3
 
 
 @pytest.mark.parametrize("source", KEPT)

@@ -163,7 +163,7 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
         yield client
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=steps)
 def test_redis_matches_the_python_counter(client: redis.Redis, steps: list[Any]) -> None:
     assert TIMED != APPLY_LUA

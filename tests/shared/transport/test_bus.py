@@ -358,7 +358,7 @@ async def test_failed_connect_raises_error_without_password(nats_server: NatsSer
     wrong = nats_server.url("gateway-1").replace(":test@", ":guess@")
     for url in (wrong, "nats://gateway-1:guess@127.0.0.1:1"):
         with pytest.raises(DependencyUnavailable) as raised:
-            await NatsBus.connect(url, process_id="gateway-1", timeout_s=1.0)
+            await NatsBus.connect(url, process_id="gateway-1", timeout_s=0.3)
         assert "guess" not in raised.value.message
         assert "cannot reach NATS" in raised.value.message
 

@@ -416,4 +416,4 @@ def listing(pool: BlockPool) -> dict[tuple[int, bytes], tuple[str, bytes, int]]:
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -332,4 +332,4 @@ class QuotaMachine(RuleBasedStateMachine):
 
 
 TestQuotaMachine = QuotaMachine.TestCase
-TestQuotaMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestQuotaMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

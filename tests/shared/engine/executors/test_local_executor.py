@@ -29,7 +29,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float32", pytest.param("float16", marks=pytest.mark.long)]
+)
 async def test_kv_moved_to_another_executor_gives_the_same_next_token(
     model_dir: Path, dtype: str
 ) -> None:

@@ -45,7 +45,7 @@ class PlannedMachine(EngineMachine):
 
 
 TestPlannedMachine = PlannedMachine.TestCase
-TestPlannedMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPlannedMachine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 class LongPlannedMachine(PlannedMachine):

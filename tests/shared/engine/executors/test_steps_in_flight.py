@@ -356,7 +356,7 @@ CASES = given(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @CASES
 def test_tokens_do_not_depend_on_the_steps_in_flight(**case: Any) -> None:
     check_case(**case)

@@ -77,7 +77,7 @@ TOKENS = st.lists(st.integers(1, 5), max_size=12)
 MARKS = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     max_tokens=st.integers(0, 4),
     opens=MARKS.map(tuple),

@@ -251,12 +251,12 @@ def test_tokens_and_revision_equal_those_of_load_executor(model_dir: Path) -> No
 def test_latents_are_served_like_keys_and_values(tmp_path: Path) -> None:
     """Steps compile kernels before the expansion of latents is packed."""
     FAMILIES["deepseek"].write(tmp_path)
-    assert_equal_to_load_executor(tmp_path)
+    assert_equal_to_load_executor(tmp_path, dtype="bfloat16")
 
 
-def assert_equal_to_load_executor(model_dir: Path) -> None:
-    found = load(model_dir, FakeDriver())
-    expected = load_executor(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
+def assert_equal_to_load_executor(model_dir: Path, dtype: str = "float32") -> None:
+    found = load(model_dir, FakeDriver(), dtype=dtype)
+    expected = load_executor(model_dir, dtype=dtype, kv_cache_bytes=1 << 20)
     assert found.revision == expected.revision
     new = [
         generate(each, Blocks(each.num_blocks).line(PROMPT, room=8), 8)

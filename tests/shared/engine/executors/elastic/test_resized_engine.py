@@ -73,9 +73,7 @@ class ResizedEngineMachine(EngineMachine):
 
 
 TestResizedEngineMachine = ResizedEngineMachine.TestCase
-TestResizedEngineMachine.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+TestResizedEngineMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_running_sequences_keep_their_tokens_while_the_cache_shrinks_and_grows() -> None:

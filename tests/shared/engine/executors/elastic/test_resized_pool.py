@@ -56,7 +56,7 @@ class ResizedPoolMachine(PoolMachine):
 
 
 TestResizedPoolMachine = ResizedPoolMachine.TestCase
-TestResizedPoolMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestResizedPoolMachine.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 def test_smaller_pool_evicts_the_cached_blocks_above() -> None:
