@@ -14,7 +14,7 @@ from tests.support.corpora.hostile_grammars import Hostile, hostile_grammars
 QUESTION = "What is the KV cache?"
 ANSWER_TIMEOUT_S = 30.0  # of a loaded machine; scripts measure the 1.5 s
 NUM_CLIENTS = 4
-FREE = {"max_tokens": 600, "ignore_eos": True}
+FREE = {"max_tokens": 200, "ignore_eos": True}
 PROCESSES = ("gateway-1", "prefill-1", "decode-1", "scheduler-1")
 
 
