@@ -13,9 +13,10 @@ MAX_BYTES = 4 << 20
 
 
 def read_given_file(path: Path, *, what: str) -> bytes:
-    """Reads a file that an operator names, which may be a pipe, up to MAX_BYTES.
+    """Reads a file that an operator names, up to MAX_BYTES. It may be a pipe; `-` is standard
+    input.
 
-    `what`: begins the errors, such as the option. `-`: standard input. Raises ConfigError.
+    `what` begins the error messages, such as the option's name. Raises ConfigError.
     """
     try:
         if str(path) == "-":

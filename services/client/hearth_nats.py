@@ -28,7 +28,9 @@ MAX_BODY_BYTES = 4 << 20  # the server closes the connection of a client that se
 
 
 class ApiError(Exception):
-    """The gateway's error. `status`: as over HTTP. `code`, `param`: of the error's body."""
+    """The gateway's error, with the `status` that it has over HTTP, and the `code` and `param` of
+    its body.
+    """
 
     def __init__(self, status: int, message: str, body: Any = None) -> None:
         super().__init__(f"{status}: {message}")

@@ -241,10 +241,10 @@ class EventCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountingConnection(_KeepAlive):
-    """Counts the events of a chunked response by their blank lines. Subclasses may count those of
-    another protocol.
+    """A connection that counts the events of a chunked response by their blank lines.
 
-    `parses`: decodes the JSON of every event, as an application's client does.
+    Subclasses may count the events of another protocol. If it `parses`, it decodes the JSON of
+    every event, as an application's client does.
     """
 
     def __init__(self, *, has_quickack: bool = True, parses: bool = False) -> None:

@@ -249,7 +249,7 @@ def percentiles(values: Sequence[float], name: str) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], p: int) -> float:
-    """Between the two nearest values; `p`: 1 to 99."""
+    """Returns the percentile `p`, 1 to 99, interpolated between the two nearest values."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[p - 1]

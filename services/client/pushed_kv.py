@@ -16,7 +16,9 @@ TIMEOUT_S = 5.0
 
 
 class PushedKv(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start of the worker. `push_s`: seconds with at least one frame in flight."""
+    """Counts since the start of the worker. `push_s` are the seconds with at least one frame in
+    flight.
+    """
 
     num_tokens: int
     num_bytes: int

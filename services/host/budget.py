@@ -30,10 +30,12 @@ class ModelKey(NamedTuple):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a model. `process_bytes` are those of a worker, beside weights and KV. `need`
-    counts tokens that its worker holds and that wait for it, or any other measure that is the same
-    for all models. `is_standby_wanted`: the model registry wants its process alive. `used_at`: when
-    it was last hot.
+    """The memory of a model.
+
+    `process_bytes` are those of a worker, besides weights and KV. `need` counts tokens that its
+    worker holds and that wait for it, or any other measure that is the same for all models. If
+    `is_standby_wanted`, the model registry wants its process alive. `used_at` is when it was last
+    hot.
     """
 
     key: ModelKey

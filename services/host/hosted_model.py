@@ -81,10 +81,12 @@ Action = StartAction | WakeAction | ParkAction | ResizeAction | StopAction | Kil
 
 @dataclass(slots=True)
 class HostedState:
-    """State of a model on this host. `kv_bytes` are those that its worker has or was given.
-    `is_wake_wanted` holds since `wanted_at`, until it is hot. `is_known`: it has been started once,
-    here or before. `is_final`: it is not tried again until its registry record changes.
-    `public_failure` is for clients, as in HostedModel.
+    """The state of a model on this host.
+
+    `kv_bytes` are those that its worker has or was given. `is_wake_wanted` holds since `wanted_at`,
+    until the model is hot. A model that `is_known` has been started once, here or before. One that
+    `is_final` is not tried again until its registry record changes. `public_failure` is for
+    clients, as in HostedModel.
     """
 
     memory: ModelMemory

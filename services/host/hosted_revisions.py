@@ -29,9 +29,11 @@ RETRY_S = 10.0
 
 @dataclass(eq=False)
 class HostedRevision:
-    """A revision of the registry on this host. `worker_id` and `pid` are those of its process; None
-    without one, which began at `started_at`. `is_admitted`: its worker has been checked. `search`
-    looks for its source, which may be a download.
+    """A revision of the registry on this host.
+
+    `worker_id` and `pid` are those of its process, which began at `started_at`, or None and 0
+    without one. If `is_admitted`, its worker has been checked. `search` looks for its source, which
+    may be a download.
     """
 
     key: ModelKey

@@ -145,7 +145,9 @@ class HostStates:
             self.devices[model.device].num_losses = 0
 
     def hot(self, key: ModelKey, now: float) -> None:
-        """The worker serves. Of a parking model: its worker has refused to park."""
+        """Records that the worker serves. A model that was parking is hot again: its worker refused
+        to park.
+        """
         if (model := self.find(key)) and model.state in ("starting", "waking", "parking"):
             hot_since = model.hot_since if model.state == "parking" else now
             model.enter("hot", now)
@@ -160,7 +162,7 @@ class HostStates:
             model.kv_bytes = max(kv_bytes, model.resized_to)
 
     def ended(self, key: ModelKey, reason: str, now: float, *, lost_device: bool = False) -> None:
-        """Records the end of a worker. `lost_device`: its device failed."""
+        """Records the end of a worker, and with `lost_device` the failure of its device."""
         model = self.find(key)
         if model is None or not model.has_process:
             return

@@ -185,11 +185,11 @@ class PrefixIndex:
         return Outcome.APPLIED
 
     def announce(self, worker_id: str, epoch: int, num_events: int) -> Outcome:
-        """Checks that the events announced by the previous heartbeat have arrived. Without this, a
-        loss of the last events would not be detected: a gap shows only with the events after it.
+        """Checks that the events announced by the previous heartbeat have arrived.
 
-        Two heartbeats of another epoch than that of the blocks: they were listed by a second
-        process of this id, which has left.
+        Without this, a loss of the last events would not be detected: a gap shows only with the
+        events after it. If two heartbeats have another epoch than the blocks, a second process of
+        this id, which has left, listed the blocks.
         """
         worker = self._workers.get(worker_id)
         if worker is None:

@@ -83,7 +83,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ModelWorkers:
-    """The live workers of one model; `handoff_overhead_s`: a handoff's cost beyond computing."""
+    """The live workers of one model, and the cost of a handoff besides computing,
+    `handoff_overhead_s`.
+    """
 
     decodes: WorkerTable
     prefills: WorkerTable

@@ -65,10 +65,11 @@ class RequestQueues:
     def enqueue(
         self, submit: SubmitRequest, now: float, *, context_tokens: int = 0
     ) -> QueuedRequest:
-        """Raises InvalidRequest, DeadlineExceeded, or Overloaded with a retry-after time.
+        """Queues a request. Raises InvalidRequest, DeadlineExceeded, or Overloaded with a
+        retry-after time.
 
-        `context_tokens`: the smallest of a live worker that holds the request. Replaces a held
-        request of the same id: its gateway has given up the earlier attempt.
+        `context_tokens` is the smallest context of a live worker that holds the request. The
+        request replaces a queued one of the same id, whose attempt the gateway has given up.
         """
         request = submit.request
         _validate(request)

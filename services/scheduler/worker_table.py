@@ -238,8 +238,10 @@ class WorkerTable:
         but: Collection[str],
         features: tuple[str, ...] = (),
     ) -> list[str]:
-        """Workers of other numerics, if one of these has a context of so many tokens and all
-        `features`; else none. `but`: workers that do not count.
+        """Returns the workers of other numerics, if a worker of these has the context and all
+        `features`.
+
+        Without such a worker the list is empty. Workers in `but` do not count as such.
         """
         is_equal = self.columns.codes[NUMERICS, : len(self)] == code_of(numerics)
         could = is_equal & self._allowed_with_context(num_context_tokens, regions, features)

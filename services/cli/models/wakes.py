@@ -41,9 +41,11 @@ async def _command(
 def chosen_models(
     models: Sequence[ModelView], name: str, revision: str | None, host: str | None
 ) -> list[ModelView]:
-    """Returns the models of one revision, in the order of `models`: the host first on which it
-    serves or can serve soonest. `revision` is its name, or the beginning of its digest. Raises
-    ConfigError if there is none, or several revisions.
+    """Returns the models of one revision, in the order of `models`: first the one on the host that
+    serves it or can serve it soonest.
+
+    `revision` is its name, or the beginning of its digest. Raises ConfigError if there is none, or
+    several revisions.
     """
     named = [each for each in models if each.name == name and host in (None, each.host_id)]
     found = [each for each in named if each.revision.startswith(revision or "")]

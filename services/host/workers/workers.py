@@ -56,8 +56,10 @@ OnEnd = Callable[[Worker, int, str], None]
 
 
 class _Template:
-    """A running template and the workers that were forked from it, by pid. `starting`: what it was
-    sent and has not forked yet, in order; a future that is done has no use for its worker.
+    """A running template and the workers that were forked from it, by pid.
+
+    `starting` holds, in order, the requests that it has not forked yet. A future that is done has
+    no use for its worker.
     """
 
     def __init__(self, process: Process) -> None:
@@ -98,8 +100,9 @@ class WorkerProcesses:
             self._background.start_own(self._run_templates())
 
     async def launch(self, config: WorkerConfig, *, log_name: str) -> Worker:
-        """Raises ConfigError if the process cannot be started. `log_name`: of the file to which all
-        workers of its model append.
+        """Starts a worker. All workers of a model append to the file `log_name`.log.
+
+        Raises ConfigError if the process cannot be started.
         """
         log_path = self._logs / f"{log_name}.log"
         spec = WorkerSpec(config=config, log_path=str(log_path))

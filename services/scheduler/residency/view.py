@@ -17,10 +17,11 @@ UNKNOWN_START_S = 10.0  # assumed start of a model that was never started
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A model on one device. `num_running`: requests that its worker runs. `is_under_way`: on its
-    way to another state, or asked to take it; `ready_at`: when it is expected to be hot, if it is
-    on its way there. `is_refused`: its host will not wake it for now. `is_avoided`: a wake has not
-    ended in time.
+    """A model on one device.
+
+    `num_running` counts the requests that its worker runs. If `is_under_way`, it is on its way to
+    another state, or asked to take it; if that state is hot, it is expected there at `ready_at`. If
+    `is_refused`, its host will not wake it for now. If `is_avoided`, a wake has not ended in time.
     """
 
     model: ModelId
@@ -60,7 +61,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device of a host. `is_waking`: one of its models is on its way to hot."""
+    """A device of a host. If `is_waking`, one of its models is on its way to hot."""
 
     host_id: str
     name: str
@@ -86,8 +87,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDemand:
-    """Requests of one model. `rate`: arrivals per second, decayed. `deadline_at`: the earliest of
-    the queued requests. `hosts`: those that may serve them; None: all.
+    """The requests of one model.
+
+    `rate` is in arrivals per second, decayed. `deadline_at` is the earliest of the queued requests.
+    `hosts` are those that may serve them; None means all.
     """
 
     rate: float = 0.0

@@ -63,7 +63,7 @@ class QueuedWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDemand:
-    """Busy workers by role; `queued_s`: the time that one worker needs for what waits here."""
+    """Busy workers by role, and the time that one worker needs for what waits here, `queued_s`."""
 
     prefill: float
     decode: float

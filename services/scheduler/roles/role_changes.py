@@ -69,7 +69,11 @@ class RoleChanges:
         return SchedulerLoad(demands=tuple(demands[: 2 * MAX_MODELS]))
 
     def decide(self, waiting: Iterable[QueuedRequest], now: float) -> list[RoleChange]:
-        """Call every few hundred milliseconds. Without automatic roles only the advice changes."""
+        """Returns the changes of roles to make. The caller repeats it every few hundred
+        milliseconds.
+
+        Without automatic roles only the advice changes.
+        """
         queues = _queues(waiting)
         models = self._rates.models()
         self._policies = {key: own for key, own in self._policies.items() if key in models}
