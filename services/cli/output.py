@@ -73,7 +73,7 @@ def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -
 
 
 def find_redis(redis_url: str | None) -> str:
-    """The given URL, else the local cluster's. Raises ConfigError."""
+    """Returns the given URL, else the local cluster's. Raises ConfigError."""
     if redis_url is None:
         _, state = running_cluster(clusters_dir())
         redis_url = state.redis_url

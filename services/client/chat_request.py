@@ -103,7 +103,7 @@ def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
 
 
 async def first_model(client: httpx.AsyncClient, name: str = "") -> ListedModel:
-    """The model `name`, else the first of those that the client may use."""
+    """Returns the model `name`, else the first of those that the client may use."""
     try:
         response = await client.get("/v1/models")
     except httpx.HTTPError as error:

@@ -70,8 +70,8 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 def kv_sizes(
     budget_bytes: int, resident: Iterable[ModelMemory], hot: Collection[ModelKey]
 ) -> dict[ModelKey, int]:
-    """The KV of every hot model: its floor, and its part of what the others leave. The sum with
-    all fixed bytes is at most the budget, unless the floors alone exceed it.
+    """Returns the KV of every hot model: its floor, and its part of what the others leave. The sum
+    with all fixed bytes is at most the budget, unless the floors alone exceed it.
     """
     models = list(resident)
     active = [each for each in models if each.key in hot]
@@ -130,8 +130,9 @@ def standby_starts(
     resident: Iterable[ModelMemory],
     hot: Collection[ModelKey],
 ) -> list[ModelKey]:
-    """The cold models whose processes fit beside all others, the most wanted one first. Room stays
-    for the largest floor of a model that is not hot: any of them can be woken by parking alone.
+    """Returns the cold models whose processes fit beside all others, the most wanted one
+    first. Room stays for the largest floor of a model that is not hot: any of them can be
+    woken by parking alone.
     """
     residents = list(resident)
     starts: list[ModelKey] = []
@@ -146,7 +147,7 @@ def standby_starts(
 
 
 def choose_device(free_bytes: Mapping[str, int]) -> str:
-    """The device with the most free memory."""
+    """Returns the device with the most free memory."""
     return max(sorted(free_bytes), key=lambda device: free_bytes[device])
 
 

@@ -119,7 +119,7 @@ class DeviceModels:
         return [each for each in self.models.values() if each.is_becoming_hot]
 
     def wanted(self) -> list[HostedState]:
-        """The wakes that wait, the next one first."""
+        """Returns the wakes that wait, the next one first."""
         waiting = [
             each
             for each in self.models.values()
@@ -214,7 +214,9 @@ class DeviceModels:
     # ── standby ──────────────────────────────────────────────────────────────────────────────────
 
     def next_standby(self, now: float) -> HostedState | None:
-        """The cold model that is started next, of those that fit in standby beside all others."""
+        """Returns the cold model that is started next, of those that fit in standby
+        beside all others.
+        """
         if now < self.lost_until:
             return None
         cold = [each.memory for each in self.models.values() if each.is_startable(now)]

@@ -16,8 +16,8 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def budgets_of(texts: Iterable[str]) -> dict[str, int]:
-    """Bytes by device; without texts the default. Takes seconds with CUDA devices. Raises
-    ConfigError for a device that this machine lacks, or more than its memory.
+    """Returns the bytes by device; without texts the default. Takes seconds with CUDA devices.
+    Raises ConfigError for a device that this machine lacks, or more than its memory.
     """
     given = device_budgets(texts)
     if not given:

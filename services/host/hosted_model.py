@@ -178,7 +178,9 @@ class HostedState:
             self.is_wake_wanted, self.wanted_at = True, now
 
     def limit_s(self) -> float:
-        """Limit of its state, before its worker is given up; inf for one that may last."""
+        """Returns the limit of its state, before its worker is given up; inf for one that may
+        last.
+        """
         if self.state == "starting":
             limit = LIMIT_FACTOR * self.start_s if self.is_known else FIRST_START_LIMIT_S
         elif self.state in ("waking", "parking"):

@@ -34,7 +34,8 @@ def match_groups(
 
 
 def _unions(masks: list[int], firsts: list[int]) -> Iterator[int]:
-    """The union of masks[firsts[n] : n] for each n; `firsts` never decrease. In linear time.
+    """Returns the union of masks[firsts[n] : n] for each n; `firsts` never decrease.
+    In linear time.
 
     A queue as two stacks: `older` holds the unions from each of its masks to its end.
     """

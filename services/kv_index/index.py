@@ -402,7 +402,9 @@ class PrefixIndex:
 
 
 def _num_blocks(events: KvEvents) -> int:
-    """The number of named blocks, plus one per event, as an event without blocks takes memory."""
+    """Returns the number of named blocks, plus one per event, as an event without
+    blocks takes memory.
+    """
     return sum(
         1 if isinstance(each, BlocksCleared) else 1 + len(each.block_hashes) // BLOCK_HASH_BYTES
         for each in events.events

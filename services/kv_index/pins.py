@@ -55,7 +55,7 @@ class Pins:
         self._expected = {key: pin for key, pin in self._expected.items() if key[0] in digests}
 
     def expected(self, cards: Iterable[ModelCard]) -> dict[bytes, ExpectedPin]:
-        """All pins for workers with any of these cards, by the hash of the last block."""
+        """Returns all pins for workers with any of these cards, by the hash of the last block."""
         found = {}
         for card in cards:
             for digest, prefix in self._prefixes.items():
@@ -65,7 +65,9 @@ class Pins:
         return found
 
     def expected_of(self, card: ModelCard, region: str) -> dict[bytes, ExpectedPin]:
-        """The pins for a worker with this card, in this region, by the hash of the last block."""
+        """Returns the pins for a worker with this card, in this region, by the hash of
+        the last block.
+        """
         return {
             tip_hash: pin
             for tip_hash, pin in self.expected([card]).items()

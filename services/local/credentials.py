@@ -76,7 +76,7 @@ def nats_config(credentials: Sequence[Credential], *, host: str, port: int) -> s
 
 
 def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: int) -> str:
-    """A configuration without secrets: each password is `$HEARTH_<PROCESS_ID>_PASSWORD`.
+    """Returns a configuration without secrets: each password is `$HEARTH_<PROCESS_ID>_PASSWORD`.
 
     nats-server reads unquoted variables from its environment.
     """
@@ -94,8 +94,8 @@ def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: 
 def nats_config_with_nkeys(
     named: Sequence[Credential], seeds: Path, *, host: str, port: int
 ) -> str:
-    """A configuration without secrets: each user by the public key of `seeds`/NAME.nk, which is
-    created if it is missing. Raises ConfigError.
+    """Returns a configuration without secrets: each user by the public key of `seeds`/NAME.nk,
+    which is created if it is missing. Raises ConfigError.
     """
     users = [
         NkeyUser(each.role, each.process_id, _key(seeds / f"{each.process_id}.nk"), each.region)

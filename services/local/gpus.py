@@ -19,7 +19,7 @@ _CAPABILITY = 75, 76  # attributes of CUdevice_attribute: major and minor
 
 
 def count_gpus(driver_name: str = _DRIVER) -> int:
-    """The device count of torch, with CUDA_VISIBLE_DEVICES applied; 0 without a driver.
+    """Returns the device count of torch, with CUDA_VISIBLE_DEVICES applied; 0 without a driver.
 
     A child process imports torch, which takes seconds, and only if the driver has devices. The
     driver's count is not enough, as torch may be built without CUDA.
@@ -80,7 +80,7 @@ def _answer(question: str) -> str:
 
 
 def free_gpu_bytes(driver_name: str = _DRIVER) -> list[int]:
-    """The free memory of each device that torch shows; empty without one."""
+    """Returns the free memory of each device that torch shows; empty without one."""
     if not _count_by_driver(driver_name):
         return []
     return [int(each) for each in _answer(_FREE).split()]

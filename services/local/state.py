@@ -141,7 +141,7 @@ def _read(directory: Path) -> LocalClusterState:
 
 
 def running_cluster(parent: Path) -> tuple[Path, LocalClusterState]:
-    """The running cluster that started last. Raises ConfigError if there is none."""
+    """Returns the running cluster that started last. Raises ConfigError if there is none."""
     for directory in _by_age(parent):
         if _is_running(directory) and (directory / _CLUSTER).exists():  # else it is still starting
             return directory, _read(directory)
@@ -165,7 +165,9 @@ def _is_running(directory: Path) -> bool:
 
 
 def _locked(directory: Path) -> IO[str] | None:
-    """The lock, or None if another process holds it; the kernel frees a dead process's lock."""
+    """Returns the lock, or None if another process holds it; the kernel frees a dead
+    process's lock.
+    """
     try:
         file = (directory / _LOCK).open("a")
     except OSError:

@@ -170,8 +170,8 @@ class Backlog:
             del self._shares[ticket.tenant_id]
 
     def wait_s(self, ticket: QueuedRequest) -> float:
-        """Seconds until the ticket's turn: its tenant's queued tokens at the tenant's share of the
-        rate; 0 if the rate is unknown.
+        """Returns the seconds until the ticket's turn: its tenant's queued tokens at the tenant's
+        share of the rate; 0 if the rate is unknown.
         """
         rate, share = self.rate.per_s(), self._shares.get(ticket.tenant_id)
         if not rate or share is None:
@@ -180,7 +180,9 @@ class Backlog:
         return min(self.usage.num_tokens, shared) / rate
 
     def retry_after_s(self) -> float:
-        """Seconds until about half of the held tokens are placed, at the recent rate."""
+        """Returns the seconds until about half of the held tokens are placed, at the recent
+        rate.
+        """
         rate = self.rate.per_s()
         if not rate:
             return 1.0 if self.usage.num_requests else MIN_RETRY_S

@@ -59,7 +59,7 @@ class Candidates:
         return self._has_worker(ticket, 0, self._starts.excluded(ticket, now))
 
     def error(self, ticket: QueuedRequest, now: float) -> NoCapacity:
-        """The error of a request without a worker."""
+        """Returns the error of a request without a worker."""
         if not self.is_too_long(ticket, now):
             has_capable = self._has_worker(ticket, 0, excluded=())
             return _unserved(ticket.request, has_capable=has_capable)

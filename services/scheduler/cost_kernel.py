@@ -132,10 +132,10 @@ def nearest_prefills(
     first_row: int,
     num: int,
 ) -> Any:
-    """The `num` best prefill workers for a decode worker that lacks `num_missing_tokens`.
+    """Returns the `num` best prefill workers for a decode worker that lacks `num_missing_tokens`.
 
-    Returns rows and seconds, best first, padded with -1 and infinity. Workers of equal cost come
-    in row order, starting at `first_row` and wrapping around.
+    Returns rows and seconds, best first, padded with -1 and infinity. Workers of equal cost come in
+    row order, starting at `first_row` and wrapping around.
     """
     return _loops.nearest_prefills(prefills, terms, format_code, num_missing_tokens, first_row, num)
 

@@ -95,16 +95,16 @@ class DecodeStarts:
         return placement_id
 
     def excluded(self, ticket: QueuedRequest, now: float) -> set[str]:
-        """The gateway's exclusions, workers that the request does not fit, and those that are
-        closed because they do not reply. A request that waits too long for one that replies tries
-        none that has just been silent.
+        """Returns the gateway's exclusions, workers that the request does not fit, and those that
+        are closed because they do not reply. A request that waits too long for one that replies
+        tries none that has just been silent.
         """
         silent, since = self._silent_workers, ticket.silent_since
         is_late = since is not None and now - since >= SILENT_GRACE_S
         return (silent.silent() if is_late else silent.closed(now)).union(ticket.excluded_workers)
 
     def closed(self, now: float) -> set[str]:
-        """Workers that get no request because they do not reply."""
+        """Returns the workers that get no request because they do not reply."""
         return self._silent_workers.closed(now)
 
     def lost(self, worker_id: str) -> None:

@@ -82,7 +82,9 @@ class _Class(Generic[Q]):
     waits_since: float = 0.0  # when it was served last, or became non-empty
 
     def due(self, present: float, now: float) -> float:
-        """The virtual time after ageing: waiting shrinks its distance to the present to 0."""
+        """Returns the virtual time after ageing: waiting shrinks its distance to the present to
+        0.
+        """
         patience = max(0.0, 1.0 - (now - self.waits_since) / AGEING_S)
         return min(self.virtual, present + (self.virtual - present) * patience)
 

@@ -104,7 +104,9 @@ class WorkerFleet:
         return None if known is None else known.worker.num_running + known.worker.num_waiting
 
     def serving(self, model: ModelKey) -> ModelWorkers:
-        """Live workers that serve the model and accept requests, with their estimated load."""
+        """Returns live workers that serve the model and accept requests, with their estimated
+        load.
+        """
         workers = self._models.get(model)
         if workers is None:
             return ModelWorkers(WorkerTable(), WorkerTable(), 0.0)
@@ -132,8 +134,9 @@ class WorkerFleet:
     def numerics_mismatches(
         self, queue: QueueKey, needs: RequestSize, excluded: Collection[str]
     ) -> list[str]:
-        """Decode workers that must not resume the request: of other numerics than its output, while
-        a worker of equal ones lives that has the features and the context for the request.
+        """Returns decode workers that must not resume the request: of other numerics than
+        its output, while a worker of equal ones lives that has the features and the context
+        for the request.
         """
         workers = self._models.get(queue.served)
         if workers is None or queue.numerics is None:

@@ -208,7 +208,9 @@ class Decision:
         return len(formats) > 0 and self._decodes.columns.codes[FORMAT, row] not in formats
 
     def _candidates(self, row: int, num_uncached: float) -> list[int]:
-        """Rows of prefill workers for a row of decode, best first; ties in random order."""
+        """Returns the rows of prefill workers for a row of decode, best first; ties
+        in random order.
+        """
         format_code, turn = (
             self._decodes.columns.codes[FORMAT, row],
             self._random_below(len(self._prefills)),

@@ -31,13 +31,15 @@ MAX_QUEUES = 16  # includes queues without requests, which retain their service 
 
 
 def request_tokens(request: Request) -> int:
-    """The maximum cost of a request: its prompt tokens and all tokens that it may generate."""
+    """Returns the maximum cost of a request: its prompt tokens and all tokens that it may
+    generate.
+    """
     num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
     return num_prompt_tokens + request.sampling.max_tokens * len(request.choices)
 
 
 def num_context_tokens(request: Request) -> int:
-    """The tokens of the longest choice at its end whose KV is needed: all but the last."""
+    """Returns the tokens of the longest choice at its end whose KV is needed: all but the last."""
     num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
     return num_prompt_tokens + request.sampling.max_tokens - 1
 
@@ -153,12 +155,12 @@ class RequestQueues:
         return tickets
 
     def must_not_wait(self, queue: QueueKey) -> list[QueuedRequest]:
-        """The requests that wait in this queue, and are rejected instead."""
+        """Returns the requests that wait in this queue, and are rejected instead."""
         held = self._unqueueable.values()
         return [each for each in held if each.queue == queue and not each.is_placing]
 
     def busy(self, queue: QueueKey) -> Overloaded:
-        """The error of a request that must not wait, and for which no worker has room."""
+        """Returns the error of a request that must not wait, and for which no worker has room."""
         backlog = self._backlogs[queue]
         message = "no worker has room for this request now"
         return Overloaded(message, retry_after_s=backlog.retry_after_s())

@@ -319,7 +319,9 @@ class SchedulerService:
             self._fail(ticket, error)
 
     async def _match(self, request: Request) -> Mapping[str, int]:
-        """Cached blocks per worker; empty if the index does not reply, which costs only time."""
+        """Returns the cached blocks per worker; empty if the index does not reply, which
+        costs only time.
+        """
         if not request.block_hashes:
             return {}
         question = MatchPrefix(

@@ -101,7 +101,7 @@ class LeastSquares:
         return min((each for each in candidates if min(each) >= 0.0), key=self._loss)
 
     def _loss(self, coefficients: Triple) -> float:
-        """Half the sum of squared errors, less a constant."""
+        """Returns half the sum of squared errors, less a constant."""
         a, b, c = coefficients
         (xx, xy, xz, yy, yz, zz), (p, q, r) = self._normal_equations()
         squares = xx * a * a + yy * b * b + zz * c * c

@@ -86,7 +86,9 @@ class WorkerRow:
 
 @lru_cache(maxsize=65_536)
 def code_of(name: str) -> int:
-    """A 64-bit hash of a worker, region, KV format or numerics; the same in every process."""
+    """Returns a 64-bit hash of a worker, region, KV format or numerics; the same in every
+    process.
+    """
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -114,7 +116,7 @@ class WorkerTable:
         return self._row_of.get(worker_id)
 
     def rows_of(self, worker_ids: Collection[str]) -> NDArray[np.int64]:
-        """Rows of the workers in this table; ignores unknown ids."""
+        """Returns the rows of the workers in this table; ignores unknown ids."""
         if not worker_ids:
             return _NO_ROWS
         rows = [self._row_of[each] for each in worker_ids if each in self._row_of]
@@ -127,7 +129,7 @@ class WorkerTable:
         allowed_regions: Collection[str],
         features: tuple[str, ...] = (),
     ) -> RoleWorkers:
-        """The table with the cached tokens of each holder, at most `max_cached_tokens`."""
+        """Returns the table with the cached tokens of each holder, at most `max_cached_tokens`."""
         is_allowed = self.allowed(allowed_regions, features)
         row_of = self._row_of
         held = {row_of[name]: num for name, num in num_cached_blocks.items() if name in row_of}
@@ -189,7 +191,9 @@ class WorkerTable:
         self._use(last)
 
     def allowed(self, regions: Collection[str], features: tuple[str, ...]) -> NDArray[np.bool_]:
-        """Mask of the rows in `regions` with all `features`; empty if neither limits the rows."""
+        """Returns the mask of the rows in `regions` with all `features`; empty if neither
+        limits the rows.
+        """
         if not features:
             return self.in_regions(regions) if regions else _EVERYONE
         is_capable = self._having(features)
@@ -206,7 +210,7 @@ class WorkerTable:
         return mask
 
     def in_regions(self, regions: Collection[str]) -> NDArray[np.bool_]:
-        """Mask of the rows in `regions`; a worker without a region never matches."""
+        """Returns the mask of the rows in `regions`; a worker without a region never matches."""
         return np.isin(self.region_codes, [code_of(each) for each in regions if each])
 
     def has_any(

@@ -118,7 +118,7 @@ async def receive_kv(
 
 
 def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
-    """The configured one. Warns of an open data plane off loopback."""
+    """Returns the configured one. Warns of an open data plane off loopback."""
     security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
     if security == "none" and not config.is_on_loopback:
         log.warning("kv_data_plane_unprotected", listens_on=config.data_plane_host)
@@ -126,8 +126,8 @@ def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
 
 
 def _advertised_host(config: WorkerConfig) -> str | None:
-    """The host's own name where KV is received on all interfaces: replicas differ in nothing else.
-    None: the listen address.
+    """Returns the host's own name where KV is received on all interfaces: replicas differ in
+    nothing else. None: the listen address.
     """
     if config.data_plane_advertised_host or config.data_plane_host not in ("0.0.0.0", "::"):
         return config.data_plane_advertised_host or None

@@ -126,7 +126,7 @@ class TerminalChat:
         return await stream_chat(client, self._model, messages, clock, printer, **self._options)
 
     def _run(self, call: RequestedCall) -> dict[str, str]:
-        """The message with the result of a call."""
+        """Returns the message with the result of a call."""
         tool = self._tools.get(call.name)
         result = f"error: no tool {call.name}" if tool is None else tool.result(call.arguments)
         line = f"{call.name}({call.arguments}) -> {result}"

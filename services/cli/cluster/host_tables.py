@@ -20,7 +20,7 @@ STYLES = {"ready": "green", "hot": "green", "standby": "cyan", "failed": "red", 
 
 
 def table_of_hosts(hosts: Sequence[HostView]) -> Table:
-    """A row for each device."""
+    """Returns a row for each device."""
     table = Table(*HOST_COLUMNS, box=None, header_style="bold", pad_edge=False)
     _align_right(table, "used", "budget")
     for host in hosts:
@@ -58,7 +58,7 @@ def short_digest(revision: str) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes in binary units, in three digits; - for 0."""
+    """Returns the bytes in binary units, in three digits; - for 0."""
     if num_bytes == 0:
         return "-"
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -180,10 +180,11 @@ def service_command(
     *,
     has_role_option: bool = False,
 ) -> Callable[..., None]:
-    """A typer command that builds a `config_type`, checks all its fields and calls `run(config)`.
+    """Returns a typer command that builds a `config_type`, checks all its fields and
+    calls `run(config)`.
 
-    With `has_role_option` it calls `run(config, is_both)`. The process exits with the status that
-    `run` returns.
+    With `has_role_option` it calls `run(config, is_both)`. The process exits with the status
+    that `run` returns.
     """
 
     def command(**options: Any) -> None:

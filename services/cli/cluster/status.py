@@ -172,8 +172,8 @@ def print_json(view: FleetView) -> None:
 
 
 def tables(view: FleetView, *, is_connected: bool = True) -> Group:
-    """The workers, below them all other processes, what schedulers advise, and the hosts with their
-    models, if any.
+    """Returns the workers, below them all other processes, what schedulers advise, and the hosts
+    with their models, if any.
     """
     rows, hosts = view.rows(), view.hosts()
     workers = _table_of_workers([row for row in rows if row.is_worker])
@@ -241,7 +241,7 @@ def _service_cells(row: ProcessView) -> list[str | Text]:
 
 
 def _index(row: ProcessView) -> Text:
-    """The number of indexed blocks, and whether the index is exact."""
+    """Returns the number of indexed blocks, and whether the index is exact."""
     if row.index_state is None or row.is_lost:
         return Text()
     style = "" if row.index_state == "exact" else "yellow"

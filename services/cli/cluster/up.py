@@ -152,7 +152,7 @@ def _show_gateway(cluster: LocalCluster, console: Console) -> None:
 
 
 def _examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
-    """One request for each API, with its title."""
+    """Returns one request for each API, with its title."""
     chat = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
     yield "OpenAI's API:", _curl(cluster, "/v1/chat/completions", chat)
     run = f"/client/v4/accounts/{cluster.tenant_id}/ai/run/{cluster.model_name}"

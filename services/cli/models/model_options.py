@@ -22,7 +22,7 @@ def settings_of(
     standby: int | None,
     priority: int | None,
 ) -> dict[str, Any]:
-    """The given ones, as fields of a RegisteredModel. Raises ConfigError."""
+    """Returns the given ones, as fields of a RegisteredModel. Raises ConfigError."""
     given: dict[str, Any] = {}
     if tenants:
         given["tenants"] = _tenants(tenants)
@@ -38,7 +38,8 @@ def settings_of(
 
 
 def checked_source(text: str) -> tuple[str, str]:
-    """The source as the model registry stores it, paths absolute, and a note if hosts may lack it.
+    """Returns the source as the model registry stores it, paths absolute, and a note if
+    hosts may lack it.
 
     Raises ConfigError for a path that this machine has, but not as a checkpoint.
     """

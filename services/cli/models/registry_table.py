@@ -144,7 +144,7 @@ def _revision_row(
 
 
 def table_of_registry(registry: RegistryView) -> Table:
-    """A row for each revision; the model's settings in the first one."""
+    """Returns a row for each revision; the model's settings in the first one."""
     columns = (*COLUMNS, "state") if registry.live else COLUMNS
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for name in registry.models:

@@ -16,7 +16,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def worker_id_of(worker_nats_url: str, model: str, suffix: str) -> str:
-    """The workers' credential, and an instance that names the model."""
+    """Returns the workers' credential, and an instance that names the model."""
     name = _NOT_IN_NAMES.sub("-", model)[:MAX_NAME]
     return f"{user_of(worker_nats_url) or 'worker'}.{name}-{suffix}"
 

@@ -161,7 +161,9 @@ class _Decision:
         return is_used or demand.expected_rate(self._now) >= BUSY_RATE
 
     def _cost(self, resident: Resident) -> float:
-        """Expected seconds of waking per second of being parked, weighted by priority."""
+        """Returns the expected seconds of waking per second of being parked, weighted by
+        priority.
+        """
         if self._num_hot(resident.model) > 1:
             return 0.0
         return self._value(resident)

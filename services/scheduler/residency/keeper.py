@@ -86,7 +86,7 @@ class ResidencyKeeper:
         return bool(len(self._hosts) and self._serving(ticket))
 
     def rejection(self, ticket: QueuedRequest, now: float) -> NoCapacity:
-        """The error of a ticket that must not wait; its model is woken for later ones."""
+        """Returns the error of a ticket that must not wait; its model is woken for later ones."""
         self._wanted[model_of(ticket)] = now + WANTED_S
         wait_s = self._orders.ready_at(model_of(ticket)) - now
         return _not_hot(ticket, wait_s if 0 < wait_s < WANTED_S else RETRY_AFTER_S)
@@ -106,7 +106,7 @@ class ResidencyKeeper:
         return NoCapacity(refusal.message, retry_after_s=retry_after_s)
 
     def failure(self, ticket: QueuedRequest) -> NoCapacity | None:
-        """The error of a ticket whose model no host could load."""
+        """Returns the error of a ticket whose model no host could load."""
         failure = self._hosts.failure(ticket.queue)
         if not failure:
             return None

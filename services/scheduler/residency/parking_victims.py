@@ -8,7 +8,8 @@ from services.scheduler.residency.view import Device, Resident
 
 
 def missing_bytes(device: Device, target: Resident) -> int:
-    """Bytes that parking must free before `target` can be woken; at most 0 if it needs none.
+    """Returns the bytes that parking must free before `target` can be woken; at most 0
+    if it needs none.
 
     For a cold model the host may also stop models in standby, whose weights return. Cold models of
     unknown size need nothing here: their host decides.
@@ -20,15 +21,17 @@ def missing_bytes(device: Device, target: Resident) -> int:
 
 
 def freed_bytes(parked: Resident, target: Resident) -> int:
-    """Bytes that parking a model frees for `target`, beyond what its cache has above its floor."""
+    """Returns the bytes that parking a model frees for `target`, beyond what its cache has
+    above its floor.
+    """
     return parked.kv_floor_bytes + (parked.weights_bytes if target.is_cold else 0)
 
 
 def chosen_victims(
     device: Device, target: Resident, candidates: Iterable[Resident]
 ) -> list[Resident] | None:
-    """The first candidates that free enough, without those that the others make unnecessary; None
-    if all of them do not free enough.
+    """Returns the first candidates that free enough, without those that the others make
+    unnecessary; None if all of them do not free enough.
     """
     missing, chosen = missing_bytes(device, target), list[Resident]()
     for each in candidates:

@@ -105,7 +105,7 @@ class ModelDemand:
         return self.hosts is None or device.host_id in self.hosts
 
     def expected_rate(self, now: float) -> float:
-        """The rate, unless the model has been unused for longer than that explains."""
+        """Returns the rate, unless the model has been unused for longer than that explains."""
         idle_s = now - self.last_used_at
         return min(self.rate, USUAL_GAPS / idle_s) if idle_s > 0 else self.rate
 

@@ -135,7 +135,7 @@ class Orders:
         return min(found, default=inf)
 
     def refusal(self, model: ModelId, hosts: frozenset[str]) -> RefusedWake | None:
-        """The earliest refusal to end, if all of `hosts` refuse the model."""
+        """Returns the earliest refusal to end, if all of `hosts` refuse the model."""
         found = [self._refused.get((host_id, model)) for host_id in hosts]
         refusals = [each for each in found if each is not None]
         if not refusals or len(refusals) < len(hosts):

@@ -64,7 +64,7 @@ class RoleChanges:
         self._rates.lost(worker_id)
 
     def load(self) -> SchedulerLoad:
-        """The demands of the last decision."""
+        """Returns the demands of the last decision."""
         demands = [each for name in sorted(self._demands) for each in self._demands[name]]
         return SchedulerLoad(demands=tuple(demands[: 2 * MAX_MODELS]))
 
