@@ -31,7 +31,9 @@ PUBLIC_TENANT_ID = ""  # owner of the blocks of public prefixes; no tenant has t
 
 
 def root_key(cluster_secret: str) -> bytes:
-    """The key of all roots; without a secret it is empty, and any process can compute any root."""
+    """Returns the key of all roots; without a secret it is empty, and any process can
+    compute any root.
+    """
     if not cluster_secret:
         return b""
     return blake2b(cluster_secret.encode(), digest_size=32, person=b"hearth-kv-root").digest()
@@ -45,17 +47,19 @@ def root_hash(
     adapter: str = "",
     key: bytes = b"",
 ) -> bytes:
-    """The root of a tenant's hash chains. Fields are length-prefixed, so no two inputs collide."""
+    """Returns the root of a tenant's hash chains. Fields are length-prefixed, so no two
+    inputs collide.
+    """
     return _digest(key, b"hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
 
 
 def public_root(name: str, weights_digest: str, *, adapter: str = "", key: bytes = b"") -> bytes:
-    """The root of a public prefix's hash chain; no tenant name and salt can produce it."""
+    """Returns the root of a public prefix's hash chain; no tenant name and salt can produce it."""
     return _digest(key, b"hearth-kv-public-v1", name, weights_digest, adapter)
 
 
 def root_after_public(tenant_root: bytes, last_public_hash: bytes) -> bytes:
-    """The parent hash of a tenant's first block after a public prefix."""
+    """Returns the parent hash of a tenant's first block after a public prefix."""
     return blake2b(
         b"hearth-kv-after-v1" + tenant_root + last_public_hash, digest_size=BLOCK_HASH_BYTES
     ).digest()

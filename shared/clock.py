@@ -12,7 +12,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds since an arbitrary start; never decreases."""
+        """Returns the seconds since an arbitrary start; never decreases."""
         ...
 
     async def sleep(self, delay_s: float) -> None: ...

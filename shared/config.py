@@ -288,8 +288,8 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
 
 
 def device_budgets(texts: Iterable[str]) -> dict[str, int | None]:
-    """Bytes by device, of texts such as `cpu=12GiB`; None, of `cpu` alone: the default of the
-    device. Raises ConfigError.
+    """Returns the bytes by device, of texts such as `cpu=12GiB`; None, of `cpu` alone: the default
+    of the device. Raises ConfigError.
     """
     budgets: dict[str, int | None] = {}
     for text in texts:

@@ -111,7 +111,9 @@ class KvShard(msgspec.Struct, frozen=True):
         return KvShard.of(_crossing(self.layers, other.layers), _crossing(self.heads, other.heads))
 
     def relative_to(self, outer: KvShard) -> KvShard:
-        """The same range, counted from the first layer and head of `outer`, which contains it."""
+        """Returns the same range, counted from the first layer and head of `outer`,
+        which contains it.
+        """
         return KvShard(
             self.first_layer - outer.first_layer,
             self.num_layers,
@@ -215,12 +217,12 @@ class KvLayout(msgspec.Struct, frozen=True):
         return len(self.groups[group].layers) * self._row_bytes
 
     def growing_bytes_per_token(self) -> int:
-        """Bytes of one token in the layers that see all keys."""
+        """Returns the bytes of one token in the layers that see all keys."""
         growing = (group for group in self.groups if group.state.reach is None)
         return sum(len(group.layers) for group in growing) * self._row_bytes
 
     def bounded_bytes(self) -> int:
-        """Bytes of one sequence, at most, in the layers that see only its last keys."""
+        """Returns the bytes of one sequence, at most, in the layers that see only its last keys."""
         return self._row_bytes * sum(
             len(group.layers) * group.state.reach.tokens
             for group in self.groups
@@ -237,13 +239,13 @@ class KvLayout(msgspec.Struct, frozen=True):
 
 
 def first_seen(reach: Reach, position: int) -> int:
-    """The first key that `position` sees."""
+    """Returns the first key that `position` sees."""
     return 0 if reach is None else reach.first_seen(position)
 
 
 def first_sent(reach: Reach, num_tokens: int, hash_tokens: int) -> int:
-    """The first token whose KV continues a prefix of `num_tokens`, from its last full hash unit on,
-    so that the prefix is found again. In full hash units.
+    """Returns the first token whose KV continues a prefix of `num_tokens`, from its last full hash
+    unit on, so that the prefix is found again. In full hash units.
     """
     position = num_tokens // hash_tokens * hash_tokens
     return first_seen(reach, position) // hash_tokens * hash_tokens

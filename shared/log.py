@@ -79,7 +79,7 @@ def _line_of(line: str) -> bytes:
 def _rendered(
     chain: tuple[structlog.typing.Processor, ...], logger: Any, method: str, event: Any
 ) -> Any:
-    """The line. A value that cannot be rendered costs its line, not its caller."""
+    """Returns the line. A value that cannot be rendered costs its line, not its caller."""
     name = event.get("event")
     try:
         for processor in chain:

@@ -52,18 +52,18 @@ def nats_servers(text: str) -> NatsServers:
 
 
 def user_of(text: str) -> str | None:
-    """The user name, which is the process id; None without one."""
+    """Returns the user name, which is the process id; None without one."""
     names = (each.username for each in _split(text))
     return next((name for name in names if name), None)
 
 
 def api_user(user: str) -> str:
-    """A gateway's user among the API clients. No credential has a name with a dot."""
+    """Returns a gateway's user among the API clients. No credential has a name with a dot."""
     return f"{user}.api"
 
 
 def without_password(text: str) -> str:
-    """The URLs without credentials, for logs and errors."""
+    """Returns the URLs without credentials, for logs and errors."""
     return ",".join(
         urlunsplit((each.scheme, _host_and_port(each), each.path, "", "")) for each in _split(text)
     )

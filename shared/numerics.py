@@ -77,7 +77,7 @@ class Numerics(msgspec.Struct, frozen=True, array_like=True):
 
 
 def exchange_of(activations: str) -> Literal["fp32", "bf16"]:
-    """The form in which ranks send sums of lanes. Raises ConfigError."""
+    """Returns the form in which ranks send sums of lanes. Raises ConfigError."""
     if activations not in ACTIVATIONS:
         names = " or ".join(ACTIVATIONS)
         raise ConfigError(f"activations {activations!r} is not {names}", param="activations")

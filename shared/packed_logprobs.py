@@ -19,7 +19,7 @@ MAX_LOGPROB_BYTES = 64 * 1024 * 1024  # packed logprobs of one request
 
 
 def packed_bytes(sampling: SamplingParams, num_choices: int) -> int:
-    """Upper bound of a request's packed output logprobs; 0 if it requests none."""
+    """Returns the upper bound of a request's packed output logprobs; 0 if it requests none."""
     if sampling.num_logprobs is None:
         return 0
     per_token = POSITION_BYTES + sampling.num_logprobs * VALUE_BYTES

@@ -77,7 +77,7 @@ def heartbeat(roles: tuple[Role, ...], process_id: str, region: str = "") -> str
 
 @lru_cache(MAX_REMEMBERED)
 def announced_by(wire_subject: str) -> tuple[tuple[str, ...], str]:
-    """The roles and the region that the subject of a received heartbeat states."""
+    """Returns the roles and the region that the subject of a received heartbeat states."""
     parts = wire_subject.split(".")
     role, region = parts[2], parts[6]
     return _roles_of(role), "" if region == NO_REGION else region
@@ -154,7 +154,7 @@ def endpoint_and_client(wire_subject: str) -> tuple[str, str]:
 
 
 def client_inbox(client_id: str) -> str:
-    """The prefix of the client's reply subjects, which no other client can subscribe to."""
+    """Returns the prefix of the client's reply subjects, which no other client can subscribe to."""
     return f"_INBOX.{client_id}."
 
 
@@ -222,7 +222,7 @@ def sender_of(wire_subject: str) -> str:
 
 
 def owner_of(subject: str) -> str | None:
-    """The process that a command addresses; None for a group."""
+    """Returns the process that a command addresses; None for a group."""
     parts = subject.split(".")
     return process_id_of(parts[3], parts[4]) if len(parts) == 6 else None
 
@@ -294,7 +294,7 @@ _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
 
 
 def permissions(role: CredentialRole, credential: str, region: str = "") -> Permissions:
-    """The minimal permissions that the credential's processes need."""
+    """Returns the minimal permissions that the credential's processes need."""
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
         commands: tuple[str, ...] = (_TRACE, _LIST_MODELS)

@@ -319,8 +319,8 @@ class Engine:
     def take_back(
         self, rows: list[ScheduledSequence], void: Collection[Sequence] = ()
     ) -> list[ScheduledSequence]:
-        """The rows of a failed step that must be computed again. The others leave it: those of
-        finished sequences, and those of `void` ones, whose earlier step has failed.
+        """Returns the rows of a failed step that must be computed again. The others leave it: those
+        of finished sequences, and those of `void` ones, whose earlier step has failed.
         """
         kept = []
         for row in rows:

@@ -118,8 +118,8 @@ class PinnedPrefixes:
 
 
 def sequence_of(command: PinPrefix, block_size: int) -> Sequence:
-    """The prefill of a pin. Raises InvalidRequest unless the tokens are full blocks with the right
-    hashes: with wrong hashes, other requests would silently match this KV.
+    """Returns the prefill of a pin. Raises InvalidRequest unless the tokens are full blocks with
+    the right hashes: with wrong hashes, other requests would silently match this KV.
     """
     token_ids, hashes = unpack_token_ids(command.token_ids), unpack_hashes(command.block_hashes)
     if not hashes or len(token_ids) != len(hashes) * block_size:

@@ -258,7 +258,7 @@ def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:
 
 
 def _rate(points: Iterable[tuple[float, int]]) -> float | None:
-    """Growth per second, or None without two points in time."""
+    """Returns the growth per second, or None without two points in time."""
     found = list(points)
     if len(found) < 2 or found[-1][0] <= found[0][0]:
         return None

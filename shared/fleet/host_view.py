@@ -47,7 +47,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str = ""
 
     def is_of(self, name: str, revision: str, digest: str) -> bool:
-        """Hosts name a revision by its digest, or by its name until they know that."""
+        """Returns hosts name a revision by its digest, or by its name until they know that."""
         return self.name == name and self.revision in (revision, digest)
 
 

@@ -8,7 +8,7 @@ from shared.errors import InvalidRequest
 
 
 def lark_of(source: str) -> str:
-    """A GBNF grammar in Lark; Lark stays as it is. Raises InvalidRequest."""
+    """Returns a GBNF grammar in Lark; Lark stays as it is. Raises InvalidRequest."""
     try:
         return any_to_lark(source)
     except (GbnfToLarkError, ValueError) as error:

@@ -79,7 +79,7 @@ def depth_of(alternatives: Alternatives) -> int:
 
 
 def rules_of(source: str) -> list[Rule]:
-    """All of the source, in its order."""
+    """Returns all of the source, in its order."""
     starts = [found.start() for found in _START.finditer(source)]
     ends = [*starts, len(source)]
     return [_rule(source[start:end]) for start, end in zip([0, *starts], ends, strict=True)]
@@ -115,7 +115,9 @@ def _parsed(body: str) -> Alternatives | None:
 
 
 def _tokens(body: str) -> Iterator[tuple[str, str]]:
-    """The kinds and texts of tokens; the kind is empty for what is none, which is the last."""
+    """Returns the kinds and texts of tokens; the kind is empty for what is none, which is the
+    last.
+    """
     place = 0
     while place < len(body):
         token = _TOKEN.match(body, place)

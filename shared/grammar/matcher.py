@@ -83,7 +83,8 @@ class Matcher:
 
 
 def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> Matcher:
-    """A matcher before the first token; `kind` and `source` as in `GrammarSpec`. Releases the GIL.
+    """Returns a matcher before the first token; `kind` and `source` as in `GrammarSpec`.
+    Releases the GIL.
 
     Raises InvalidRequest for an invalid grammar, GrammarTooComplex for one over a limit.
     """
@@ -98,7 +99,9 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> Matcher:
 
 
 def _wrapped(kind: str, source: str) -> str:
-    """The grammar as `LLMatcher` takes it. Raises InvalidRequest for a schema that is no JSON."""
+    """Returns the grammar as `LLMatcher` takes it. Raises InvalidRequest for a schema
+    that is no JSON.
+    """
     match kind:
         case "json_schema":
             try:
@@ -113,7 +116,7 @@ def _wrapped(kind: str, source: str) -> str:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The error, without the parser's state and the lines of the source that it quotes."""
+    """Returns the error, without the parser's state and the lines of the source that it quotes."""
     text, _, _ = matcher.get_error().partition("<")
     if text.startswith("NoExtension"):
         return NO_OUTPUT

@@ -61,7 +61,7 @@ def _written(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
 
 
 def _ends(alternatives: Alternatives) -> Iterator[str]:
-    """The names at the ends of alternatives, also of those in groups."""
+    """Returns the names at the ends of alternatives, also of those in groups."""
     for *_, last in filter(None, alternatives):
         if isinstance(last.atom, str):
             yield last.atom
@@ -77,7 +77,7 @@ def _ends_in(items: Items, cycle: Collection[str]) -> bool:
 
 
 def _cycles(ends: Mapping[str, Set[str]]) -> Iterator[list[str]]:
-    """The strongly connected sets of rules, each in the order of the grammar."""
+    """Returns the strongly connected sets of rules, each in the order of the grammar."""
     places = {name: place for place, name in enumerate(ends)}
     users: dict[str, list[str]] = {name: [] for name in ends}
     for name, targets in ends.items():
@@ -91,7 +91,7 @@ def _cycles(ends: Mapping[str, Set[str]]) -> Iterator[list[str]]:
 
 
 def _finished(ends: Mapping[str, Set[str]]) -> list[str]:
-    """All rules, each after those that it reaches, unless these reach it."""
+    """Returns all rules, each after those that it reaches, unless these reach it."""
     order, seen = [], set[str]()
     waiting = [(name, False) for name in ends]
     while waiting:
@@ -145,7 +145,7 @@ def _with_repetition(
 
 
 def _followed(branches: Iterable[_Branch]) -> Iterator[_Branch]:
-    """The branches, and then the repetition."""
+    """Returns the branches, and then the repetition."""
     for items, target in branches:
         yield items, f"{(target or '').removesuffix(REPETITION)}{REPETITION}"
 
@@ -179,7 +179,7 @@ def _branches(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[_B
 
 
 def _last(item: Item, cycle: Collection[str]) -> Iterator[_Branch]:
-    """The branches of an item that ends in the cycle. Raises _NotWritable."""
+    """Returns the branches of an item that ends in the cycle. Raises _NotWritable."""
     if item.operator not in ("", "?", "*", "+"):
         raise _NotWritable
     if item.operator == "*":
@@ -241,7 +241,7 @@ def _num_parts(branches: Sequence[_Branch]) -> int:
 
 
 def _united(branches: Iterable[_Branch], cycle: Collection[str]) -> Iterator[_Branch]:
-    """One branch for each target, besides those that begin with a rule of the cycle."""
+    """Returns one branch for each target, besides those that begin with a rule of the cycle."""
     by_target: dict[str | None, list[Items]] = {}
     for each in branches:
         if _begins(each, cycle):
@@ -294,7 +294,7 @@ def _inserted(branches: list[_Branch], name: str, ends: list[_Branch]) -> Iterat
 
 
 def _without_own(name: str, branches: list[_Branch]) -> list[_Branch]:
-    """The branches, none of which ends in the rule itself. Raises _NotWritable."""
+    """Returns the branches, none of which ends in the rule itself. Raises _NotWritable."""
     own = [items for items, target in branches if target == name and items]
     others = [each for each in branches if each[1] != name]
     if not any(items[0] == Item(name) for items in own):

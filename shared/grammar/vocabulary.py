@@ -53,7 +53,7 @@ class Vocabulary:
         return compile_grammar(self._tokenizer, kind, source)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids whose bytes are those of the text, without special tokens."""
+        """Returns token ids whose bytes are those of the text, without special tokens."""
         return self._tokenizer.tokenize_str(text)
 
     def decode(self, token_ids: Collection[int]) -> bytes:

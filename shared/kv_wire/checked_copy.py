@@ -24,7 +24,9 @@ TURN_BYTES = 4 * CHUNK_BYTES
 
 
 def checksum_of(payload: memoryview) -> int:
-    """The xxh3-64 of the payload, in one pass because the slot was just filled and is cached."""
+    """Returns the xxh3-64 of the payload, in one pass because the slot was just
+    filled and is cached.
+    """
     return xxhash.xxh3_64_intdigest(payload)
 
 
@@ -44,7 +46,7 @@ async def copy_and_checksum(destination: memoryview, source: memoryview) -> int:
 
 
 def grown(buffer: memoryview, num_bytes: int) -> memoryview:
-    """The buffer if it has `num_bytes`, else a new one of the next power of two."""
+    """Returns the buffer if it has `num_bytes`, else a new one of the next power of two."""
     if len(buffer) >= num_bytes:
         return buffer
     return memoryview(bytearray(1 << (num_bytes - 1).bit_length()))

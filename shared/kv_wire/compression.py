@@ -61,11 +61,13 @@ class LinkCompression:
         self._buffers: dict[int, memoryview] = {}  # buffers of slots that had a compressed frame
 
     def buffer_of(self, slot_index: int) -> memoryview:
-        """The buffer of this slot's compressed payload, at least TAG_BYTES longer than it."""
+        """Returns the buffer of this slot's compressed payload, at least TAG_BYTES longer than
+        it.
+        """
         return self._buffers[slot_index]
 
     async def coded(self, slot_index: int, payload: memoryview) -> memoryview | None:
-        """The compressed payload to send, or None to send the slot's payload uncompressed.
+        """Returns the compressed payload to send, or None to send the slot's payload uncompressed.
 
         The buffer belongs to the slot and does not change until the slot's next frame.
         """

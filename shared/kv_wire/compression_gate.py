@@ -55,7 +55,7 @@ class Recent:
         return self.above(1 / 2)
 
     def above(self, share: float) -> float:
-        """The quantile at `share`: this share of the values is less."""
+        """Returns the quantile at `share`: this share of the values is less."""
         return sorted(self._values)[int(share * len(self._values))]
 
 

@@ -24,8 +24,8 @@ class Coverage:
         self.num_held_tokens = self._first_token
 
     def next_token(self, part: KvShard) -> int | None:
-        """The token with which the part continues. None for a part outside of the shard, or one
-        that overlaps another part.
+        """Returns the token with which the part continues. None for a part outside of the shard, or
+        one that overlaps another part.
         """
         if (taken := self._taken.get(part)) is not None:
             return taken

@@ -124,7 +124,7 @@ def closing_record(reason: str) -> bytes:
 
 
 def decode_prefix(prefix: bytes | bytearray | memoryview) -> int:
-    """The length of the body that follows. Raises ProtocolError."""
+    """Returns the length of the body that follows. Raises ProtocolError."""
     magic, version, body_bytes = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise ProtocolError(f"not a KV data plane peer: it starts with {magic!r}")
@@ -143,8 +143,8 @@ def decode_record(body: bytes | bytearray | memoryview) -> Record:
 
 
 def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
-    """A frame's checksum, over its payload's xxh3-64 and all other header fields, so that a damaged
-    header cannot direct KV to the wrong place.
+    """Returns a frame's checksum, over its payload's xxh3-64 and all other header fields, so that a
+    damaged header cannot direct KV to the wrong place.
     """
     return xxhash.xxh3_64_intdigest(
         _encoder.encode(msgspec.structs.replace(header, checksum=payload_sum))

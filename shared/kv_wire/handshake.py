@@ -140,7 +140,7 @@ def _checked(reply: Record, hello: Hello) -> Welcome:
 
 
 async def _read_record(receive: Receive) -> tuple[Record, bytes]:
-    """The record, and its bytes."""
+    """Returns the record, and its bytes."""
     prefix = await _read_exactly(receive, PREFIX.size)
     body = await _read_exactly(receive, decode_prefix(prefix))
     return decode_record(body), prefix + body

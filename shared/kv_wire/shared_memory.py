@@ -29,7 +29,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_memory(num_bytes: int) -> int:
-    """A sealed memfd of this size, without any page allocated. The caller closes it."""
+    """Returns a sealed memfd of this size, without any page allocated. The caller closes it."""
     fd = os.memfd_create("hearth-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)

@@ -33,8 +33,8 @@ NETWORK_NAMES = (
 def child_environ(
     environ: Mapping[str, str], *, names: Iterable[str] = (), prefixes: Iterable[str] = ()
 ) -> dict[str, str]:
-    """The environment of a child process: the PASSED variables of `environ`, and those that are
-    named. This copy of the packages comes first on its path, installed or not.
+    """Returns the environment of a child process: the PASSED variables of `environ`, and those that
+    are named. This copy of the packages comes first on its path, installed or not.
     """
     passed, starts = {*PASSED, *names}, (*PASSED_PREFIXES, *prefixes)
     found = {name: each for name, each in environ.items() if name in passed}
@@ -71,7 +71,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def _thread_stats(pid: int) -> list[list[str]]:
-    """The fields of each thread's state, from its third one on; empty if they cannot be read."""
+    """Returns the fields of each thread's state, from its third one on; empty if they
+    cannot be read.
+    """
     try:
         stats = [(each / "stat").read_text() for each in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:

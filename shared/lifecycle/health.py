@@ -147,7 +147,7 @@ class Fleet:
         return lost
 
     def late(self, now: float) -> list[Heartbeat]:
-        """The last heartbeats of the peers that should get a ReportAlive request."""
+        """Returns the last heartbeats of the peers that should get a ReportAlive request."""
         if not self.can_judge(now):
             return []
         return [
@@ -178,7 +178,7 @@ class Fleet:
         return is_bus_there and now - self._sound_since >= SILENCE_LIMIT_S
 
     def live(self, role: Role) -> Iterator[Heartbeat]:
-        """The last heartbeats of the processes of a role that accept new work."""
+        """Returns the last heartbeats of the processes of a role that accept new work."""
         for peer in self._peers.values():
             is_sound = not peer.is_suspect and not peer.is_doubled
             takes_work = is_sound and peer.heartbeat.state == "ready"
@@ -186,7 +186,7 @@ class Fleet:
                 yield peer.heartbeat
 
     def everyone(self) -> Iterator[Heartbeat]:
-        """The last heartbeats of all peers that are not forgotten."""
+        """Returns the last heartbeats of all peers that are not forgotten."""
         return (peer.heartbeat for peer in list(self._peers.values()))
 
     def is_live(self, process_id: str) -> bool:

@@ -60,8 +60,9 @@ async def connect(config: ProcessConfig, role: Role) -> NatsBus:
 
 
 async def connect_to_clients(config: ProcessConfig) -> NatsBus:
-    """A gateway's connection to the API clients, apart from that to the processes: what clients
-    send does not delay tokens, heartbeats or commands. Raises the errors of `NatsBus.connect`.
+    """Returns a gateway's connection to the API clients, apart from that to the processes: what
+    clients send does not delay tokens, heartbeats or commands. Raises the errors of
+    `NatsBus.connect`.
     """
     connect = partial(
         NatsBus.connect,

@@ -88,7 +88,7 @@ async def _started(command: Sequence[str], environ: Mapping[str, str]) -> PipedC
 def _popen(
     command: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, and a descriptor of it."""
+    """Returns the process, and a descriptor of it."""
     process = subprocess.Popen(
         command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )

@@ -79,7 +79,7 @@ class RegistryAdmin:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
     async def all(self) -> dict[str, RegisteredModel | None]:
-        """Models by name, sorted; None for an unreadable record."""
+        """Returns models by name, sorted; None for an unreadable record."""
         found = await self._store.hash_get(REGISTRY)
         return {
             key.decode(errors="replace"): _readable(key.decode(errors="replace"), data)
@@ -197,7 +197,7 @@ class RegistryAdmin:
         raise _contended(name)
 
     async def _found(self, name: str) -> tuple[RegisteredModel, bytes] | None:
-        """The model and its record. Raises ConfigError for one that is unreadable."""
+        """Returns the model and its record. Raises ConfigError for one that is unreadable."""
         data = (await self._store.hash_get(REGISTRY)).get(name.encode(errors="replace"))
         if data is None:
             return None

@@ -30,7 +30,7 @@ class ModelAlias(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def aliases_of(tenant_id: str | None) -> str:
-    """The key of one tenant's aliases; None: of the aliases for all tenants."""
+    """Returns the key of one tenant's aliases; None: of the aliases for all tenants."""
     return ALIASES if tenant_id is None else f"{ALIASES}:{tenant_id}"
 
 

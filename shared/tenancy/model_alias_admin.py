@@ -73,7 +73,7 @@ class ModelAliasAdmin:
             )
 
     async def all(self) -> list[AliasRow]:
-        """The aliases for all tenants, then those of each tenant; sorted by name."""
+        """Returns the aliases for all tenants, then those of each tenant; sorted by name."""
         tenants = sorted(each.decode() for each in await self._store.hash_get(TENANTS))
         rows = await self._rows(None)
         for tenant_id in tenants:
@@ -81,7 +81,7 @@ class ModelAliasAdmin:
         return rows
 
     async def visible_to(self, tenant_id: str) -> list[AliasRow]:
-        """The aliases that resolve for this tenant; sorted by name."""
+        """Returns the aliases that resolve for this tenant; sorted by name."""
         if tenant_id.encode() not in await self._store.hash_get(TENANTS):
             raise _unknown(tenant_id)
         shared, own = await self._rows(None), await self._rows(tenant_id)

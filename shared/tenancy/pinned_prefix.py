@@ -345,12 +345,14 @@ async def tenants(store: Store) -> AsyncIterator[str]:
 
 
 def key_part(tenant_id: str) -> str:
-    """The tenant id, quoted so that its keys never equal or match (as a pattern) another's."""
+    """Returns the tenant id, quoted so that its keys never equal or match (as a pattern)
+    another's.
+    """
     return quote(tenant_id, safe="@")
 
 
 def record_key(tenant_id: str, tip_hash: bytes) -> str:
-    """The key under which the index counts the uses of a prefix, pinned or not.
+    """Returns the key under which the index counts the uses of a prefix, pinned or not.
 
     `tip_hash` is the hash of its last block.
     """

@@ -24,7 +24,7 @@ IDLE_S = 120  # two minutes: an unused meter is empty
 
 
 def enforced_limits(tenant: TenantRecord) -> dict[str, int]:
-    """The limits that the meter enforces and the tenant has, by name."""
+    """Returns the limits that the meter enforces and the tenant has, by name."""
     named = {name: getattr(tenant, name) for name in LIMITS if name != "kv_quota_tokens"}
     return {name: limit for name, limit in named.items() if limit is not None}
 

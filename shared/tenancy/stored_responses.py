@@ -71,7 +71,9 @@ return #ids
 
 
 def response_keys(tenant_id: str) -> Sequence[str]:
-    """The start of the records' keys, uses, ends, sizes, and the keys of all tenants together."""
+    """Returns the start of the records' keys, uses, ends, sizes, and the keys of all
+    tenants together.
+    """
     start = f"hearth:{key_part(tenant_id)}:response"
     return (f"{start}:", *(f"{start}s:{name}" for name in ("uses", "ends", "sizes")), *ALL_KEYS)
 

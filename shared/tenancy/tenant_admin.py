@@ -171,7 +171,7 @@ class TenantAdmin:
             await pinned_prefix.record_change(self._store, tenant_id)
 
     async def state(self, tenant: TenantRecord) -> LimitState:
-        """The current use of the limits that gateways enforce."""
+        """Returns the current use of the limits that gateways enforce."""
         command = msgspec.json.encode(LimitCommand(limits=enforced_limits(tenant), lease_s=LEASE_S))
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
         return to_limit_state(await self._store.evaluate(APPLY_LUA, keys, [command]))
@@ -280,7 +280,7 @@ class TenantAdmin:
     # ── usage ────────────────────────────────────────────────────────────────────────────────────
 
     async def usage(self, tenant_ids: Sequence[str], days: Sequence[str]) -> list[UsageRow]:
-        """A row for each tenant, day and model with any use."""
+        """Returns a row for each tenant, day and model with any use."""
         rows = []
         for tenant_id in tenant_ids:
             for day in days:
@@ -310,7 +310,7 @@ def _covers(after: Sequence[str] | None, before: Sequence[str] | None) -> bool:
 
 
 def _changed(record: TenantRecord, changes: Mapping[str, Any]) -> TenantRecord:
-    """The record with `changes` applied. Raises ConfigError for an invalid value."""
+    """Returns the record with `changes` applied. Raises ConfigError for an invalid value."""
     fields = {**msgspec.structs.asdict(record), **changes}
     try:
         return msgspec.convert(fields, TenantRecord)

@@ -72,8 +72,8 @@ def read_ranks(data: bytes) -> dict[bytes, int]:
 
 
 def tokenizer_json(ranks: Ranks, added: Mapping[int, AddedToken], pattern: str) -> dict[str, Any]:
-    """The content of `tokenizer.json`. The ids behind the ranks that `added` does not name are
-    `<|reserved_token_N|>`. Raises CheckpointError for an added token with the id of a rank.
+    """Returns the content of `tokenizer.json`. The ids behind the ranks that `added` does not name
+    are `<|reserved_token_N|>`. Raises CheckpointError for an added token with the id of a rank.
     """
     by_id = sorted(ranks, key=ranks.__getitem__)
     merges = (_last_merge(token, ranks) for token in by_id)
@@ -141,7 +141,9 @@ def _added_tokens(num_ranks: int, added: Mapping[int, AddedToken]) -> list[dict[
 
 
 def _last_merge(token: bytes, ranks: Ranks) -> list[bytes] | None:
-    """The two parts from which the token is formed; None if merges do not come to two parts."""
+    """Returns the two parts from which the token is formed; None if merges do not
+    come to two parts.
+    """
     parts = [token[at : at + 1] for at in range(len(token))]
     rank = ranks[token]
     while len(parts) > 2:

@@ -34,7 +34,7 @@ def read_steps(source: str) -> TokenizerSteps:
 
 
 def flattened(step: Step | None) -> Iterator[Step]:
-    """The steps of sequences in their order, without the sequences."""
+    """Returns the steps of sequences in their order, without the sequences."""
     if step is None:
         return
     if step["type"] != "Sequence":

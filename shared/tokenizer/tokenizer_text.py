@@ -53,8 +53,8 @@ def tokenizer_text(model_dir: Path, special: SpecialTokens) -> str:
 
 
 def vocabulary(text: str) -> dict[str, int]:
-    """The ids of the tokens of a `tokenizer.json` that are not added. Raises msgspec.MsgspecError.
-    It takes half as long as the library's `get_vocab`.
+    """Returns the ids of the tokens of a `tokenizer.json` that are not added. Raises
+    msgspec.MsgspecError. It takes half as long as the library's `get_vocab`.
     """
     return msgspec.json.decode(text, type=_File).ids
 

@@ -115,7 +115,9 @@ class Bus(Protocol):
 
 
 def failure_of(error: Exception) -> Failure:
-    """The Failure for an exception; one that is no HearthError exposes no message or type."""
+    """Returns the Failure for an exception; one that is no HearthError exposes no message or
+    type.
+    """
     if isinstance(error, HearthError):
         return Failure(
             code=error.code,
@@ -195,7 +197,7 @@ def late_reply(
     sender_check: SenderCheck,
     reply: bytes | None,
 ) -> M | Failure | None:
-    """The decoded reply; None if there is none, or no valid one."""
+    """Returns the decoded reply; None if there is none, or no valid one."""
     if reply is None:
         return None
     try:
@@ -494,8 +496,8 @@ class NatsBus:
             return self._payload(failure_of(error))
 
     def _headers(self, message: Message, data: bytes) -> dict[str, str] | None:
-        """The W3C's trace context of the request to which the message belongs: others on the bus
-        can follow it. None without one, or if it does not fit.
+        """Returns the W3C's trace context of the request to which the message belongs: others on
+        the bus can follow it. None without one, or if it does not fit.
         """
         traceparent: bytes | None = getattr(message, "traceparent", None)
         if traceparent is None or len(data) + TRACE_BYTES > self._client.max_payload:

@@ -201,8 +201,8 @@ class DirectClient(Client):
             await self._error_cb(item_error(raised))
 
     def _connect_command(self) -> bytes:
-        """The command with the credential. nats-py uses TLS only if the server asks for it, and
-        whoever is on the path can remove that. Raises TlsRequired.
+        """Returns the command with the credential. nats-py uses TLS only if the server asks for it,
+        and whoever is on the path can remove that. Raises TlsRequired.
         """
         if self._requires_tls and not _is_encrypted(self._transport):
             raise TlsRequired("the server does not offer TLS, which its URL requires")
@@ -228,7 +228,7 @@ def _is_encrypted(transport: Any) -> bool:
 
 
 def _encoded(headers: dict[str, str] | None) -> bytes:
-    """The headers as the server sends them, with a status in the first line."""
+    """Returns the headers as the server sends them, with a status in the first line."""
     fields = dict(headers or {})
     status = fields.pop(Header.STATUS, "")
     lines = [f"NATS/1.0 {status}".rstrip(), *(f"{name}: {text}" for name, text in fields.items())]

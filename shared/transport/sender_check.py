@@ -21,7 +21,7 @@ class SenderCheck:
         self.num_sender_mismatches = 0
 
     def checked(self, decode: Decode, wire_subject: str) -> Decode:
-        """A decoder for bytes from `wire_subject`; it also raises SenderMismatch."""
+        """Returns a decoder for bytes from `wire_subject`; it also raises SenderMismatch."""
 
         def decode_checked(data: bytes) -> Any:
             message = decode(data)

@@ -61,10 +61,10 @@ def nats_server_config(
     port: int,
     max_payload_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> str:
-    """A nats-server configuration.
+    """Returns a nats-server configuration.
 
-    The user name is the first token of the process id, so no process can impersonate one of
-    another credential. A gateway's user among the clients has its password.
+    The user name is the first token of the process id, so no process can impersonate one of another
+    credential. A gateway's user among the clients has its password.
     """
     entries: dict[str, list[str]] = {PROCESSES: [], CLIENTS: []}
     for user in users:

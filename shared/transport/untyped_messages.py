@@ -83,6 +83,6 @@ class UntypedMessages:
 
 
 def encoded_bytes(headers: Mapping[str, str]) -> int:
-    """An upper bound of the headers' bytes in a message."""
+    """Returns an upper bound of the headers' bytes in a message."""
     fields = sum(len(name) + 4 * len(text) for name, text in headers.items())
     return HEADER_BLOCK_BYTES + HEADER_LINE_BYTES * len(headers) + fields

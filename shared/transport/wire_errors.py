@@ -12,5 +12,5 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def one_line(error: Exception) -> str:
-    """The error's message on one line, for use within another message."""
+    """Returns the error's message on one line, for use within another message."""
     return " ".join(str(error).split()) or type(error).__name__

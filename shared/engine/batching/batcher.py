@@ -169,9 +169,9 @@ class Batcher:
     def _running_by_turns(
         self, may_sample_ahead: Callable[[Sequence], bool]
     ) -> list[tuple[Sequence, int]]:
-        """Running sequences with the number of tokens to compute: first those with one, then those
-        with more; both oldest first. A sequence that lacks only the token that it is stalled at is
-        left out.
+        """Returns running sequences with the number of tokens to compute: first those with one,
+        then those with more; both oldest first. A sequence that lacks only the token that it is
+        stalled at is left out.
         """
         computable = [
             (
@@ -226,7 +226,9 @@ class Batcher:
         return victims
 
     def _shared_groups(self, sequence: Sequence) -> list[int]:
-        """The groups in which its next KV would be written to a block with another holder."""
+        """Returns the groups in which its next KV would be written to a block with another
+        holder.
+        """
         index = sequence.next_position // self.pool.block_size
         return [
             group
@@ -367,7 +369,7 @@ class Batcher:
 
 
 def _num_ahead(sequence: Sequence, may_sample_ahead: Callable[[Sequence], bool]) -> int:
-    """The number of tokens that a sequence in flight can compute in the next step."""
+    """Returns the number of tokens that a sequence in flight can compute in the next step."""
     if sequence.is_aborted:
         return 0
     if sequence.next_num_tokens > len(sequence.token_ids):  # one is being sampled

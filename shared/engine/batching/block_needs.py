@@ -24,17 +24,19 @@ class BlockNeeds:
     max_batch_tokens: int
 
     def first(self, group: int, position: int) -> int:
-        """The first block that the token at `position` and later ones see."""
+        """Returns the first block that the token at `position` and later ones see."""
         return first_seen(self.reaches[group], position) // self.block_size
 
     def end(self, group: int, num_computed: int, num_tokens: int) -> int:
-        """The end of the blocks that the next step may write or read."""
+        """Returns the end of the blocks that the next step may write or read."""
         if self.reaches[group] is not None:
             num_tokens = min(num_tokens, num_computed + self.max_batch_tokens)
         return -(-num_tokens // self.block_size)
 
     def peak(self, num_tokens: int) -> int:
-        """The most blocks that a sequence of `num_tokens` holds at any time, over all groups."""
+        """Returns the most blocks that a sequence of `num_tokens` holds at any time,
+        over all groups.
+        """
         num_blocks = -(-num_tokens // self.block_size)
         return sum(min(num_blocks, self._most(reach, num_blocks)) for reach in self.reaches)
 
@@ -58,7 +60,8 @@ class BlockNeeds:
         return low
 
     def most_tokens(self, num_blocks: int, limit: int) -> int:
-        """The longest sequence, of at most `limit` tokens, that a pool of `num_blocks` computes.
+        """Returns the longest sequence, of at most `limit` tokens, that a pool of
+        `num_blocks` computes.
 
         Raises ConfigError if the pool holds less than the largest reach of one sequence.
         """

@@ -87,7 +87,7 @@ class BlockPool:
         return sum(map(len, self._pins))
 
     def num_pinned_with(self, block_hashes: Sequence[bytes]) -> int:
-        """Number of pinned blocks if this prefix was also pinned."""
+        """Returns the number of pinned blocks if this prefix was also pinned."""
         parts = self._resumable(block_hashes)
         return sum(
             len(pins.keys() | set(part)) for pins, part in zip(self._pins, parts, strict=True)
@@ -141,7 +141,9 @@ class BlockPool:
         return self.ref_counts[block_id]
 
     def match(self, block_hashes: Sequence[bytes]) -> CachedPrefix:
-        """The longest cached prefix that can be continued, without holding it: see `hold`."""
+        """Returns the longest cached prefix that can be continued, without holding it: see
+        `hold`.
+        """
         return match_prefix(self._block_ids, self.reaches, block_hashes, self.block_size)
 
     def num_evictable_in(self, block_ids: Iterable[int]) -> int:
@@ -234,12 +236,12 @@ class BlockPool:
             self._trim(share)
 
     def num_blocks_of(self, tenant_id: str) -> int:
-        """The tenant's findable blocks, held or not."""
+        """Returns the tenant's findable blocks, held or not."""
         share = self._shares.get(tenant_id)
         return 0 if share is None else share.num_blocks
 
     def quota_tokens_of(self, tenant_id: str) -> int:
-        """The tenant's current limit; 0: unlimited."""
+        """Returns the tenant's current limit; 0: unlimited."""
         share = self._shares.get(tenant_id)
         max_blocks = None if share is None else share.max_blocks
         return 0 if max_blocks is None else max_blocks // len(self.reaches) * self.block_size
@@ -281,8 +283,8 @@ class BlockPool:
         return self._has_retired
 
     def take_retired(self) -> list[int]:
-        """All blocks above the number of blocks that nothing refers to, if one of them has retired
-        since the last call: their memory may be given back until they are added again.
+        """Returns all blocks above the number of blocks that nothing refers to, if one of them has
+        retired since the last call: their memory may be given back until they are added again.
         """
         if not self._has_retired:
             return []
@@ -301,14 +303,15 @@ class BlockPool:
             self._freed.update(block_ids)
 
     def take_freed(self) -> list[int]:
-        """Blocks that became unreferenced and unfindable since the last call. They may have been
-        allocated again since: the new holders must not write before the blocks are cleared.
+        """Returns the blocks that became unreferenced and unfindable since the last call.
+        They may have been allocated again since: the new holders must not write before the
+        blocks are cleared.
         """
         freed, self._freed = sorted(self._freed), set()
         return freed
 
     def cached_blocks(self) -> list[CachedBlock]:
-        """All findable blocks, parents before children."""
+        """Returns all findable blocks, parents before children."""
         known = [block for block in self._known if block is not None]
         return sorted(known, key=lambda block: (block.tenant_id, block.group, block.block_index))
 

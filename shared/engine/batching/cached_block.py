@@ -21,7 +21,9 @@ class CachedBlock(msgspec.Struct, frozen=True):
 
 
 def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
-    """One event for each run of blocks in which every block is the child of the previous one."""
+    """Returns one event for each run of blocks in which every block is the child of
+    the previous one.
+    """
     runs: list[list[CachedBlock]] = []
     for block in blocks:
         if runs and _continues(runs[-1][-1], block):

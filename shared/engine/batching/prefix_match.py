@@ -74,7 +74,9 @@ def _last_missing(
     num_blocks: int,
     block_size: int,
 ) -> int | None:
-    """Index of the last missing block that a prefix of `num_blocks` needs; None: all are there."""
+    """Returns the index of the last missing block that a prefix of `num_blocks` needs;
+    None: all are there.
+    """
     first = first_seen(reach, num_blocks * block_size) // block_size
     for index in range(num_blocks - 1, first - 1, -1):
         if block_hashes[index] not in ids_of:

@@ -87,7 +87,9 @@ class SequenceGrammar(Protocol):
         ...
 
     def mask(self) -> TokenMask | None:
-        """The mask of the next token, which is being computed already; None: all are allowed."""
+        """Returns the mask of the next token, which is being computed already; None:
+        all are allowed.
+        """
         ...
 
     def accept(self, token_id: int) -> None:
@@ -162,7 +164,7 @@ class Sequence:
         self.block_hashes = list(self.block_hashes)
 
     def parent_hash_of(self, block_index: int) -> bytes:
-        """The parent of this block's hash; requires the hashes of all earlier blocks."""
+        """Returns the parent of this block's hash; requires the hashes of all earlier blocks."""
         if block_index == 0:
             return self.cache_root
         parent = self.block_hashes[block_index - 1]
@@ -255,7 +257,7 @@ def build_sequence(
     num_blocks: int | None = None,
     **fields: Any,
 ) -> Sequence:
-    """The sequence that computes `token_ids` for the tenant and cache root of a message.
+    """Returns the sequence that computes `token_ids` for the tenant and cache root of a message.
 
     `num_blocks`: full blocks of `token_ids`, if these are only part of the message's prompt.
     `fields`: other fields of `Sequence`; without `sampling` and `pooling` it is a prefill.

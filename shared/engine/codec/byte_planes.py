@@ -38,7 +38,7 @@ FP16 = WordPlanes("fp16-huffman", "F16", ("low_mantissa", "sign_exponents"), spl
 
 
 def byte_counts(plane: Bytes) -> NDArray[np.int64]:
-    """Number of occurrences of each byte value, [256]."""
+    """Returns the number of occurrences of each byte value, [256]."""
     counts = np.zeros((4, 256), np.int64)
     count_bytes(plane, counts)
     return counts.sum(axis=0)

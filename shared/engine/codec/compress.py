@@ -92,7 +92,9 @@ def _shard(
 
 
 def _finished(path: Path, name: str, source: MappedFile, executor: Executor) -> StoredShard | None:
-    """The record of this file's shard from an earlier run, or None if missing or damaged."""
+    """Returns the record of this file's shard from an earlier run, or None if missing or
+    damaged.
+    """
     try:
         record = read_record(path)
         if (record.path, record.header) != (name, source.header.text):

@@ -80,7 +80,7 @@ def _copy(bundle: Path, file: StoredFile, work: WorkFolder, progress: ByteProgre
 
 
 def _num_bytes(manifest: Manifest) -> int:
-    """Size of the bundled folder."""
+    """Returns the size of the bundled folder."""
     shards = sum(_shard_bytes(shard) for shard in manifest.shards)
     return shards + sum(file.num_bytes for file in manifest.files)
 

@@ -54,7 +54,7 @@ def num_chunks(num_bytes: int) -> int:
 
 
 def encode_plane(plane: Bytes, executor: Executor) -> list[bytes]:
-    """The coded plane as a list: the table of lengths, then the frames."""
+    """Returns the coded plane as a list: the table of lengths, then the frames."""
 
     def encode(start: int) -> bytes:
         return _coders.encoder.compress(plane[start : start + CHUNK_BYTES].data)
@@ -65,7 +65,7 @@ def encode_plane(plane: Bytes, executor: Executor) -> list[bytes]:
 
 
 def frames_of(coded: Bytes, num_bytes: int) -> Sequence[Bytes]:
-    """The frames of a coded plane that had `num_bytes`. Raises NotDecodable."""
+    """Returns the frames of a coded plane that had `num_bytes`. Raises NotDecodable."""
     table_bytes = 4 * num_chunks(num_bytes)
     if coded.size < table_bytes:
         raise NotDecodable("the table of chunk lengths is cut off")
@@ -77,7 +77,7 @@ def frames_of(coded: Bytes, num_bytes: int) -> Sequence[Bytes]:
 
 
 def decode_frame(frame: Bytes, num_bytes: int) -> Bytes:
-    """The plane's bytes of one chunk, read-only. Raises NotDecodable."""
+    """Returns the plane's bytes of one chunk, read-only. Raises NotDecodable."""
     try:
         if zstandard.frame_content_size(frame.data) != num_bytes:
             raise NotDecodable("a chunk's header states another size than the tensor's")

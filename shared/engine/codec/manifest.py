@@ -78,7 +78,7 @@ def is_bundle(folder: Path) -> bool:
 
 
 def bundle_path(path: str) -> str:
-    """The path in the bundle of the shard for `path`; unique for each path."""
+    """Returns the path in the bundle of the shard for `path`; unique for each path."""
     return path.removesuffix(SUFFIX) + BUNDLE_SUFFIX
 
 

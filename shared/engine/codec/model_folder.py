@@ -66,7 +66,7 @@ def copy_file(source: Path, file: IO[bytes], on_bytes: OnBytes) -> tuple[int, st
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """Size and xxh3-128. Raises OSError."""
+    """Returns the size and xxh3-128. Raises OSError."""
     with path.open("rb") as file:
         digest = xxhash.xxh3_128()
         while chunk := file.read(_CHUNK_BYTES):

@@ -62,7 +62,7 @@ def tensors_of(manifest: Manifest) -> list[ManifestTensor]:
 
 
 def rows_by_kind(tensors: Iterable[ManifestTensor]) -> list[KindRow]:
-    """One row per kind and dtype, in the order of first occurrence."""
+    """Returns one row per kind and dtype, in the order of first occurrence."""
     rows: dict[tuple[str, str], KindRow] = {}
     for tensor in tensors:
         key = kind_of(tensor.name), tensor.dtype

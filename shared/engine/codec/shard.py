@@ -39,7 +39,9 @@ def checksum(data: Bytes) -> str:
 
 
 def stored_name(tensor: str, plane: str) -> str:
-    """The unique name of a plane: no plane's name ends with a dot and another plane's name."""
+    """Returns the unique name of a plane: no plane's name ends with a dot and another plane's
+    name.
+    """
     return f"{tensor}.{plane}"
 
 
@@ -96,7 +98,7 @@ class BundleShard:
 
 
 def read_record(path: Path) -> StoredShard:
-    """The record in a shard's metadata. Raises CheckpointError."""
+    """Returns the record in a shard's metadata. Raises CheckpointError."""
     said = _mapped(path).header.metadata.get(RECORD)
     if said is None:
         raise CheckpointError(f"{path}: not a shard of a bundle")
@@ -139,7 +141,7 @@ def write_shard(
 
 
 def original_parts(shard: BundleShard) -> Iterator[bytes | memoryview]:
-    """The bytes of the original safetensors file, in order."""
+    """Returns the bytes of the original safetensors file, in order."""
     header = shard.record.header.encode()
     yield LENGTH.pack(len(header)) + header
     for tensor in shard.record.tensors:
@@ -180,7 +182,9 @@ def _encoded_header(record: StoredShard, spans: dict[str, dict[str, object]]) ->
 
 
 def _reserved_bytes(source: MappedFile, path: str) -> int:
-    """The size of the longest possible header: two planes per tensor, all numbers at full width."""
+    """Returns the size of the longest possible header: two planes per tensor, all
+    numbers at full width.
+    """
     widest, digest = 10**15, "0" * 32
     spans: dict[str, dict[str, object]] = {}
     tensors = []

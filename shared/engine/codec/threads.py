@@ -7,5 +7,5 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def coding_threads(num_threads: int | None = None) -> ThreadPoolExecutor:
-    """An executor with `num_threads`, by default one per CPU that this process may use."""
+    """Returns an executor with `num_threads`, by default one per CPU that this process may use."""
     return ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), "codec")

@@ -55,8 +55,9 @@ class Executor(Protocol):
         ...
 
     async def result(self, step: int) -> StepOutput:
-        """The output of a submitted step, in order of submission. Raises if the step failed; later
-        steps in flight are computed nevertheless, or fail if they follow from its plan.
+        """Returns the output of a submitted step, in order of submission. Raises if the
+        step failed; later steps in flight are computed nevertheless, or fail if they
+        follow from its plan.
         """
         ...
 

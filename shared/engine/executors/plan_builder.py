@@ -60,7 +60,7 @@ class PlanBuilder:
         self._step = 0
 
     def build(self, scheduled: list[ScheduledSequence]) -> tuple[StepPlan, tuple[TokenMask, ...]]:
-        """The next plan, and the masks of its rows, which are being computed."""
+        """Returns the next plan, and the masks of its rows, which are being computed."""
         grammars = _grammars(scheduled)  # may raise: nothing has changed yet
         try:
             plan = self._plan(scheduled, grammars)
@@ -158,7 +158,7 @@ class PlanBuilder:
             self._end(row)
 
     def _take_row(self, sequence: Sequence) -> _Row:
-        """The lowest free row: the ranks' arrays stay as short as the batch."""
+        """Returns the lowest free row: the ranks' arrays stay as short as the batch."""
         if self._free:
             number = heappop(self._free)
         else:
@@ -169,7 +169,7 @@ class PlanBuilder:
 
 
 def _grammars(scheduled: list[ScheduledSequence]) -> list[tuple[int, TokenMask | None]]:
-    """Rows by index: with their masks, or None if they may not stop."""
+    """Returns the rows by index: with their masks, or None if they may not stop."""
     found: list[tuple[int, TokenMask | None]] = []
     for index, each in enumerate(scheduled):
         grammar = each.sequence.grammar
@@ -197,7 +197,7 @@ def _successors(scheduled: list[ScheduledSequence], rows: list[int]) -> tuple[Su
 
 
 def _successors_of(sequence: Sequence, first: int, num_tokens: int) -> list[int]:
-    """The prompt tokens in [first, first + num_tokens)."""
+    """Returns the prompt tokens in [first, first + num_tokens)."""
     end = first + num_tokens
     successors = sequence.token_ids[first : min(end, sequence.num_prompt_tokens)]
     if sequence.next_token_id is not None and end > sequence.num_prompt_tokens:
@@ -222,7 +222,7 @@ def _grown(row: _Row, scheduled: ScheduledSequence) -> list[Grown]:
 
 
 def _first_copied(table: Ordered[int], copied: set[int], num_known: int) -> int:
-    """Index of the first block that a row does not know."""
+    """Returns the index of the first block that a row does not know."""
     if not copied:
         return num_known
     return next((i for i in range(num_known) if table[i] in copied), num_known)

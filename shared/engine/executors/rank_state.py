@@ -280,7 +280,7 @@ class RankState:
 
 
 def _sampling_row(params: SamplingParams, choice_index: int) -> tuple[float | int, ...]:
-    """The fields of `SAMPLING_ROW`."""
+    """Returns the fields of `SAMPLING_ROW`."""
     return (
         *(params.temperature, params.top_p, params.min_p, params.top_k, params.seed),
         choice_index,

@@ -115,7 +115,7 @@ def _penalties(requesting: list[SampledRow]) -> Penalties | None:
 def _penalties_of(
     row: int, special: SpecialRow, params: SamplingParams
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """One row's part of each field of `Penalties`."""
+    """Returns one row's part of each field of `Penalties`."""
     counts = special.counts
     counts.advance(special.token_ids, special.num_prompt_tokens)
     token_ids, in_output = counts.token_ids(), counts.in_output()

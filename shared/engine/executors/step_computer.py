@@ -68,7 +68,7 @@ class StepComputer(KvCopies):
     def output(
         self, done: DeviceStepOutput, inputs: StepInputs, began_at: float = 0.0
     ) -> StepOutput:
-        """The results of a step that the device has computed, or will have."""
+        """Returns the results of a step that the device has computed, or will have."""
         token_ids, logprobs, late_rows = self._tokens(done, inputs, began_at)
         vocab_size = self.model.config.vocab_size
         return StepOutput(
@@ -98,7 +98,7 @@ class StepComputer(KvCopies):
         )
 
     def kv_slots(self) -> list[Tensor]:
-        """The cache of each layer."""
+        """Returns the cache of each layer."""
         slots = self.kv_cache.unbind(0)
         return [slots[slot] for slot in self._slot_of_layer]
 

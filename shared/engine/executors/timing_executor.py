@@ -153,7 +153,7 @@ class TimingExecutor:
     async def _answer(
         self, payload: bytes, masks: Sequence[TokenMask], previous: asyncio.Task[bytes] | None
     ) -> bytes:
-        """The result of a plan, once the step before it is computed."""
+        """Returns the result of a plan, once the step before it is computed."""
         if previous is not None:
             await asyncio.wait((previous,))
         plan = decode_plan(payload)
@@ -286,12 +286,14 @@ class TimingExecutor:
         return token_id, _masked_logprobs(ranked, num_top)
 
     def _ranked(self, state: bytes, words: Words) -> NDArray[np.int64]:
-        """The allowed tokens, the most probable first: from the first token upwards, cyclic."""
+        """Returns the allowed tokens, the most probable first: from the first token
+        upwards, cyclic.
+        """
         allowed = allowed_tokens(words, self.vocab_size)
         return np.roll(allowed, -int(allowed.searchsorted(self._token_id(state, 0))))
 
     def _sample_state(self, state: bytes, bans: list[tuple[int, int]], row: int) -> int:
-        """The first token that is not banned, or the first if all are."""
+        """Returns the first token that is not banned, or the first if all are."""
         banned = {token_id for each, token_id in bans if each == row}
         following = (self._token_id(state, rank) for rank in range(self._num_tokens))
         allowed = (token_id for token_id in following if token_id not in banned)
@@ -320,7 +322,7 @@ class TimingExecutor:
         )
 
     def _token_id(self, state: bytes, rank: int) -> int:
-        """The token of this rank after `state`; rank 0 is the most probable."""
+        """Returns the token of this rank after `state`; rank 0 is the most probable."""
         number = int.from_bytes(blake2b(state, digest_size=8).digest(), "little")
         return FIRST_TOKEN_ID + (number + rank) % self._num_tokens
 
@@ -344,7 +346,9 @@ class TimingExecutor:
 
 
 def _joined(states: tuple[bytes, ...]) -> bytes:
-    """The state of a token over all groups. Groups that see the token before have equal states."""
+    """Returns the state of a token over all groups. Groups that see the token before
+    have equal states.
+    """
     if len(set(states)) == 1:
         return states[0]
     return blake2b(b"".join(states), digest_size=STATE_BYTES).digest()
@@ -371,7 +375,7 @@ def _noise(sampling: SamplingInputs, row: int) -> bytes:
 
 
 def _adjustments(sampling: SamplingInputs, row: int) -> bytes:
-    """The row's bias and penalties as bytes, if any: other values yield other tokens."""
+    """Returns the row's bias and penalties as bytes, if any: other values yield other tokens."""
     words = b""
     for each in (sampling.bias, sampling.penalties):
         if each is not None:
@@ -382,7 +386,7 @@ def _adjustments(sampling: SamplingInputs, row: int) -> bytes:
 
 
 def _pooled(chunks: list[list[bytes]], inputs: StepInputs) -> dict[int, NDArray[np.float64]]:
-    """The states' bytes as vectors, pooled; sums are exact."""
+    """Returns the states' bytes as vectors, pooled; sums are exact."""
     found = {}
     for index, requested in inputs.pooling.items():
         states = np.frombuffer(b"".join(chunks[index]), dtype=np.uint8)

@@ -89,8 +89,9 @@ class KvCopies:
         release_blocks(self.kv_cache, block_ids)
 
     def _rows(self, table: Tensor, run: KvRun, shard: KvShard) -> tuple[Tensor | slice, ...]:
-        """Index of some heads of these tokens: [num_tokens, layers, planes, heads, dim]. The
-        kernels copy all heads of a cache; some of them leave only for a worker cut differently.
+        """Returns the index of some heads of these tokens: [num_tokens, layers, planes,
+        heads, dim]. The kernels copy all heads of a cache; some of them leave only for a
+        worker cut differently.
         """
         size = self.kv_layout.block_size
         positions = torch.arange(run.num_tokens, device=self._device) + run.first_token

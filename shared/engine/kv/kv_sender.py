@@ -169,7 +169,7 @@ class KvSender:
                     raise error
 
     def _next_header(self) -> FrameHeader:
-        """The next tokens of the group that is furthest behind."""
+        """Returns the next tokens of the group that is furthest behind."""
         first_token = min(self._sent)
         group = self._sent.index(first_token)
         shard, layout = self._shards[group], self._memory.kv_layout

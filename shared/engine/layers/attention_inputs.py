@@ -60,7 +60,7 @@ class AttentionInputs:
 def build_attention_inputs(
     inputs: StepInputs, device: torch.device, kinds: Sequence[LayerKind] = (LayerKind(),)
 ) -> tuple[AttentionInputs, ...]:
-    """One for each kind of layer."""
+    """Returns one for each kind of layer."""
     starts = np.concatenate(([0], np.cumsum(inputs.query_lens)))
     runs = np.flatnonzero(inputs.query_lens > 1)
     single = np.flatnonzero(inputs.query_lens == 1)
@@ -84,7 +84,9 @@ def build_attention_inputs(
 
 
 def lower_bounds(reach: Reach, positions: NDArray[np.int64]) -> NDArray[np.int32] | None:
-    """The first position that each of `positions` sees, of the same shape; None: all see all."""
+    """Returns the first position that each of `positions` sees, of the same shape;
+    None: all see all.
+    """
     match reach:
         case Window(tokens=tokens):
             return np.maximum(positions - (tokens - 1), 0).astype(np.int32)

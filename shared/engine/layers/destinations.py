@@ -12,7 +12,7 @@ from shared.engine.layers.linear import Linear
 
 class HasDestinations(Protocol):
     def destinations(self) -> dict[str, Tensor]:
-        """The checkpoint's names, relative to the module's -> the views that they fill."""
+        """Returns the checkpoint's names, relative to the module's -> the views that they fill."""
         ...
 
 

@@ -55,5 +55,5 @@ class OutputHead(MatmulModule):
         return scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def argmax_tokens(self, hidden: Tensor) -> Tensor:
-        """The column of each row's largest logit, the first of equal ones: [R] int64."""
+        """Returns the column of each row's largest logit, the first of equal ones: [R] int64."""
         return self.method.argmax(hidden) if self.softcap is None else argmax(self(hidden))

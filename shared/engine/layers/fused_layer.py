@@ -50,7 +50,7 @@ def fused_layer(
     mlp: GatedMlp,
     norms: Sequence[RMSNorm],
 ) -> FusedLayer | None:
-    """The fused form of a layer with packed weights; None if there is no kernel for it.
+    """Returns the fused form of a layer with packed weights; None if there is no kernel for it.
 
     `norms`: before attention, before the MLP, then of the outputs of both, if the layer has these.
     """

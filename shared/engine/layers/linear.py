@@ -78,7 +78,9 @@ class MatmulModule(MatrixModule):
         self.replace_weight(nn.Parameter(memory, requires_grad=False))
 
     def packed(self, weight: Tensor) -> LaneWeight | QuantizedWeight:
-        """A dense weight [N, K], one that is packed already, or a store's memory, in that form."""
+        """Returns a dense weight [N, K], one that is packed already, or a store's
+        memory, in that form.
+        """
         if self.store is not None:
             return self.store.transcoded(weight)
         return pack_weight(weight) if self.lanes is None else pack_lanes(weight, self.lanes)

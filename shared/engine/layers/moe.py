@@ -68,7 +68,7 @@ class ExpertLinear(MatmulModule):
         self._choose()
 
     def stored(self, rows: Mapping[str, int], width: int) -> list[dict[str, Tensor]]:
-        """The tensors of the checkpoint's layers, by the ends of their names."""
+        """Returns the tensors of the checkpoint's layers, by the ends of their names."""
         if self.store is not None:
             return self.store.parts(self.parameter)
         dense = self.parameter.unflatten(0, (len(rows), -1))
@@ -183,7 +183,7 @@ class Experts(nn.Module):
 
 
 def own_lanes(mesh: Mesh) -> tuple[int, int]:
-    """The lanes [first, end) that this rank sums."""
+    """Returns the lanes [first, end) that this rank sums."""
     return rank_lanes(mesh.shape.place(mesh.rank)[1], mesh.shape.tp)
 
 

@@ -56,7 +56,7 @@ class QuantizedStore:
         return -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def parts(self, memory: Tensor) -> list[dict[str, Tensor]]:
-        """The tensors of each layer as views of `memory` [num_bytes] uint8."""
+        """Returns the tensors of each layer as views of `memory` [num_bytes] uint8."""
         found: list[dict[str, Tensor]] = [{} for _ in self.rows]
         for part, kind, (dtype, shape), start in self._spans:
             data = memory[start : start + prod(shape) * DTYPES[dtype].itemsize]
@@ -64,7 +64,9 @@ class QuantizedStore:
         return found
 
     def transcoded(self, memory: Tensor, *, is_padded: bool = False) -> QuantizedWeight:
-        """The weight in the order that kernels read; `is_padded`: each layer has full blocks."""
+        """Returns the weight in the order that kernels read; `is_padded`: each layer
+        has full blocks.
+        """
         parts = self.parts(memory)
         mode = {"is_padded": is_padded}
         if isinstance(self.form, Int4):

@@ -71,7 +71,9 @@ def _yarn(wavelengths: Tensor, rope: RopeConfig, scaling: YarnScaling) -> Tensor
 
 
 def _pair_of(turns: float, rope: RopeConfig, context: int) -> float:
-    """The (fractional) index of the pair that makes this many turns within `context` tokens."""
+    """Returns the (fractional) index of the pair that makes this many turns within
+    `context` tokens.
+    """
     turn_tokens = context / (turns * 2 * math.pi)
     return rope.rotary_dim * math.log(turn_tokens) / (2 * math.log(rope.theta))
 

@@ -77,7 +77,7 @@ _BASE_MODEL = re.compile(r"^(?:language_model\.)?(?=(?:embed_tokens|layers\.\d+|
 
 
 def model_names(names: Iterable[str], form: CheckpointForm) -> list[tuple[str, str]]:
-    """The checkpoint's name and the model's name of each tensor that is not dropped."""
+    """Returns the checkpoint's name and the model's name of each tensor that is not dropped."""
     dropped = [re.compile(pattern) for pattern in form.dropped]
     renames = [(re.compile(pattern), new) for pattern, new in form.renames]
     found = []
@@ -120,7 +120,9 @@ class StackedPart:
 
 
 def stacked_parts(name: str, experts: StackedExperts | None) -> dict[str, StackedPart]:
-    """The weights that a tensor consists of, by the model's names; none if it is one itself."""
+    """Returns the weights that a tensor consists of, by the model's names; none if
+    it is one itself.
+    """
     if experts is None or not name.endswith((_GATE_UP, _DOWN)):
         return {}
     layer, inner = name.rpartition(".")[0], experts.inner

@@ -47,7 +47,7 @@ class TensorSpec(NamedTuple):
 
 
 def stored_tensors(form: WeightFormat, num_rows: int, width: int) -> dict[str, TensorSpec]:
-    """The tensors of a weight [num_rows, width] by the ends of their names.
+    """Returns the tensors of a weight [num_rows, width] by the ends of their names.
 
     Raises CheckpointError if groups do not fill a row.
     """

@@ -70,7 +70,9 @@ _STEM = re.compile(r"(\w+?)(Text)?(Model|PreTrainedModel|For[A-Z]\w*)")
 
 
 def supported_architecture(architecture: str, model_type: str) -> str:
-    """The architecture of `FAMILIES` as which a checkpoint loads. Raises CheckpointError."""
+    """Returns the architecture of `FAMILIES` as which a checkpoint loads. Raises
+    CheckpointError.
+    """
     if architecture in FAMILIES:
         return architecture
     if model_type in BY_MODEL_TYPE:

@@ -35,7 +35,7 @@ class _Head(msgspec.Struct):
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """The model of a checkpoint folder, with or without weights in it.
+    """Returns the model of a checkpoint folder, with or without weights in it.
 
     Raises CheckpointError with one line for a missing, unreadable or unsupported config.
     """
@@ -76,7 +76,7 @@ def _formats(model_dir: Path, given: dict[str, Any]) -> CheckpointFormats:
 
 
 def with_formats(config: ModelConfig, quantization: Quantization | None) -> ModelConfig:
-    """The config of a checkpoint that is quantized like this."""
+    """Returns the config of a checkpoint that is quantized like this."""
     if quantization is None:
         return config
     layers = tuple(

@@ -81,7 +81,9 @@ def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
 
 
 def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a multimodal model's text part. Raises CheckpointError if it is missing."""
+    """Returns the config of a multimodal model's text part. Raises CheckpointError
+    if it is missing.
+    """
     text = given.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError("text_config is missing")
@@ -96,7 +98,8 @@ def decoder_config(
     may_list_layers: bool = False,
     may_rotate_partly: bool = False,
 ) -> ModelConfig:
-    """A decoder without family-specific features. Raises CheckpointError for invalid fields.
+    """Returns a decoder without family-specific features. Raises CheckpointError for
+    invalid fields.
 
     `is_sliding` selects the layers with a window; with `may_list_layers`, `layer_types` overrides.
     """
@@ -129,7 +132,7 @@ def decoder_config(
 
 
 def layer_ropes(fields: ConfigFields) -> list[RopeFields]:
-    """One for all layers, or two: for layers without and with a window."""
+    """Returns one for all layers, or two: for layers without and with a window."""
     head_dim = _head_dim(fields)
     return [_rope_fields(fields, head_dim, written) for written in _written_ropes(fields)]
 
@@ -194,7 +197,7 @@ def _layer_types(
 
 
 def _written_ropes(fields: ConfigFields) -> list[dict[str, Any]]:
-    """One dict for all layers, or two: for layers without and with a window."""
+    """Returns one dict for all layers, or two: for layers without and with a window."""
     written = fields.rope_scaling if fields.rope_scaling else fields.rope_parameters
     written = {} if written is None else written
     if FULL not in written and SLIDING not in written:
@@ -205,7 +208,9 @@ def _written_ropes(fields: ConfigFields) -> list[dict[str, Any]]:
 
 
 def rope_of(written: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
-    """The rope parameters of one layer type. Raises CheckpointError if they are not an object."""
+    """Returns the rope parameters of one layer type. Raises CheckpointError if they
+    are not an object.
+    """
     rope = written.get(layer_type) or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"rope_parameters: {layer_type} is not an object")
@@ -213,7 +218,7 @@ def rope_of(written: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
 
 
 def _rope_fields(fields: ConfigFields, head_dim: int, written: Mapping[str, Any]) -> RopeFields:
-    """The fields of one rope; older configs write some of them outside its dict.
+    """Returns the fields of one rope; older configs write some of them outside its dict.
 
     As in Phi3, the outer `original_max_position_embeddings` has priority.
     """

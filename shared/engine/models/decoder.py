@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
             self.mlp.down_proj.join(mesh, down)
 
     def fused(self) -> FusedLayer | None:
-        """The layer as one kernel; None if there is no kernel for it."""
+        """Returns the layer as one kernel; None if there is no kernel for it."""
         if self.self_attn.o_proj.mesh is not None or isinstance(self.mlp, MoeMlp):
             return None  # the kernel would sum the lanes itself, and has one MLP
         if isinstance(self.self_attn, LatentAttention) or self.self_attn.kv_scales is not None:
@@ -183,7 +183,9 @@ class LayerStack(nn.Module):
             layer.join(mesh, output, down)
 
     def layer_destinations(self, first_layer: int = 0) -> dict[str, Tensor]:
-        """The checkpoint's tensor names -> their destinations; fused parameters are split."""
+        """Returns the checkpoint's tensor names -> their destinations; fused parameters are
+        split.
+        """
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers, first_layer):
             assert isinstance(layer, DecoderLayer)
@@ -209,7 +211,7 @@ class Decoder(LayerStack):
         return self.embed_tokens(input_ids)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm: [T, hidden] -> the same shape."""
+        """Returns the final norm: [T, hidden] -> the same shape."""
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -221,7 +223,7 @@ class Decoder(LayerStack):
         return self.lm_head.argmax_tokens(self.norm(hidden))
 
     def weight_destinations(self) -> dict[str, Tensor]:
-        """The checkpoint's tensor names -> their destinations."""
+        """Returns the checkpoint's tensor names -> their destinations."""
         found: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embed_tokens.parameter,
             "model.norm.weight": self.norm.weight,

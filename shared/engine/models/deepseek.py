@@ -78,7 +78,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
-    """The text part of Kimi K2.5, which is served for text only."""
+    """Returns the text part of Kimi K2.5, which is served for text only."""
     config = configure({"tie_word_embeddings": False, **text_fields(given)})
     form = replace(
         config.checkpoint,

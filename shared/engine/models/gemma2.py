@@ -32,7 +32,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def gemma_decoder(fields: ConfigFields, *, local_layers: int) -> ModelConfig:
-    """The features of all Gemmas from 2 on; every `local_layers`-th layer has no window."""
+    """Returns the features of all Gemmas from 2 on; every `local_layers`-th layer has no window."""
     config = decoder_config(
         fields,
         is_sliding=lambda layer_index: (layer_index + 1) % local_layers != 0,

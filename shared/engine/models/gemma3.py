@@ -49,7 +49,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
-    """The text part of a multimodal model, which is served for text only."""
+    """Returns the text part of a multimodal model, which is served for text only."""
     return replace(configure(text_fields(given)), checkpoint=TEXT_PART)
 
 

@@ -78,7 +78,7 @@ class RankDecoder(LayerStack):
         return self._mesh.join(own, vectors.dtype)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm: [T, hidden] -> the same shape."""
+        """Returns the final norm: [T, hidden] -> the same shape."""
         assert self.norm is not None, "of the last stage"
         return self.norm(hidden)
 
@@ -95,7 +95,7 @@ class RankDecoder(LayerStack):
         """Layers of ranks exchange sums, so no kernel computes them whole."""
 
     def weight_destinations(self) -> dict[str, Tensor]:
-        """The checkpoint's tensor names -> the rank's parts."""
+        """Returns the checkpoint's tensor names -> the rank's parts."""
         found = self.layer_destinations(self._part.layers.start)
         if self.embed_tokens is not None:
             found["model.embed_tokens.weight"] = self.embed_tokens.parameter

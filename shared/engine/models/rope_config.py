@@ -78,7 +78,7 @@ def rope_fields(written: Mapping[str, Any]) -> RopeFields:
 
 
 def served_context(fields: RopeFields) -> int:
-    """The longest context served, in tokens."""
+    """Returns the longest context served, in tokens."""
     context, original = fields.max_position_embeddings, fields.original_max_position_embeddings
     if fields.rope_type != "yarn" or original is None:
         return context
@@ -133,7 +133,7 @@ def _factor(fields: RopeFields) -> float:
 
 
 def _stretch(fields: RopeFields) -> float:
-    """The factor; if it is missing, the ratio of the context to the original context."""
+    """Returns the factor; if it is missing, the ratio of the context to the original context."""
     if fields.factor is None and fields.original_max_position_embeddings is not None:
         return fields.max_position_embeddings / fields.original_context
     return _factor(fields)

@@ -61,7 +61,7 @@ class WeightCuts:
 
 
 def _expansion_dim(config: ModelConfig) -> int:
-    """Rows of a head's keys and values in what expands latents."""
+    """Returns the rows of a head's keys and values in what expands latents."""
     return 0 if config.latent is None else config.latent.nope_dim + config.latent.value_dim
 
 

@@ -34,7 +34,7 @@ class Cut:
         return self.rows is None and self.columns is None
 
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the part of a tensor of shape `full`. Raises ValueError."""
+        """Returns the shape of the part of a tensor of shape `full`. Raises ValueError."""
         found = list(full)
         if self.is_whole:
             return tuple(found)
@@ -67,15 +67,15 @@ WHOLE = Cut()
 
 
 def whole_blocks(size: int) -> int:
-    """The size of an expert's dimension in memory, where it is padded with zeros."""
+    """Returns the size of an expert's dimension in memory, where it is padded with zeros."""
     return -(-size // BLOCK) * BLOCK
 
 
 def head_lanes(num_heads: int, head_dim: int) -> tuple[int, ...]:
-    """The borders of `o_proj`'s lanes as columns of K.
+    """Returns the borders of `o_proj`'s lanes as columns of K.
 
-    A unit is a head; for heads that fill no blocks of 32 columns it is the fewest heads that do,
-    if the columns of all heads do.
+    A unit is a head; for heads that fill no blocks of 32 columns it is the fewest heads that do, if
+    the columns of all heads do.
     """
     width, unit = num_heads * head_dim, lcm(head_dim, BLOCK)
     unit = head_dim if width % unit else unit
@@ -83,7 +83,7 @@ def head_lanes(num_heads: int, head_dim: int) -> tuple[int, ...]:
 
 
 def column_lanes(width: int, unit: int = BLOCK) -> tuple[int, ...]:
-    """The borders of `down_proj`'s lanes as columns of K; the last unit may be partial."""
+    """Returns the borders of `down_proj`'s lanes as columns of K; the last unit may be partial."""
     return tuple(min(each * unit, width) for each in lane_borders(-(-width // unit)))
 
 
@@ -94,7 +94,7 @@ def rank_range(borders: Sequence[int], rank: int, num_ranks: int) -> Range:
 
 
 def kv_head_range(heads: Range, num_heads: int, num_kv_heads: int) -> Range:
-    """The KV heads that a rank's query heads read; ranks may share one.
+    """Returns the KV heads that a rank's query heads read; ranks may share one.
 
     Raises ValueError unless each of them serves equally many of the rank's heads.
     """
@@ -110,18 +110,20 @@ def kv_head_range(heads: Range, num_heads: int, num_kv_heads: int) -> Range:
 
 
 def qkv_cut(heads: Range, kv_heads: Range, num_heads: int, num_kv_heads: int, dim: int) -> Cut:
-    """A rank's rows of Q, K and V, fused in this order."""
+    """Returns a rank's rows of Q, K and V, fused in this order."""
     keys, values = num_heads, num_heads + num_kv_heads
     starts = ((0, heads), (keys, kv_heads), (values, kv_heads))
     return Cut(rows=tuple(((at + low) * dim, (at + high) * dim) for at, (low, high) in starts))
 
 
 def gate_up_cut(columns: Range, inner: int) -> Cut:
-    """A rank's rows of gate and up, fused in this order; `columns` are those of `down_proj`."""
+    """Returns a rank's rows of gate and up, fused in this order; `columns` are those
+    of `down_proj`.
+    """
     first, end = columns
     return Cut(rows=((first, end), (inner + first, inner + end)))
 
 
 def vocabulary_cut(vocab_size: int, rank: int, num_ranks: int) -> Cut:
-    """A rank's rows of the embedding and the output head, in blocks of 32 tokens."""
+    """Returns a rank's rows of the embedding and the output head, in blocks of 32 tokens."""
     return Cut(rows=(rank_range(column_lanes(vocab_size), rank, num_ranks),))

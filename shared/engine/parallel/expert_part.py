@@ -45,7 +45,7 @@ def expert_part(moe: MoeConfig, tp_rank: int, tp_size: int, asked: ExpertSplit) 
 
 
 def expert_range(num_experts: int, tp_rank: int, tp_size: int) -> Range:
-    """The experts of a rank: contiguous, and equally many but for one."""
+    """Returns the experts of a rank: contiguous, and equally many but for one."""
     return num_experts * tp_rank // tp_size, num_experts * (tp_rank + 1) // tp_size
 
 

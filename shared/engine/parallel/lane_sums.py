@@ -26,7 +26,9 @@ def check_lanes(lanes: Tensor, tp: int, exchange: Exchange) -> None:
 
 
 def sum_nodes(nodes: Sequence[Tensor], exchange: Exchange, *, is_root: bool) -> Tensor:
-    """Sum of aligned nodes, lowest lane first. FP32 if it is the root, else as it is sent."""
+    """Returns the sum of aligned nodes, lowest lane first. FP32 if it is the root,
+    else as it is sent.
+    """
     if exchange == "fp32":
         return tree_sum(nodes)
     level = [node.to(torch.bfloat16) for node in nodes]
@@ -39,7 +41,7 @@ def sum_nodes(nodes: Sequence[Tensor], exchange: Exchange, *, is_root: bool) -> 
 
 
 def halved_range(tp_rank: int, tp: int, num_elements: int) -> tuple[int, int]:
-    """The elements [begin, end) whose sum a rank holds after recursive halving.
+    """Returns the elements [begin, end) whose sum a rank holds after recursive halving.
 
     At level i the ranks r and r xor 2^i exchange halves: the lower one retains the first half.
     """

@@ -25,10 +25,10 @@ EMPTY_LANE = -0.0
 
 
 def lane_borders(num_units: int) -> tuple[int, ...]:
-    """The first unit of each lane, and the end: 9 borders by recursive halving.
+    """Returns the first unit of each lane, and the end: 9 borders by recursive halving.
 
-    A unit is a part of K that no rank divides: a head, 32 columns or a quantization group.
-    With fewer units than lanes some lanes are empty. Raises ValueError.
+    A unit is a part of K that no rank divides: a head, 32 columns or a quantization group. With
+    fewer units than lanes some lanes are empty. Raises ValueError.
     """
     if num_units < 1:
         raise ValueError(f"{num_units} units cannot be cut into lanes: at least 1 is needed")
@@ -41,7 +41,7 @@ def lane_borders(num_units: int) -> tuple[int, ...]:
 
 
 def rank_lanes(rank: int, num_ranks: int) -> tuple[int, int]:
-    """The lanes [first, end) of one rank. Raises ValueError."""
+    """Returns the lanes [first, end) of one rank. Raises ValueError."""
     if num_ranks not in (1, 2, 4, 8):
         raise ValueError(f"{num_ranks} ranks cannot share {NUM_LANES} lanes: 1, 2, 4 or 8 can")
     if not 0 <= rank < num_ranks:

@@ -16,10 +16,10 @@ NUM_ROUNDS = 4  # rounds of each size; the first one may wait for the other rank
 
 
 def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink, ...]:
-    """The links that this rank measured with a higher one. `hosts`: of each rank.
+    """Returns the links that this rank measured with a higher one. `hosts`: of each rank.
 
-    All ranks call it together. One pair stands for each host, and one for each two hosts. Raises
-    RankLost.
+    All ranks call it together. One pair stands for each host, and one for each two hosts.
+    Raises RankLost.
     """
     found = []
     for pair in measured_pairs(hosts):
@@ -34,7 +34,7 @@ def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink,
 
 
 def measured_pairs(hosts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The first two ranks of each host, then the first ranks of each two hosts."""
+    """Returns the first two ranks of each host, then the first ranks of each two hosts."""
     of_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         of_host.setdefault(host, []).append(rank)
@@ -51,7 +51,7 @@ def _measured(transport: Transport, other: int, num_latencies: int) -> Link:
 
 
 def _swap_s(transport: Transport, other: int, num_bytes: int) -> float:
-    """The shortest time in which both ranks have what the other one sent."""
+    """Returns the shortest time in which both ranks have what the other one sent."""
     sent = torch.zeros(num_bytes, dtype=torch.uint8, device=transport.device)
     received, times = torch.empty_like(sent), []
     for _ in range(NUM_ROUNDS):

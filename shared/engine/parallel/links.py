@@ -83,7 +83,9 @@ class RankLink(msgspec.Struct, frozen=True):
 
 
 def read_links(path: Path) -> LinkTable:
-    """A table from a file of JSON, or of TOML if its name ends in .toml. Raises ValueError."""
+    """Returns a table from a file of JSON, or of TOML if its name ends in .toml. Raises
+    ValueError.
+    """
     try:
         with path.open("rb") as file:  # it may have no end
             data = file.read(MAX_FILE_BYTES + 1)

@@ -33,10 +33,14 @@ class Mesh(Protocol):
         """
 
     def join(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of `dtype` in FP32, of which one rank has each and the others EMPTY_LANE -> all."""
+        """Returns the rows of `dtype` in FP32, of which one rank has each and the others
+        EMPTY_LANE -> all.
+        """
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-        """The ranks' parts, joined along `dim`. `sizes`: of each rank's part, if they differ."""
+        """Returns the ranks' parts, joined along `dim`. `sizes`: of each rank's part,
+        if they differ.
+        """
 
     def best(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Each rank's best value and its id, [rows] -> the best of all ranks, [rows].

@@ -54,5 +54,5 @@ class MeshShape:
         return stage * self.tp + tp_rank
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks of one stage, in the order of their lanes."""
+        """Returns the ranks of one stage, in the order of their lanes."""
         return tuple(self.rank_of(stage, tp_rank) for tp_rank in range(self.tp))

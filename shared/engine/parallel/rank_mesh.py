@@ -30,7 +30,7 @@ class Transport(Protocol):
     device: torch.device
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The tensors of all ranks of this stage, of one shape, in the order of ranks."""
+        """Returns the tensors of all ranks of this stage, of one shape, in the order of ranks."""
 
     def swap(self, x: Tensor, rank: int, out: Tensor) -> None:
         """Sends x to a rank and fills `out` with what that rank sends."""

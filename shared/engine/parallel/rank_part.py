@@ -43,7 +43,7 @@ class RankPart:
 
 
 def whole_model(config: ModelConfig) -> RankPart:
-    """The part of the only rank."""
+    """Returns the part of the only rank."""
     return rank_part(config, tp_rank=0, tp_size=1, layers=range(config.num_layers))
 
 
@@ -87,7 +87,7 @@ def rank_part(
 
 
 def local_config(config: ModelConfig, part: RankPart) -> ModelConfig:
-    """The model as the rank computes it: its layers, with fewer heads and columns."""
+    """Returns the model as the rank computes it: its layers, with fewer heads and columns."""
     layers = config.layers[part.layers.start : part.layers.stop]
     return replace(
         config,

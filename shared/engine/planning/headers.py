@@ -61,8 +61,8 @@ def has_files(model_dir: Path) -> bool:
 
 
 def stored_files(model_dir: Path) -> Iterator[list[HeaderTensor]]:
-    """The tensors of one file after the other. Raises CheckpointError for a file that is missing,
-    cut off or contradicts the index.
+    """Returns the tensors of one file after the other. Raises CheckpointError for a file that is
+    missing, cut off or contradicts the index.
     """
     index = read_index(model_dir)
     seen: dict[str, str] = {}

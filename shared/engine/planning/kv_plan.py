@@ -29,7 +29,9 @@ class KvPlan:
         return self.group_bytes * sum(self._live_tokens(each, num_tokens) for each in self.reaches)
 
     def longest_sequence(self, kv_bytes: int) -> int:
-        """Tokens that fit; if no layer sees all tokens, as many as every layer could hold."""
+        """Returns the tokens that fit; if no layer sees all tokens, as many as every
+        layer could hold.
+        """
         all_groups = self.group_bytes * len(self.reaches)
         growing = self.group_bytes * self.reaches.count(None)
         bounded = [each for each in self.reaches if each is not None]

@@ -97,7 +97,7 @@ def plan_memory(
 
 
 def num_kv_tokens(ranks: list[RankMemoryPlan]) -> int | None:
-    """Tokens that the worker's KV cache holds: as many as its fullest rank's."""
+    """Returns the tokens that the worker's KV cache holds: as many as its fullest rank's."""
     found = [each.num_kv_tokens for each in ranks if each.kv_bytes_per_token]
     return None if None in found else min(filter(None, found), default=0)
 

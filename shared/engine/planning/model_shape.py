@@ -23,8 +23,8 @@ def model_shape(
     rank_bytes_per_s: float,
     num_sampled: int | None = None,
 ) -> ModelShape:
-    """A step of `num_tokens`, of which `num_sampled` have logits (None: all, a decode step). It
-    takes the time to read all weights once.
+    """Returns a step of `num_tokens`, of which `num_sampled` have logits (None: all, a decode
+    step). It takes the time to read all weights once.
     """
     whole = whole_model(config)
     weight_bytes = num_weights(config, whole) * item_bytes - saved_bytes(config, whole, item_bytes)

@@ -72,15 +72,17 @@ class ParallelPlan:
 
 
 def choose_plan(plans: Sequence[ParallelPlan]) -> ParallelPlan:
-    """The one with the least predicted time, of those whose tensor-parallel groups lie inside a
-    host, if there is any.
+    """Returns the one with the least predicted time, of those whose tensor-parallel groups lie
+    inside a host, if there is any.
     """
     inside = [plan for plan in plans if not plan.spans_hosts]
     return min(inside or plans, key=lambda plan: (plan.step_s, plan.pp, plan.hosts))
 
 
 def all_plans(table: LinkTable, model: ModelShape) -> list[ParallelPlan]:
-    """One for each number of stages that uses all ranks. Raises ValueError if there is none."""
+    """Returns one for each number of stages that uses all ranks. Raises ValueError
+    if there is none.
+    """
     plans = list(_plans(table, model))
     if not plans:
         counts = [host.num_ranks for host in table.hosts]
@@ -111,7 +113,7 @@ def _plans(table: LinkTable, model: ModelShape) -> Iterator[ParallelPlan]:
 
 
 def _order(table: LinkTable, num_bytes: int) -> tuple[Host, ...]:
-    """The hosts along which a message of these bytes takes the least time."""
+    """Returns the hosts along which a message of these bytes takes the least time."""
     hosts = table.hosts
 
     @cache

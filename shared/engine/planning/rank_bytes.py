@@ -9,8 +9,8 @@ from shared.engine.parallel.rank_part import RankPart, local_config
 
 
 def num_weights(config: ModelConfig, part: RankPart) -> int:
-    """Weights of the rank's part, with what every rank of its stage holds alike: norms, and the
-    biases of row-parallel GEMMs.
+    """Returns the weights of the rank's part, with what every rank of its stage holds alike: norms,
+    and the biases of row-parallel GEMMs.
     """
     local = local_config(config, part)
     count = sum(_layer_weights(local, layer) for layer in local.layers)

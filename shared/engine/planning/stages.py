@@ -31,7 +31,8 @@ class ModelCosts:
 
 
 def cut_stages(costs: ModelCosts, num_stages: int) -> tuple[int, ...]:
-    """The first layer of each stage, and the number of layers. Each stage has a layer at least.
+    """Returns the first layer of each stage, and the number of layers. Each stage has a
+    layer at least.
 
     The least cost of the slowest stage, and among such cuts the least sum of squared costs; equal
     ones differ by nothing that is computed, and the one with the earliest borders is returned.

@@ -35,8 +35,8 @@ class _Stored(NamedTuple):
 
 
 def with_stored_head(config: ModelConfig, model_dir: Path) -> ModelConfig:
-    """The config of the model that the folder's tensors make; unchanged if they cannot be read,
-    which loading them reports.
+    """Returns the config of the model that the folder's tensors make; unchanged if they cannot be
+    read, which loading them reports.
     """
     try:
         stored = _stored(config, model_dir)
@@ -95,7 +95,7 @@ def _stored(config: ModelConfig, model_dir: Path) -> _Stored | None:
 
 
 def _places(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
-    """The checkpoint's names of the two tensors."""
+    """Returns the checkpoint's names of the two tensors."""
     found = model_names(names, config.checkpoint)
     return {name: given for given, name in found if name in (EMBEDDING, HEAD)}
 

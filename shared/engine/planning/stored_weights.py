@@ -44,7 +44,7 @@ class StoredWeights:
 
 
 def _part_of(tensor: HeaderTensor, place: StackedPart) -> HeaderTensor:
-    """One expert's weight of a tensor of all experts."""
+    """Returns one expert's weight of a tensor of all experts."""
     shape = place.shape(tensor.shape)
     if place.end is not None and len(tensor.shape) == 3 and tensor.shape[2] < place.end:
         shape = tensor.shape  # which is not the weight's

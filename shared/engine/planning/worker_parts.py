@@ -26,7 +26,9 @@ def worker_parts(
 
 
 def stages_of(config: ModelConfig, num_stages: int) -> list[range]:
-    """The layers of each stage, balanced by the multiplications of a token. Raises ConfigError."""
+    """Returns the layers of each stage, balanced by the multiplications of a token.
+    Raises ConfigError.
+    """
     try:
         borders = cut_stages(model_costs(config), num_stages)
     except ValueError as error:
@@ -35,14 +37,16 @@ def stages_of(config: ModelConfig, num_stages: int) -> list[range]:
 
 
 def model_costs(config: ModelConfig) -> ModelCosts:
-    """The multiplications of a token. Looking up the embedding multiplies nothing."""
+    """Returns the multiplications of a token. Looking up the embedding multiplies nothing."""
     hidden, attention = config.hidden_size, attention_weights(config)
     layers = (attention + _mlp_width(config, layer.moe) * hidden for layer in config.layers)
     return ModelCosts(tuple(layers), lm_head=config.vocab_size * hidden)
 
 
 def _mlp_width(config: ModelConfig, moe: MoeConfig | None) -> int:
-    """The multiplications of a token in an MLP or its experts, for each element of its input."""
+    """Returns the multiplications of a token in an MLP or its experts, for each
+    element of its input.
+    """
     if moe is None:
         return 3 * config.intermediate_size
     chosen = moe.experts_per_token * moe.intermediate_size

@@ -115,7 +115,9 @@ def prompt_logits(executor: LocalExecutor, token_ids: Sequence[int]) -> Iterator
 
 
 def _step(layout: KvLayout, token_ids: Sequence[int], start: int, end: int) -> StepInputs:
-    """Positions [start, end) of the only sequence in the cache, whose groups follow each other."""
+    """Returns the positions [start, end) of the only sequence in the cache, whose groups
+    follow each other.
+    """
     positions, num_new = np.arange(start, end), end - start
     num_groups, width = len(layout.groups), -(-len(token_ids) // layout.block_size)
     tables = np.arange(num_groups * width).reshape(num_groups, 1, width)

@@ -69,7 +69,7 @@ def without_banned(
 
 
 def _clear(words: Words, token_ids: list[int]) -> Words:
-    """A copy without these tokens, or `words` if none were left."""
+    """Returns a copy without these tokens, or `words` if none were left."""
     ids = np.array(token_ids)
     cleared = words.copy()
     bits = np.left_shift(1, ids & 31).astype(np.uint32)

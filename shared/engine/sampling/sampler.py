@@ -71,7 +71,7 @@ def sample_tokens(
 def sampling_columns(
     inputs: SamplingInputs, device: torch.device, rows: NDArray[np.int64] | slice = slice(None)
 ) -> list[Tensor]:
-    """The operands of `sample` after the logits, of these rows."""
+    """Returns the operands of `sample` after the logits, of these rows."""
     chosen = inputs.rows[rows]
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "output_position")
     return _on(device, *(chosen[name] for name in names))
@@ -124,7 +124,9 @@ def _few(logits: Tensor, inputs: SamplingInputs, words: Mapping[int, Words]) -> 
 
 
 def _mask_tensors(words: Mapping[int, Words], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows [M] and words [M, ⌈vocab_size / 32⌉]; these go to the device as one pinned copy."""
+    """Returns the rows [M] and words [M, ⌈vocab_size / 32⌉]; these go to the device as
+    one pinned copy.
+    """
     each = list(words.values())
     shape = len(each), len(each[0])
     host = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -159,7 +161,9 @@ def _sample_few(logits: Tensor, inputs: SamplingInputs, few: FewTokens) -> list[
 
 
 def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:
-    """The logits that rows are sampled from; greedy ones at temperature 1, not truncated."""
+    """Returns the logits that rows are sampled from; greedy ones at temperature 1, not
+    truncated.
+    """
     own = inputs.rows.take(rows)
     is_greedy = own["temperature"] == 0
     own[is_greedy] = sampling_rows(1, temperature=1)

@@ -46,7 +46,7 @@ class GrammarPosition:
         return begin
 
     def fill(self) -> bytes | None:
-        """The words of the next token's mask, as of `Matcher.fill`; None: all are allowed.
+        """Returns the words of the next token's mask, as of `Matcher.fill`; None: all are allowed.
 
         Raises GrammarTooComplex for a limit, or if no output can be completed from here.
         """

@@ -72,7 +72,7 @@ class MaskJob:
             self.end(words)
 
     def _advance(self) -> bytes | None:
-        """The next words, as of `GrammarPosition.fill`."""
+        """Returns the next words, as of `GrammarPosition.fill`."""
         num_allowed = self._position.advance(self._token_ids)
         if num_allowed < len(self._token_ids):
             token_id = self._token_ids[num_allowed]

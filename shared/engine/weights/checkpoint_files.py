@@ -218,7 +218,7 @@ class BundleFolder:
         return self._model_dir / bundle_path(file_name)
 
     def open(self, file_name: str, stack: ExitStack) -> TensorFile:
-        """The shard of the original file `file_name`. Raises CheckpointError."""
+        """Returns the shard of the original file `file_name`. Raises CheckpointError."""
         path, shard = self.path(file_name), self._shards.get(file_name)
         if shard is None:
             raise CheckpointError(f"{path}: not a shard of this bundle")

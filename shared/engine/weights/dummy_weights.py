@@ -133,6 +133,6 @@ def _hashes(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The lowest 32 bits, in two's complement."""
+    """Returns the lowest 32 bits, in two's complement."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word

@@ -52,7 +52,7 @@ class CheckpointTensors:
         return sorted(self._path_of)
 
     def files(self) -> list[Path]:
-        """All files that determine the tensors."""
+        """Returns all files that determine the tensors."""
         return sorted((*self._files, *self._others))
 
     def path(self, name: str) -> Path:
@@ -149,8 +149,9 @@ def _part(destination: Tensor, cut: Cut) -> Tensor:
 
 
 def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors to copy; the others are named in one warning. Raises CheckpointError
-    if one is missing, contradicts the config, or shows that a dense layer is quantized.
+    """Returns the names of the tensors to copy; the others are named in one warning.
+    Raises CheckpointError if one is missing, contradicts the config, or shows that a
+    dense layer is quantized.
 
     No tensor is read, because an untrusted bundle may expand a few bytes to fill all memory.
     """

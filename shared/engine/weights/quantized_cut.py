@@ -10,7 +10,7 @@ _CODES = 8  # codes of four bits in an int32
 
 
 def quantized_cut(name: str, form: WeightFormat, cut: Cut) -> Cut:
-    """The part of tensor `name` that belongs to a part of its weight [N, K].
+    """Returns the part of tensor `name` that belongs to a part of its weight [N, K].
 
     Raises CheckpointError if the cut is not at borders of groups or blocks.
     """
@@ -23,7 +23,9 @@ def quantized_cut(name: str, form: WeightFormat, cut: Cut) -> Cut:
 
 
 def _units(kind: str, form: WeightFormat) -> tuple[int, int | None]:
-    """Rows and columns of the weight to one of the tensor; None: the tensor has one column."""
+    """Returns the rows and columns of the weight to one of the tensor; None: the tensor
+    has one column.
+    """
     if not isinstance(form, Int4):
         return (FP8_BLOCK, FP8_BLOCK) if kind == "weight_scale_inv" else (1, 1)
     if kind == "weight_packed":

@@ -85,7 +85,7 @@ class QuantizedTensors:
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[str]]:
-    """The ends of the names of each layer's weights."""
+    """Returns the ends of the names of each layer's weights."""
     found: dict[str, set[str]] = {}
     for name in names:
         layer, _, kind = name.rpartition(".")

@@ -146,7 +146,7 @@ def _read_header(file: IO[bytes]) -> SharedFileHeader | None:
 
 
 def _mapped(file: IO[bytes]) -> Tensor:
-    """The mapped file, with all pages read in before the first step."""
+    """Returns the mapped file, with all pages read in before the first step."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
     with warnings.catch_warnings():  # the mapping is read-only on purpose

@@ -157,7 +157,9 @@ def _key(
     *,
     is_compressed: bool,
 ) -> str:
-    """The digest of everything that determines the file's content, including the machine."""
+    """Returns the digest of everything that determines the file's content, including the
+    machine.
+    """
     layout = [
         [
             region.name,

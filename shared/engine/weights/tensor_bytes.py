@@ -117,7 +117,7 @@ def row_cuts(shape: tuple[int, ...], num_bytes: int, most_bytes: int) -> list[Cu
 
 
 def _span(shape: tuple[int, ...], cut: Cut, row_bytes: int) -> tuple[int, int]:
-    """The bytes of each row that belong to the cut: first, number."""
+    """Returns the bytes of each row that belong to the cut: first, number."""
     if cut.columns is None:
         return 0, row_bytes
     column_bytes = row_bytes // shape[1] if shape[1] else 0

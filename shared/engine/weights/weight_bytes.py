@@ -61,7 +61,9 @@ def quantized_form(weight: QuantizedWeight) -> QuantizedForm:
 
 
 def quantized_view(form: QuantizedForm, memory: Tensor) -> QuantizedWeight:
-    """A quantized weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
+    """Returns a quantized weight over `memory` [n] uint8, without a copy; it keeps `memory`
+    alive.
+    """
     layout = form.fp8 if form.int4 is None else form.int4
     assert layout is not None
     return QuantizedWeight(layout, memory, getattr(torch, form.dtype))
@@ -72,12 +74,16 @@ def compressed_form(weight: CpuCompressed) -> CompressedForm:
 
 
 def compressed_view(form: CompressedForm, memory: Tensor) -> CpuCompressed:
-    """A compressed weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
+    """Returns a compressed weight over `memory` [n] uint8, without a copy; it keeps `memory`
+    alive.
+    """
     return cpu_host().compressed_weight(form.shape, form.order, form.num_verbatim, memory)
 
 
 def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:
-    """The form of a packed weight, and its bytes, [n] uint8, which keep the weight alive."""
+    """Returns the form of a packed weight, and its bytes, [n] uint8, which keep the weight
+    alive.
+    """
     ops, shape, dtype = torch.ops.mkldnn, tuple(weight.shape), _DTYPES[weight.dtype]
     if not weight.is_mkldnn:
         form = PackedForm(shape=shape, dtype=dtype, description=b"")
@@ -91,7 +97,7 @@ def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:
 
 
 def packed_view(form: PackedForm, memory: Tensor) -> Tensor:
-    """A packed weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
+    """Returns a packed weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
     if not form.description:
         return memory.view(getattr(torch, form.dtype)).view(form.shape)
     rows, columns = form.shape
@@ -138,5 +144,5 @@ def can_share_packed() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library that torch has already loaded."""
+    """Returns the library that torch has already loaded."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

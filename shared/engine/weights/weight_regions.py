@@ -44,8 +44,8 @@ class WeightRegion:
         return self.has_other_readers or bool(self.embeddings)
 
     def compressed(self, filled: Tensor) -> Compressed | None:
-        """The compressed weight of `filled`, the bytes of the storage; None if it is not smaller,
-        or a module needs the dense weight.
+        """Returns the compressed weight of `filled`, the bytes of the storage; None if it is not
+        smaller, or a module needs the dense weight.
         """
         readers = [*self.linears.values(), *self.embeddings.values()]
         is_compressible = all(each.is_compressible for each in self.linears.values())
@@ -70,7 +70,7 @@ class WeightRegion:
 
 
 def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[WeightRegion]:
-    """The storages that the checkpoint fills, in the order of its names."""
+    """Returns the storages that the checkpoint fills, in the order of its names."""
     found: dict[int, WeightRegion] = {}
     expected = {_storage(each) for each in destinations.values()}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -95,7 +95,7 @@ def _add_reader(region: WeightRegion, name: str, module: nn.Module, tensor: Tens
 
 
 def _readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Every module with each of its direct tensors; a shared tensor once per module."""
+    """Returns every module with each of its direct tensors; a shared tensor once per module."""
     for name, module in model.named_modules():
         for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             yield name, module, tensor
@@ -111,7 +111,7 @@ def filled_bytes(
     device: torch.device,
     readers: Executor | None = None,
 ) -> Tensor:
-    """The bytes of one storage, [num_bytes] uint8, on `device`. Raises CheckpointError."""
+    """Returns the bytes of one storage, [num_bytes] uint8, on `device`. Raises CheckpointError."""
     filled = torch.empty(region.num_bytes, dtype=torch.uint8, device=device)
     first = next(iter(region.tensors.values()))
     if first.is_meta and not region.is_covered:
@@ -125,7 +125,7 @@ def filled_bytes(
 
 
 def view_of(stored: Tensor, like: Tensor) -> Tensor:
-    """A view of `stored` with the dtype, shape, strides and offset that `like` has."""
+    """Returns a view of `stored` with the dtype, shape, strides and offset that `like` has."""
     typed = stored.view(like.dtype)
     offset = typed.storage_offset() + like.storage_offset()
     return typed.as_strided(like.shape, like.stride(), offset)

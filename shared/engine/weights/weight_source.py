@@ -54,7 +54,7 @@ class WeightSource(Protocol):
     def names(self) -> list[str]: ...
 
     def files(self) -> list[Path]:
-        """All files that determine the tensors."""
+        """Returns all files that determine the tensors."""
         ...
 
     def path(self, name: str) -> Path: ...
@@ -70,8 +70,8 @@ class WeightSource(Protocol):
         ...
 
     def row_cuts(self, name: str) -> Sequence[Cut]:
-        """The tensor, in cuts by rows that are read as cheaply as the whole: several readers share
-        a large one.
+        """Returns the tensor, in cuts by rows that are read as cheaply as the whole: several
+        readers share a large one.
         """
         ...
 
@@ -84,7 +84,7 @@ def check_part(name: str, full: tuple[int, ...], cut: Cut, out: Tensor) -> None:
 
 
 def read_tensor(source: WeightSource, name: str) -> Tensor:
-    """A tensor in its own dtype. Raises CheckpointError."""
+    """Returns a tensor in its own dtype. Raises CheckpointError."""
     dtype, shape = source.info(name)
     found = torch.empty(shape, dtype=DTYPES[dtype])
     source.read_into(name, WHOLE, found)

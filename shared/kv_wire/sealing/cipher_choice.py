@@ -26,7 +26,7 @@ def has_aes_instructions() -> bool:
 
 
 def preferred_ciphers() -> tuple[str, ...]:
-    """The ciphers that this host can use, fastest first."""
+    """Returns the ciphers that this host can use, fastest first."""
     return (AES, CHACHA) if has_aes_instructions() else (CHACHA, AES)
 
 

@@ -41,14 +41,16 @@ class DirectionCipher:
         self._num_records = 0
 
     def seal_record(self, prefix: bytes, body: bytes) -> bytes:
-        """The body as it is sent, TAG_BYTES longer. `prefix` is sent before it, readable."""
+        """Returns the body as it is sent, TAG_BYTES longer. `prefix` is sent before it,
+        readable.
+        """
         nonce = self._next_record()
         if self._is_encrypted:
             return self._aead.encrypt(nonce, body, prefix)
         return body + self._aead.encrypt(nonce, b"", prefix + body)
 
     def open_record(self, prefix: bytes, sealed: memoryview) -> bytes | memoryview | None:
-        """The body, or None if it is not the next record of the peer."""
+        """Returns the body, or None if it is not the next record of the peer."""
         nonce = self._next_record()
         try:
             if self._is_encrypted:

@@ -21,7 +21,7 @@ class LinkKeys:
         self._by_id: dict[bytes, LinkKey] = {}
 
     def key_for(self, prefill_worker_id: str) -> LinkKey:
-        """The same key until it is forgotten."""
+        """Returns the same key until it is forgotten."""
         link_key = self._of_worker.get(prefill_worker_id)
         if link_key is None:
             link_key = self._new_key(prefill_worker_id)

@@ -75,7 +75,9 @@ VALUES = (
 
 
 def kv_usage(load: WorkerLoad) -> float:
-    """The share of blocks that running sequences and reservations hold; 0 without a KV cache."""
+    """Returns the share of blocks that running sequences and reservations hold; 0
+    without a KV cache.
+    """
     if not load.num_total_blocks:
         return 0.0
     return 1.0 - min(load.num_free_blocks, load.num_total_blocks) / load.num_total_blocks

@@ -83,7 +83,7 @@ def compile_kernels(kernels: StepKernels) -> None:
 
 
 def _multiplied(twin: Decoder) -> Iterator[tuple[Weight, SumLanes | None]]:
-    """The weights of GEMMs whose kernels depend on the number of rows."""
+    """Returns the weights of GEMMs whose kernels depend on the number of rows."""
     for each in twin.modules():
         if isinstance(each, MatmulModule) and not isinstance(each, ExpertLinear):
             yield each.weight, each.lanes

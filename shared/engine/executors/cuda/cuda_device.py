@@ -62,7 +62,7 @@ class CudaDevice:
             )
 
     def memory(self) -> MemoryReport:
-        """The memory report, after all launched work has ended."""
+        """Returns the memory report, after all launched work has ended."""
         self.driver.synchronize()
         free, total = self.driver.mem_get_info(self.index)
         return MemoryReport(free=free, total=total)

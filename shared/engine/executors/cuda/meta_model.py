@@ -20,8 +20,8 @@ META = torch.device("meta")
 
 
 def distinct_layers(model: Decoder, kind_of_layer: Sequence[int]) -> list[int]:
-    """The first layer of each set that launches the same kernels: with the same config, inputs of
-    one kind, and weights of the same shapes and forms.
+    """Returns the first layer of each set that launches the same kernels: with the same config,
+    inputs of one kind, and weights of the same shapes and forms.
     """
     layers = zip(model.layer_config.layers, kind_of_layer, model.layers, strict=True)
     described = [(config, kind, _weights(layer)) for config, kind, layer in layers]
@@ -29,7 +29,7 @@ def distinct_layers(model: Decoder, kind_of_layer: Sequence[int]) -> list[int]:
 
 
 def meta_model(model: Decoder, layers: Sequence[int]) -> Decoder:
-    """The twin of `model` with only these of its layers."""
+    """Returns the twin of `model` with only these of its layers."""
     with _OnMeta():
         kept = nn.ModuleList(copy.deepcopy(model.layers[index]) for index in layers)
         twin = copy.deepcopy(model, {id(model.layers): kept})

@@ -29,6 +29,6 @@ def fingerprint(tensors: WeightSource, described: bytes) -> str:
 
 
 def model_on_meta(config: ModelConfig, dtype: str) -> Decoder:
-    """The whole model without memory: its tensors have names and shapes."""
+    """Returns the whole model without memory: its tensors have names and shapes."""
     with torch.device("meta"):
         return Decoder(config, dtype=getattr(torch, dtype), num_positions=1)

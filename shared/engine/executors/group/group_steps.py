@@ -61,7 +61,7 @@ class GroupSteps:
         return number
 
     async def answer(self, number: int) -> bytes:
-        """The answering rank's output. Raises DeviceFailed if the group is lost."""
+        """Returns the answering rank's output. Raises DeviceFailed if the group is lost."""
         try:
             return await self._answers[number]
         finally:
@@ -80,7 +80,7 @@ class GroupSteps:
         self._masks_channel.close()
 
     def _watching_loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop, which watches for answers from the first command on."""
+        """Returns the running loop, which watches for answers from the first command on."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             loop.add_reader(self.group.fileno(), self._take_answers)

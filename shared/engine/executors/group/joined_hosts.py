@@ -78,7 +78,7 @@ class RankChannels:
 def _connection(
     kind: str, rank: int, hosts: Sequence[HostConnections]
 ) -> tuple[socket.socket, int]:
-    """The leader's end, and the descriptor that a rank of this host inherits."""
+    """Returns the leader's end, and the descriptor that a rank of this host inherits."""
     for host in hosts:
         if rank in host.ranks:
             return host.sockets[kind, rank], -1

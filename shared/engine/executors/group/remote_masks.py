@@ -27,7 +27,7 @@ class RemoteMasks:
         self._words: list[bytes | None] | None = None
 
     def of_step(self, step: int, count: int) -> list[RemoteMask]:
-        """The masks of the step that this rank computes from now on."""
+        """Returns the masks of the step that this rank computes from now on."""
         self._step = step
         self._words = None
         return [RemoteMask(self, place) for place in range(count)]

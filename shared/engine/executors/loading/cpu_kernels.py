@@ -38,7 +38,7 @@ def import_kernels() -> None:
 def compile_plan(
     config: ModelConfig, dtype: str, kv_layout: KvLayout, *, is_compressed: bool
 ) -> CompilePlan:
-    """The properties that a model's machine code depends on. `dtype`: of activations."""
+    """Returns the properties that a model's machine code depends on. `dtype`: of activations."""
     widths = (
         config.hidden_size,
         config.intermediate_size,

@@ -48,8 +48,8 @@ def device_numerics(
 
 
 def _cpu_name(dtype: str) -> str:
-    """The instruction set of the compiled kernels, and what the libraries multiply with: they take
-    the weights that the kernels do not, such as those of odd sizes.
+    """Returns the instruction set of the compiled kernels, and what the libraries multiply with:
+    they take the weights that the kernels do not, such as those of odd sizes.
     """
     return f"cpu-{cpu_host().instruction_set}-{cpu_host().library_name(dtype)}"
 

@@ -20,7 +20,9 @@ class MemoryReport:
 
 
 def num_blocks_in(report: MemoryReport, kv_layout: KvLayout) -> int:
-    """Blocks in 0.9 of the free memory, at most 1,048,576. Raises ConfigError if there are none."""
+    """Returns the blocks in 0.9 of the free memory, at most 1,048,576. Raises ConfigError if
+    there are none.
+    """
     num_bytes = int(report.free * KV_SHARE)
     num_blocks = num_bytes // kv_layout.block_bytes
     if num_blocks < 1:

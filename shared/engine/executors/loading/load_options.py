@@ -48,14 +48,16 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     has_row_kernels: bool = False
 
     def kv_ceiling(self, kv_layout: KvLayout, num_blocks: int) -> int:
-        """The most blocks of a cache that has `num_blocks` at the start. Raises ConfigError."""
+        """Returns the most blocks of a cache that has `num_blocks` at the start.
+        Raises ConfigError.
+        """
         if self.kv_ceiling_bytes is None:
             return num_blocks
         most = num_blocks_for(kv_layout, self.kv_ceiling_bytes, option="kv_ceiling_bytes")
         return max(num_blocks, most)
 
     def context_tokens(self, config: ModelConfig, max_blocks: int | None) -> int:
-        """The longest sequence: of the model, of the option, and of `max_blocks`."""
+        """Returns the longest sequence: of the model, of the option, and of `max_blocks`."""
         limits = [config.max_position_embeddings]
         if self.max_context_tokens is not None:
             limits.append(self.max_context_tokens)

@@ -80,7 +80,7 @@ def empty_model(
     num_positions: int,
     weights_on: torch.device | None = None,
 ) -> Decoder:
-    """A model with unset weights, allocated on the device, or on `weights_on`. Raises
+    """Returns a model with unset weights, allocated on the device, or on `weights_on`. Raises
     CheckpointError if too large.
     """
     try:

@@ -61,9 +61,9 @@ def largest_step(
     max_context_tokens: int,
     num_groups: int = 1,
 ) -> StepInputs:
-    """The step that takes the most memory: a prompt and as many decodes as there can be, which
-    sample after a long context, the last one after the longest: parts of attention's sums are as
-    many for each.
+    """Returns the step that takes the most memory: a prompt and as many decodes as there can be,
+    which sample after a long context, the last one after the longest: parts of attention's sums are
+    as many for each.
     """
     num_decodes = min(max_sequences, max_batch_tokens) - 1
     return idle_step(
@@ -85,8 +85,8 @@ def idle_step(
     last_context_tokens: int = 0,
     num_groups: int = 1,
 ) -> StepInputs:
-    """A prompt of each length, or a decode for length 1, each sampling one token after at least
-    `context_tokens`, the last one after `last_context_tokens`.
+    """Returns a prompt of each length, or a decode for length 1, each sampling one token after at
+    least `context_tokens`, the last one after `last_context_tokens`.
 
     All read block 0 and write nothing, so one block of cache is enough.
     """
@@ -120,7 +120,7 @@ def _batch_sizes(limit: int) -> Iterator[int]:
 
 
 def sampled_steps(block_size: int, vocab_size: int, *, num_groups: int = 1) -> Iterator[StepInputs]:
-    """A row of two tokens: with penalties, with a mask, with logprobs, as an embedding."""
+    """Returns a row of two tokens: with penalties, with a mask, with logprobs, as an embedding."""
     step = idle_step(block_size, [2], temperature=1.0, num_groups=num_groups)
     entry = np.zeros(1, dtype=np.int64)
     value = np.ones(1, dtype=np.float32)

@@ -43,7 +43,7 @@ class ExpertMethod(Protocol):
     def partials(
         self, x: Tensor, rows: Tensor | None, offsets: Tensor, num_sums: int = 1
     ) -> Tensor:
-        """The sums of subtrees of the lanes: FP32 [num_sums, S, N]."""
+        """Returns the sums of subtrees of the lanes: FP32 [num_sums, S, N]."""
         ...
 
 
@@ -98,7 +98,9 @@ class QuantizedExperts:
     def _by_expert(
         self, x: Tensor, rows: Tensor | None, offsets: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The rows of each expert that has some, their offsets, and its weight for GEMMs."""
+        """Returns the rows of each expert that has some, their offsets, and its weight for
+        GEMMs.
+        """
         own = x if rows is None else x.index_select(0, rows)
         bounds = _bounds(offsets, len(own))
         num_strips = self._weight.shape[0] // BLOCK // (len(bounds) - 1)

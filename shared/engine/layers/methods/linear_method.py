@@ -26,7 +26,7 @@ class LinearMethod(Protocol):
         ...
 
     def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
-        """The sums of a row-parallel GEMM by subtrees of its lanes: FP32 [num_sums, T, N].
+        """Returns the sums of a row-parallel GEMM by subtrees of its lanes: FP32 [num_sums, T, N].
 
         A rank's sum of one subtree is what other ranks add to theirs. Raises ValueError for a
         weight whose GEMM does not sum in lanes.
@@ -34,13 +34,13 @@ class LinearMethod(Protocol):
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """The result of the GEMM as FP32: [T, K] -> [T, N]."""
+        """Returns the result of the GEMM as FP32: [T, K] -> [T, N]."""
         ...
 
     def argmax(self, x: Tensor) -> Tensor:
-        """The first column of each row's largest logit: [T, K] -> [T] int64."""
+        """Returns the first column of each row's largest logit: [T, K] -> [T] int64."""
         ...
 
     def select_rows(self, row_ids: Tensor) -> Tensor:
-        """Rows of the weight in its dense dtype: [T] -> [T, K]."""
+        """Returns the rows of the weight in its dense dtype: [T] -> [T, K]."""
         ...

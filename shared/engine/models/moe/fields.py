@@ -40,7 +40,7 @@ class DeepseekFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def moe_fields(given: Mapping[str, Any], kind: type[Any], **defaults: Any) -> Any:
-    """The struct `kind` of the config. Raises CheckpointError."""
+    """Returns the struct `kind` of the config. Raises CheckpointError."""
     try:
         return msgspec.convert({**defaults, **given}, kind)
     except msgspec.ValidationError as error:
@@ -50,8 +50,8 @@ def moe_fields(given: Mapping[str, Any], kind: type[Any], **defaults: Any) -> An
 def with_deepseek_experts(
     config: ModelConfig, given: Mapping[str, Any], **defaults: Any
 ) -> ModelConfig:
-    """The model with experts in all but its first layers, without multi-token prediction: its
-    layers follow the model's in the checkpoint. Raises CheckpointError.
+    """Returns the model with experts in all but its first layers, without multi-token prediction:
+    its layers follow the model's in the checkpoint. Raises CheckpointError.
     """
     fields: DeepseekFields = moe_fields(given, DeepseekFields, **defaults)
     for name, value, known in (
@@ -88,7 +88,7 @@ def with_deepseek_experts(
 def with_experts(
     config: ModelConfig, moe: MoeConfig, has_experts: Callable[[int], bool]
 ) -> ModelConfig:
-    """The model with experts in the layers that `has_experts`. Raises CheckpointError."""
+    """Returns the model with experts in the layers that `has_experts`. Raises CheckpointError."""
     _check(moe)
     layers = [
         replace(layer, moe=moe) if has_experts(index) else layer
@@ -98,7 +98,7 @@ def with_experts(
 
 
 def without_prediction_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """The model whose checkpoint has `count` more layers, which predict later tokens."""
+    """Returns the model whose checkpoint has `count` more layers, which predict later tokens."""
     if not count:
         return config
     first = config.num_layers

@@ -66,7 +66,7 @@ class FrameSocket:
             raise ConnectionLost(f"it cannot be sent to: {error}") from None
 
     def take(self) -> bytes | None:
-        """The next frame that has come; None if there is none. Raises ConnectionLost."""
+        """Returns the next frame that has come; None if there is none. Raises ConnectionLost."""
         while (frame := self._frame()) is None:
             try:
                 data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
@@ -80,7 +80,7 @@ class FrameSocket:
         return frame
 
     def receive(self, limit_s: float) -> bytes:
-        """The next frame. Raises ConnectionLost, also after the limit."""
+        """Returns the next frame. Raises ConnectionLost, also after the limit."""
         deadline = time.monotonic() + limit_s
         while (frame := self.take()) is None:
             if (remaining_s := deadline - time.monotonic()) <= 0:
@@ -141,7 +141,9 @@ class SocketReader:
         self._assembly = Assembly(0)
 
     def take(self) -> Record | None:
-        """The next record, if all of it has come. Raises ConnectionLost; RingError for a gap."""
+        """Returns the next record, if all of it has come. Raises ConnectionLost;
+        RingError for a gap.
+        """
         while (frame := self._frames.take()) is not None:
             part = decode_part(frame, self._num_taken)
             self._num_taken += 1

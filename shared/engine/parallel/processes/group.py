@@ -144,7 +144,7 @@ class RankGroup:
         return self._answers.fileno()
 
     def submit(self, plan: bytes, budget_s: float) -> int:
-        """The number of the step. Does not wait for ranks. Raises GroupLost."""
+        """Returns the number of the step. Does not wait for ranks. Raises GroupLost."""
         self._check()
         step = self._num_submitted
         self._steps.send(Record(step, plan))
@@ -156,7 +156,7 @@ class RankGroup:
         self._watchdog.fail(f"steps do not reach all ranks: {error}")
 
     def take(self, limit_s: float | None = 0.0) -> Record | None:
-        """The next answer, in order of steps; None after the limit. Raises GroupLost."""
+        """Returns the next answer, in order of steps; None after the limit. Raises GroupLost."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while (answer := self._answers.take()) is None:
             self._check()

@@ -62,5 +62,5 @@ def _between_hosts(start: StartRank) -> Transport:
 
 
 def measured(mesh: Mesh, hosts: Sequence[str]) -> tuple[RankLink, ...]:
-    """The links that this rank measured. Raises RankLost."""
+    """Returns the links that this rank measured. Raises RankLost."""
     return measure_links(mesh.transport, hosts) if isinstance(mesh, RankMesh) else ()

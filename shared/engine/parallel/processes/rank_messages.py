@@ -102,7 +102,9 @@ def decode_to_leader(data: bytes) -> ToLeader:
 
 
 def difference(identities: Sequence[RankIdentity]) -> str | None:
-    """A line that names the rank that differs from most others, and what differs. None if none."""
+    """Returns a line that names the rank that differs from most others, and what
+    differs. None if none.
+    """
     for name in RankIdentity.__struct_fields__:
         values = [getattr(each, name) for each in identities]
         usual = max(values, key=values.count)

@@ -54,8 +54,8 @@ class RankWork(Protocol):
     identity: RankIdentity
 
     def run(self, step: int, plan: bytes) -> bytes:
-        """The answer of a step; only the answering rank's is sent. Whatever it raises ends the
-        group.
+        """Returns the answer of a step; only the answering rank's is sent. Whatever it raises
+        ends the group.
         """
 
 
@@ -75,7 +75,7 @@ class RankContext:
         return self.start.config
 
     def mesh(self, transport: str | None = None, exchange: Exchange = "fp32") -> Mesh:
-        """The rank's group; `transport` other than that of the group is for tests."""
+        """Returns the rank's group; `transport` other than that of the group is for tests."""
         from shared.engine.parallel.processes import meshes  # torch, which not every work needs
 
         mesh = meshes.connect(self.start, transport or self.start.transport, exchange)

@@ -47,7 +47,7 @@ def num_parts_of(record: Record, slot_bytes: int) -> int:
 
 
 def encode_parts(record: Record, first_number: int, slot_bytes: int) -> Iterator[bytes]:
-    """The contents of the slots from `first_number` on. Raises ValueError for too many."""
+    """Returns the contents of the slots from `first_number` on. Raises ValueError for too many."""
     size = slot_bytes - HEADER.size
     num_parts = num_parts_of(record, slot_bytes)
     if num_parts > MAX_PARTS:
@@ -60,7 +60,9 @@ def encode_parts(record: Record, first_number: int, slot_bytes: int) -> Iterator
 
 
 def decode_part(slot: memoryview | bytes, number: int) -> Part:
-    """The part in a slot. Raises RingError unless the slot is complete and has this number."""
+    """Returns the part in a slot. Raises RingError unless the slot is complete and has this
+    number.
+    """
     if len(slot) < HEADER.size:
         raise RingError(f"a slot of {len(slot)} bytes has no header")
     found, step, length, index, num_parts, checksum = HEADER.unpack_from(slot)
@@ -88,7 +90,7 @@ class Assembly:
         self._parts: list[Part] = []
 
     def add(self, part: Part) -> Record | None:
-        """The record, once its last part has come. Raises RingError, StepGap."""
+        """Returns the record, once its last part has come. Raises RingError, StepGap."""
         if part.step != self._next_step:
             raise StepGap(f"step {part.step} came, step {self._next_step} was expected")
         first = self._parts[0] if self._parts else part

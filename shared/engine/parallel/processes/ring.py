@@ -137,7 +137,7 @@ class RingWriter:
             time.sleep(PAUSE_S)
 
     def _slowest(self, num_slots: int = 1) -> int | None:
-        """The first reader that has not taken the slots to be written next."""
+        """Returns the first reader that has not taken the slots to be written next."""
         needed = self._num_written + num_slots - self._files.num_slots
         readers = range(len(self._files.events))
         return next((each for each in readers if self._ring.num_taken(each) < needed), None)
@@ -167,7 +167,9 @@ class RingReader:
         return self._event
 
     def read(self, limit_s: float | None) -> Record | None:
-        """The next record; None after the limit. Without a limit it waits as long as it takes."""
+        """Returns the next record; None after the limit. Without a limit it waits as
+        long as it takes.
+        """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while (record := self.take()) is None:
             remaining_s = None if deadline is None else deadline - time.monotonic()
@@ -177,7 +179,7 @@ class RingReader:
         return record
 
     def take(self) -> Record | None:
-        """The next record, if all of it is written."""
+        """Returns the next record, if all of it is written."""
         while True:
             while self._is_written():
                 if (record := self._take_part()) is not None:

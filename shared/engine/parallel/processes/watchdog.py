@@ -48,7 +48,7 @@ class Handle(Protocol):
         """Sends a message. Does nothing if the rank has ended."""
 
     def receive(self) -> ToLeader | None:
-        """A message that has come, if any. Damaged ones count as a failure of the rank."""
+        """Returns a message that has come, if any. Damaged ones count as a failure of the rank."""
 
     def has_ended(self) -> bool: ...
 

@@ -14,7 +14,7 @@ PAGE_BYTES = 4096
 
 
 def num_words(num_ranks: int) -> int:
-    """A board's chunks for each rank; chunks sent and taken for each ordered pair."""
+    """Returns a board's chunks for each rank; chunks sent and taken for each ordered pair."""
     return num_ranks + 2 * num_ranks * num_ranks
 
 
@@ -28,5 +28,5 @@ def memory_bytes(num_ranks: int) -> int:
 
 
 def create_mesh_memory(shape: MeshShape) -> int:
-    """The file descriptor that all ranks of a group map."""
+    """Returns the file descriptor that all ranks of a group map."""
     return create_memory("hearth-mesh", memory_bytes(shape.num_ranks))

@@ -111,7 +111,7 @@ class SharedMemoryTransport:
 
 
 def _memory_of(x: Tensor) -> tuple[int, int]:
-    """A tensor's address and bytes. Raises ValueError for what has no plain memory here."""
+    """Returns a tensor's address and bytes. Raises ValueError for what has no plain memory here."""
     if not x.is_cpu or not x.is_contiguous():
         raise ValueError(f"a tensor on {x.device}: shared memory moves contiguous CPU tensors")
     return x.data_ptr(), x.numel() * x.element_size()

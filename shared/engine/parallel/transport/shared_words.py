@@ -27,7 +27,7 @@ class _Timespec(ctypes.Structure):
 
 
 def create_memory(name: str, num_bytes: int) -> int:
-    """A memfd of zeros, without any page allocated. The caller closes it."""
+    """Returns a memfd of zeros, without any page allocated. The caller closes it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, num_bytes)

@@ -111,7 +111,9 @@ class _RingSlot:
 
 
 def pinned_ring(device: torch.device) -> StagingRing:
-    """A ring to a CUDA device; to the CPU, whose copies are synchronous, of plain memory."""
+    """Returns a ring to a CUDA device; to the CPU, whose copies are synchronous, of plain
+    memory.
+    """
     is_cuda = device.type == "cuda"
     slots = [
         torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_SLOTS)
