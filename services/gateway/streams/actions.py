@@ -1,4 +1,4 @@
-"""The actions that the recovery core requests and `stream_driver.py` performs."""
+"""The actions that `Streams` requests and `StreamDriver` performs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.subjects import SUBMIT, cancel, control, submit_to
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """A message that is sent once; the protocol recovers from its loss."""
+    """A message that is sent once; the protocol recovers if it is lost."""
 
     subject: str
     message: Message
@@ -46,12 +46,12 @@ class Resend:
 ResubmissionCause = Literal[
     "worker_lost",
     "worker_failed",
-    "step_failed",  # for this request alone
+    "step_failed",  # on a step with this request alone
     "context_full",  # the worker's KV cache is smaller than the request
-    "worker_excluded",  # a late placement on a worker that this request avoids
-    "placement_unknown",  # the worker does not have it any more
+    "worker_excluded",  # a late placement on a worker that this request excludes
+    "placement_unknown",  # the worker no longer has the placement
     "placement_retired",  # aborted here before its scheduler named it
-    "needs_dropped",  # by a scheduler that does not know what requests need
+    "needs_dropped",  # by a scheduler of a release without `needs`
     "resends_failed",
     "scheduler_lost",
     "scheduler_silent",
@@ -61,7 +61,9 @@ ResubmissionCause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ReportResubmission:
-    """Nothing to send: for the log and the metrics. `worker_id`: the last worker, if any."""
+    """Reports a resubmission to the log and the metrics. `worker_id` is the last worker,
+    or None.
+    """
 
     request_id: str
     cause: ResubmissionCause
@@ -70,7 +72,7 @@ class ReportResubmission:
 
 @dataclass(frozen=True, slots=True)
 class ReportBrokenSteps:
-    """For the log: this request alone failed steps of several workers."""
+    """Reports to the log that steps with this request alone failed on several workers."""
 
     request_id: str
     tenant_id: str
@@ -78,8 +80,8 @@ class ReportBrokenSteps:
 
 @dataclass(frozen=True, slots=True)
 class ReportNumericsChange:
-    """For the log and the metrics: an output goes on with tokens that a worker without failures
-    might not have sampled.
+    """Reports to the log and the metrics that an output continues with other numerics: a run
+    without failures might have sampled other tokens.
     """
 
     request_id: str
@@ -90,8 +92,8 @@ class ReportNumericsChange:
 
 @dataclass(frozen=True, slots=True)
 class ReportUnlikePrefill:
-    """For the log and the metrics: the decode worker computes the prompt because the KV of live
-    prefill workers is of other numerics or another format.
+    """Reports to the log and the metrics that decode computes the prompt, since the KV of all live
+    prefill workers has other numerics or another format.
     """
 
     request_id: str
@@ -103,7 +105,7 @@ Action = Publish | Submit | Resend | Report
 
 
 def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
-    """Returns the queue group's subject for the first attempt. Later attempts address the live
+    """Returns the subject of the queue group for the first attempt. Later attempts address the live
     schedulers in turn, so that a retry avoids a scheduler that hangs.
     """
     if message.attempt == 1 or not scheduler_ids:
@@ -113,8 +115,8 @@ def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
 
 
 class Actions:
-    """Queue of due actions, in order. Acknowledgements of finished placements are batched by
-    worker and go first; they may be late, since a worker resends a Finish only after 2 s.
+    """The queue of due actions, in order. Acknowledgements of finished placements are batched by
+    worker and come first; they may be late, since a worker resends a Finish only after 2 s.
     """
 
     def __init__(self, gateway_id: str) -> None:

@@ -1,8 +1,8 @@
-"""Puts the tokens of one choice in order.
+"""Orders the tokens of one choice.
 
-`first_position` is an entry's position. Known tokens are dropped and overlaps cut; entries
-ahead of a gap wait in a bounded buffer. An entry that does not fit the buffer is dropped and
-recovered by a resend. Logprobs stay with their tokens.
+`first_position` is an entry's position. Known tokens are dropped and overlaps cut. Entries after a
+gap wait in a bounded buffer; an entry that does not fit is dropped and recovered by a resend.
+Logprobs stay with their tokens.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ _NOTHING: Fresh = ((), ())
 class ChoiceTokens:
     def __init__(self, choice_index: int) -> None:
         self.choice_index = choice_index
-        self.last_token_at = 0.0  # from the current placement
+        self.last_token_at = 0.0  # of the current placement
         self.served: Served | None = None
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
-        self.is_stopped = False  # the receiver met a stop string
-        self.error: HearthError | None = None  # why no worker can continue it
+        self.is_stopped = False  # the receiver found a stop string
+        self.error: HearthError | None = None  # set if no worker can continue the choice
         self._ahead: dict[int, TokenEntry] = {}
 
     @property
     def is_finished(self) -> bool:
-        """False after a failed attempt: the choice is resubmitted, or the request fails."""
+        """Whether the choice has ended. False after a failed attempt: the choice is resubmitted, or
+        the request fails.
+        """
         has_finish = self.finish is not None and self.finish.reason != "failed"
         return self.is_stopped or has_finish or self.error is not None
 

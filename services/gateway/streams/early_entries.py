@@ -1,8 +1,8 @@
-"""Placements that do not, or no longer, belong to a running stream.
+"""Placements that do not yet, or no longer, belong to a running stream.
 
-Tokens can overtake the `Placed` of their placement: `EarlyEntries` buffers them, bounded in number
-and time. `RetiredPlacements` records aborted and finished placements for a while, so that late
-tokens are answered rather than mistaken for early ones.
+Tokens can overtake the `Placed` of their placement: `EarlyEntries` buffers them, limited in number
+and time. `RetiredPlacements` holds the last aborted and finished placements, so that late tokens
+are answered rather than mistaken for early ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class EarlyEntries:
         return self._num_entries
 
     def add(self, worker_id: str, entry: TokenEntry, now: float) -> None:
-        """When full, drops the oldest placement's entries; a resend recovers them if needed."""
+        """Buffers an entry. A full buffer drops the oldest placement's entries; a resend recovers
+        them.
+        """
         key = entry.placement_id, worker_id
         early = self._by_placement.get(key)
         if early is None:
@@ -55,7 +57,9 @@ class EarlyEntries:
         return early.entries
 
     def expire(self, now: float) -> list[tuple[bytes, str]]:
-        """Removes placements not named within EARLY_LIMIT_S. Returns (placement_id, worker_id)s."""
+        """Removes placements not named within EARLY_LIMIT_S. Returns (placement_id, worker_id)
+        pairs.
+        """
         expired = []
         while self._by_placement:
             (placement_id, worker_id), early = next(iter(self._by_placement.items()))
@@ -92,7 +96,9 @@ class RetiredPlacements:
             self._by_placement.popitem(last=False)
 
     def due_answer(self, placement_id: bytes, now: float) -> bool | None:
-        """Returns True: acknowledge again. False: abort again. None: answered recently."""
+        """Returns True to acknowledge a finished placement again, False to abort one again, and
+        None if the placement was answered less than ANSWER_EVERY_S ago.
+        """
         retired = self._by_placement[placement_id]
         if now - retired.answered_at < ANSWER_EVERY_S:
             return None

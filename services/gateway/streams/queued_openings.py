@@ -1,7 +1,7 @@
-"""The requests of one response: they open in their order, some at once.
+"""The requests of one response, which open in order, a limited number at once.
 
 A scheduler queues 1,024 requests, and each open one takes a task and messages: a response of 1,000
-prompts, or many such responses of a tenant, would leave no room to others.
+prompts, or many such responses of a tenant, would leave no capacity to others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from services.gateway.streams.receiver import Receiver
 from shared.messages import Request
 
-MAX_OPEN = 256  # of a response: as many as a worker runs at once
+MAX_OPEN = 256  # requests of a response: as many as a worker runs at once
 MAX_TENANT_OPEN = 2 * MAX_OPEN
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A request to open. `is_queueable`: whether it may wait for a worker."""
+    """A request to open. `is_queueable` says whether it may wait for a worker."""
 
     request: Request
     receiver: Receiver
@@ -33,21 +33,23 @@ class Opening:
 
 
 class TenantOpenings:
-    """The responses of one tenant. At most MAX_TENANT_OPEN of their requests are open, and one of
-    each further response: the room that one leaves goes to the response with the fewest, and of
-    these to the one that came first.
+    """The responses of one tenant. At most MAX_TENANT_OPEN of their requests are open, besides one
+    of each further response. When one ends, the response with the fewest open requests opens the
+    next; among equals, the one that arrived first.
     """
 
     def __init__(self) -> None:
         self.num_open = 0
-        self.waiting: dict[QueuedOpenings, None] = {}  # with requests that are not open, in order
+        self.waiting: dict[QueuedOpenings, None] = {}  # responses with unopened requests, in order
 
     def num_at_once(self, most: int) -> int:
-        """Of a new response. `most`: for which the gateway has room."""
+        """Returns how many requests of a new response may open. `most` is the gateway's free
+        capacity.
+        """
         return max(1, min(most, MAX_OPEN, MAX_TENANT_OPEN - self.num_open))
 
     def next_after(self, ended: QueuedOpenings) -> QueuedOpenings | None:
-        """The response whose next request opens after one of `ended` has ended, if any."""
+        """Returns the response whose next request opens after one of `ended` has ended, or None."""
         if ended in self.waiting and not ended.num_open:
             return ended
         if self.num_open >= MAX_TENANT_OPEN:
@@ -57,9 +59,9 @@ class TenantOpenings:
 
 
 class QueuedOpenings:
-    """Requests of one response that are not open yet. Their deadlines count from `now`. `num_open`:
-    those that are. `has_output`: a worker has sent output of one of them, so the client may have a
-    part of the response.
+    """The requests of one response that are not open yet. Their deadlines count from `now`.
+    `num_open` counts the open ones. `has_output` is true once a worker has sent output of any of
+    them: the client may then have a part of the response.
     """
 
     def __init__(self, openings: Iterable[Opening], now: float, tenant: TenantOpenings) -> None:
@@ -72,7 +74,7 @@ class QueuedOpenings:
         self._note_left()
 
     def take_next(self, now: float) -> Opening | None:
-        """It counts as open until `ended`."""
+        """Returns the next request, or None. It counts as open until `ended` is called."""
         for each in self._waiting.values():
             self.take(each.request_id)
             self._count(1)

@@ -1,7 +1,7 @@
-"""What receives a stream's tokens. Its exceptions end its own stream.
+"""The receiver of a stream's tokens. Its exceptions end its own stream.
 
-Its text is made of what a model sends and a client asks for, and one message carries tokens of many
-streams: the others go on.
+A message has tokens of many streams: an exception caused by the output or the options of one stream
+must not affect the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The outcome of a stream, reported once. `error` is None when every choice has finished."""
+    """The outcome of a stream, reported once. `error` is None if every choice has finished."""
 
     error: HearthError | None
     worker_id: str | None
@@ -33,12 +33,16 @@ class StreamEnd:
 
 
 class Receiver(Protocol):
-    """Receives a stream's tokens. Methods are called immediately, in order; must not block."""
+    """Receives a stream's tokens. Methods are called immediately and in order, and must
+    not block.
+    """
 
     def on_tokens(
         self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> bool:
-        """`logprobs`: of all tokens, or empty. Returns False once the text met a stop string."""
+        """Receives new tokens. `logprobs` has one entry a token, or is empty. Returns False once
+        the text contains a stop string.
+        """
         ...
 
     def on_served(self, choice_index: int, served: Served) -> None:
@@ -50,14 +54,18 @@ class Receiver(Protocol):
         ...
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
-        """`finish` has a failure if the choice ended before its time beside others that did not."""
+        """Called once per finished choice. `finish` has a failure if the choice failed and others
+        did not.
+        """
         ...
 
     def on_end(self, end: StreamEnd) -> None: ...
 
 
 class GuardedReceiver:
-    """`failure`: after the first exception; nothing but the end is passed on from then on."""
+    """A receiver whose exceptions are stored: after the first one, `failure` is set and only the
+    end is passed on.
+    """
 
     def __init__(self, receiver: Receiver, request_id: str) -> None:
         self.failure: HearthError | None = None
@@ -87,7 +95,7 @@ class GuardedReceiver:
             self._fail(item_error(raised))
 
     def _try(self, call: Callable[..., Result], *args: Any) -> Result | None:
-        """None if it raises, and after a failure."""
+        """Calls the function. Returns None if it raises or a call before has failed."""
         try:
             return call(*args) if self.failure is None else None
         except BaseException as raised:

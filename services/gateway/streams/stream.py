@@ -1,4 +1,4 @@
-"""The gateway's record of one request, which survives the loss of workers and schedulers.
+"""The gateway's state of one request, which survives the loss of workers and schedulers.
 
     submitting ──Queued, QueueKeepalive──▶ queued ──Placed──▶ running ──last Finish──▶ ended
         │ ▲                                 │  │               │  │
@@ -53,15 +53,15 @@ class CurrentPlacement:
     worker_id: str
     last_token_at: float
     resends: set[int] = field(default_factory=set)  # choices with a pending resend
-    num_failed_resends: Counter[int] = field(default_factory=Counter)  # by choice
-    stopped_at: dict[int, float] = field(default_factory=dict)  # choices that met a stop string
+    num_failed_resends: Counter[int] = field(default_factory=Counter)  # by choice index
+    stopped_at: dict[int, float] = field(default_factory=dict)  # choices that contain a stop string
 
 
 class Stream:
     """The state of one request. Times are seconds of the gateway's monotonic clock."""
 
     def __init__(self, opening: Opening, now: float, *, queue: QueuedOpenings) -> None:
-        """`queue`: of its response."""
+        """`queue` has the requests of the same response."""
         self.request = request = opening.request
         self.affinity_key = opening.affinity_key
         self.is_queueable = opening.is_queueable or queue.has_output
@@ -76,19 +76,19 @@ class Stream:
         self.state = StreamState.SUBMITTING
         self.attempt = 0
         self.num_resubmissions = 0
-        self.num_failed_steps = 0  # for this request alone
+        self.num_failed_steps = 0  # with this request alone
         self.excluded_workers: set[str] = set()
         self.submit_at: float | None = None  # when the next attempt is due
         self.window_opened_at = now
         self.give_up_at = now
         self.was_accepted = False  # a scheduler has queued or placed the request
         self.num_tries = 0  # since `give_up_at` was set
-        self.lacked_worker_at = -math.inf  # when it last failed in a queue for want of one
+        self.lacked_worker_at = -math.inf  # its last NoCapacity in a queue
         self.scheduler_id: str | None = None
         self.keepalive_at = now
         self.placement: CurrentPlacement | None = None
         self.last_worker_id: str | None = None
-        self.numerics: Numerics | None = None  # of the worker that sent the last tokens
+        self.numerics: Numerics | None = None  # those of the worker that sent the last tokens
         self.tries = [TryRecord(1, now)]
 
     @property
@@ -97,7 +97,7 @@ class Stream:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the client may have a part of its response."""
+        """Whether the client may already have a part of the response."""
         return self.num_resubmissions > 0 or self._is_later
 
     @property
@@ -114,13 +114,15 @@ class Stream:
         )
 
     def transition_to(self, state: StreamState) -> None:
-        """Raises IllegalTransition, which means a bug in this code, not a fault of a peer."""
+        """Changes the state. Raises IllegalTransition, which means a bug in this code, not in a
+        peer.
+        """
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state.value} to {state.value}")
         self.state = state
 
     def remaining_request(self, now: float) -> Request:
-        """Returns the request with its unfinished choices, their tokens and the time left."""
+        """Returns the request with its unfinished choices, their tokens and the remaining time."""
         choices = tuple(
             Choice(
                 choice_index=choice.choice_index,

@@ -1,6 +1,6 @@
-"""Connects the recovery core to the bus, without web server and tokenizer.
+"""Connects the recovery core to the bus, without a web server or tokenizer.
 
-Passes each message to `Streams` and performs the actions that `Streams` decides on.
+Each message is passed to `Streams`, and the actions that `Streams` requests are performed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from shared.transport.outbox import Outbox
 
 log = structlog.get_logger(__name__)
 
-SUBMIT_TIMEOUT_S = 0.25  # each and the round trip
+SUBMIT_TIMEOUT_S = 0.25  # plus the round trip
 RESEND_TIMEOUT_S = 0.5
 MAX_STOPPED = 64
 MAX_SUBMITS_PER_TURN = 16  # a response may open 256 requests at once
 
 
 class StreamDriver:
-    """Drives all open requests of one gateway. The owner starts and stops the HealthMonitor."""
+    """Drives all open requests of one gateway. Its owner starts and stops the HealthMonitor."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class StreamDriver:
         on_report: Callable[[Report], None] = lambda report: None,
         num_free: Callable[[], int] = lambda: MAX_OPEN,
     ) -> None:
-        """`num_free`: the requests for which the gateway has room."""
+        """`num_free` returns how many more requests the gateway has capacity for."""
         self._bus = bus
         self._clock = clock
         self._health_monitor = health_monitor
@@ -75,7 +75,7 @@ class StreamDriver:
         self._submits = FairStarts(max_per_turn=MAX_SUBMITS_PER_TURN)
         self._is_idle = asyncio.Event()
         self._is_stopped = False
-        self._stopped = deque[str](maxlen=MAX_STOPPED)  # a `Placed` on one may arrive just after
+        self._stopped = deque[str](maxlen=MAX_STOPPED)  # their `Placed` may arrive late
 
     def __len__(self) -> int:
         """Returns the number of open requests."""
@@ -91,7 +91,9 @@ class StreamDriver:
         self._background.start_own(self._tick())
 
     async def stop(self) -> None:
-        """From now on no request is sent to a scheduler or worker; what was posted still leaves."""
+        """Stops sending requests to schedulers and workers. Messages that were posted are still
+        sent.
+        """
         self._is_stopped = True
         await self._background.stop()
         self._perform(with_acknowledgements=True)
@@ -104,7 +106,7 @@ class StreamDriver:
             await self._is_idle.wait()
 
     def open(self, openings: Sequence[Opening]) -> None:
-        """Opens the requests of one response: some at once, the others as those end."""
+        """Opens the requests of one response: some at once, the others when those end."""
         self._streams.open(openings, self._clock.now())
         self._perform()
 
@@ -140,7 +142,7 @@ class StreamDriver:
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
         now = self._clock.now()
-        if loss is Loss.STOPPED:  # the others may live, and be silent to this gateway alone
+        if loss is Loss.STOPPED:  # other workers may be alive, and silent only to this gateway
             self._stopped.append(process_id)
         is_excluded = loss in (Loss.UNRESPONSIVE, Loss.STUCK, Loss.DISCONNECTED, Loss.DOUBLED)
         self._streams.on_worker_lost(process_id, now, is_excluded=is_excluded)
@@ -156,7 +158,7 @@ class StreamDriver:
                 self._streams.on_bus_back(now)
             was_connected = is_connected
             for worker_id in self._streams.unresponsive_workers(now):
-                # `Placed` may arrive just after the loss was reported
+                # `Placed` may arrive after the loss was reported
                 if fleet.heartbeat_of(worker_id) is not None and not fleet.is_live(worker_id):
                     self._streams.on_worker_lost(worker_id, now, is_excluded=True)
             self._streams.tick(now, is_bus_trusted=fleet.can_judge(now))
@@ -165,7 +167,7 @@ class StreamDriver:
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
     def _perform(self, *, with_acknowledgements: bool = False) -> None:
-        """Performs the queued actions. The tick sends AckFinished: one batch message a worker."""
+        """Performs the queued actions. Only the tick sends AckFinished, in one message a worker."""
         actions = self._streams.take_actions(with_acknowledgements=with_acknowledgements)
         for action in actions:
             match action:
@@ -209,7 +211,9 @@ class StreamDriver:
         self._perform()
 
     async def _request_from_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
-        """Falls back to SUBMIT. Raises NoResponders only if no scheduler is subscribed to it."""
+        """Submits to the subject, and then to SUBMIT. Raises NoResponders only if SUBMIT has no
+        subscriber.
+        """
         try:
             return await self._submit_to(subject, message)
         except NoResponders:

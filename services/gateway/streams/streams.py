@@ -4,22 +4,22 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 `take_actions` returns. The states of one request are in `stream.py`. The rules:
 
 - A stream accepts tokens only from the placement that `Placed` named. Entries that arrive earlier
-  are buffered; AbortRequest answers placements that are not named in time or were given up.
+  are buffered; AbortRequest answers placements that are not named in time or have been aborted.
 - A gap, or silence of a running choice, triggers a ResendTokens request to the worker.
-- A choice that met a stop string is aborted while others run, and again if its tokens continue.
+- A choice with a stop string is aborted while others run, and again if its tokens continue.
 - A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
   received, within a budget; a worker that is silent or failed is excluded.
-- A resubmission names the numerics of the tokens received: other ones are counted.
-- A placement that does not repeat what the request needs is aborted: an older scheduler has sent
-  the request without it, and the worker would serve it wrongly.
-- A choice whose grammar cannot be followed ends alone, on all workers: the others go on, and it is
-  cut where it was. If no choice is left, the request fails.
-- A request for which steps raised twice, alone, ends: on two workers where there are two.
-- A queued request that its scheduler stops naming is lost there and is resubmitted.
-- Of the requests of one response, and of a tenant, some are open at once: each that ends opens the
-  next one of the tenant's, or two while there is room; one that fails ends those of its response
-  that wait.
-- Every stream ends once, through `_end`; a request that still waits, through `_end_waiting`.
+- A resubmission names the numerics of the tokens received; a change of numerics is counted.
+- A placement that does not repeat the request's `needs` is aborted: an older scheduler has dropped
+  them, and the worker would serve the request wrongly.
+- A choice whose grammar cannot be followed ends where it is, and the others continue. If no choice
+  is left, the request fails.
+- A request ends if steps with it alone raised twice, on two workers if there are two.
+- A queued request that its scheduler's keepalives do not name is lost and resubmitted.
+- A limited number of requests of one response, and of a tenant, are open at once. Each that ends
+  opens the tenant's next one, or two while the gateway has capacity; one that fails ends the
+  waiting requests of its response.
+- Every stream ends once, through `_end`, and every waiting request through `_end_waiting`.
 """
 
 from __future__ import annotations
@@ -84,22 +84,22 @@ from shared.numerics import Numerics
 from shared.transport.bus import error_of
 
 # Submission window of a new request: NATS takes 3 s to detect a hung member of the schedulers'
-# queue group, and that member loses its share of the attempts until then.
+# queue group, and the attempts that this member receives until then are lost.
 SUBMIT_WINDOW_S = 4.0
-NO_SCHEDULER_WINDOW_S = 0.5  # window when NATS reports no responders
-RECOVERY_WINDOW_S = 10.0  # longer after a loss: the client may have part of its response
-NEXT_LACK_S = 4.0  # two failures for want of a worker within it: none was there in between
+NO_SCHEDULER_WINDOW_S = 0.5  # the window if NATS reports no responders
+RECOVERY_WINDOW_S = 10.0  # longer: the client may have a part of its response
+NEXT_LACK_S = 4.0  # two NoCapacity failures within this time share one window
 SUBMIT_BACKOFF_S = 0.1
-MIN_TRIES = 3  # a frozen gateway may resume after the window, without having tried
+MIN_TRIES = 3  # a frozen gateway may resume after the window without having tried
 KEEPALIVE_LIMIT_S = 1.5
-SILENCE_S = 1.0  # limit when the worker is lost; TOKEN_TIMEOUT_S otherwise
+SILENCE_S = 1.0  # the limit if the worker is lost; otherwise TOKEN_TIMEOUT_S
 TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
 MAX_RESUBMISSIONS = 5
-MAX_FAILED_STEPS = 2  # for one request alone, on different workers where there are several
+MAX_FAILED_STEPS = 2  # of steps with one request alone, on different workers if there are several
 
-# Rejections that are retried; `_PATIENT` ones only in recovery or with retry_after_s=0.
+# Rejections that are retried; those in `_PATIENT` only in recovery or with retry_after_s=0.
 _TRANSIENT = (DependencyUnavailable, DeviceFailed, WorkerBusy, UnknownPlacement)
 _PATIENT = (NoCapacity, Overloaded)
 _OF_ONE_CHOICE = (GrammarTooComplex, GrammarReplayFailed)
@@ -107,12 +107,12 @@ _OF_ONE_CHOICE = (GrammarTooComplex, GrammarReplayFailed)
 
 class Streams:
     def __init__(self, gateway_id: str, num_free: Callable[[], int] = lambda: MAX_OPEN) -> None:
-        """`num_free`: the requests for which the gateway has room."""
+        """`num_free` returns how many more requests the gateway has capacity for."""
         self._num_free = num_free
         self._by_request: dict[str, Stream] = {}
         self._by_placement: dict[bytes, Stream] = {}
-        self._waiting: dict[str, QueuedOpenings] = {}  # by request: not open yet
-        self._tenants: dict[str, TenantOpenings] = {}  # with open requests
+        self._waiting: dict[str, QueuedOpenings] = {}  # unopened requests by id
+        self._tenants: dict[str, TenantOpenings] = {}  # tenants with open requests
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
         self._actions = Actions(gateway_id)
@@ -127,7 +127,7 @@ class Streams:
         return self._actions.take(with_acknowledgements=with_acknowledgements)
 
     def unresponsive_workers(self, now: float) -> set[str]:
-        """Returns the workers with a placement that sent no tokens for SILENCE_S."""
+        """Returns the workers of placements that have sent no tokens for SILENCE_S."""
         placements = (stream.placement for stream in self._by_placement.values())
         return {
             placement.worker_id
@@ -138,7 +138,7 @@ class Streams:
     # ── calls of the gateway ─────────────────────────────────────────────────────────────────────
 
     def open(self, openings: Sequence[Opening], now: float) -> None:
-        """Opens the requests of one response: one, and further ones as there is room."""
+        """Opens the requests of one response: at least one, and more if there is capacity."""
         tenant_id = openings[0].request.tenant_id
         tenant = self._tenants.setdefault(tenant_id, TenantOpenings())
         queue = QueuedOpenings(openings, now, tenant)
@@ -161,7 +161,7 @@ class Streams:
         return None if stream is None else stream.request_id
 
     def is_due(self, message: SubmitRequest) -> bool:
-        """Whether the request still waits for this attempt."""
+        """Whether the request still waits for this submission attempt."""
         return self._submitting(message.request.request_id, message.attempt) is not None
 
     def _submitting(self, request_id: str, attempt: int) -> Stream | None:
@@ -171,7 +171,7 @@ class Streams:
         return stream if stream.state is StreamState.SUBMITTING else None
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError, now: float) -> None:
-        """Ends a stream early. Does nothing if the stream has ended."""
+        """Ends a request early. Does nothing if it has ended."""
         stream, queue = self._by_request.get(request_id), self._waiting.get(request_id)
         if stream is not None:
             self._end(stream, error, reason, now)
@@ -179,7 +179,9 @@ class Streams:
             self._end_waiting([queue.take(request_id)], error)
 
     def close_all(self, error: HearthError, now: float) -> None:
-        """Ends those that wait first: else the end of an open one would open them."""
+        """Ends all requests, the waiting ones first: the end of an open one would otherwise open
+        them.
+        """
         for queue in dict.fromkeys(self._waiting.values()):
             self._end_waiting(queue.take_all(), error)
         for request_id in self.request_ids():
@@ -235,7 +237,7 @@ class Streams:
             self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             self._resubmit(stream, "needs_dropped", now)
             return
-        # the placement was aborted already, or it belongs to another request
+        # The placement has been aborted, or it belongs to another request.
         if placed.placement_id in self._retired or placed.placement_id in self._by_placement:
             self._resubmit(stream, "placement_retired", now)
             return
@@ -271,9 +273,8 @@ class Streams:
                 self._resubmit(stream, "scheduler_lost", now)
 
     def on_bus_back(self, now: float) -> None:
-        """Recovers messages lost with the connection: silent choices soon trigger a resend.
-
-        The `Placed` of a queued request may be lost, so queued requests are resubmitted.
+        """Recovers messages that were lost with the connection. Silent choices soon trigger a
+        resend. Queued requests are resubmitted, since their `Placed` may be lost.
         """
         for stream in list(self._by_request.values()):
             if stream.state is StreamState.QUEUED:
@@ -309,14 +310,16 @@ class Streams:
     def on_resend_failed(
         self, resend: ResendTokens, error: HearthError, now: float, *, is_bus_trusted: bool
     ) -> None:
-        """Counts failures only while the bus is trusted: bus faults do not implicate the worker."""
+        """Requests another resend or resubmits. Failures count only while the bus is trusted:
+        faults of the bus do not implicate the worker.
+        """
         stream = self._by_placement.get(resend.placement_id)
         if stream is None or stream.placement is None:
             return
         placement, index = stream.placement, resend.choice_index
         placement.resends.discard(index)
         choice = stream.choices[index]
-        if choice.is_finished:  # since the resend request; a worker drops a stopped choice
+        if choice.is_finished:  # in the meantime; a worker drops a stopped choice
             return
         if isinstance(error, UnknownPlacement):
             self._resubmit(stream, "placement_unknown", now)
@@ -337,7 +340,7 @@ class Streams:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float, *, is_bus_trusted: bool) -> None:
-        """A stream that raises ends alone."""
+        """Checks all streams and early entries for timeouts. A stream that raises ends alone."""
         for stream in list(self._by_request.values()):
             try:
                 self._watch(stream, now, is_bus_trusted)
@@ -426,7 +429,9 @@ class Streams:
         *,
         excluded: str | None = None,
     ) -> None:
-        """Cancels the queue entry or placement and submits again with all tokens received."""
+        """Cancels the queue entry or placement, and submits the request again with all tokens
+        received.
+        """
         self._leave(stream, "superseded", now)
         stream.tries[-1].end(cause, now)
         if excluded is not None:
@@ -510,7 +515,7 @@ class Streams:
             self._actions.report(report)
 
     def _stop(self, stream: Stream, choice: ChoiceTokens, now: float) -> None:
-        """Aborts the choice alone; when it is the last, `_end` aborts the whole placement."""
+        """Aborts only this choice; after the last choice, `_end` aborts the whole placement."""
         if stream.placement is None:
             return
         stream.placement.stopped_at[choice.choice_index] = now
@@ -553,7 +558,9 @@ class Streams:
             self._end(stream, error, "failed", now)
 
     def _move_after_failed_step(self, stream: Stream, worker_id: str | None, now: float) -> None:
-        """A request that breaks steps must not reach every worker of the fleet."""
+        """Resubmits to another worker, or ends the request: one that makes steps fail must not be
+        run by every worker of the fleet.
+        """
         stream.num_failed_steps += 1
         if stream.num_failed_steps < MAX_FAILED_STEPS:
             self._resubmit(stream, "step_failed", now, excluded=worker_id)
@@ -565,8 +572,8 @@ class Streams:
         self._end(stream, error, "failed", now)
 
     def _complete(self, stream: Stream, reason: AbortReason, now: float) -> None:
-        """Every choice has ended. OpenAI's choices have no error: one that failed beside others is
-        finished with "failed", which the receiver shows as cut.
+        """Ends a stream whose choices have all ended. OpenAI's choices have no error: if only some
+        failed, these finish with "failed", which the receiver shows as cut off.
         """
         failed = [each for each in stream.choices.values() if each.error is not None]
         if len(failed) == len(stream.choices):
@@ -592,8 +599,8 @@ class Streams:
         self._open_after(stream, now)
 
     def _open_after(self, stream: Stream, now: float) -> None:
-        """Gives the room of an ended request to another one of its tenant, and to one more while
-        the gateway has room: it may have been nearly full when the response began.
+        """Opens another request of the ended one's tenant, and one more while the gateway has
+        capacity: it may have been nearly full when the response began.
         """
         queue, tenant = stream.queue, stream.queue.tenant
         queue.ended()
@@ -610,7 +617,7 @@ class Streams:
             GuardedReceiver(each.receiver, each.request_id).on_end(StreamEnd(error, None, 0))
 
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
-        """Cancels the stream at its scheduler; acknowledges or aborts it at its worker."""
+        """Cancels the stream at its scheduler, and acknowledges or aborts it at its worker."""
         if stream.state is StreamState.QUEUED and stream.scheduler_id is not None:
             self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
@@ -652,16 +659,18 @@ class Streams:
 
 
 def _lacks_worker_again(stream: Stream, error: HearthError, now: float) -> bool:
-    """Each try waits for a worker in a queue: those without one share a window."""
-    if not isinstance(error, NoCapacity) or error.retry_after_s == 0:  # 0: its scheduler leaves
+    """Whether the last failure was NoCapacity too, less than NEXT_LACK_S ago: each try waits for a
+    worker in a queue, and such tries share a window.
+    """
+    if not isinstance(error, NoCapacity) or error.retry_after_s == 0:  # 0: its scheduler stops
         return False
     before, stream.lacked_worker_at = stream.lacked_worker_at, now
     return now - before < NEXT_LACK_S
 
 
 def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
-    """Returns whether `failed` is about the attempt that the stream waits for. A queued stream
-    compares the scheduler: an earlier attempt may be queued (late reply, then a keepalive).
+    """Whether `failed` is about the attempt that the stream waits for. A queued stream compares the
+    scheduler, since an earlier attempt may be the queued one (late reply, then a keepalive).
     """
     if stream.state is StreamState.QUEUED:
         return failed.scheduler_id == stream.scheduler_id
@@ -669,7 +678,9 @@ def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
 
 
 def _fault_of(entry: TokenEntry, stream: Stream) -> str | None:
-    """Returns the protocol violation in `entry`, which could take unbounded memory, or None."""
+    """Returns the violation of the protocol in `entry`, which could take unbounded
+    memory, or None.
+    """
     if len(entry.logprobs) != (len(entry.token_ids) if stream.has_logprobs else 0):
         return "the worker sent tokens without their logprobs"
     if entry.first_position + len(entry.token_ids) > stream.request.sampling.max_tokens:

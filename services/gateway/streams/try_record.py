@@ -1,4 +1,4 @@
-"""What a gateway knows of one placement of a request, by its own clock. No I/O."""
+"""The gateway's record of one placement of a request, on its own clock. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from shared.messages import Placed, Served
 
 @dataclass(slots=True)
 class TryRecord:
-    """From the submission to the end. `outcome`: empty while it runs. `None`: did not happen."""
+    """One try, from its submission to its end. `outcome` is empty while it runs. A field is None if
+    its event has not occurred.
+    """
 
     number: int
     submitted_at: float
@@ -34,6 +36,6 @@ class TryRecord:
             self.served = served
 
     def end(self, outcome: str, now: float) -> None:
-        """Does nothing for an ended try."""
+        """Records the outcome and the time. Does nothing for an ended try."""
         if not self.outcome:
             self.outcome, self.ended_at = outcome, now
