@@ -1,16 +1,17 @@
 """Finds the tenants of API keys and NATS clients.
 
-A NATS client has a record like a key. The NATS server has authenticated it: its id is in the
-subject of each of its requests.
+A NATS client has a record like a key's. The NATS server authenticates it: its id is in the subject
+of each of its requests.
 
 A cached key is looked up again after `REFRESH_S`, so a revoked key and a changed limit take effect
-within that time. A request waits for that at most `KNOWN_KEY_WAIT_S`, however far Redis is, and
-then goes on with the cached record; the next request sees what the look-up has found. While Redis
-is unavailable, cached keys are valid with the cached records of their tenants; unknown keys cannot
-be checked. A Redis without `hearth:generation` has lost its records: it counts as unavailable, as
-otherwise every key would be invalid.
+within that time. A request waits for the look-up at most `KNOWN_KEY_WAIT_S` and then continues with
+the cached record; the next request uses the look-up's result. While Redis is unavailable, cached
+keys are valid with the cached records of their tenants; unknown keys cannot be checked. A Redis
+without `hearth:generation` has lost its records and counts as unavailable, since every key would
+be invalid otherwise.
 
-A near replica of Redis may answer first. Only a key that it has counts: the replica may lag.
+A near replica of Redis may answer first. Its replies count only if they have the key, since it may
+lag.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
-REFRESH_S = 0.5  # below 1 s, including the latency of Redis
+REFRESH_S = 0.5  # below 1 s with Redis's latency
 SECOND_TRY_S = BREAKER_S + 0.05
 NUM_CONNECTIONS = 32  # opened at the start
 KNOWN_KEY_WAIT_S = STORE_TIMEOUT_S
@@ -53,8 +54,8 @@ EMPTY_ADVICE = "restore Redis from its append-only file; a new one needs `hearth
 RedisState = Literal["ok", "unavailable", "empty"]
 
 # KEYS: an API key's record, all tenants, the generation. Returns the key's fields, its tenant's
-# record, the time, and whether Redis has records: 0 or 1. A Redis to which an earlier release wrote
-# has tenants and no generation.
+# record, the time, and 1 if Redis has records, else 0. The Redis of an earlier release has tenants
+# and no generation.
 LOOK_UP = """
 local key = redis.call('HGETALL', KEYS[1])
 local tenant_id = redis.call('HGET', KEYS[1], 'tenant_id')
@@ -72,7 +73,9 @@ class _CachedTenant:
 
 
 class ApiKeys:
-    """Caches valid keys only, so invalid keys cannot fill the cache."""
+    """The tenants of API keys and NATS clients. Only valid keys are cached, so that invalid keys
+    cannot fill the cache.
+    """
 
     def __init__(self, store: Store, clock: Clock, *, replica: Store | None = None) -> None:
         self._stores = (store,) if replica is None else (replica, store)
@@ -83,8 +86,8 @@ class ApiKeys:
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
 
     async def warm_up(self) -> None:
-        """Opens the connections to Redis, so that a first burst does not wait for them: a reply
-        that is late because of that would have each gateway count limits alone.
+        """Opens the connections to Redis, so that a first burst does not wait for them: after a
+        late reply, each gateway would count limits alone.
         """
         await asyncio.gather(
             *(self._request(digest_of("")) for _ in range(NUM_CONNECTIONS)), return_exceptions=True
@@ -92,7 +95,7 @@ class ApiKeys:
 
     @property
     def redis_state(self) -> RedisState:
-        """The state at the last request to Redis."""
+        """Redis's state at the last request to it."""
         return self._redis_state
 
     async def poll_redis(self) -> None:
@@ -179,7 +182,9 @@ class ApiKeys:
         self._redis_state = state
 
     async def _second_try(self, digest: str) -> list[Any]:
-        """Retries once: a burst of requests at this gateway can also cause a short timeout."""
+        """Repeats the look-up once: a burst of requests at this gateway can also cause a short
+        timeout.
+        """
         await self._clock.sleep(SECOND_TRY_S)
         try:
             return await self._request(digest)

@@ -55,7 +55,7 @@ class ExceedsLimit(InvalidRequest):
 
 
 class RateLimited(HearthError):
-    """Rejects a request beyond a limit. `headers`: the state of the limits, with OpenAI's names."""
+    """A limit is reached. `headers` describe the state of the limits, under OpenAI's names."""
 
     code = "rate_limit_exceeded"
     http_status = 429

@@ -3,15 +3,15 @@
     asked ──admit──▶ open ──charge──▶ open ──settle──▶ unsettled ──sent, or lease expired──▶ removed
       └──rejected      └──rejected
 
-`admit` charges the request and takes its place under `concurrency` before its body is read;
-`charge` adds the tokens once they are known, only for tenants with a limit of tokens. Redis decides
-for all gateways, in one round trip each; while Redis is unavailable, this gateway's local counter
-decides, which counts every request too, on the limit divided by the gateways; a request larger than
-this part needs an empty meter and fills it. A Redis that has returned empty still decides, and
-counts from zero: a tenant gets at most one minute's limit again, where local counters would allow
-each gateway a limit of its own. Open requests renew their leases: they are back in an emptied Redis
+`admit` charges the request and counts it under `concurrency` before its body is read; `charge` adds
+the tokens once they are known, only for tenants with a token limit. Redis decides for all gateways,
+in one round trip each. While Redis is unavailable, this gateway's local counter, which counts every
+request too, decides on the limit divided by the number of gateways; a request larger than this part
+needs an empty meter and fills it. A Redis that has returned empty still decides, and counts from
+zero: a tenant gets at most one minute's limit again, whereas local counters would allow each
+gateway a limit of its own. Open requests renew their leases: they are in an emptied Redis again
 within `RENEW_S`, and those of a dead gateway stop counting after `LEASE_S`. Settled requests are
-sent in the background and with the tenant's next request, so a client that has its response never
+sent in the background and with the tenant's next request, so a client that has a response never
 finds that request still counted. Settling is idempotent.
 """
 
@@ -61,9 +61,9 @@ RENEW_S = LEASE_S / 3
 MAX_SETTLED = 256  # settled requests per command; the rest follow
 # Tenants per round trip: with 1,000 tenants and a Redis at 200 ms, leases are renewed within 4 s.
 MAX_TENANTS = 64
-# Of a tenant at once: each takes a connection, of which Redis has 10,000 for all gateways. With a
-# Redis at 200 ms, 320 requests of the tenant are admitted in a second, or 160 with a limit of
-# tokens, which are charged in a call of their own.
+# Concurrent calls of a tenant: each takes a connection, of which Redis has 10,000 for all gateways.
+# With a Redis at 200 ms, 320 requests of the tenant are admitted in a second, or 160 with a token
+# limit, since tokens are charged in another call.
 MAX_CALLS = 64
 
 _encode = msgspec.json.Encoder().encode
@@ -71,21 +71,22 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class _Account:
-    """This gateway's state of a tenant with limits. `tenant`: the latest record."""
+    """This gateway's state of a tenant with limits. `tenant` is the latest record."""
 
     tenant: TenantRecord
     counter: RateLimitCounter = field(default_factory=RateLimitCounter)
     open: dict[str, LimitLease] = field(default_factory=dict)
-    unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # and its expiry
-    is_local: bool = False  # the local counter decided last: on this gateway's part
-    # a requests_per_min, the part of it that decided, and until when it rejects
+    unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # with expiry
+    is_local: bool = False  # whether the local counter decided last
+    # The tenant's requests_per_min, the limit that decided, and the time until which it rejects.
     closed: tuple[int, int, float] = (0, 0, 0.0)
     calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
 
 
 class Limits:
-    """Sends settled requests to Redis and renews leases between `start` and `stop`. `num_gateways`:
-    returns the number of gateways: without Redis each has its part of a limit.
+    """The limits of all tenants. Between `start` and `stop`, settled requests are sent to Redis and
+    leases renewed. `num_gateways` returns the number of live gateways: without Redis each has its
+    part of a limit.
     """
 
     def __init__(
@@ -138,16 +139,15 @@ class Limits:
         return await self._open(account, lease_id, request_cost, request_cost.costs)
 
     async def charge(self, lease: LimitLease, request_cost: RequestCost) -> LimitLease:
-        """Adds the tokens of an admitted request. Returns the lease that replaces `lease`.
-
-        Raises ExceedsLimit or RateLimited; RateLimited ends `lease`. No Redis call for a tenant
-        without a limit of tokens.
+        """Adds the tokens of an admitted request. Returns the lease that replaces `lease`. Raises
+        ExceedsLimit or RateLimited; RateLimited ends `lease`. Does not call Redis for a tenant
+        without a token limit.
         """
         check_size(lease.tenant, request_cost)
         account = self._accounts.get(lease.tenant.tenant_id)
         if account is None or not has_token_limit(lease.tenant):
             return lease
-        # A lease of its own, so that a refund finds these tokens charged or finds nothing.
+        # A separate lease, so that a refund finds either all of these tokens charged or no lease.
         lease_id, costs = f"{lease.lease_id}+tokens", {**request_cost.costs, "requests_per_min": 0}
         first = Settled(lease.lease_id, 0)
         account.open.pop(lease.lease_id, None)
@@ -155,7 +155,7 @@ class Limits:
             return await self._open(account, lease_id, request_cost, costs, settled=(first,))
         finally:
             self._count(account, settled=(first,))
-            # again with the next command: a renewal may have been under way
+            # Settled again with the next command: a concurrent renewal may have restored the lease.
             account.unsettled[first.lease_id] = (first, self._clock.now() + LEASE_S)
 
     async def _open(
@@ -190,7 +190,7 @@ class Limits:
         own_costs = costs if lease.is_charged else _up_to(self._limits_of(account), costs)
         own = Settled(lease.lease_id, max(0, own_costs[name] - num_output_tokens))
         self._count(account, settled=(own,))
-        # Redis did not charge requests that this gateway admitted: nothing to refund there
+        # Redis has not charged requests that this gateway admitted: there is nothing to refund.
         self._leave(account, own if lease.is_charged else Settled(lease.lease_id, 0))
 
     async def _decide(
@@ -252,7 +252,9 @@ class Limits:
         self._background.start_own(self._renew_leases())
 
     async def stop(self) -> None:
-        """Sends the settled requests a last time; those that fail expire with their leases."""
+        """Sends the settled requests a last time. Those that cannot be sent expire with their
+        leases.
+        """
         await self._background.stop()
         await self.flush()
 
@@ -296,8 +298,8 @@ class Limits:
     async def _settle_and_renew(
         self, accounts: Sequence[_Account], *, has_renewal: bool = False
     ) -> bool:
-        """Sends all in one round trip. Returns False if Redis is unavailable. A tenant's bad record
-        does not block others.
+        """Sends the settled requests and renewals of several tenants in one round trip. Returns
+        False if Redis is unavailable. An unreadable record of one tenant does not affect others.
         """
         ids = [each.tenant.tenant_id for each in accounts]
         keys = [key for each in ids for key in (meter_of(each), open_requests_of(each))]
@@ -322,7 +324,9 @@ class Limits:
         settled: tuple[Settled, ...],
         requested: RequestedTokens,
     ) -> LimitState:
-        """Sends `settled`, and older settled requests with it. Raises StoreUnavailable."""
+        """Sends the request, `settled` and older settled requests. Returns the state. Raises
+        StoreUnavailable.
+        """
         tenant_id = account.tenant.tenant_id
         keys = [meter_of(tenant_id), open_requests_of(tenant_id)]
         async with account.calls:
@@ -336,7 +340,7 @@ class Limits:
                 raise
 
     def _forget(self) -> None:
-        """Removes settled requests whose leases expired in Redis, and idle tenants."""
+        """Removes settled requests whose leases have expired in Redis, and idle tenants."""
         now = self._clock.now()
         for tenant_id, account in list(self._accounts.items()):
             for lease_id, (_, over_at) in list(account.unsettled.items()):

@@ -3,7 +3,7 @@
 All aliases of a tenant are read in one round trip, and again after `REFRESH_S`: any number of
 unknown names costs one look-up in that time, and no memory. As with API keys, a request with a
 known alias waits for a look-up at most `KNOWN_KEY_WAIT_S`. While Redis is unavailable, known
-aliases have their last value, and other names cannot be checked.
+aliases keep their last value, and other names cannot be checked.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
-MAX_TENANTS = 1024  # cached; the aliases of the least recently served one are read again
+MAX_TENANTS = 1024  # in the cache, which drops the least recently used
 
-# KEYS: a tenant's aliases, those of all, the generation, all tenants. ARGV: the most aliases of a
-# hash. Returns names and records of each hash as msgpack, in which one string is parsed instead of
-# hundreds, and whether Redis has records: 0 or 1, as for API keys.
+# KEYS: a tenant's aliases, those of all tenants, the generation, all tenants. ARGV: the maximum
+# number of aliases of a hash. Returns the names and records of each hash as msgpack, so that one
+# string is parsed instead of hundreds, and 1 if Redis has records, else 0, as for API keys.
 LOOK_UP_ALIASES = """
 local function packed(key)
   if redis.call('HLEN', key) > tonumber(ARGV[1]) then error(key .. ' has too many aliases') end
@@ -42,7 +42,7 @@ local has_records = math.min(1, redis.call('EXISTS', KEYS[3], KEYS[4]))
 return {packed(KEYS[1]), packed(KEYS[2]), has_records}
 """
 
-Models = Mapping[str, str | None]  # alias → model; None: its record is unreadable
+Models = Mapping[str, str | None]  # alias → model, or None if its record is unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ _EMPTY = _Hash(b"", {})
 
 @dataclass(frozen=True, slots=True)
 class _TenantAliases:
-    """`is_current`: False if Redis did not answer the last look-up. `is_readable`: False if it
-    answered with an error.
+    """The aliases that a tenant sees. `is_current` is false if Redis did not answer the last
+    look-up, `is_readable` if it answered with an error.
     """
 
     own: _Hash
@@ -75,8 +75,9 @@ class _TenantAliases:
 
 
 class ModelAliases:
-    """`is_native(tenant, name)`: whether a tenant sees a model of this name. Permission to use a
-    model is not checked here: the caller checks the name that `resolve` returns.
+    """The aliases of all tenants. `is_native(tenant, name)` returns whether a tenant sees a model
+    of this name. Permission to use a model is not checked here: the caller checks the name that
+    `resolve` returns.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class ModelAliases:
         self._lookups: dict[str, asyncio.Task[_TenantAliases]] = {}
 
     async def resolve(self, tenant_id: str, name: str) -> str | None:
-        """Returns a native name itself without a look-up, the model of an alias that the tenant
-        sees, and None for another name. Raises DependencyUnavailable if it cannot be checked.
+        """Returns the model of a name: a native name itself, without a look-up, the model of an
+        alias that the tenant sees, or None for other names. Raises DependencyUnavailable if it
+        cannot be checked.
         """
         if self._is_native(tenant_id, name):
             return name
@@ -133,7 +135,9 @@ class ModelAliases:
         return [model, *(alias for alias, named in aliases.items() if named == model)]
 
     async def _aliases(self, tenant_id: str, name: str | None) -> _TenantAliases:
-        """Returns the tenant's aliases. `name`: the name to resolve; None: all names."""
+        """Returns the tenant's aliases, to resolve `name`, or all names if it is None. Raises
+        DependencyUnavailable.
+        """
         known = self._known.get(tenant_id)
         if known is None or self._clock.now() - known.checked_at >= REFRESH_S:
             known = await self._refreshed(tenant_id, name, known)
@@ -200,7 +204,7 @@ class ModelAliases:
         return own, shared
 
     def _decoded(self, tenant_id: str, own: bytes, shared: bytes) -> _TenantAliases:
-        """Decodes only what has changed; all tenants share the decoded aliases for all."""
+        """Decodes only what has changed. All tenants share the decoded aliases of all tenants."""
         known = self._known.get(tenant_id)
         if shared != self._shared.packed:
             self._shared = _Hash(shared, _models(shared))

@@ -35,7 +35,9 @@ def may_store(tenant: TenantRecord, region: str) -> bool:
 def check_may_store(
     tenant: TenantRecord, region: str, what: str, *, param: str | None = None
 ) -> None:
-    """Raises ZeroRetentionRejected and NoRegionAllowed. `what`: names the thing to store."""
+    """Raises ZeroRetentionRejected or NoRegionAllowed if text may not be stored. `what` names the
+    feature that would store it.
+    """
     if tenant.is_zero_retention:
         raise ZeroRetentionRejected(
             f"{what}: its text is stored; this tenant has zero retention", param=param

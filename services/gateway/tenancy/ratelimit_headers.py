@@ -1,4 +1,4 @@
-"""The state of a tenant's limits as response headers: OpenAI's names and two similar ones.
+"""The state of a tenant's limits as response headers, under OpenAI's names and two similar ones.
 
 OpenAI has one token limit, Hearth has two: `…-tokens` reports the one with the smaller remaining
 share, `…-input-tokens` and `…-output-tokens` report each. `reset` is the time until the limit is

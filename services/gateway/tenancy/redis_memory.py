@@ -1,8 +1,8 @@
 """Reads Redis's memory, and bounds the part of it that stored responses and prefixes may take.
 
 Redis holds limits, keys and usage as well, and with `noeviction` a full one rejects every write. So
-responses may take half of its `maxmemory`, and prefixes a quarter. `maxmemory` is read, since it
-may be changed while Redis runs.
+responses may take half of its `maxmemory`, and prefixes a quarter. `maxmemory` is read again every
+READ_S, since it may be changed while Redis runs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from shared.clock import Clock
 from shared.store import Store, StoreUnavailable, reading_reply
 
 READ_S = 5.0
-USUAL_MAX_BYTES = 1 << 30  # if Redis has no `maxmemory`, or none that may be read
+USUAL_MAX_BYTES = 1 << 30  # used if Redis has no readable `maxmemory`
 
 READ_MEMORY = "return redis.call('INFO', 'memory')"
 
 
 class RedisMemory:
-    """`max_response_bytes`, `max_prefix_bytes`: the bytes for all tenants; 0: a share of Redis's
-    memory.
+    """The memory of one Redis. `max_response_bytes` and `max_prefix_bytes` are limits over all
+    tenants; 0 means a share of Redis's memory.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class RedisMemory:
         self._clock = clock
         self._max_response_bytes = max_response_bytes
         self._max_prefix_bytes = max_prefix_bytes
-        self.use: MemoryUse | None = None  # while it is unknown
-        self._max_bytes = 0  # 0: Redis has no bound
+        self.use: MemoryUse | None = None  # None while unknown
+        self._max_bytes = 0  # 0 if Redis has no limit
 
     @property
     def max_response_bytes(self) -> int:

@@ -11,7 +11,9 @@ from shared.tenancy.tenant import LIMITS, TenantRecord
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """The maximum cost of a request. `…_param`: the request fields that determine the cost."""
+    """The maximum cost of a request. `input_param` and `output_param` are the request fields that
+    determine it.
+    """
 
     num_input_tokens: int
     num_output_tokens: int
@@ -32,8 +34,8 @@ UNKNOWN_COST = RequestCost(0, 0)  # the cost of a request whose body has not bee
 
 @dataclass(frozen=True, slots=True)
 class LimitLease:
-    """An admitted request. `is_charged`: whether Redis has charged it. `headers`: the state of the
-    limits.
+    """The lease of one admitted request. `is_charged` is true if Redis charged it. `headers`
+    describe the state of the limits.
     """
 
     tenant: TenantRecord
@@ -44,7 +46,7 @@ class LimitLease:
 
 
 def check_zeros(tenant: TenantRecord) -> None:
-    """Raises LimitIsZero."""
+    """Raises LimitIsZero if any limit of the tenant is 0."""
     for name in LIMITS:
         if getattr(tenant, name) == 0:
             raise LimitIsZero(

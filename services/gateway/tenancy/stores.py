@@ -1,4 +1,4 @@
-"""The connections of a gateway to Redis."""
+"""A gateway's connections to Redis."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ SLOW_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayStores:
-    """`fast`: for the request path. `slow`: for prefixes, which may be long. `bulk`: for replies of
-    megabytes. `replica`: a near one, for API keys.
-
-    Slow replies must not trip the breaker of the API key lookups, or that of each other.
+    """Connections to one Redis, so that slow replies do not trip the breaker of API key look-ups or
+    of each other. `fast` is for the request path, `slow` for prefixes, which may be long, and
+    `bulk` for replies of megabytes. `replica` is a near copy of Redis for API keys, or None.
     """
 
     fast: Store

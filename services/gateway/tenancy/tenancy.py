@@ -14,8 +14,8 @@ from shared.config import GatewayConfig
 
 
 class Tenancy:
-    """`num_gateways`: returns the number of gateways that share the limits. `writer_id`: differs
-    between two starts of one gateway.
+    """The keys, limits and usage of all tenants. `num_gateways` returns the number of gateways that
+    share the limits. `writer_id` is unique per process start.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Tenancy:
 
     @property
     def redis_state(self) -> str:
-        """`ok`, or why requests cannot be admitted."""
+        """The state of Redis: `ok`, or the reason why requests cannot be admitted."""
         found = self.api_keys.redis_state
         rejects = found == "ok" and self.stores.fast.load().rejects_writes
         return "rejects writes" if rejects else found

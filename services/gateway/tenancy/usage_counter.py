@@ -1,7 +1,7 @@
 """Counts requests and tokens by tenant, model and day, and writes them to Redis asynchronously.
 
 A request counts once, with its delivered tokens, however often it was resubmitted. A running one is
-counted every RUNNING_S, so that a gateway that is killed loses the usage of at most that time.
+counted every RUNNING_S, so that a killed gateway loses the usage of at most that time.
 Counts are buffered here and sent to Redis in numbered batches. A batch does not change until Redis
 has confirmed it, and Redis stores the number of the last batch of each process: a batch that is
 sent again because the reply was lost is not counted twice.
@@ -53,7 +53,7 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 return refused
 """
 
-# tenant, day, model, kind
+# (tenant, day, model, kind)
 Place = tuple[str, str, str, UsageKind]
 
 
@@ -66,7 +66,9 @@ def day_of(unix_s: float) -> str:
 
 
 class UsageCounter:
-    """`writer_id`: unique per process start. `now`: returns unix seconds, for the day."""
+    """Counts usage and sends it to Redis. `writer_id` is unique per process start. `now` returns
+    Unix seconds, for the day.
+    """
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class UsageCounter:
         self._number = 0
         self._rejected: Counter[Place] = Counter()
         self._retry_rejected_at = 0.0
-        self._flushing = asyncio.Lock()  # one batch at a time is under way
+        self._flushing = asyncio.Lock()  # one batch is sent at a time
         self._background = Background()
 
     @property
@@ -107,7 +109,9 @@ class UsageCounter:
                 self._drop(place, amount)
 
     def start(self, count_running: Callable[[], None] = lambda: None) -> None:
-        """`count_running` is called every RUNNING_S, to count what running requests have used."""
+        """Starts to send counts. `count_running` is called every RUNNING_S, to count what running
+        requests have used.
+        """
         self._background.start_own(self._run(count_running))
 
     async def stop(self) -> None:
@@ -125,7 +129,7 @@ class UsageCounter:
             self._drop(place, amount)
 
     async def flush(self) -> bool:
-        """Sends all buffered counts. Returns False, and loses none, if Redis is unavailable."""
+        """Sends all buffered counts. Returns False, without losing any, if Redis is unavailable."""
         async with self._flushing:
             if self._rejected and self._clock.now() >= self._retry_rejected_at:
                 self._pending.update(self._rejected)  # the record may have been repaired
