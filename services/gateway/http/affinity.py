@@ -1,7 +1,7 @@
 """Finds the session of a request in the headers of its client.
 
-x-session-affinity, else the body's prompt_cache_key, else the header in which a client sends its
-session: Codex, Claude Code, Open WebUI.
+The order is x-session-affinity, the body's prompt_cache_key, and the header in which Codex, Claude
+Code or Open WebUI sends its session.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ SESSION_HEADERS = ("session-id", "x-claude-code-session-id", "x-openwebui-chat-i
 
 
 def session_key_of(headers: Mapping[str, str]) -> str | None:
-    """Returns the first header that is not empty."""
+    """Returns the first session header that is not empty, or None."""
     return next((found for name in SESSION_HEADERS if (found := headers.get(name))), None)

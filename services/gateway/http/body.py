@@ -1,7 +1,7 @@
 """Decodes request bodies: strict types, and an error that names the field.
 
-Litestar calls `decode_bytes` instead of its lenient conversion, and still sees the Struct, so the
-served OpenAPI document is generated from the enforced types.
+Litestar calls `decode_bytes` instead of its lenient conversion. It still reads the Struct, so the
+OpenAPI document is generated from the enforced types.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class StrictBody(AbstractDTO[Any]):
 
 
 class RawBody(StrictBody):
-    """Passes the body on as bytes, since a large one is decoded elsewhere. `struct`: the type of
-    its JSON.
+    """A body as bytes, since a large one is decoded elsewhere. `struct` is the type that it must
+    match.
     """
 
     struct: ClassVar[type[Any]]

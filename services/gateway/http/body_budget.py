@@ -28,7 +28,9 @@ class BodyBudget:
         return BodyBytes(self, tenant_id)
 
     def add(self, tenant_id: str, num_bytes: int) -> None:
-        """Raises Overloaded, and adds nothing, beyond the tenant's or the gateway's limit."""
+        """Counts bytes of a tenant. Beyond the tenant's or the gateway's limit, adds nothing and
+        raises Overloaded.
+        """
         if self._by_tenant[tenant_id] + num_bytes > self._max_tenant_bytes:
             raise Overloaded("this tenant's requests hold too many body bytes", retry_after_s=1.0)
         if self._num_bytes + num_bytes > self._max_gateway_bytes:

@@ -16,7 +16,7 @@ MAX_MEMBERS = 16  # gzip members in a row: each copies the input that is left
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's window bits, with the container
 _CHARSET = re.compile(r";\s*charset\s*=\s*\"?([^\s;\"]*)", re.IGNORECASE)
 _UTF8 = {"", "utf-8", "utf8", "us-ascii", "ascii"}
-_MARK = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
+_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00")
 
 
@@ -39,10 +39,8 @@ class BodyEncoding:
         self._num_members = 1
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields the body's next bytes in parts of a bounded size, none empty. Raises
-        UnsupportedMediaType.
-
-        Raises UnsupportedMediaType.
+        """Yields the body's next bytes in parts of at most PART_BYTES, or an uncompressed chunk as
+        one part. No part is empty. Raises UnsupportedMediaType.
         """
         if self._inflating is None:
             yield chunk
@@ -56,7 +54,7 @@ class BodyEncoding:
 
     def _inflated(self, chunk: bytes) -> bytes:
         assert self._inflating is not None and self._window is not None, "it is compressed"
-        if self._inflating.eof and chunk:  # gzip: another member follows
+        if self._inflating.eof and chunk:  # another gzip member follows
             self._inflating = zlib.decompressobj(self._window)
             self._num_members += 1
             if self._num_members > MAX_MEMBERS:

@@ -18,8 +18,8 @@ POLL_S = 10.0
 
 class Certificate:
     def __init__(self, cert: str, key: str) -> None:
-        """`cert`, `key`: PEM files with the certificate chain and its key. Raises ConfigError if
-        they cannot be read, or do not belong together.
+        """`cert` is a PEM file of the certificate and its chain, `key` one of its key. Raises
+        ConfigError if they cannot be read or do not match.
         """
         self._files = cert, key
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -34,20 +34,22 @@ class Certificate:
             ) from error
 
     async def watch(self, clock: Clock) -> None:
-        """Polls the files for ever. Open connections keep the certificate of their handshake."""
+        """Polls the files until it is cancelled. Open connections keep the certificate of their
+        handshake.
+        """
         while True:
             await clock.sleep(POLL_S)
             self.poll()
 
     def poll(self) -> None:
-        """Loads changed files. Those that cannot be used, such as one that was replaced before the
-        other, are tried again; until then the last certificate serves.
+        """Loads changed files. Unusable files, for example if only one of them has been replaced,
+        are tried again; until then the last certificate stays in use.
         """
         changed_at = _changed_at(self._files)
         if changed_at == self._changed_at:
             return
         try:
-            # in a context of its own: a failure must not leave this one with half of a pair
+            # A separate context: a failure must not leave `context` with only one of the files.
             trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             trial.load_cert_chain(*self._files, password=_no_password)
             self.context.load_cert_chain(*self._files, password=_no_password)

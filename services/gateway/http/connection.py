@@ -4,8 +4,8 @@
                                         └──no byte taken for `timeout_s`──▶ aborted
 
 The server sends a response's next part only from `empty`, so at most one part waits. With TLS
-another one may wait between TLS and the kernel, where it is not counted: a client that reads slowly
-is seen to read once it has taken that part, of some 64 KiB.
+another part of about 64 KiB may wait uncounted between TLS and the kernel: a slow client counts as
+reading only once it has taken that part.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable
 
 from litestar.types import Scope
 
-EXTENSION = "hearth.connection"  # in an ASGI scope
+EXTENSION = "hearth.connection"  # a key of an ASGI scope's extensions
 KEEP_ALIVE_IDLE_S = 60  # seconds of silence before TCP probes the peer
 KEEP_ALIVE_INTERVAL_S = 10
 KEEP_ALIVE_PROBES = 3
-MAX_KERNEL_BYTES = 64 * 1024  # not yet on the wire: more wait in this process, where they count
+MAX_KERNEL_BYTES = 64 * 1024  # unsent bytes in the kernel; further ones wait in this process
 CHECKS_PER_TIMEOUT = 8
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 def watch_peers(listening: socket.socket, timeout_s: float) -> None:
-    """Sets TCP's options for all connections of a listening socket: a peer that no longer exists,
-    or that takes no byte for twice `timeout_s`, is disconnected by the kernel. The gateway's own
-    timeout comes first: it knows that the client is slow.
+    """Sets TCP's options for all connections of a listening socket: the kernel disconnects a peer
+    that no longer exists, or that takes no byte for twice `timeout_s`. The gateway's own timeout
+    comes first, and records that the client is slow.
     """
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -44,7 +44,9 @@ def watch_peers(listening: socket.socket, timeout_s: float) -> None:
 
 
 class ClientConnection:
-    """`on_slow`: is called once if the connection is closed because its client does not read."""
+    """The connection of one client. `on_slow` is called once if it is closed because its client
+    does not read.
+    """
 
     def __init__(
         self, transport: asyncio.Transport, timeout_s: float, on_slow: Callable[[], None]
@@ -56,23 +58,23 @@ class ClientConnection:
         self._timer: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-        self._num_waiting = 0  # bytes, when the client last took one
+        self._num_waiting = 0  # bytes after the client last took one
         self._taken_at = 0.0
         self.is_slow = False
         self.is_lost = False
 
     def start(self) -> None:
-        """Makes the transport report every byte that waits, which it may do before this returns."""
+        """Makes the transport report every waiting byte, which it may do before this returns."""
         is_tls = self._transport.get_extra_info("sslcontext") is not None
-        # a plain transport reports above the limit, TLS at the limit
+        # An unencrypted transport reports above the limit, TLS at the limit.
         self._transport.set_write_buffer_limits(high=int(is_tls))
 
     async def sent(self) -> None:
-        """Returns once no byte waits, or the connection is lost."""
+        """Returns once no byte waits or the connection is lost."""
         await self._is_empty.wait()
 
     def abort_slow(self) -> None:
-        """Resets the connection and drops its bytes, the kernel's too. Idempotent."""
+        """Resets the connection and drops its bytes, also those in the kernel. Idempotent."""
         if self.is_slow or self.is_lost:
             return
         self.is_slow = True
@@ -81,7 +83,7 @@ class ClientConnection:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._transport.abort()
 
-    # ── of the transport ─────────────────────────────────────────────────────────────────────────
+    # ── events of the transport ──────────────────────────────────────────────────────────────────
 
     def bytes_wait(self) -> None:
         self._is_empty.clear()

@@ -5,8 +5,9 @@
       └──all others are busy──▶ reserved ─────────┘
 
 A connection counts for its address until a request on it has authenticated, then for the tenant of
-the last request. Beyond the limit of all, the holder with most connections loses the one that has
-been idle longest. If none is idle, the new connection is a reserved one, which serves probes alone.
+the last request. Beyond the total limit, the holder with the most connections loses the one that
+has been idle longest. If none is idle, the new connection is a reserved one, which only serves
+probes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_RESERVED = 32
 GRACE_S = 2.0
 SPARE_DESCRIPTORS = 512  # pipes, files, Redis and NATS, and connections that are being closed
 
-Holder = tuple[str, str]  # its kind, and an address or a tenant id
+Holder = tuple[str, str]  # "address" and an address, or "tenant" and a tenant's id
 
 
 def connections_within(num_descriptors: int) -> int:
@@ -36,7 +37,9 @@ def connections_within(num_descriptors: int) -> int:
 
 
 class Connections:
-    """`max_connections`: None means as many as the process's descriptors allow."""
+    """The open connections of a gateway. If `max_connections` is None, the process's descriptors
+    limit them.
+    """
 
     def __init__(
         self,
@@ -56,12 +59,12 @@ class Connections:
         self._max_opening = min(max_opening, max(1, max_connections // 2))
         self._max_reserved = max_reserved
         self._num_held: Counter[Holder] = Counter()
-        self._num_open = 0  # the reserved ones apart
+        self._num_open = 0  # without the reserved ones
         self._idle: dict[Holder, dict[OpenConnection, None]] = {}  # longest idle first
         self._reserved: dict[OpenConnection, None] = {}  # oldest first
 
     def open(self, address: str, close: Callable[[], None]) -> OpenConnection | None:
-        """Returns a place, or None if the connection must be closed. `close`: is called if it is
+        """Returns a new connection, or None if it must be closed. `close` is called if it is
         evicted.
         """
         holder = ("address", address)
@@ -75,12 +78,12 @@ class Connections:
         return connection
 
     def may_stay(self, connection: OpenConnection) -> bool:
-        """Returns whether the connection may stay open after `grace_s`: it has a key, or its
-        address has few.
+        """Whether a connection may stay open after `grace_s`: with a key, or if its address has
+        few.
         """
         return connection.has_key or self._num_held[connection.holder] <= self._max_without_key
 
-    # ── of a connection ──────────────────────────────────────────────────────────────────────────
+    # ── called by OpenConnection ─────────────────────────────────────────────────────────────────
 
     def move(self, connection: OpenConnection, holder: Holder) -> None:
         """Moves a connection to its tenant. Raises Overloaded if the tenant has as many as it may,
@@ -146,7 +149,7 @@ class Connections:
 
 
 class OpenConnection:
-    """The place of one connection. `is_reserved`: it serves probes alone."""
+    """One open connection. A connection with `is_reserved` only serves probes."""
 
     def __init__(self, connections: Connections, holder: Holder, close: Callable[[], None]) -> None:
         self._connections = connections

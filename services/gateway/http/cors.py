@@ -22,8 +22,8 @@ EXPOSED = (
 
 
 def cors_config(origins: Sequence[str]) -> CORSConfig | None:
-    """Returns None if no origin is configured: cross-origin requests are then refused. `*`: any
-    origin.
+    """Returns the configuration for the origins; `*` allows every origin. Returns None, which
+    allows no other origin, if there are none.
     """
     if not origins:
         return None

@@ -6,7 +6,7 @@ from litestar.exceptions import HTTPException, ValidationException
 
 from shared.errors import HearthError, InvalidRequest, PayloadTooLarge
 
-MAX_MESSAGE_CHARS = 500  # a message may repeat what the client sent
+MAX_MESSAGE_CHARS = 500  # a message may repeat the client's text
 
 
 class RouteNotFound(InvalidRequest):
@@ -31,7 +31,7 @@ def error_of_http(error: HTTPException) -> HearthError:
         return MethodNotAllowed("this route does not take this method")
     if error.status_code == 413:
         return PayloadTooLarge("the request body is too large")
-    if isinstance(error, ValidationException):  # raised for a body of zero bytes
+    if isinstance(error, ValidationException):  # raised for an empty body
         return InvalidRequest("the body is empty: send a JSON object")
     if error.status_code < 500:
         return InvalidRequest(error.detail)

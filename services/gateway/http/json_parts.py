@@ -1,6 +1,6 @@
-"""Encodes a large JSON object in parts, so that it never exists as a whole.
+"""Encodes a large JSON object in parts, so that it is never complete in memory.
 
-In encoded JSON a quote within a string follows a backslash, so a field's name with its quotes and
+In encoded JSON, a quote inside a string follows a backslash, so a field's name with its quotes and
 colon occurs only as a field.
 """
 
@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 
 
 def with_list(encoded: bytes, field: bytes, items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """Replaces the first empty list `field` of an encoded object; each item comes in parts."""
+    """Yields an encoded object with `items` in its first empty list `field`; each item comes in
+    parts.
+    """
     name = b'"%b":[' % field
     head, found, tail = encoded.partition(name + b"]")
     assert found, encoded
@@ -23,7 +25,7 @@ def with_list(encoded: bytes, field: bytes, items: Iterable[Iterable[bytes]]) ->
 
 
 def with_value(encoded: bytes, field: bytes, value: Iterable[bytes]) -> Iterator[bytes]:
-    """Replaces the first null `field` of an encoded object by a value in parts."""
+    """Yields an encoded object with `value`, in parts, for its first null `field`."""
     name = b'"%b":' % field
     head, found, tail = encoded.partition(name + b"null")
     assert found, encoded

@@ -1,10 +1,9 @@
 """Writes one HTTP response: a body at the end, or server-sent events as they arrive.
 
-The `Encoder` provides the content. A streamed response starts with the first event, or with what
-keeps it alive after `keep_alive_s` of silence. An error before that sets the HTTP status; a later
-error is sent as an event and ends the stream. A body starts when it is complete: errors always have
-their status, and nothing is sent before. When a client disconnects, or does not read, its request
-is cancelled immediately.
+The `Encoder` provides the content. A streamed response starts with the first event, or with a
+keep-alive event after `keep_alive_s` of silence. An error before that sets the HTTP status; a later
+error is sent as an event and ends the stream. A body is sent when it is complete, so errors always
+set the status. When a client disconnects or does not read, its request is cancelled immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ JSON = (b"content-type", b"application/json")
 EVENTS = (
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx sends each event at once
+    (b"x-accel-buffering", b"no"),  # makes nginx send each event at once
 )
 
 
@@ -51,9 +50,8 @@ def error_headers(error: HearthError) -> dict[str, str]:
 
 
 class GenerationResponse:
-    """An ASGI application for one response. Cancels the request when the response ends.
-
-    `keep_alive_s`: silence before a stream is kept alive.
+    """An ASGI application that sends one response and cancels the request when the response ends.
+    `keep_alive_s` is the silence after which a stream sends a keep-alive event.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class GenerationResponse:
         self._sent_at = clock.now()
         self._is_started = False
         self._is_complete = False
-        self._sending = asyncio.Lock()  # a comment must not precede the head or follow the end
+        self._sending = asyncio.Lock()  # a keep-alive must not precede the head or follow the end
         self._comments: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +84,7 @@ class GenerationResponse:
         finally:
             watcher.cancel()
             self._stop_comments()
-            self._cancel(_client_error(connection))  # no effect on ended requests
+            self._cancel(_client_error(connection))  # has no effect on ended requests
             self.merger.close()
 
     async def _watch(self, receive: Receive, connection: ClientConnection) -> None:
@@ -143,9 +141,9 @@ class GenerationResponse:
                 last = next(parts)
                 for following in parts:
                     await self._send(send, last, more_body=True)
-                    await asyncio.sleep(0)  # other streams continue
+                    await asyncio.sleep(0)  # lets other streams continue
                     last = following
-                if self.merger.is_complete:  # sent with what closes the stream
+                if self.merger.is_complete:  # sent with the end of the stream
                     ending = last
                     break
                 await self._send(send, last, more_body=True)
@@ -163,10 +161,8 @@ class GenerationResponse:
             await self._send_error(send, error)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends an event after each silence, so that clients and proxies see activity. Ends with
-        the response: a client may take its last bytes long after they were sent.
-
-        Ends with the response: a client may take its last bytes long after they were sent.
+        """Sends a keep-alive event after each silence, until the response is complete: a client may
+        take its last bytes long after they were sent.
         """
         while not self._is_complete:
             silent_s = self._clock.now() - self._sent_at
@@ -246,7 +242,7 @@ async def joined_in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def joined(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Joins parts to at least MIN_PART_BYTES, except the last. Returns at least one."""
+    """Yields parts joined to at least MIN_PART_BYTES, except the last one; yields at least one."""
     joined: list[bytes] = []
     num_bytes = 0
     for part in parts:

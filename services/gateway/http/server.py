@@ -31,31 +31,31 @@ from shared.config import GatewayConfig
 from shared.errors import ConfigError, NoCapacity
 from shared.nats_urls import authority
 
-TenantOf = Callable[[Headers], str | None]  # by a request's headers
+TenantOf = Callable[[Headers], str | None]  # from a request's headers
 
-ON_AUTHENTICATED = "on_authenticated"  # in a request's state: called with the tenant's id
-IS_RESERVED = "is_reserved"  # in a request's state: its connection is beyond the limit
-PROBES = ("/health", "/ready", "/metrics")  # served there, too
+ON_AUTHENTICATED = "on_authenticated"  # key in a request's state: takes the tenant's id
+IS_RESERVED = "is_reserved"  # key in a request's state: whether the connection is reserved
+PROBES = ("/health", "/ready", "/metrics")  # also on reserved connections
 _PROBE = ("probe", "")
 OPERATOR = ""  # stands for a tenant's id
 LISTEN_BACKLOG = 2048  # at most
-# libuv accepts one connection of a listening descriptor in a turn. With several descriptors of one
-# socket, a new connection need not wait for a request to start for each one before it.
+# libuv accepts one connection of a listening descriptor in a turn of the loop. With several
+# descriptors of one socket, new connections do not wait for one request start each.
 NUM_LISTENERS = 16
 GRACE_S = 5
 # Longer than the idle timeout of clients (httpx, and so OpenAI's SDK: 5 s): the client closes the
 # connection, and no request is sent on a connection that the server is closing.
 KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
-MAX_READS_PER_TURN = 16  # of some 50 us each; libuv itself reads from all connections in one turn
-LARGE_READ_BYTES = 64 * 1024  # after which other connections have their turn
+MAX_READS_PER_TURN = 16  # about 50 us each; libuv itself reads from all connections in one turn
+LARGE_READ_BYTES = 64 * 1024  # then other connections are read
 MAX_PIPELINED = 16  # requests of a connection that wait for their responses
 # Limits for slow clients, which occupy a connection and memory.
-HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
+HEAD_TIMEOUT_S = 10.0  # from the connection's start or first byte to the last header
 BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
 WRITE_TIMEOUT_S = 30.0  # without a byte taken by the client
-TICK_S = 0.1  # uvicorn's own: the date of responses is renewed each tenth
-STOP_POLL_S = 0.01  # while the last responses are sent
+TICK_S = 0.1  # uvicorn's tick, of which each tenth renews the date of responses
+STOP_POLL_S = 0.01  # between checks whether the last responses are sent
 
 
 def probes_alone(app: ASGIApp) -> ASGIApp:
@@ -70,10 +70,8 @@ def probes_alone(app: ASGIApp) -> ASGIApp:
 
 
 class HeadWithBody:
-    """Sends the head of a response and its first body bytes in one segment. Not for responses to
-    HEAD, which have no body.
-
-    Not for responses to HEAD, which have no body.
+    """A transport that sends the head of one response and its first body bytes in one segment. It
+    is not for responses to HEAD, which have no body.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -130,9 +128,9 @@ class _Http(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
         self._on_slow_client = on_slow_client
         self._unanswered: list[RequestResponseCycle] = []
-        self._num_waiting = 0  # requests that have not been started
+        self._num_waiting = 0  # requests that have not started
         self._unparsed = b""
-        self._num_buffered_bytes = 0  # since the parser's last event
+        self._num_buffered_bytes = 0  # bytes since the parser's last event
         self._is_idle = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -157,11 +155,11 @@ class _Http(HttpToolsProtocol):
         self._connection.lost()
         if self._place is not None:
             self._place.lose()
-        for cycle in self._unanswered:  # uvicorn marks the last one only
+        for cycle in self._unanswered:  # uvicorn only marks the last one
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
-        # They refer back to this object: what a connection held would stay until a full collection.
+        # They refer to this object, which would stay in memory until a full garbage collection.
         self.cycle, self.scope, self._unanswered = None, None, []  # type: ignore[assignment]
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -169,7 +167,7 @@ class _Http(HttpToolsProtocol):
         not once a response has begun, since clients that leave end it in the same way. TLS closes
         it, and an HTTP/1.0 peer cannot be probed.
         """
-        if self._half_closed is not None:  # read again between pipelined requests
+        if self._half_closed is not None:  # called again between pipelined requests
             return True
         is_1_0 = any(each.scope["http_version"] == HTTP_1_0 for each in self._unanswered)
         if is_1_0 or self.scheme == "https" or not self._waits_for_response():
@@ -193,11 +191,11 @@ class _Http(HttpToolsProtocol):
         self._connection.bytes_sent()
 
     def data_received(self, data: bytes) -> None:
-        """Parses `data` now or, if many connections have sent something, in a later turn."""
+        """Parses `data` now or, if many connections have received data, in a later turn."""
         if self._place is None:
             return
         self._unparsed += data
-        if len(self._unparsed) > len(data):  # its turn comes
+        if len(self._unparsed) > len(data):  # `_parse` is already due
             return
         self._reads.start(self._place.holder, self._parse)
         if self._unparsed and not self.transport.is_closing():
@@ -219,8 +217,8 @@ class _Http(HttpToolsProtocol):
             self._end_turn()
 
     def _end_turn(self) -> None:
-        """Reads on in the loop's next turn: libuv reads a connection that has more up to 32 times,
-        8 MiB, before it polls the others.
+        """Pauses reading until the loop's next turn: libuv reads a connection with more data up to
+        32 times, 8 MiB, before it polls others.
         """
         if not self.flow.read_paused and not self.transport.is_closing():
             self.transport.pause_reading()
@@ -275,8 +273,8 @@ class _Http(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Only closes the connection if the client would take `msg` for the response to an earlier
-        request, or for a part of one.
+        """Sends the error, or only closes the connection if the client would take `msg` for a
+        response to an earlier request, or for a part of one.
         """
         if any(each.response_started or not each.more_body for each in self._unanswered):
             self.transport.close()
@@ -303,7 +301,7 @@ class _Http(HttpToolsProtocol):
     def _end_grace(self) -> None:
         if self._place is None or self._connections.may_stay(self._place):
             return
-        # its key may not be known yet
+        # A pending request may still authenticate.
         if self._unparsed or self._num_waiting or self._waits_for_response():
             self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
         else:
@@ -326,8 +324,8 @@ class _Http(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process; sets `is_listening` after startup. Without connections it
-    stops at once: uvicorn looks ten times a second whether it should, and has.
+    """A uvicorn server that leaves signals to the process and sets `is_listening` after startup.
+    Without connections it stops at once, whereas uvicorn polls ten times a second.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -355,7 +353,7 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
-                while state.connections or state.tasks:  # noqa: ASYNC110  # which have no event
+                while state.connections or state.tasks:  # noqa: ASYNC110  # they have no event
                     await asyncio.sleep(STOP_POLL_S)
         for task in state.tasks:
             task.cancel()
@@ -388,9 +386,9 @@ class WebServer:
         tenant_of: TenantOf = lambda headers: None,
         certificate: Certificate | None = None,
     ) -> None:
-        """Binds the address; port 0 selects a free port. `tenant_of`: returns the tenant whose turn
-        starts a request, or None for that of its address. A `certificate` makes it HTTPS. Raises
-        ConfigError if the address cannot be bound.
+        """Port 0 selects a free port. `tenant_of` returns the tenant for whom a request starts in
+        turn, or None for the client's address. A `certificate` enables HTTPS. Raises ConfigError if
+        the address cannot be bound.
         """
         try:
             self._socket = _bound_socket(host, port)
@@ -417,7 +415,7 @@ class WebServer:
             access_log=False,
             log_config=None,
             server_header=False,
-            proxy_headers=False,  # a client could name any address
+            proxy_headers=False,  # a client could claim any address
             backlog=min(LISTEN_BACKLOG, max(16, self.connections.max_of_tenant)),
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=GRACE_S,
@@ -478,8 +476,8 @@ class WebServer:
             self._background.start_own(self._certificate.watch(clock))
 
     async def _serve(self) -> None:
-        """Raises RuntimeError if the server ends without `stop`: the gateway would live on without
-        clients.
+        """Raises RuntimeError if the server ends without `stop`: the gateway would otherwise run
+        without clients.
         """
         assert self._task is not None
         await asyncio.shield(self._task)

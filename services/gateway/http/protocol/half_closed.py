@@ -1,12 +1,12 @@
-"""A client that has ended its side of the connection, and may still read, or not.
+"""Detects whether a client that has closed its sending side still reads.
 
     half closed ──probe answered by a reset, or a write──▶ aborted
          └──response sent──▶ closed by the server
 
-TCP does not tell one from the other before something is sent: `100 Continue`, which clients of
-HTTP/1.1 ignore. A relay of bytes in between answers the first one by closing its client's side, the
-second by closing its own, and the third by a reset. Later the kernel's keep-alive probes find out,
-or the parts of a stream.
+TCP shows this only once something is sent: `100 Continue`, which clients of HTTP/1.1 ignore. If the
+client of a TCP proxy has left, the proxy closes its client's side after the first probe and its own
+side after the second, and resets the connection after the third. Later, the kernel's keep-alive
+probes or the parts of a stream detect it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_CHECK_S = 0.01
 MAX_CHECK_S = 1.0
-PROBE_AFTER_S = 0.3  # the shortest time between probes, in which a relay gets an answer
-MAX_PROBES = 4  # Go's client takes five such answers
+PROBE_AFTER_S = 0.3  # the shortest time between probes, in which a proxy gets an answer
+MAX_PROBES = 4  # Go's client accepts five such answers
 _CLOSE_WAIT = 8  # a state of TCP in Linux
 
 
 class HalfClosed:
-    """Aborts the transport once its peer is gone. `may_probe`: returns whether no response has
+    """Aborts the transport once its peer has left. `may_probe` returns whether no response has
     begun.
     """
 
