@@ -288,8 +288,8 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
 
 
 def device_budgets(texts: Iterable[str]) -> dict[str, int | None]:
-    """Returns the bytes by device, of texts such as `cpu=12GiB`; None, of `cpu` alone: the default
-    of the device. Raises ConfigError.
+    """Returns the bytes by device of texts such as `cpu=12GiB`. Of `cpu` alone it is None: the
+    device's default. Raises ConfigError.
     """
     budgets: dict[str, int | None] = {}
     for text in texts:
@@ -426,7 +426,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
                 yield f"{name} {size} is more than {next_name} {next_size}"
 
     def with_defaults_of(self, device: str, *, is_prefill_only: bool) -> WorkerConfig:
-        """Replaces None by the defaults of `device`: "cpu", "cuda" or "cuda:N".
+        """Replaces None by the defaults of `device`, which is "cpu", "cuda" or "cuda:N".
 
         On CUDA `kv_cache_bytes` stays None: the executor measures the free memory.
         """
@@ -447,9 +447,9 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
 
 
 def default_block_size(device: str) -> int:
-    """Tokens. A block of 64 fills the tiles of attention on GPUs, and tables are a quarter as long.
+    """Returns the tokens of a block on `device`: "cpu", "cuda" or "cuda:N".
 
-    `device`: "cpu", "cuda" or "cuda:N".
+    A block of 64 fills the tiles of attention on GPUs, and tables are a quarter as long.
     """
     return 16 if device == "cpu" else 64
 

@@ -151,7 +151,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
 
 
 class Choice(Message, frozen=True, kw_only=True):
-    """One unfinished choice; `output_token_ids`: the tokens that the gateway has received."""
+    """One unfinished choice. `output_token_ids` are the tokens that the gateway has received."""
 
     choice_index: ChoiceIndex
     output_token_ids: bytes = b""
@@ -715,8 +715,8 @@ class RanksAssigned(Message, frozen=True, kw_only=True):
 class ModelCard(Message, frozen=True, kw_only=True):
     """The model that a worker serves. `revision` is the digest of its weights.
 
-    `max_context_tokens`: the longest sequence that this worker computes: its KV cache may hold less
-    than the model's context.
+    `max_context_tokens` is the longest sequence that this worker computes: its KV cache may hold
+    less than the model's context.
     """
 
     name: Name
@@ -858,9 +858,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a host can serve. `card`: as its worker announced it last; None until it has
-    been started once. Times are expected ones, from those measured last. `failure`: why it has
-    failed, for operators; `public_failure`: the same for clients, without paths: a clause such as
+    """A model that a host can serve.
+
+    `card` is the worker's last announcement, or None until the model has been started once.
+    Times are expected ones, from those measured last. `failure` is the reason for
+    operators; `public_failure` is the same for clients, without paths: a clause such as
     "its source is missing".
     """
 

@@ -34,14 +34,15 @@ _Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class Numerics(msgspec.Struct, frozen=True, array_like=True):
-    """Workers with equal numerics and one revision of a model compute the same bits.
+    """The properties that a worker's bits depend on: workers with equal numerics and one revision
+    of a model compute the same bits.
 
-    `device`: the instruction set or architecture that the kernels use, such as cpu-avx512 or sm90;
-    `dtype`: of activations; `kernels`: versions of the kernels and of what compiles them.
-    `sum_lanes`: the parts in which a row-parallel product sums over K, 1 for none; `activations`:
-    how sums of lanes cross ranks; `tp`: the ranks that a result depends on, 0 where it depends on
-    none. `kv_dtype`: of stored KV; empty: that of activations. Scales of KV are part of the model's
-    revision.
+    `device` is the instruction set or architecture that the kernels use, such as cpu-avx512 or
+    sm90; `dtype` is that of activations; `kernels` are the versions of the kernels and of what
+    compiles them. `sum_lanes` are the parts in which a row-parallel product sums over K, 1 for
+    none. `activations` is how sums of lanes cross ranks. `tp` are the ranks that a result depends
+    on, 0 where it depends on none. `kv_dtype` is that of stored KV; empty means that of
+    activations. Scales of KV are part of the model's revision.
     """
 
     mode: Mode

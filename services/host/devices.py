@@ -16,8 +16,10 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
 def budgets_of(texts: Iterable[str]) -> dict[str, int]:
-    """Returns the bytes by device; without texts the default. Takes seconds with CUDA devices.
-    Raises ConfigError for a device that this machine lacks, or more than its memory.
+    """Returns the memory budget in bytes by device; defaults apply if no text is given.
+
+    It takes seconds with CUDA devices. Raises ConfigError for a device that this machine lacks, or
+    for more than its memory.
     """
     given = device_budgets(texts)
     if not given:

@@ -149,7 +149,7 @@ def running_cluster(parent: Path) -> tuple[Path, LocalClusterState]:
 
 
 def _by_age(parent: Path) -> list[Path]:
-    """Newest first."""
+    """Returns the directories of clusters, the newest first."""
     try:
         directories = [each for each in parent.iterdir() if (each / _LOCK).exists()]
     except OSError:

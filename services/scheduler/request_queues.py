@@ -39,7 +39,7 @@ def request_tokens(request: Request) -> int:
 
 
 def num_context_tokens(request: Request) -> int:
-    """Returns the tokens of the longest choice at its end whose KV is needed: all but the last."""
+    """Returns the number of tokens whose KV the longest choice needs: all but its last token."""
     num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
     return num_prompt_tokens + request.sampling.max_tokens - 1
 

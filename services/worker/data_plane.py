@@ -61,7 +61,7 @@ class ProcessDataPlane:
         return LocalReceivePort(receiver, self._memory, link_keys, counts=receiver.counts)
 
     async def _load_codec(self) -> FrameCodec | None:
-        """The same for both ports."""
+        """Returns the codec that both ports share, and loads it on first use."""
         if self._codec is None:
             loading = asyncio.to_thread(
                 load_codec, self._config.kv_compression, self._memory.kv_layout.dtype
@@ -118,7 +118,7 @@ async def receive_kv(
 
 
 def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
-    """Returns the configured one. Warns of an open data plane off loopback."""
+    """Returns the configured security. Warns of an unprotected data plane off loopback."""
     security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
     if security == "none" and not config.is_on_loopback:
         log.warning("kv_data_plane_unprotected", listens_on=config.data_plane_host)
@@ -126,8 +126,10 @@ def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
 
 
 def _advertised_host(config: WorkerConfig) -> str | None:
-    """Returns the host's own name where KV is received on all interfaces: replicas differ in
-    nothing else. None: the listen address.
+    """Returns the address to advertise for KV, or None for the address that the worker listens at.
+
+    A worker that listens on all interfaces has its host's own name, the only
+    difference of replicas.
     """
     if config.data_plane_advertised_host or config.data_plane_host not in ("0.0.0.0", "::"):
         return config.data_plane_advertised_host or None

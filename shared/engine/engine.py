@@ -116,9 +116,11 @@ class Engine:
         return is_empty and not self._ending
 
     def resize(self, num_blocks: int) -> None:
-        """Changes the number of blocks. What runs is not affected, except that sequences may have
-        to be computed again. 0 only while no sequence is left (else ValueError): then none may be
-        added until the next call. Raises InvalidRequest for fewer than `num_least_blocks`.
+        """Changes the number of blocks. Running sequences continue, but may have to be
+        computed again.
+
+        0 is allowed only while no sequence is left (else ValueError): then none may be added until
+        the next call. Raises InvalidRequest for fewer than `num_least_blocks`.
         """
         if num_blocks == 0 and not self.is_idle:
             raise ValueError("an engine with sequences needs blocks")

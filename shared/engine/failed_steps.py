@@ -31,5 +31,5 @@ class FailedSteps:
             self._served.add(row.sequence.tenant_id)
 
     def failed(self, row: ScheduledSequence) -> None:
-        """A step in which no row could be computed. `row`: any of it."""
+        """Records a step in which no row could be computed. `row` is any of its rows."""
         self._in_a_row[row.sequence.origin] = row.sequence.tenant_id

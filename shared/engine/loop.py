@@ -272,8 +272,9 @@ class EngineLoop:
         return progress + self._blame(failed, len(rows))
 
     def _blame(self, failed: list[ScheduledSequence], num_rows: int) -> list[StepProgress]:
-        """Ends the rows that raise alone. To blame are they or, if they are most rows of the step
-        and of several requests, the device.
+        """Ends the rows that raise when computed alone, or blames the device.
+
+        The device is to blame if most rows of the step raise and they belong to several requests.
         """
         if len(failed) == num_rows:
             self._failed_steps.failed(failed[0])

@@ -71,7 +71,7 @@ SAMPLING_ROW = np.dtype(
 
 
 def sampling_rows(num_rows: int, **columns: object) -> NDArray[np.void]:
-    """Greedy rows, except for `columns`: values by field of `SAMPLING_ROW`."""
+    """Returns greedy rows, except for `columns`, which has values by field of `SAMPLING_ROW`."""
     rows = np.zeros(num_rows, dtype=SAMPLING_ROW)
     for name, values in {"top_p": 1, **columns}.items():
         rows[name] = values
@@ -156,7 +156,8 @@ class StepOutput(msgspec.Struct, frozen=True):
 class KvRun(msgspec.Struct, frozen=True):
     """Tokens [first_token, first_token + num_tokens) of a group of layers, whose block table it is.
 
-    `shard`: some of the group's layers and heads, counted in it; None: all that a memory holds.
+    `shard` has some of the group's layers and heads, counted in it; None means all that
+    a memory holds.
     """
 
     block_table: Sequence[int]

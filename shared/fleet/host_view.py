@@ -25,8 +25,10 @@ class HostView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One model on one host. `host_state`: that of its host. Bytes; seconds: from standby to hot,
-    from cold to hot, and since it became hot.
+    """One model on one host, whose state is `host_state`.
+
+    Sizes are in bytes. Times are in seconds: from standby to hot, from cold to hot, and
+    since it became hot.
     """
 
     name: str

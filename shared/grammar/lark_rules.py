@@ -50,8 +50,10 @@ Alternatives = tuple[Items, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A line of a grammar. `name` is None if it is no rule; `alternatives` is None for a rule that
-    this module cannot read. `has_attributes`: such as a name to capture the rule's text under.
+    """A line of a grammar.
+
+    `name` is None if it is no rule; `alternatives` is None for a rule that this module cannot read.
+    If it `has_attributes`, it has for example a name to capture the rule's text under.
     """
 
     text: str

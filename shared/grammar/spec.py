@@ -19,8 +19,8 @@ StartTokens = Annotated[tuple[_TokenId, ...], Meta(min_length=1, max_length=MAX_
 
 
 class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens around reasoning in an output. `opens`: empty if no token opens it; `is_open`: the
-    output begins inside reasoning.
+    """The tokens around reasoning in an output. `opens` is empty if no token opens it. If
+    `is_open`, the output begins inside reasoning.
     """
 
     opens: Annotated[tuple[_TokenId, ...], Meta(max_length=MAX_START_TOKENS)] = ()

@@ -18,9 +18,9 @@ Marks = Annotated[tuple[StartTokens, ...], Meta(max_length=MAX_MARKS)]
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Forces one of `closes` after `max_tokens` tokens of reasoning.
 
-    `opens`, `closes`: the token sequences that open and close reasoning; a text that is not one
-    token of its own has several. The first of `closes` is forced unless another has begun.
-    `is_open`: the output begins inside reasoning. Reasoning that is opened again goes on counting.
+    `opens` and `closes` are the token sequences that open and close reasoning; a text that is not
+    one token of its own has several. The first of `closes` is forced unless another has begun. If
+    `is_open`, the output begins inside reasoning. Reasoning that is opened again goes on counting.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]

@@ -104,7 +104,7 @@ async def read_hello(sock: socket.socket, instance_id: bytes) -> tuple[Hello, by
 async def send_sealed_welcome(
     sock: socket.socket, welcome: Welcome, hello: Hello, received: bytes, link_key: LinkKey
 ) -> LinkCiphers:
-    """Completes the Welcome and sends it. `received`: the bytes of the Hello."""
+    """Completes the Welcome and sends it. `received` are the bytes of the Hello."""
     if len(hello.nonce) != NONCE_BYTES:
         raise ProtocolError(f"the nonce has {len(hello.nonce)} bytes, expected {NONCE_BYTES}")
     cipher = common_cipher(hello.ciphers, preferred_ciphers())

@@ -61,7 +61,7 @@ def run_service(
     metrics: tuple[str, int] | None = None,
 ) -> int:
     """Runs a service until it stops. Returns the exit status: 0, or 2 after a HearthError, which is
-    printed in one line. `metrics`: host and port of its probes and metrics.
+    printed in one line. `metrics` is the host and port of its probes and metrics.
     """
     replace_standard_streams()
     configure_logging(process_id)

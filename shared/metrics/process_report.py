@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """State of a process. `takes_work`: it would accept a request now. `own` are metrics beside
-    those that heartbeats make; any thread may collect them.
+    """The state of a process. If it `takes_work`, it would accept a request now. `own` are metrics
+    besides those that heartbeats make; any thread may collect them.
     """
 
     heartbeat: Heartbeat

@@ -100,9 +100,11 @@ class RegistryAdmin:
         canary: float | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> RegisteredModel:
-        """Adds the model, or to a known name a further revision, staged or with `canary` percent of
-        new requests. `revision`: its name (default: r1, r2, …). `settings`: fields of the model
-        among SETTINGS; others stay as they are.
+        """Adds the model, or to a known name a further revision, staged or with `canary`
+        percent of new requests.
+
+        `revision` is its name (default: r1, r2, …). `settings` are fields of the model among
+        SETTINGS; others stay as they are.
         """
         check_model_id(name, "model")
         if revision is not None:

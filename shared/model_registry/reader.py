@@ -40,9 +40,11 @@ _KEYS = (REGISTRY, REGISTRY_VERSION, GENERATION)
 
 
 class RegistryReader:
-    """Reads the registry. `models` by name are as last read; empty before. `is_read`: Redis has
-    answered once. `unreadable` has names whose record cannot be decoded; such a model keeps its
-    last value, if it had one here, and the other models are not affected.
+    """Reads the registry.
+
+    `models`, by name, are as last read; empty before. If `is_read`, Redis has answered once.
+    `unreadable` has names whose record cannot be decoded; such a model keeps its last value, if it
+    had one here, and the other models are not affected.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:

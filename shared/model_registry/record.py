@@ -47,10 +47,12 @@ class RegisteredRevision(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A model of the registry. `tenants` may use it; None: every tenant that may use its name.
-    `max_context_tokens` is a limit; None: what the model and the memory allow. If two models
-    compete for memory, the one with the higher `priority` stays hot. `is_pinned`: never parked
-    while hot.
+    """A model of the registry. Only `tenants` may use it; None means every tenant that
+    may use its name.
+
+    `max_context_tokens` is a limit; None means what the model and the memory allow. If two models
+    compete for memory, the one with the higher `priority` stays hot. If `is_pinned`, it is never
+    parked while hot.
     """
 
     name: Text

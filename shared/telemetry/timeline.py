@@ -44,7 +44,9 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One placement. `outcome`: a finish reason, an error code, or why the next try followed."""
+    """One placement. `outcome` is a finish reason, an error code, or the reason for the next
+    try.
+    """
 
     number: int
     placement_id: str = ""  # hexadecimal; empty: never placed

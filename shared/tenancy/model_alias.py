@@ -39,7 +39,7 @@ def is_model_id(text: str) -> bool:
 
 
 def check_model_id(text: str, what: str) -> str:
-    """Returns a valid id unchanged. `what`: the word for it in the ConfigError it raises."""
+    """Returns a valid id unchanged. `what` is the word for it in the ConfigError that it raises."""
     problem = _problem_of(text)
     if problem is not None:
         raise ConfigError(f"invalid {what} {text[:64]!r}: {problem}; valid is {EXAMPLES}")

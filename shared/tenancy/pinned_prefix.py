@@ -256,12 +256,12 @@ async def save(
     max_all_bytes: int | None = None,
     region: str | None = None,
 ) -> bool:
-    """Adds a prefix, or replaces the one with the same name. `now`: unix seconds. `max_all_bytes`:
-    that Redis may take for all tenants' prefixes. `region`: of the writer; None: of an operator.
-    False: the tenant's record of now forbids a writer of this region to store it.
+    """Adds a prefix, or replaces the one with the same name. Returns False if the tenant's present
+    record forbids a writer of this region to store it.
 
-    Raises TooManyPrefixes, PrefixStorageFull or AllPrefixesFull, with nothing changed;
-    StoreUnavailable.
+    `now` is in unix seconds. `max_all_bytes` is the limit of Redis for all tenants' prefixes.
+    `region` is the writer's, or None for an operator. Raises TooManyPrefixes, PrefixStorageFull or
+    AllPrefixesFull, with nothing changed; StoreUnavailable.
     """
     num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
     entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)

@@ -37,14 +37,14 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """A request to admit. `costs`: its cost by rate name."""
+    """A request to admit, with its `costs` by rate name."""
 
     lease_id: str
     costs: dict[str, int]
 
 
 class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The operations of one step, in this order. `limits`: the limits that the tenant has."""
+    """The operations of one step, in this order. `limits` are those that the tenant has."""
 
     limits: dict[str, int]
     lease_s: float
@@ -74,7 +74,7 @@ class RateLimitCounter:
         return not self._leases and (self._at is None or now - self._at > IDLE_S)
 
     def apply(self, command: LimitCommand, now: float, *, is_forced: bool = False) -> LimitState:
-        """Runs one step. `is_forced`: the request is already admitted, and is only charged."""
+        """Runs one step. If `is_forced`, the request is already admitted, and is only charged."""
         self._drain(command.limits, now)
         for each in command.settled:
             if self._leases.pop(each.lease_id, None) is not None:

@@ -58,7 +58,9 @@ def _read(path: Path) -> Fields:
 
 
 def _named(fields: Fields) -> Iterator[tuple[str, AddedToken]]:
-    """Returns the standard ones, and those of a model's own, such as image_token."""
+    """Yields the standard special tokens, and those of a model's own, such as image_token, by
+    name.
+    """
     own = fields.get("extra_special_tokens")
     named = own if isinstance(own, dict) else {}
     for name, value in {**fields, **named}.items():

@@ -16,7 +16,9 @@ class LostConnection:
         self._away_s = self._stopped_s = 0.0
 
     def reason(self, *, is_connected: bool, is_running: bool) -> str | None:
-        """Call every POLL_S. `is_running`: one of the client's loops runs."""
+        """Returns why the connection is lost, or None. Must be called every POLL_S. `is_running`:
+        whether one of the client's loops runs.
+        """
         self._away_s = 0.0 if is_connected else self._away_s + POLL_S
         self._stopped_s = 0.0 if is_running else self._stopped_s + POLL_S
         if self._stopped_s >= STOPPED_S:

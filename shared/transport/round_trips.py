@@ -74,8 +74,9 @@ class RoundTrips:
         is_use: bool = True,
     ) -> float:
         """Returns how long a request to `peer`, sent now, waits for its reply, in seconds.
-        `unknown_s` is the estimate as long as the peer is not measured. `is_use`: the request needs
-        the peer; one that only measures or checks it must not keep it in use.
+
+        `unknown_s` is the estimate as long as the peer is not measured. A request with `is_use`
+        needs the peer; one that only measures or checks it must not keep it in use.
         """
         known = self._take(peer)
         if is_use:

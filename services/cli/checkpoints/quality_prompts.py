@@ -40,8 +40,8 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Returns one a line: a text, or in a `.jsonl` file a JSON string, an array of token ids, or an
-    object with either as `prompt`. Raises ConfigError.
+    """Returns the prompts of a file, one a line: a text, or in a `.jsonl` file a JSON string, an
+    array of token ids, or an object with either as `prompt`. Raises ConfigError.
     """
     data = read_given_file(path, what="prompts")
     try:

@@ -165,8 +165,8 @@ def num_workers(
 
 
 def source_of(models: GivenModels, *, needs_weights: bool) -> tuple[Path, str]:
-    """Returns the directory and name of the model; of several, what stands for them.
-    Raises ConfigError.
+    """Returns the directory and name of the model. For several models the demo model stands for
+    them. Raises ConfigError.
     """
     if models.several:
         return DEMO_MODEL_DIR, models.name
@@ -175,7 +175,9 @@ def source_of(models: GivenModels, *, needs_weights: bool) -> tuple[Path, str]:
 
 
 def host_and_port(text: str | None) -> tuple[str, int | None]:
-    """Returns the port None: 8000, or a free one. Raises ConfigError."""
+    """Returns the host and the port. The port None stands for 8000, or a free one.
+    Raises ConfigError.
+    """
     if text is None:
         return "127.0.0.1", None
     host, separator, port = text.rpartition(":")

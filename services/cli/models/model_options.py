@@ -22,7 +22,7 @@ def settings_of(
     standby: int | None,
     priority: int | None,
 ) -> dict[str, Any]:
-    """Returns the given ones, as fields of a RegisteredModel. Raises ConfigError."""
+    """Returns the options that were given, as fields of a RegisteredModel. Raises ConfigError."""
     given: dict[str, Any] = {}
     if tenants:
         given["tenants"] = _tenants(tenants)

@@ -16,13 +16,13 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def worker_id_of(worker_nats_url: str, model: str, suffix: str) -> str:
-    """Returns the workers' credential, and an instance that names the model."""
+    """Returns a process id of the workers' credential and an instance that names the model."""
     name = _NOT_IN_NAMES.sub("-", model)[:MAX_NAME]
     return f"{user_of(worker_nats_url) or 'worker'}.{name}-{suffix}"
 
 
 def log_name_of(key: ModelKey) -> str:
-    """One for all starts of a model."""
+    """Returns the name of the log file that all starts of a model share."""
     return "-".join(_NOT_IN_NAMES.sub("-", each)[:MAX_NAME] for each in (key.name, key.revision))
 
 

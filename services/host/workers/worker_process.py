@@ -23,7 +23,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_spec(spec: WorkerSpec) -> bytes:
-    """Returns one line."""
+    """Returns the spec as one line of JSON."""
     return msgspec.json.encode(spec, enc_hook=_encoded) + b"\n"
 
 

@@ -204,8 +204,8 @@ class BlockPool:
         first_block_index: int,
         kv_quota_tokens: int = 0,
     ) -> None:
-        """Makes full, computed blocks of one group findable, unless they retire; a hash that is
-        already known stays with its block. `kv_quota_tokens`: see `limit`.
+        """Makes full, computed blocks of one group findable, unless they retire. A hash that is
+        already known stays with its block. For `kv_quota_tokens`, see `limit`.
         """
         new: list[CachedBlock] = []
         ids_of = self._block_ids[group]

@@ -259,8 +259,9 @@ def build_sequence(
 ) -> Sequence:
     """Returns the sequence that computes `token_ids` for the tenant and cache root of a message.
 
-    `num_blocks`: full blocks of `token_ids`, if these are only part of the message's prompt.
-    `fields`: other fields of `Sequence`; without `sampling` and `pooling` it is a prefill.
+    `num_blocks` is the number of full blocks of `token_ids`, if these are only part of the
+    message's prompt. `fields` are other fields of `Sequence`; without `sampling` and `pooling`
+    it is a prefill.
     """
     fields = {"num_prompt_tokens": len(token_ids), **fields}
     num_public_blocks = message.num_public_blocks

@@ -129,7 +129,9 @@ def _checked(path: Path, encoded: bytes) -> Manifest:
 
 
 def check_shard(path: Path, shard: StoredShard) -> SafetensorsHeader:
-    """Raises CheckpointError unless header and tensors agree; `path`: the file they are from."""
+    """Raises CheckpointError unless header and tensors agree. `path` is the file
+    that they are from.
+    """
     try:
         header = parse_header(shard.header.encode())
     except ValueError as error:

@@ -49,8 +49,10 @@ class Executor(Protocol):
         ...
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
-        """Queues a step; does not block. Returns its number. What the step needs to know of the
-        sequences is taken now. If it raises, the step has failed and has no result.
+        """Queues a step without blocking, and returns its number.
+
+        It takes all that the step needs to know of the sequences. If it raises, the step has failed
+        and has no result.
         """
         ...
 
@@ -92,8 +94,8 @@ class Executor(Protocol):
         ...
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
-        """[layers, experts]: the tokens of each expert since the start, between two steps; None
-        without experts. Of a pipeline: in the layers of its last stage.
+        """Returns each expert's tokens since the start, [layers, experts], between two steps, or
+        None without experts. A pipeline counts the layers of its last stage.
         """
         ...
 

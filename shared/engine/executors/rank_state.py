@@ -258,8 +258,8 @@ class RankState:
     def _pooling(
         self, plan: StepPlan, rows: Integers, starts: Integers, context_lens: Integers
     ) -> dict[int, PoolingInputs]:
-        """A mean needs every chunk; the last token is in the last chunk. Without a chunk before
-        that has succeeded, the row's result is void.
+        """Returns the pooling of a row. A mean needs every chunk; the last token is in the last
+        chunk. If an earlier chunk failed, the row's result is void.
         """
         self._pooled = {}
         found: dict[int, PoolingInputs] = {}

@@ -10,7 +10,9 @@ from shared.engine.kv.ports import Push
 
 
 class JoinedPush:
-    """A `Push`: the first error cancels the others, and is raised once all have ended."""
+    """A `Push` of several pushes. The first error cancels the others, and is raised once
+    all have ended.
+    """
 
     def __init__(self, pushes: Sequence[Push]) -> None:
         self._pushes = pushes

@@ -14,8 +14,10 @@ log = structlog.get_logger(__name__)
 
 
 def resolve_kv_dtype(given: str, dtype: str, config: ModelConfig, device: torch.device) -> str:
-    """torch's name. `dtype`: of activations. auto: FP8 for a checkpoint that declares it, where the
-    device has it, else that of activations. Raises ConfigError.
+    """Returns torch's name of the KV dtype, for activations of `dtype`. Raises ConfigError.
+
+    `auto` is FP8 for a checkpoint that declares it if the device has it, else the dtype
+    of activations.
     """
     if given not in KV_DTYPES:
         raise _bad(f"{given!r} is none of {', '.join(KV_DTYPES)}")

@@ -18,7 +18,9 @@ from shared.messages import KvTarget, KvTargets, LinkKey
 
 
 class LocalPushPort:
-    """A `PushPort`. `shard`: the part of `memory` that this process sends; None: the whole."""
+    """A `PushPort`. `shard` is the part of `memory` that this process sends; None means the
+    whole.
+    """
 
     def __init__(
         self, dialer: KvDialer, memory: KvMemory, clock: Clock, shard: KvShard | None = None
@@ -65,7 +67,7 @@ class LocalPushPort:
 
 
 class LocalReceivePort:
-    """A `ReceivePort`. `shard`: the part that `memory` has; None: the whole."""
+    """A `ReceivePort`. `shard` is the part that `memory` holds; None means the whole."""
 
     def __init__(
         self,

@@ -17,9 +17,9 @@ from shared.errors import CheckpointError
 
 class Quantizable(Protocol):
     def quantize(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
-        """Replaces the unset weight by one of this format; `rows`: of the checkpoint's layers.
-        `width`: their columns, by default the weight's.
+        """Replaces the unset weight by one of this format.
 
+        `rows` are those of the checkpoint's layers, `width` their columns, by default the weight's.
         Raises CheckpointError if groups of columns do not fill a row.
         """
 

@@ -15,9 +15,9 @@ from shared.engine.parallel.cuts import head_lanes
 
 
 class PagedAttention(nn.Module):
-    """Attends to the tokens that the step's inputs name for each token.
+    """Attention of each token to the tokens that the step's inputs name for it.
 
-    `value_dim`: values are the first elements of their keys, see kernels.reference.
+    With `value_dim`, values are the first elements of their keys: see kernels.reference.
     """
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention

@@ -60,7 +60,7 @@ class AttentionInputs:
 def build_attention_inputs(
     inputs: StepInputs, device: torch.device, kinds: Sequence[LayerKind] = (LayerKind(),)
 ) -> tuple[AttentionInputs, ...]:
-    """Returns one for each kind of layer."""
+    """Returns the inputs of each kind of layer."""
     starts = np.concatenate(([0], np.cumsum(inputs.query_lens)))
     runs = np.flatnonzero(inputs.query_lens > 1)
     single = np.flatnonzero(inputs.query_lens == 1)

@@ -50,9 +50,9 @@ def fused_layer(
     mlp: GatedMlp,
     norms: Sequence[RMSNorm],
 ) -> FusedLayer | None:
-    """Returns the fused form of a layer with packed weights; None if there is no kernel for it.
+    """Returns the fused form of a layer with packed weights, or None if there is no kernel for it.
 
-    `norms`: before attention, before the MLP, then of the outputs of both, if the layer has these.
+    `norms` are those before attention, before the MLP, and, if the layer has them, of both outputs.
     """
     linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
     if any(each.bias is not None for each in linears[1:]):

@@ -55,9 +55,10 @@ class MatrixModule(nn.Module):
 
 
 class MatmulModule(MatrixModule):
-    """A module that multiplies with its weight. `share`: the part that a token uses.
+    """A module that multiplies with its weight. `share` is the part of the weight
+    that a token uses.
 
-    `store`: of a quantized weight. The parameter is then its memory, and no GEMM uses it.
+    `store` is that of a quantized weight. The parameter is then its memory, and no GEMM uses it.
     """
 
     is_compressible = True
@@ -89,8 +90,8 @@ class MatmulModule(MatrixModule):
 class Linear(MatmulModule):
     """y = x · weightᵀ + bias over x [T, in_features].
 
-    `lane_borders`: of a row-parallel GEMM, which sums over K in lanes. A rank's part of one is
-    joined to a mesh, which sums it over all ranks before the bias.
+    `lane_borders` are those of a row-parallel GEMM, which sums over K in lanes. A rank's part of
+    one is joined to a mesh, which sums it over all ranks before the bias.
     """
 
     mesh: Mesh | None = None
@@ -116,7 +117,9 @@ class Linear(MatmulModule):
         return self.parameter.shape[0]
 
     def join(self, mesh: Mesh, lanes: SumLanes) -> None:
-        """The weight is one rank's part. `lanes`: those that it holds of the whole GEMM's."""
+        """Joins a rank's part to its mesh. `lanes` are those of the whole GEMM's that
+        the part holds.
+        """
         self.mesh, self.lanes = mesh, lanes
         self.num_sums = NUM_LANES // mesh.shape.tp if mesh.exchange == "bf16" else 1
         self._choose()

@@ -64,7 +64,7 @@ class QuantizedStore:
         return found
 
     def transcoded(self, memory: Tensor, *, is_padded: bool = False) -> QuantizedWeight:
-        """Returns the weight in the order that kernels read; `is_padded`: each layer
+        """Returns the weight in the order that kernels read. If `is_padded`, each layer
         has full blocks.
         """
         parts = self.parts(memory)

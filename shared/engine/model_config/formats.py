@@ -16,8 +16,8 @@ _CODES = 8  # codes of four bits in an int32
 class Int4(msgspec.Struct, frozen=True, kw_only=True, tag="int4"):
     """compressed-tensors' `pack-quantized` of four bits: w = (code - zero) · scale.
 
-    `group`: columns that share a scale and a zero; 0: all of a row. Symmetric codes have zero 8.
-    `scale_dtype`: a safetensors name.
+    `group` columns share a scale and a zero; 0 means all of a row. Symmetric codes have zero 8.
+    `scale_dtype` is a safetensors name.
     """
 
     group: int

@@ -8,11 +8,11 @@ import msgspec
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A token's choice and weights of experts; the formula is in `kernels/routing.py`.
+    """The choice and weights of a token's experts; the formula is in `kernels/routing.py`.
 
-    Experts come from at most `top_groups` of `num_groups`. `has_choice_bias`: each expert's score
-    has a bias, for the choice alone. `is_renormalised`: the weights' sum is 1, before `scale`.
-    `scales_input`: the weight scales an expert's input, and its output has none.
+    Experts come from at most `top_groups` of `num_groups`. If it `has_choice_bias`, each expert's
+    score has a bias, for the choice alone. If `is_renormalised`, the weights' sum is 1, before
+    `scale`. If it `scales_input`, the weight scales an expert's input, and its output has none.
     """
 
     score: Literal["softmax", "sigmoid"]

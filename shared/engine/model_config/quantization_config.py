@@ -90,8 +90,8 @@ class _ModelOpt(msgspec.Struct):
 
 
 class CheckpointFormats(NamedTuple):
-    """A checkpoint's formats. `weights` is None if they are dense. `has_fp8_kv`: the checkpoint is
-    made for a KV cache in FP8.
+    """The formats of a checkpoint. `weights` is None if they are dense. If it `has_fp8_kv`, the
+    checkpoint is made for a KV cache in FP8.
     """
 
     weights: Quantization | None = None

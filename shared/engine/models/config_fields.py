@@ -132,7 +132,7 @@ def decoder_config(
 
 
 def layer_ropes(fields: ConfigFields) -> list[RopeFields]:
-    """Returns one for all layers, or two: for layers without and with a window."""
+    """Returns one rope for all layers, or two: for layers without and with a window."""
     head_dim = _head_dim(fields)
     return [_rope_fields(fields, head_dim, written) for written in _written_ropes(fields)]
 

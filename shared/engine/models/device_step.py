@@ -112,8 +112,9 @@ def hidden_states(
     inputs: DeviceStepInputs,
     entering: Tensor | None = None,
 ) -> Tensor:
-    """[T, hidden_size] after the layers. `entering`: what an earlier stage computed, the same
-    shape; None: the tokens are embedded here.
+    """Returns the hidden states [T, hidden_size] after the layers.
+
+    `entering` has those of an earlier stage, in the same shape; None: the tokens are embedded here.
     """
     x = model.embed(inputs.token_ids) if entering is None else entering
     return model.run_layers(x, inputs.positions, kv_slots, inputs.attention)

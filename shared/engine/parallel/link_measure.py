@@ -16,7 +16,7 @@ NUM_ROUNDS = 4  # rounds of each size; the first one may wait for the other rank
 
 
 def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink, ...]:
-    """Returns the links that this rank measured with a higher one. `hosts`: of each rank.
+    """Returns the links that this rank measured with a higher one. `hosts` has each rank's host.
 
     All ranks call it together. One pair stands for each host, and one for each two hosts.
     Raises RankLost.

@@ -52,7 +52,7 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LinkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All hosts, and the link of each pair of them, in either direction.
 
-    `rank_bytes_per_s`: of weights, which a rank reads for each token.
+    `rank_bytes_per_s` is the rate at which a rank reads weights, all of them for each token.
     """
 
     hosts: tuple[Host, ...]

@@ -33,12 +33,12 @@ class Mesh(Protocol):
         """
 
     def join(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the rows of `dtype` in FP32, of which one rank has each and the others
-        EMPTY_LANE -> all.
+        """Returns all rows as `dtype`. `nodes` are in FP32: each row has values on one rank and
+        EMPTY_LANE on the others.
         """
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-        """Returns the ranks' parts, joined along `dim`. `sizes`: of each rank's part,
+        """Returns the ranks' parts, joined along `dim`. `sizes` are those of the parts,
         if they differ.
         """
 

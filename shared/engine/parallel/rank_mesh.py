@@ -43,9 +43,10 @@ class Transport(Protocol):
 
 
 class RankMesh:
-    """See Mesh. `all_gather_bytes`: the largest sum, in FP32, that is gathered and not halved.
+    """A `Mesh` over a transport.
 
-    `num_sent_bytes`: what this rank has sent to others, each of which counts.
+    `all_gather_bytes` is the largest sum, in FP32, that is gathered and not halved.
+    `num_sent_bytes` counts the bytes that this rank has sent, once for each receiver.
     """
 
     def __init__(

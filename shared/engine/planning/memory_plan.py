@@ -46,8 +46,10 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemoryPlan:
-    """Bytes of one rank. `num_kv_tokens`: of the longest sequence that fits its KV cache of
-    `kv_bytes`; both are None if no memory was given. `kv`: None without layers.
+    """The bytes of one rank.
+
+    `num_kv_tokens` is the longest sequence that fits its KV cache of `kv_bytes`; both are None if
+    no memory was given. `kv` is None without layers.
     """
 
     stage: int
@@ -73,10 +75,11 @@ def plan_memory(
     step: StepSize = StepSize(),
     experts: ExpertSplit = "auto",
 ) -> list[RankMemoryPlan]:
-    """Ranks by stage. `item_bytes`: of a weight that is not quantized, and without `kv_item_bytes`
-    of a KV value.
+    """Returns the memory of the ranks, by stage.
 
-    Raises ConfigError if the model cannot be cut like this or a rank's part does not fit.
+    `item_bytes` is the size of a weight that is not quantized, and without `kv_item_bytes`
+    also of a KV value. Raises ConfigError if the model cannot be cut like this or a rank's
+    part does not fit.
     """
     try:
         shape = MeshShape(tp, pp)

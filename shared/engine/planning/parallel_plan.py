@@ -72,15 +72,15 @@ class ParallelPlan:
 
 
 def choose_plan(plans: Sequence[ParallelPlan]) -> ParallelPlan:
-    """Returns the one with the least predicted time, of those whose tensor-parallel groups lie
-    inside a host, if there is any.
+    """Returns the plan with the least predicted time, if possible among those whose tensor-parallel
+    groups lie inside a host.
     """
     inside = [plan for plan in plans if not plan.spans_hosts]
     return min(inside or plans, key=lambda plan: (plan.step_s, plan.pp, plan.hosts))
 
 
 def all_plans(table: LinkTable, model: ModelShape) -> list[ParallelPlan]:
-    """Returns one for each number of stages that uses all ranks. Raises ValueError
+    """Returns one plan for each number of stages that uses all ranks. Raises ValueError
     if there is none.
     """
     plans = list(_plans(table, model))

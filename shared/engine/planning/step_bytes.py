@@ -42,7 +42,9 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """A step of `num_tokens`; `num_sampled` have logits. `item_bytes`: of an activation."""
+    """A step of `num_tokens`, of which `num_sampled` have logits. `item_bytes` is that
+    of an activation.
+    """
 
     hidden_size: int
     vocab_size: int

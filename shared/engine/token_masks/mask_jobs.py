@@ -35,7 +35,9 @@ class MaskJobs:
             self._threads.submit(collected)
 
     def await_(self, job: MaskJob, *, is_late: bool) -> None:
-        """Nothing is sampled until it is done. `is_late`: a step has not waited for it."""
+        """Waits for a job: nothing is sampled until it is done. If `is_late`, a step has
+        not waited for it.
+        """
         self.num_late += is_late
         job.on_done = self._on_ready
         self._threads.watch(job)

@@ -24,9 +24,9 @@ from shared.errors import CheckpointError
 
 
 class FormedTensors:
-    """A `WeightSource`. Shapes are the checkpoint's; contents too, whatever the order of rows.
+    """A `WeightSource`. Shapes and contents are the checkpoint's, whatever the order of rows.
 
-    Experts that the checkpoint has as one tensor have the content of all. `dropped`: names of
+    Experts that the checkpoint has as one tensor have the content of all. `dropped` are names of
     the checkpoint that the model does not use.
     """
 

@@ -13,7 +13,7 @@ L = TypeVar("L")
 
 
 class Member(NamedTuple):
-    """A process's last heartbeat. `is_live`: as the process that made this judges it."""
+    """A process's last heartbeat. `is_live` is the judgement of the process that made this."""
 
     heartbeat: Heartbeat
     is_live: bool = True

@@ -37,7 +37,7 @@ class StepKernels:
     """All kernels that the layers, the head, plain sampling and pushes of KV can need with a cache
     of `num_blocks`. Layers that launch the same kernels count once; weights may be unset.
 
-    `computer`: gives inputs and caches of steps. `twin` has only `layers` of its model.
+    `computer` gives inputs and caches of steps. `twin` has only `layers` of its model.
     """
 
     def __init__(

@@ -17,9 +17,10 @@ from shared.engine.executors.loading.load_options import LoadOptions
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a rank's part of the model, and the descriptors that it inherits.
 
-    `options`: of the whole model, with the dtype and mode that the leader has chosen.
-    `kv`: a socket for each rank; `masks`: one of the answering rank; -1: of another host's.
-    `data_plane_host`: of ranks on another host than the leader's, where they receive KV.
+    `options` are those of the whole model, with the dtype and mode that the leader has chosen.
+    `kv` has a socket for each rank, and `masks` is one of the answering rank; -1 stands for a
+    socket of another host. `data_plane_host` is the address at which ranks on another host than
+    the leader's receive KV.
     """
 
     model_dir: str

@@ -16,9 +16,9 @@ Words = NDArray[np.int32]
 
 
 class RemoteMasks:
-    """All masks of a step come with one reply: most are ready when the first is wanted.
+    """The masks of a step, which all come with one reply: most are ready when the first is needed.
 
-    `channel`: None at a rank that does not answer on a host without the one that does.
+    `channel` is None at a rank that does not answer, on a host without the one that does.
     """
 
     def __init__(self, channel: Channel | None) -> None:

@@ -38,7 +38,9 @@ def import_kernels() -> None:
 def compile_plan(
     config: ModelConfig, dtype: str, kv_layout: KvLayout, *, is_compressed: bool
 ) -> CompilePlan:
-    """Returns the properties that a model's machine code depends on. `dtype`: of activations."""
+    """Returns the properties that a model's machine code depends on. `dtype` is that
+    of activations.
+    """
     widths = (
         config.hidden_size,
         config.intermediate_size,

@@ -19,9 +19,10 @@ def retain_freed_memory() -> None:
 
 
 def use_one_arena() -> None:
-    """Limits malloc to one arena; call it before other threads allocate. By default each allocates
-    in an arena of its own, and holes in one serve no other: of a parked worker 17 MB, measured with
-    a Llama of 125 M parameters.
+    """Limits malloc to one arena. Must be called before other threads allocate.
+
+    By default each thread allocates in an arena of its own, and free memory of one serves no other:
+    of a parked worker 17 MB, measured with a Llama of 125 M parameters.
     """
     _mallopt(_ARENA_MAX, 1)
 

@@ -94,7 +94,7 @@ def empty_model(
 
 @dataclass(frozen=True, slots=True)
 class OpenedWeights:
-    """Tensors by the model's names, and as they are stored. `described`: other inputs that
+    """A model's tensors by its names, and as they are stored. `described` are other inputs that
     determine the weights.
     """
 

@@ -20,9 +20,10 @@ _CPU = torch.device("cpu")
 def compile_model(
     model_dir: Path, *, dtype: str, kv_dtype: str, weights: str, block_size: int, has_rows: bool
 ) -> None:
-    """Returns once the machine code is cached. `has_rows`: include kernels only for long prompts.
+    """Compiles a model's machine code, and returns once it is cached.
 
-    Raises CheckpointError, and ConfigError for a bad option or a host that cannot compile.
+    If `has_rows`, kernels that only long prompts use are included. Raises CheckpointError, and
+    ConfigError for a bad option or a host that cannot compile.
     """
     config = read_config(model_dir)
     dtype = resolve_dtype(dtype, _CPU)

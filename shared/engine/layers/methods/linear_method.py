@@ -10,9 +10,9 @@ from kernels.ops import Weight
 
 
 class LinearMethod(Protocol):
-    """Computes with one weight [N, K] in one form. All lossless forms give the same bits.
+    """The computation with one weight [N, K] in one form. All lossless forms give the same bits.
 
-    `has_custom_gemm`: a kernel of this project multiplies, not torch's library.
+    If it `has_custom_gemm`, a kernel of this project multiplies instead of torch's library.
     """
 
     @property

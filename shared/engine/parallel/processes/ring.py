@@ -167,8 +167,8 @@ class RingReader:
         return self._event
 
     def read(self, limit_s: float | None) -> Record | None:
-        """Returns the next record; None after the limit. Without a limit it waits as
-        long as it takes.
+        """Returns the next record, or None after the limit. Without a limit it waits
+        until one comes.
         """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while (record := self.take()) is None:

@@ -36,7 +36,7 @@ class GroupLost(RuntimeError):
 
 
 class Handle(Protocol):
-    """A rank at its leader. `fds`: readable when it has ended or sent a message."""
+    """A rank at its leader. `fds` are readable when it has ended or sent a message."""
 
     @property
     def rank(self) -> int: ...

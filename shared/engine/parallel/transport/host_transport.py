@@ -11,8 +11,10 @@ from shared.engine.parallel.rank_mesh import Transport
 
 
 class HostTransport:
-    """See Transport. `hosts`: of each rank. A stage gathers in shared memory if all its ranks are
-    on one host; two ranks of one host always exchange there.
+    """A `Transport` that uses shared memory on one host. `hosts` has each rank's host.
+
+    A stage gathers in shared memory if all its ranks are on one host; two ranks of one host always
+    exchange there.
     """
 
     def __init__(self, inside: Transport, between: Transport, hosts: Sequence[str]) -> None:

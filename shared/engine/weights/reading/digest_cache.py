@@ -50,7 +50,9 @@ class DigestCache:
         self._now = wall_clock_s
 
     def of(self, source: FileIdentity, ctime_ns: int) -> dict[str, str]:
-        """Digests by tensor; empty if there are none to trust. `ctime_ns`: of the file."""
+        """Returns the digests by tensor; empty if there are none to trust. `ctime_ns` is
+        that of the file.
+        """
         try:
             entry = _decoded(self._read(source))
         except (FileNotFoundError, NotADirectoryError):  # writing one is what fails

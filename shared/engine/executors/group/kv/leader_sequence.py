@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LeaderSequence:
-    """A `PushedSequence` and `ReservedSequence`: `num_tokens` are to push, or to receive."""
+    """A `PushedSequence` and `ReservedSequence` of `num_tokens` to push, or to receive."""
 
     num_tokens: int
     num_cached_tokens: int = 0

@@ -15,7 +15,7 @@ from shared.numerics import Numerics
 
 
 class RankKvMemory:
-    """A `KvMemory`, which holds `shard`. `kv_layout`: of the whole model."""
+    """A `KvMemory` that holds `shard`. `kv_layout` is that of the whole model."""
 
     def __init__(
         self, copies: KvCopies, kv_layout: KvLayout, shard: KvShard, numerics: Numerics
@@ -38,8 +38,9 @@ class RankKvMemory:
         )
 
     def _own(self, run: KvRun) -> KvRun:
-        """Returns the run counted from the rank's first layer of the group, and its first head.
-        Without a shard it is all that a rank has which holds the whole group.
+        """Returns the run counted from the rank's first layer of the group and its first head.
+
+        A run without a shard covers all that a rank with the whole group holds.
         """
         if run.shard is None:
             return run
