@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable, HearthError
+from shared.errors import ConfigError, DependencyUnavailable, HearthError
 from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
@@ -103,7 +103,24 @@ def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
 
 
 async def first_model(client: httpx.AsyncClient, name: str = "") -> ListedModel:
-    """Returns the model `name`, else the first of those that the client may use."""
+    """Returns the model `name`, else the first of those that the client may use. Raises
+    DependencyUnavailable.
+    """
+    models = await _served_models(client)
+    return next((each for each in models if each.id == name), models[0])
+
+
+async def named_model(client: httpx.AsyncClient, name: str) -> ListedModel:
+    """Returns the model `name`. Raises ConfigError if it is not served, DependencyUnavailable."""
+    models = await _served_models(client)
+    for each in models:
+        if each.id == name:
+            return each
+    names = ", ".join(each.id for each in models)
+    raise ConfigError(f"no model {name} is served at {client.base_url}, only {names}")
+
+
+async def _served_models(client: httpx.AsyncClient) -> list[ListedModel]:
     try:
         response = await client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -112,7 +129,7 @@ async def first_model(client: httpx.AsyncClient, name: str = "") -> ListedModel:
     models = _decoded(response.content, _Models).data
     if not models:
         raise DependencyUnavailable(f"no model is served at {client.base_url}")
-    return next((each for each in models if each.id == name), models[0])
+    return models
 
 
 async def stream_chat(

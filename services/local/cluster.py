@@ -302,6 +302,7 @@ class LocalCluster:
         description = LocalClusterState(
             url=self.url,
             api_key=self.api_key,
+            model_name=self.model_name,
             operator_token=self.operator_token,
             redis_url=self._endpoints.redis_url_of("operator"),
         )

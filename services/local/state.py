@@ -39,6 +39,7 @@ _REDIS_DIR = "appendonlydir"  # Redis 7's; Redis 6 has a file
 class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     api_key: str
+    model_name: str = ""  # the first of those that it was started with
     operator_token: str = ""  # opens the gateway's /v1/cluster
     nats_host: str = ""  # empty: the cluster uses an external NATS
     nats_port: int = 0

@@ -57,7 +57,7 @@ def run_bench(
     options.check()
     if up_options is not None and url is not None:
         raise ConfigError("--model starts a cluster, --url names a running one: give one of them")
-    given = find_gateway(url, api_key) if up_options is None else None
+    given = find_gateway(url, api_key)[:2] if up_options is None else None
     rows = uvloop.run(_bench(given, up_options, options))
     num_errors = sum(row["num_errors"] for row in rows)
     return 0 if num_errors == 0 else 1

@@ -1,10 +1,15 @@
-"""`hearth chat`: a conversation in the terminal."""
+"""Runs `hearth chat`: a conversation in the terminal, or the answer to one question.
+
+Answers go to standard output, all else to standard error.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from services.client.chat_request import (
     RequestedCall,
     first_model,
     gateway_client,
+    named_model,
     stream_chat,
 )
 from services.client.first_answers import describe, text_printer
@@ -28,42 +34,78 @@ from shared.errors import ConfigError, HearthError
 from shared.transport.wire_errors import UNREADABLE
 
 HINT = "/new starts a new conversation, /quit or Ctrl-D ends"
+UNKNOWN = "no such command: {}; " + HINT
+COMMAND = re.compile(r"/[a-z]+")
 MAX_ROUNDS = 8  # rounds of calls, before an answer must come
 
 
-def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str]:
-    """URL and API key as given, else those of the local cluster. Raises ConfigError."""
+def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str, str]:
+    """Returns URL and API key as given, else those of the local cluster, and the name of the
+    cluster's first model, empty if that is unknown. Raises ConfigError.
+    """
     if url is not None:
         if api_key is None:
             raise ConfigError("--api-key (or HEARTH_API_KEY) is needed with --url")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url!r} must start with http:// or https://")
-        return url, api_key
+        return url, api_key, ""
     _, state = running_cluster(clusters_dir())
-    return state.url, state.api_key if api_key is None else api_key
+    return state.url, state.api_key if api_key is None else api_key, state.model_name
 
 
-def run_chat(
-    url: str | None, api_key: str | None, *, tools: str = "", schema: Path | None = None
-) -> None:
-    """Returns when the user ends the conversation. Shows a failed request and continues.
-
-    `tools`: names of local tools that the model may call. `schema`: of a file with the JSON Schema
-    that answers match. Raises ConfigError, for these too.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What the user gave. `question`: of a single answer; None: a conversation. `model`: None: the
+    first of the cluster. `tools`: names of local tools that the model may call. `schema`: a file
+    with the JSON Schema that answers match.
     """
-    local_tools = find_tools(tools) if tools else ()
-    options = {} if schema is None else {"response_format": response_format(schema)}
-    found_url, found_key = find_gateway(url, api_key)
+
+    question: str | None = None
+    model: str | None = None
+    system: str = ""
+    tools: str = ""
+    schema: Path | None = None
+    is_quiet: bool = False
+
+
+def run_chat(url: str | None, api_key: str | None, options: ChatOptions) -> None:
+    """Returns when the user ends the conversation, whose failed requests are shown, or after the
+    answer to one question. Raises ConfigError, and for one question HearthError.
+    """
+    tools = find_tools(options.tools) if options.tools else ()
+    fields = {} if options.schema is None else {"response_format": response_format(options.schema)}
+    found_url, found_key, first = find_gateway(url, api_key)
     with asyncio.Runner() as runner:
         client = gateway_client(found_url, found_key)
         try:
-            model = runner.run(first_model(client)).id
-            conversation = TerminalChat(
-                client, model, local_tools, options, Console(highlight=False)
-            )
-            _converse(runner, conversation)
+            if options.model is None:
+                model = runner.run(first_model(client, first)).id
+            else:
+                model = runner.run(named_model(client, options.model)).id
+            conversation = TerminalChat(client, model, tools, fields, Terminal(options.is_quiet))
+            conversation.system = options.system
+            if options.question is None:
+                _converse(runner, conversation)
+            else:
+                _answer(runner, conversation, options.question)
         finally:
             runner.run(client.aclose())
+
+
+class Terminal:
+    """Standard output, for answers, and standard error, for what is said about them."""
+
+    def __init__(self, is_quiet: bool = False) -> None:
+        self.answers = Console(highlight=False)
+        self.notes = Console(highlight=False, stderr=True)
+        self.is_quiet = is_quiet
+
+    def note(self, text: str, *, style: str = "dim") -> None:
+        if not self.is_quiet:
+            self.notes.print(text, style=style, markup=False, soft_wrap=True)
+
+    def show_error(self, text: str) -> None:
+        self.notes.print(text, style="red", markup=False, soft_wrap=True)
 
 
 def response_format(path: Path) -> dict[str, Any]:
@@ -88,10 +130,11 @@ class TerminalChat:
         model: str,
         tools: Sequence[LocalTool],
         options: dict[str, Any],
-        console: Console,
+        terminal: Terminal,
     ) -> None:
-        self.console = console
-        self.title = f"[bold]{model}[/bold] at {client.base_url}"
+        self.terminal = terminal
+        self.title = f"{model} at {client.base_url}"
+        self.system = ""
         self._client, self._model, self._clock = client, model, MonotonicClock()
         self._tools = {each.name: each for each in tools}
         if tools:
@@ -107,7 +150,9 @@ class TerminalChat:
 
         The history grows only with the answer. Raises HearthError.
         """
-        messages = [*self._history, {"role": "user", "content": question}]
+        begun = [{"role": "system", "content": self.system}] if self.system else []
+        history = self._history or begun
+        messages = [*history, {"role": "user", "content": question}]
         for _ in range(MAX_ROUNDS):
             reply = await self._request(messages)
             if not reply.calls:
@@ -121,7 +166,7 @@ class TerminalChat:
         raise HearthError(f"no answer after {MAX_ROUNDS} rounds of calls")
 
     async def _request(self, messages: list[dict[str, Any]]) -> ChatReply:
-        printer = text_printer(self.console)
+        printer = text_printer(self.terminal.answers)
         client, clock = self._client, self._clock
         return await stream_chat(client, self._model, messages, clock, printer, **self._options)
 
@@ -129,36 +174,49 @@ class TerminalChat:
         """Returns the message with the result of a call."""
         tool = self._tools.get(call.name)
         result = f"error: no tool {call.name}" if tool is None else tool.result(call.arguments)
-        line = f"{call.name}({call.arguments}) -> {result}"
-        self.console.print(line, style="cyan", markup=False, soft_wrap=True)
+        self.terminal.note(f"{call.name}({call.arguments}) -> {result}", style="cyan")
         return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
+def _answer(runner: asyncio.Runner, conversation: TerminalChat, question: str) -> None:
+    reply = runner.run(conversation.ask(question))
+    conversation.terminal.answers.print()
+    conversation.terminal.note(describe(reply))
+
+
 def _converse(runner: asyncio.Runner, conversation: TerminalChat) -> None:
-    console = conversation.console
-    console.print(f"{conversation.title}   [dim]{HINT}[/dim]")
-    while (line := _read_line(console)) is not None:
+    terminal = conversation.terminal
+    terminal.note(f"{conversation.title}   {HINT}")
+    while (line := _read_line(terminal)) is not None:
         if line in ("/quit", "/exit"):
             return
         if line == "/new":
             conversation.clear()
-            continue
-        if not line:
-            continue
-        try:
-            reply = runner.run(conversation.ask(line))
-        except HearthError as error:
-            console.print(f"\n{error.message}", style="red", markup=False)
-        except KeyboardInterrupt:
-            console.print("\n(interrupted)", style="dim")
-        else:
-            console.print(f"\n{describe(reply)}", style="dim", markup=False)
+        elif line == "/help":
+            terminal.note(HINT)
+        elif COMMAND.fullmatch(line):
+            terminal.show_error(UNKNOWN.format(line))
+        elif line:
+            _show_reply(runner, conversation, line)
 
 
-def _read_line(console: Console) -> str | None:
+def _show_reply(runner: asyncio.Runner, conversation: TerminalChat, question: str) -> None:
+    terminal = conversation.terminal
+    try:
+        reply = runner.run(conversation.ask(question))
+    except HearthError as error:
+        terminal.show_error(f"\n{error.message}")
+    except KeyboardInterrupt:
+        terminal.note("\n(interrupted)")
+    else:
+        terminal.answers.print()
+        terminal.note(describe(reply))
+
+
+def _read_line(terminal: Terminal) -> str | None:
     """Reads a line. Returns None at the end of the input."""
     try:
-        return console.input("[bold]> [/bold]" if sys.stdin.isatty() else "").strip()
+        return terminal.answers.input("[bold]> [/bold]" if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
-        console.print()
+        terminal.notes.print()
         return None

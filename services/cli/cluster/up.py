@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -144,17 +145,31 @@ def _show_gateway(cluster: LocalCluster, console: Console) -> None:
     console.print(f"page     {cluster.url}/   operator token {cluster.operator_token}")
     console.print(f"API key  {cluster.api_key}")
     console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
-    console.print("chat     hearth chat")
+    console.print(f"chat     {own_command()} chat")
     for title, command in _examples(cluster):
         console.print(title, style="dim")
         console.print(command, soft_wrap=True, markup=False)
     console.print("Ctrl-C stops everything", style="dim")
 
 
+def own_command() -> str:
+    """Returns how this shell starts `hearth`: by its name, or by its path if it is another one or
+    none that the PATH leads to.
+    """
+    found, own = shutil.which("hearth"), Path(sys.argv[0]).resolve()
+    if found is not None and Path(found).resolve() == own:
+        return "hearth"
+    here = Path.cwd()
+    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
+
+
 def _examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
-    """Returns one request for each API, with its title."""
-    chat = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
-    yield "OpenAI's API:", _curl(cluster, "/v1/chat/completions", chat)
+    """Yields the title and the command of one request for each API."""
+    model = {"model": cluster.model_name}
+    messages = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
+    yield "OpenAI's API:", _curl(cluster, "/v1/chat/completions", model | messages)
+    limit = {"max_tokens": 256}
+    yield "Anthropic's:", _curl(cluster, "/v1/messages", model | limit | messages)
     run = f"/client/v4/accounts/{cluster.tenant_id}/ai/run/{cluster.model_name}"
     yield "Workers AI's:", _curl(cluster, run, {"prompt": QUESTIONS[0], "stream": True})
     if cluster.client_url is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import httpx
 import pytest
 from rich.console import Console
 
-from services.cli.cluster.chat import MAX_ROUNDS, TerminalChat, response_format
+from services.cli.cluster import chat as chat_module
+from services.cli.cluster.chat import (
+    MAX_ROUNDS,
+    ChatOptions,
+    Terminal,
+    TerminalChat,
+    response_format,
+    run_chat,
+)
 from services.client.local_tools import find_tools
 from shared.errors import ConfigError, HearthError
 
@@ -34,6 +43,8 @@ class Gateway:
         self._answers = iter(answers)
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "base"}, {"id": "demo"}]})
         self.bodies.append(json.loads(request.content))
         bodies = [{"choices": [{"index": 0, "delta": each}]} for each in next(self._answers)]
         events = [f"data: {json.dumps(each)}\n\n" for each in bodies]
@@ -41,10 +52,10 @@ class Gateway:
 
     def chat(self, *, tools: str = "", **options: Any) -> tuple[TerminalChat, io.StringIO]:
         client = httpx.AsyncClient(transport=httpx.MockTransport(self), base_url="http://gateway")
-        printed = io.StringIO()
-        console = Console(file=printed, width=200)
+        printed, terminal = io.StringIO(), Terminal()
+        terminal.answers = terminal.notes = Console(file=printed, width=200)
         found = find_tools(tools) if tools else ()
-        return TerminalChat(client, "demo", found, options, console), printed
+        return TerminalChat(client, "demo", found, options, terminal), printed
 
 
 async def test_a_call_is_run_and_its_result_sent() -> None:
@@ -98,3 +109,50 @@ def test_a_file_without_a_schema_is_named(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ConfigError, match=r"bad\.json is not a JSON Schema"):
             response_format(tmp_path / "bad.json")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gateway]:
+    """Runs `hearth chat` with these options, and these lines at standard input."""
+
+    def run_with(*answers: Any, lines: str = "", **options: Any) -> Gateway:
+        gateway = Gateway(*answers)
+
+        def client(url: str, api_key: str) -> httpx.AsyncClient:
+            return httpx.AsyncClient(transport=httpx.MockTransport(gateway), base_url=url)
+
+        monkeypatch.setattr(chat_module, "gateway_client", client)
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        run_chat("http://gateway", "key", ChatOptions(**options))
+        return gateway
+
+    return run_with
+
+
+def test_one_question_prints_its_answer_alone(run: Any, capsys: Any) -> None:
+    gateway = run([TEXT], question="What time is it?", system="Be brief.", model="demo")
+    printed = capsys.readouterr()
+    assert printed.out == "It is noon.\n"
+    assert "first token" in printed.err
+    (body,) = gateway.bodies
+    assert [each["role"] for each in body["messages"]] == ["system", "user"]
+    assert body["model"] == "demo"
+    run([TEXT], question="?", is_quiet=True)
+    assert capsys.readouterr() == ("It is noon.\n", "")
+
+
+def test_commands_are_not_sent_to_the_model(run: Any, capsys: Any) -> None:
+    gateway = run([TEXT], [TEXT], lines="/help\n/hlep\nHi\n/tmp is what?\n/quit\nHi\n")
+    assert [each["messages"][-1]["content"] for each in gateway.bodies] == ["Hi", "/tmp is what?"]
+    assert "no such command: /hlep" in capsys.readouterr().err
+
+
+def test_system_prompt_begins_each_conversation(run: Any) -> None:
+    gateway = run([TEXT], [TEXT], [TEXT], lines="a\nb\n/new\nc\n", system="Be brief.")
+    roles = [[each["role"][0] for each in body["messages"]] for body in gateway.bodies]
+    assert roles == [["s", "u"], ["s", "u", "a", "u"], ["s", "u"]]
+
+
+def test_model_that_is_not_served_is_named(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no model large is served at .*, only base, demo"):
+        run(question="?", model="large")
