@@ -34,23 +34,24 @@ from services.gateway.structured.tools.lark import in_slashes
 from services.gateway.structured.tools.tool import Tool, ToolOptions
 from shared.errors import InvalidRequest
 
-# Formats whose trigger opens one call; the trigger of the others opens all calls of an answer.
+# Formats whose trigger opens one call. The trigger of other formats opens all calls of an answer.
 _TRIGGER_PER_CALL: frozenset[CallFormat] = frozenset(
     ("hermes", "qwen_xml", "glm", "mistral_args", "function_gemma", "gemma4")
 )
 
 
 class GrammarPart(msgspec.Struct, frozen=True):
-    """The client's part of a grammar. `param`: the request field that holds it."""
+    """A grammar or schema of the client. `param` is its request field."""
 
     param: str
     grammar: Grammar
 
 
 class GrammarPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`trigger`: the tokens after which the grammar applies; empty: from the first token, after the
-    reasoning. `parts`: the client's, for errors; `param`: of an error that is in none of them.
-    `warnings`: what of the tools' schemas the grammar does not enforce, where it is not JSON.
+    """The grammar of an answer. It applies after the tokens `trigger` or, if they are empty, from
+    the first token after the reasoning. `parts` are the client's grammars, for errors; an error
+    that is in none of them names `param`. `warnings` name keywords of the tools' schemas that a
+    grammar without JSON does not enforce.
     """
 
     grammar: Grammar
@@ -68,9 +69,9 @@ def answer_grammar(
     family: Family,
     token_id_of: TokenIdOf,
 ) -> GrammarPlan | None:
-    """Returns None if the answer is free. Raises InvalidRequest if a call is required of a model
-    that calls no tools, for a strict schema that the grammar cannot enforce, and for one that no
-    value matches.
+    """Returns the plan, or None if the answer is unconstrained. Raises InvalidRequest if a call is
+    required of a model that calls no tools, if a strict schema cannot be enforced, or if no value
+    matches a schema.
     """
     offered = None if tools is None or tools.choice == "none" else tools
     if offered is not None and offered.is_forced:
@@ -179,7 +180,9 @@ def _check_no_strict(tools: ToolOptions, family: Family) -> None:
 def _with_text(
     family: Family, calls: str, token_id_of: TokenIdOf, is_parallel: bool
 ) -> tuple[str, str]:
-    """The start and its rules. `calls`: a rule, of what follows the trigger if there is one."""
+    """Returns the start rule and its rules, for text or `calls`. `calls` is a rule for the calls
+    or, if the family has a trigger, for what follows the trigger.
+    """
     if family.call_format == "harmony":
         channel, message, end, begin = (
             marker(f"<|{each}|>", token_id_of) for each in ("channel", "message", "end", "start")
@@ -198,7 +201,7 @@ def _with_text(
     python_tag = r"<\|python_(tag|start)\|>"
     if family.call_format == "llama_json":
         return f"TEXT | {calls}", rf"TEXT: /(?s:.*)/ & ~/\s*({python_tag}\s*)?\{{(?s:.*)/"
-    # The lexer takes the longest match: a text is apart from a call at its first character.
+    # The lexer takes the longest match: text and calls must differ in their first character.
     return f'TEXT | "[" REST | {calls}', (
         rf"TEXT: /(?s:.*)/ & ~/\s*({python_tag}\s*)?\[(?s:.*)/"
         "\n"

@@ -1,4 +1,4 @@
-"""Checks the grammars of requests in a killable process: python -m … [frames on stdin, stdout].
+"""Checks the grammars of requests in a killable process: python -m … (frames on stdin, stdout).
 
 This process has a memory limit, and an alarm that kills it when a grammar uses too much CPU time.
 """
@@ -36,17 +36,19 @@ from shared.errors import CheckpointError, GrammarTooComplex, HearthError
 from shared.grammar.vocabulary import load_vocabulary
 from shared.lifecycle.child_process import lower_priority
 
-MAX_MEMORY_BYTES = 512 << 20  # besides the vocabularies
-MAX_VOCABULARIES = 4  # those of the last models with grammars; each takes up to 100 MB
-USUAL_CPU_S = 0.02  # a longer check yields the processor from then on
-SLOW_NICENESS = 5  # more than the process has; with more, it would starve on a busy machine
+MAX_MEMORY_BYTES = 512 << 20  # excludes the vocabularies
+MAX_VOCABULARIES = 4  # the most recently used; each takes up to 100 MB
+USUAL_CPU_S = 0.02  # longer checks continue at a lower priority
+SLOW_NICENESS = 5  # added to the process's; with more, it would starve on a busy machine
 
 _decoder = msgspec.msgpack.Decoder(ProcessSetup | SelectModel | Job)
 _request_decoder = msgspec.msgpack.Decoder(GrammarRequest)
 
 
 class _Models:
-    """Holds the models of this process: their setups, and the vocabularies of a few."""
+    """The models of this process: their setups, and the vocabularies of MAX_VOCABULARIES
+    of them.
+    """
 
     def __init__(self) -> None:
         self._setups: RecentlyUsed[str, ProcessSetup] = RecentlyUsed(MAX_SETUPS)
@@ -54,7 +56,9 @@ class _Models:
         self._selected = ""
 
     def add(self, setup: ProcessSetup) -> None:
-        """Loads the vocabulary, so that the first grammar does not wait for it."""
+        """Selects a model and loads its vocabulary, so that the first grammar does not
+        wait for it.
+        """
         self._setups.put(setup.key, setup)
         self._selected = setup.key
         self.checks()
@@ -99,7 +103,9 @@ def _answered(job: CheckJob, checks: PlanChecks | JobRejected) -> bytearray:
 
 
 def _plan_checks(setup: ProcessSetup) -> PlanChecks | JobRejected:
-    """Returns the checks of a model. If its files allow none, every grammar gets that reply."""
+    """Returns the checks of a model or, if its files allow no grammar, the rejection of all
+    grammars.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:

@@ -2,7 +2,7 @@
 
 unknown ──▶ checking, in a process of the pool ──▶ verdict, cached by tenant, model and request
 
-A tenant's verdicts are its own: a fast answer would tell one that another uses the same grammar.
+Tenants do not share verdicts: a fast answer would reveal that another tenant uses the same grammar.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.gateway.text.process_jobs import Checked, CheckJob, JobRejected, P
 from shared.background import start_awaited
 
 CHECK_PROCESS = "services.gateway.structured.grammars.check_process"
-CHECK_NICENESS = 5  # more than the gateway's, which streams to everybody
+CHECK_NICENESS = 5  # lower priority than the gateway's streams
 MAX_VERDICTS = Bounds(4096, 32 << 20)
 MAX_TENANT_VERDICTS = Bounds(1024, 8 << 20)
 MAX_WAIT_S = 0.5  # seconds until a process is free
@@ -33,14 +33,14 @@ class GrammarChecks:
         bounds: Bounds = MAX_VERDICTS,
         of_tenant: Bounds = MAX_TENANT_VERDICTS,
     ) -> None:
-        """`bounds`, `of_tenant`: the verdicts that are retained, of all tenants and of one."""
+        """`bounds` limit the retained verdicts, `of_tenant` those of one tenant."""
         self._pool = pool
         self._running: dict[Place, asyncio.Task[Verdict]] = {}
         self._verdicts: TenantCache[Verdict] = TenantCache(bounds, of_tenant=of_tenant)
 
     async def check(self, request: bytes, tenant_id: str, setup: ProcessSetup) -> Verdict:
-        """Returns the verdict. `request`: an encoded `GrammarRequest`; `setup`: its model's. Raises
-        Overloaded if no process is free in time, and NoCapacity.
+        """Returns the verdict on `request`, an encoded `GrammarRequest` for the model of `setup`.
+        Raises NoCapacity, and Overloaded if no process becomes free in time.
         """
         key = blake2b(request, digest_size=16, key=setup.key.encode()).digest()
         known = self._verdicts.get(tenant_id, key)
@@ -52,11 +52,11 @@ class GrammarChecks:
             running = start_awaited(self._run(tenant_id, setup, key, request))
             self._running[place] = running
             running.add_done_callback(lambda _: self._running.pop(place))
-        # A client that leaves does not end the check: that would end its process, too.
+        # A client that disconnects does not end the check: that would end its process too.
         return await asyncio.shield(running)
 
     async def close(self) -> None:
-        await self._pool.close()  # fails what runs
+        await self._pool.close()  # fails the running checks
 
     async def _run(
         self, tenant_id: str, setup: ProcessSetup, key: bytes, request: bytes

@@ -1,4 +1,4 @@
-"""The constraint that a request puts on its output, without a dialect."""
+"""A request's constraint of its output, independent of dialects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark"
 
 
 class OutputConstraint(msgspec.Struct, frozen=True, kw_only=True):
-    """`source`: the schema as JSON, the expression, the choices as a JSON array, or the grammar;
-    empty for any JSON object. `is_strict`: keywords that cannot be enforced are an error, not a
-    warning. `whitespace_pattern`: between the tokens of JSON; None: at most 4 characters. `param`:
-    the request field that holds it, for errors.
+    """The constraint of an output. `source` is the schema as JSON, the expression, the choices as a
+    JSON array, or the grammar; it is empty for any JSON object. `is_strict` makes keywords that
+    cannot be enforced an error instead of a warning. `whitespace_pattern` matches the whitespace
+    between tokens of JSON; None allows at most 4 characters. `param` is the request field, for
+    errors.
     """
 
     kind: ConstraintKind

@@ -1,6 +1,6 @@
-"""The request fields that constrain the output, of all dialects and servers that clients know.
+"""The request fields that constrain the output, in the forms of all dialects and common servers.
 
-response_format                   OpenAI; Workers AI's, whose `json_schema` is the schema itself
+response_format                   OpenAI; Workers AI, whose `json_schema` is the schema itself
 structured_outputs, guided_*      vLLM
 regex, ebnf, json_schema          SGLang
 """
@@ -49,7 +49,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that constrain the output. At most one of them may hold a constraint."""
+    """The fields of all dialects; at most one of them may have a constraint."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -67,8 +67,8 @@ _JSON_KINDS = ("json_schema", "json_object")
 
 
 def constraint_of(body: ConstraintFields) -> OutputConstraint | None:
-    """Raises InvalidRequest for two constraints, naming both, for an invalid one, and for a pattern
-    of whitespace that no constraint uses.
+    """Returns the constraint of a body, or None. Raises InvalidRequest for an invalid constraint,
+    for two constraints, and for a pattern of whitespace that no constraint uses.
     """
     found = list(_constraints(body))
     if len(found) > 1:

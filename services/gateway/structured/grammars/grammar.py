@@ -17,8 +17,8 @@ TokenIdOf = Callable[[str], int | None]  # the token of a marker that is one, el
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """`gbnf`: is converted to Lark by the check. `warnings`: the keywords of the client's schema
-    that it does not enforce.
+    """A grammar. GBNF becomes Lark when it is checked. `warnings` name the parts of the client's
+    schema that it does not enforce.
     """
 
     kind: GrammarKind | Literal["gbnf"]
@@ -48,8 +48,8 @@ def _json(constraint: OutputConstraint, schema: Any) -> Grammar:
 def json_grammar(
     schema: Any, *, is_strict: bool = False, whitespace_pattern: str | None = None
 ) -> Grammar:
-    """The schema as `written_schema` has it, without spaces, with llguidance's options at its root.
-    Raises InvalidRequest for a strict one that cannot be enforced.
+    """Returns the grammar of a schema as `written_schema` writes it, with llguidance's options at
+    the root. Raises InvalidRequest if a strict schema cannot be enforced.
     """
     options: dict[str, Any] = {"lenient": not is_strict}
     if whitespace_pattern == "":
@@ -81,9 +81,8 @@ def marker(text: str, token_id_of: TokenIdOf) -> str:
 
 
 def joined(start: str, name: str, grammar: Grammar, rules: str = "") -> Grammar:
-    """Lark with the rule `start`, in which `@name` is the given grammar.
-
-    llguidance compiles a list of grammars into one; the names of rules are of one grammar alone.
+    """Returns Lark with the rule `start`, in which `@name` is the given grammar. llguidance
+    compiles a list of grammars into one, and names of rules are local to each grammar.
     """
     outer = {"lark_grammar": f"start: {start}\n{rules}"}
     first, *others = _list_of(grammar)
@@ -104,7 +103,7 @@ def _list_of(grammar: Grammar) -> list[dict[str, Any]]:
 
 
 def _in_slashes(expression: str) -> str:
-    """Escapes what ends an expression of Lark: newlines, and slashes that are not escaped."""
+    """Escapes newlines and bare slashes, which would end an expression of Lark."""
     escaped, is_escaped = [], False
     for char in expression.replace("\n", "\\n"):
         escaped.append("\\/" if char == "/" and not is_escaped else char)

@@ -11,8 +11,9 @@ from shared.errors import GrammarTooComplex, InvalidRequest
 
 
 class GrammarRequest(msgspec.Struct, frozen=True, array_like=True):
-    """`tools`: `ToolOptions` as JSON, which holds integers of any size; empty: none.
-    `continues_text`: the output has no markup of the model's family.
+    """The parts of a request that determine its grammar. `tools` are `ToolOptions` as JSON, which
+    allows integers of any size, or empty. `continues_text` means that the output has no markup of
+    the model's family.
     """
 
     output: OutputConstraint | None
@@ -21,8 +22,8 @@ class GrammarRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CheckedPlan(msgspec.Struct, frozen=True, array_like=True):
-    """`plan`: without its parts. `warnings`: what of the client's schemas the grammar does not
-    enforce.
+    """A plan that passed its check. `plan` has no parts. `warnings` name the keywords of the
+    client's schemas that the grammar does not enforce.
     """
 
     plan: GrammarPlan
@@ -32,13 +33,15 @@ class CheckedPlan(msgspec.Struct, frozen=True, array_like=True):
 def encoded_request(
     output: OutputConstraint | None, tools: ToolOptions | None, *, continues_text: bool
 ) -> bytes:
-    """Returns equal bytes for equal grammars. Raises InvalidRequest and GrammarTooComplex."""
+    """Returns the encoded request; equal grammars have equal bytes. Raises InvalidRequest and
+    GrammarTooComplex.
+    """
     try:
         options = b"" if tools is None else msgspec.json.encode(_essential(tools))
         return msgspec.msgpack.encode(GrammarRequest(output, options, continues_text))
     except RecursionError:
         raise GrammarTooComplex("the schema is nested too deeply") from None
-    except ValueError as error:  # such as half of a surrogate pair
+    except ValueError as error:  # e.g. a lone surrogate
         raise InvalidRequest(f"invalid grammar: {error}") from error
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from services.gateway.schemas.enforceable import escaped
 
-# Keywords whose values are schemas by name, lists of schemas, or no schemas at all. Others hold a
-# schema if they hold an object, and a list of schemas if they hold a list.
+# Keywords whose values are schemas by name, and keywords without schemas. The value of any other
+# keyword is a schema if it is an object, and a list of schemas if it is a list.
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _NO_SCHEMA = {"enum", "const", "default", "examples", "required", "x-guidance"}
 MAX_POINTERS = 8

@@ -1,7 +1,7 @@
-"""Plans the grammar of a request, and tries it: the work of a check process.
+"""Plans and tries the grammar of a request: the work of a check process.
 
-A grammar of a client may take seconds or gigabytes, at once or at its hundredth token; a schema's
-alternatives, which the grammars of typed calls need, may take as long.
+A client's grammar may take seconds or gigabytes, at once or at its hundredth token, and so may the
+alternatives of a schema, which the grammars of typed calls need.
 
 request ──▶ plan ──compiled, walked──▶ its warnings, or an error that names the client's field
 """
@@ -48,7 +48,9 @@ class PlanChecks:
         self._token_id_of = token_id_of
 
     def check(self, request: GrammarRequest) -> CheckedPlan | None:
-        """Returns None if the output is free. Raises InvalidRequest and GrammarTooComplex."""
+        """Returns the checked plan, or None if the output is unconstrained. Raises InvalidRequest
+        and GrammarTooComplex.
+        """
         plan = self._plan(request)
         if plan is None:
             return None
@@ -108,8 +110,8 @@ class PlanChecks:
             raise _named(error, part) from error
 
     def _tried(self, grammar: Grammar, *, walks: bool = True) -> list[str]:
-        """Returns llguidance's warnings about ignored keywords. Raises InvalidRequest and
-        GrammarTooComplex.
+        """Compiles the grammar and, with `walks`, fills masks. Returns llguidance's warnings about
+        ignored keywords. Raises InvalidRequest and GrammarTooComplex.
         """
         began_s = time.process_time()
         with _rejections():
@@ -121,7 +123,7 @@ class PlanChecks:
 
 @contextmanager
 def _rejections() -> Iterator[None]:
-    """Raises InvalidRequest, GrammarTooComplex for all that a grammar may raise."""
+    """Converts all errors of a grammar to InvalidRequest or GrammarTooComplex."""
     try:
         yield
     except HearthError as error:
@@ -130,7 +132,7 @@ def _rejections() -> Iterator[None]:
         raise
     except MemoryError:
         raise GrammarTooComplex(CHECK_TIMEOUT) from None
-    except BaseException as error:  # a panic of native code, which is no Exception
+    except BaseException as error:  # a panic of native code is no Exception
         raise InvalidRequest(f"invalid grammar: {type(error).__name__}") from error
 
 
@@ -149,7 +151,9 @@ def _named(error: InvalidRequest, part: GrammarPart) -> InvalidRequest:
 
 
 def _walk(matcher: Matcher, began_s: float) -> None:
-    """Fills masks along allowed tokens. Raises GrammarTooComplex."""
+    """Fills masks along a random walk of allowed tokens. Raises GrammarTooComplex after
+    MAX_CPU_S.
+    """
     random, start = Random(SEED), matcher.copy()
     for _ in range(NUM_MASKS):
         words = matcher.fill()

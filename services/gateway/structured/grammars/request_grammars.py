@@ -19,7 +19,7 @@ _decoder = msgspec.msgpack.Decoder(CheckedPlan)
 
 
 class RequestGrammars:
-    """Checks the grammars of one model, `setup`, with checks that all models share."""
+    """The checks of one model, described by `setup`. All models share `checks`."""
 
     def __init__(self, checks: GrammarChecks, setup: ProcessSetup) -> None:
         self._checks = checks
@@ -33,11 +33,9 @@ class RequestGrammars:
         *,
         continues_text: bool = False,
     ) -> CheckedPlan | None:
-        """Returns None if the output is free. `continues_text`: it has no markup of the model's
-        family, as no chat template has written the prompt. Answers within `MAX_CHECK_S`. Raises
-        InvalidRequest, GrammarTooComplex, Overloaded and NoCapacity.
-
-        Raises InvalidRequest, GrammarTooComplex, Overloaded, NoCapacity.
+        """Returns the plan within MAX_CHECK_S, or None if the output is unconstrained.
+        `continues_text` means that no chat template wrote the prompt, so the output has no markup
+        of the model's family. Raises InvalidRequest, GrammarTooComplex, Overloaded and NoCapacity.
         """
         if output is None and (tools is None or tools.choice == "none"):
             return None
@@ -45,7 +43,7 @@ class RequestGrammars:
         try:
             async with asyncio.timeout(MAX_CHECK_S):
                 verdict = await self._checks.check(request, tenant_id, self._setup)
-        except TimeoutError:  # a grammar that took too long itself has been rejected before
+        except TimeoutError:  # slow grammars have been rejected before this
             raise Overloaded("too many grammars to check", retry_after_s=1.0) from None
         if isinstance(verdict, JobRejected):
             raise _error(verdict, "tools" if output is None else output.param)
@@ -53,7 +51,9 @@ class RequestGrammars:
 
 
 def _error(verdict: JobRejected, param: str) -> InvalidRequest:
-    """`param`: of an error without a field, such as that of a process that was killed."""
+    """Returns the error of a rejection. `param` is for an error without a field, such as that of a
+    killed process.
+    """
     kind = GrammarTooComplex if verdict.code == GrammarTooComplex.code else InvalidRequest
     if verdict.param is not None:
         return kind(verdict.reason, param=verdict.param)

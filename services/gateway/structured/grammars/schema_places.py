@@ -1,5 +1,5 @@
-"""Translates llguidance's messages about a schema to the field's words, with the places of
-keywords.
+"""Rewrites llguidance's messages about a schema in JSON Schema's terms, with the
+keywords' places.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from services.gateway.structured.grammars.grammar import Grammar
 from services.gateway.structured.grammars.json_pointers import pointers
 
-_INVALID = "invalid grammar: "  # before the message of an error
+_INVALID = "invalid grammar: "  # the prefix of an error's message
 _LIST = re.compile(r"Unimplemented keys: (?P<names>\[.*\])")
 _WORDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(message, re.DOTALL), words)
@@ -43,7 +43,7 @@ def located(message: str, grammar: Grammar) -> str:
     shown = next((found.expand(words) for found, words in _matches(text)), text)
     schema = msgspec.json.decode(grammar.source)
     places = [place for name in _keywords(text, shown) for place in pointers(schema, name)]
-    said = " at " in shown  # a message of our own
+    said = " at " in shown  # `enforceable` has written the message
     return f"{before}{shown}" if said or not places else f"{before}{shown} at {', '.join(places)}"
 
 

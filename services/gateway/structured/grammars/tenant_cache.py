@@ -1,6 +1,6 @@
-"""Values by tenant and digest, within bounds of entries and bytes: the least recently used leave.
+"""A cache by tenant and digest, bounded in entries and bytes, that evicts the least recently used.
 
-A tenant sees its own values alone: a fast answer would tell one what another has sent.
+Tenants do not share values: a fast answer would reveal what another tenant has sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Entry(NamedTuple, Generic[Value]):
 
 class _Tenant(Generic[Value]):
     def __init__(self) -> None:
-        self.entries: dict[bytes, _Entry[Value]] = {}  # the least recently used first
+        self.entries: dict[bytes, _Entry[Value]] = {}  # least recently used first
         self.num_bytes = 0
 
     def put(self, key: bytes, entry: _Entry[Value]) -> None:
@@ -37,10 +37,12 @@ class _Tenant(Generic[Value]):
 
 class TenantCache(Generic[Value]):
     def __init__(self, bounds: Bounds, *, of_tenant: Bounds) -> None:
-        """`of_tenant`: the bounds of one tenant, which cannot evict the values of all others."""
+        """`bounds` limit all values, and `of_tenant` those of each tenant, so that no tenant evicts
+        those of all others.
+        """
         self._bounds = bounds
         self._of_tenant = of_tenant
-        self._tenants: dict[str, _Tenant[Value]] = {}  # the least recently used first
+        self._tenants: dict[str, _Tenant[Value]] = {}  # least recently used first
 
     def get(self, tenant_id: str, key: bytes) -> Value | None:
         tenant = self._tenants.get(tenant_id)
@@ -52,7 +54,7 @@ class TenantCache(Generic[Value]):
         return found.value
 
     def put(self, tenant_id: str, key: bytes, value: Value, num_bytes: int) -> None:
-        """Does not retain what is larger than the tenant's bound."""
+        """Stores a value, unless it is larger than the tenant's bound."""
         if num_bytes > self._of_tenant.num_bytes:
             return
         tenant = self._tenants[tenant_id] = self._tenants.pop(tenant_id, _Tenant())

@@ -1,6 +1,4 @@
-"""Where the grammar of an answer and the budget of reasoning apply in the output of a model that
-thinks first. Pure.
-"""
+"""Decides where the grammar and the reasoning budget apply in a reasoning model's output. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ from shared.grammar.spec import (
 )
 from shared.grammar.thinking import ThinkingBudget
 
-# Of a prompt: it ends inside reasoning, or after it, or leaves it to the model.
+# Whether a prompt ends inside reasoning, after it, or leaves it to the model.
 Thinking = Literal["open", "closed", "undecided"]
 
-# The token sequences that spell a mark in an output, by the mark.
+# The token sequences that are decoded as a mark, by mark.
 Spellings = Mapping[str, tuple[StartTokens, ...]]
 
 TAIL_TOKENS = 16  # tokens of a prompt that show where it ends
@@ -31,8 +29,8 @@ _ANY_TEXT = "/(?s:.*)/"
 
 
 def thinking_at_end(prompt_tail: str, family: Family) -> Thinking:
-    """Returns the state of reasoning at the end of the prompt. `prompt_tail`: the last text of the
-    rendered prompt, which a template wrote.
+    """Returns the state at the end of a rendered prompt. `prompt_tail` is its last text, which a
+    template wrote.
     """
     if not family.think_close:
         return "closed"
@@ -47,7 +45,7 @@ def thinking_at_end(prompt_tail: str, family: Family) -> Thinking:
 def spec_of(
     plan: GrammarPlan, thinking: Thinking, family: Family, token_id_of: TokenIdOf
 ) -> GrammarSpec:
-    """Raises InvalidRequest if the grammar is too long."""
+    """Returns the grammar for the worker. Raises InvalidRequest if it is too long."""
     grammar = plan.grammar
     if plan.trigger:
         marks = _marks(thinking, family, token_id_of)
@@ -70,7 +68,7 @@ def spec_of(
 
 
 def opens_reasoning(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> bool:
-    """Whether the output may open reasoning before an answer under a constraint."""
+    """Whether the output may open reasoning before a constrained answer."""
     if family.call_format == "harmony":
         return True
     marks = (family.think_open, family.think_close)
@@ -80,7 +78,9 @@ def opens_reasoning(thinking: Thinking, family: Family, token_id_of: TokenIdOf) 
 def budget_of(
     max_tokens: int, thinking: Thinking, family: Family, spellings: Spellings
 ) -> ThinkingBudget | None:
-    """Returns None for a family that does not mark the end of reasoning."""
+    """Returns the budget of reasoning, or None for a family that does not mark the end of
+    reasoning.
+    """
     closes = _short(family.think_close, spellings)
     if not closes:
         return None
@@ -93,8 +93,8 @@ def budget_of(
 
 
 def mark_spellings(family: Family, spell: Callable[[str], tuple[StartTokens, ...]]) -> Spellings:
-    """Of the marks of reasoning, without the white space after them, which a model may leave out.
-    For `budget_of`; `spell`: of a tokenizer.
+    """Returns the token sequences of the marks of reasoning, without trailing whitespace, which a
+    model may omit. `spell` returns a tokenizer's sequences of a text.
     """
     marks = (family.think_open.rstrip(), family.think_close.rstrip())
     return {mark: spell(mark) for mark in marks if mark}
@@ -106,7 +106,7 @@ def _short(mark: str, spellings: Spellings) -> tuple[StartTokens, ...]:
 
 
 def _marks(thinking: Thinking, family: Family, token_id_of: TokenIdOf) -> ReasoningMarks | None:
-    """Returns the marks of reasoning, which no call interrupts: a trigger within it opens none."""
+    """Returns the marks of reasoning, inside which a trigger opens no call, or None."""
     opening, close = token_id_of(family.think_open), token_id_of(family.think_close)
     if close is None:
         return None

@@ -6,7 +6,7 @@ import re
 
 from shared.errors import InvalidRequest
 
-DEFAULT_PATTERN = r"[ \t\n\r]{0,4}"  # without a bound, models write whitespace until max_tokens
+DEFAULT_PATTERN = r"[ \t\n\r]{0,4}"  # if unbounded, models write whitespace until max_tokens
 MAX_PATTERN_CHARS = 256
 
 _CHAR = r"(?:[ \t\n\r]|\\[tnrs]|\\x(?:20|09|0[aAdD]))"

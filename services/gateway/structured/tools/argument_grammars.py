@@ -1,7 +1,7 @@
-"""The grammar of one call's arguments, in the style of its format.
+"""The grammar of one call's arguments, in the style of the call's format.
 
-Where a style writes JSON, llguidance takes the tool's schema. The other styles write each parameter
-by its type, in the order of the schema, by the alternatives of `schemas/graph.py`.
+For JSON, llguidance takes the tool's schema. The other styles write each parameter by its type, in
+the schema's order, from the alternatives of `schemas/graph.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shared.grammar.right_recursion import without_right_recursion
 
 ArgumentStyle = Literal["json", "xml", "glm", "python", "function_gemma", "gemma4"]
 
-WHITESPACE = r"[ \t\n\r]{0,4}"  # without a bound, models write whitespace until max_tokens
+WHITESPACE = r"[ \t\n\r]{0,4}"  # if unbounded, models write whitespace until max_tokens
 INPUT_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -74,8 +74,8 @@ _OPEN_KEYWORDS = frozenset(
 
 
 class ArgumentRules(msgspec.Struct, frozen=True):
-    """`lines`: the rule of the arguments and those that it needs. `unenforced`: where keywords
-    stand that they do not hold, in a style that is not JSON.
+    """The rules of a call's arguments. `lines` are the rule and those that it refers to.
+    `unenforced` are pointers to keywords that they do not enforce, in styles other than JSON.
     """
 
     lines: list[str]
@@ -85,11 +85,10 @@ class ArgumentRules(msgspec.Struct, frozen=True):
 def argument_rules(
     name: str, tool: Tool, style: ArgumentStyle, token_id_of: TokenIdOf
 ) -> ArgumentRules:
-    """The rule `name`; the names of the others begin with it, or with its upper case.
-
-    Raises InvalidRequest for a custom tool whose grammar cannot stand in a string, for a schema
-    that no finite arguments match, for a strict one that cannot be enforced, and in a style that is
-    not JSON for one that is no JSON Schema.
+    """Returns the rule `name` and its helpers, whose names begin with it in lower or upper case.
+    Raises InvalidRequest for a custom tool whose grammar cannot be inside a string, for a schema
+    that no finite arguments match, for a strict schema that cannot be enforced and, in styles other
+    than JSON, for an invalid schema.
     """
     custom = tool.custom if tool.custom is not None and tool.custom.syntax != "text" else None
     schema = arguments_schema(tool)
@@ -164,8 +163,8 @@ def _unsatisfiable(tool: Tool) -> InvalidRequest:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Of an object. Parameters without a schema are none; listed parameters are all, unless the
-    schema says otherwise, as models would fill the space for others with nonsense.
+    """Returns the schema of an object. Without parameters, it has no properties. Unlisted
+    properties are forbidden unless the schema says otherwise: models would write nonsense in them.
     """
     if tool.custom is not None:
         return INPUT_SCHEMA
@@ -178,8 +177,8 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _input(custom: CustomFormat, style: ArgumentStyle, param: str) -> str:
-    """A custom tool's input. In JSON and Python it stands in a string: expressions match there what
-    needs no escape.
+    """Returns the rule of a custom tool's input. In JSON and Python it is inside a string, in which
+    expressions match only text that needs no escape.
     """
     is_quoted = style in ("json", "python")
     match custom.syntax:

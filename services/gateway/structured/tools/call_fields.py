@@ -1,4 +1,4 @@
-"""Calls that a client repeats in its messages, in the shapes of all dialects."""
+"""The calls that a client repeats in its messages, in the forms of all dialects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.transport.wire_errors import UNREADABLE
 MAX_CALLS = 1024  # calls of one message
 MAX_ID_CHARS = 256
 MAX_NAME_CHARS = 256
-INVALID = "invalid"  # the key of arguments that are no JSON object
+INVALID = "invalid"  # the key for arguments that are no JSON object
 
 CallId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -47,8 +47,8 @@ CallFields = Annotated[list[CallField], Meta(max_length=MAX_CALLS)]
 
 
 def name_and_arguments(field: CallField, param: str) -> tuple[str, str]:
-    """`param`: the field's place. The arguments are returned as a JSON object. Raises
-    InvalidRequest, PayloadTooLarge.
+    """Returns a call's name and its arguments as a JSON object. `param` is the field's place.
+    Raises InvalidRequest and PayloadTooLarge.
     """
     if field.type == "custom" and field.custom is not None:
         arguments = msgspec.json.encode({"input": field.custom.input}).decode()
@@ -63,9 +63,9 @@ def name_and_arguments(field: CallField, param: str) -> tuple[str, str]:
 
 
 def _json_object(arguments: str | dict[str, Any] | None, param: str) -> str:
-    """A text that holds no JSON object within the bounds is the value of INVALID in one: a model
-    may write such a text, and reads its own words again. Some clients send an empty text for a
-    call without arguments.
+    """Returns the arguments as the text of a JSON object. Text without an object within the bounds
+    becomes the value of INVALID: a model may have written it, and must read it again. Some clients
+    send an empty text for a call without arguments.
     """
     if isinstance(arguments, dict):
         check_values([arguments], param)

@@ -1,8 +1,8 @@
-"""The grammar of an answer's calls: known names, each with arguments that match its schema.
+"""The grammar of an answer's calls: tools' names, each with arguments that match its schema.
 
-Frames are Lark, with «…» around the name of the tool, its arguments, the calls, and the markers of
-a format, which are tokens or text. What a frame leaves open (spaces, newlines) varies in the
-training data of models; everything else is exact.
+Frames are Lark, with «…» around placeholders (the tool's name, its arguments, the calls) and around
+markers of a format, which are tokens or text. Optional spaces and newlines vary in the training
+data of models; everything else is exact.
 """
 
 # ruff: noqa: RUF001 - markers of DeepSeek have full-width bars
@@ -31,8 +31,9 @@ _FIRST_MARKER = re.compile(r"\s*«(?!calls»)[^»]*»\s*")
 
 
 class LarkRules(msgspec.Struct, frozen=True):
-    """`start`: the rule that matches the calls; all names in `rules` begin with `call_`.
-    `warnings`: what of the tools' schemas they do not enforce.
+    """The rules of an answer's calls. `start` is the rule that matches the calls; all names in
+    `rules` begin with `call_`. `warnings` name the keywords of the tools' schemas that they do not
+    enforce.
     """
 
     start: str
@@ -41,7 +42,9 @@ class LarkRules(msgspec.Struct, frozen=True):
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """`section`: around all calls. `joint`: between two; None: an answer has one call."""
+    """The frame of a format's calls. `section` encloses all calls. `joint` separates two, or is
+    None if an answer has one call.
+    """
 
     call: str
     joint: str | None = '""'
@@ -116,11 +119,10 @@ _FRAMES: dict[CallFormat, _Frame] = {
 def call_grammar(
     family: Family, options: ToolOptions, token_id_of: TokenIdOf, *, after_trigger: bool
 ) -> LarkRules | None:
-    """The calls of an answer: one, or if `options.is_parallel` one or more. `after_trigger`: what
-    follows the family's trigger, which is one call if each call begins with a trigger of its own.
-
-    None: the family has no calls, no tool may be called, or no grammar can follow its trigger.
-    Raises InvalidRequest for a tool whose input cannot be constrained.
+    """Returns the rules of an answer's calls: one, or several if `options.is_parallel`. With
+    `after_trigger`, they match the text after the family's trigger, which is one call if each call
+    has its own trigger. Returns None if the family has no calls or no tool may be called. Raises
+    InvalidRequest for a tool whose input cannot be constrained.
     """
     tools = options.callable_tools
     if family.call_format is None or not tools:
@@ -147,8 +149,8 @@ def call_grammar(
 
 
 def _check_names(tool: Tool, style: ArgumentStyle) -> None:
-    """Raises InvalidRequest for a name that the format cannot carry: as an identifier of Python, in
-    the tag of an element, or as a bare key.
+    """Raises InvalidRequest for a name that the format cannot contain as a Python identifier, in a
+    tag, or as a bare key.
     """
     can_be: Callable[[str], bool] = {
         "json": lambda name: True,

@@ -1,4 +1,4 @@
-"""The request field `tool_choice`, in the shapes of all dialects, and what it leaves of the tools.
+"""The request field `tool_choice`, in the forms of all dialects, and the tools that it selects.
 
 "auto" | "none" | "required"
 {"type": "function", "function": {"name"}}         a tool, also flat; so are custom tools
@@ -58,8 +58,8 @@ def tool_options(
     choice: ToolChoiceField | None,
     is_parallel: bool | None,
 ) -> ToolOptions | None:
-    """None without tools. Raises InvalidRequest for an invalid tool, and for a choice of a tool
-    that is not there; PayloadTooLarge.
+    """Returns the options, or None without tools. Raises InvalidRequest for an invalid tool and for
+    the choice of an unknown one, and PayloadTooLarge.
     """
     if isinstance(choice, str) and choice not in MODES:
         raise InvalidRequest(
@@ -102,7 +102,7 @@ def _allowed(
 
 
 def _name_in(field: NamedField | ChoiceField, tools: Sequence[Tool], place: str) -> str:
-    """The name of a tool that exists."""
+    """Returns the name that a choice contains. Raises InvalidRequest if no such tool exists."""
     inner = field.custom if field.type == "custom" else field.function
     name = field.name if inner is None else inner.name
     if name is None:

@@ -1,7 +1,7 @@
-"""The families of models: how each writes calls and reasoning.
+"""The families of models, by their formats of calls and reasoning.
 
-Outer frames are Hugging Face's `response_template`; `parsing/response_template.py` says what the
-body formats beside its own are. The wire formats are those of the models' chat templates.
+Frames are in Hugging Face's `response_template`, with the additional body formats that
+`parsing/response_template.py` describes. The formats are those of the models' chat templates.
 """
 
 # ruff: noqa: RUF001  # DeepSeek's markers have fullwidth bars
@@ -26,7 +26,9 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 def _template(
     anchor: str, calls: Mapping[str, Any] | None, *, section_end: str = ""
 ) -> dict[str, Any]:
-    """`section_end`: after all calls; a field that is not shown."""
+    """Returns a response template. `section_end` follows all calls and is a field that is not
+    shown.
+    """
     fields: dict[str, Any] = {"content": {"content": "text"}}
     if calls is not None:
         fields["tool_calls"] = {"repeats": True, "content": "json", **calls}

@@ -1,4 +1,4 @@
-"""How a family of models writes tool calls and reasoning."""
+"""The format in which a family of models writes tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ CallFormat = Literal[
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """`response_template`: Hugging Face's declarative format, which `parsing/response_parser.py`
-    executes.
+    """A family of models. `response_template` is in Hugging Face's declarative format, which
+    `parsing/response_parser.py` executes.
 
-    `trigger`: the text that always opens a call or a section of calls; a grammar can start after it
-    where it is one token. Empty: calls are recognised only at the start of an answer.
-    `call_close`: the text after the last call's arguments; empty: the end of the answer.
-    `think_open`, `think_close`: around reasoning; empty: the family does not mark it.
+    `trigger` is the text that always opens a call or a section of calls; a grammar can start after
+    it if it is one token. If empty, calls are recognised only at the start of an answer.
+    `call_close` is the text after the last call's arguments; if empty, it is the answer's end.
+    `think_open` and `think_close` enclose reasoning; they are empty if the family has no marks.
     """
 
     name: str
-    call_format: CallFormat | None  # None: the family calls no tools
+    call_format: CallFormat | None  # None if the family calls no tools
     response_template: Mapping[str, Any]
     trigger: str = ""
     call_close: str = ""
     think_open: str = ""
     think_close: str = ""
-    call_ids: CallIds = "own"  # the form of ids that its chat template requires
+    call_ids: CallIds = "own"  # the form of ids in the chat template

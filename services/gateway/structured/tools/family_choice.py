@@ -1,4 +1,4 @@
-"""Which family a model is of: by its checkpoint, or as the operator says.
+"""The choice of a model's family, from its checkpoint or by the operator.
 
 operator's file or name ──▶ the checkpoint's `response_template` ──▶ markers in its chat template
 """
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 OFF = "off"
 _THINK = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-# The first whose markers are all in the chat template: the special ones first.
+# The first family whose markers are all in the chat template is chosen: specific ones come first.
 _MARKERS: tuple[tuple[Family, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
     (GEMMA4, ("<|tool_call>",)),
@@ -64,10 +64,11 @@ _MARKERS: tuple[tuple[Family, tuple[str, ...]], ...] = (
 
 
 def family_of(files: ModelText, choice: str = "", *, tool_format: str = "template") -> Family:
-    """`choice`: the name of a family, a file with a response template, or "off": no calls and no
-    reasoning are recognised; empty: by the checkpoint. `tool_format`: how a chat template without
-    tools gets them. Raises ConfigError for a choice that is none of these. Compiles what the
-    checkpoint brings, which may never end: for a process that can be killed.
+    """Returns the family of a model. `choice` is a family's name, a file with a response template,
+    "off", with which no calls and no reasoning are recognised, or empty for the checkpoint's
+    family. `tool_format` is how tools are passed to a chat template without them. Raises
+    ConfigError for other choices. Compiles expressions of the checkpoint, which may never end: call
+    it in a process that can be killed.
     """
     template = files.chat_template
     source = None if template is None else template.text
@@ -99,7 +100,9 @@ def _read(choice: str) -> dict[str, Any]:
 
 
 def with_template(family: Family, template: dict[str, Any]) -> Family:
-    """`family`: of the model's chat template, for the grammars of its calls. Raises ConfigError."""
+    """Returns the family with an operator's or checkpoint's response template. `family` is that of
+    the chat template, for the grammars of calls. Raises ConfigError.
+    """
     found = compiled_template(template, MarkerTokens())
     has_thinking = found.first("thinking") is not None
     opening, close = _thinking_marks(template)
@@ -113,7 +116,9 @@ def with_template(family: Family, template: dict[str, Any]) -> Family:
 
 
 def _thinking_marks(template: dict[str, Any]) -> tuple[str, str]:
-    """Empty where the template has a pattern or several."""
+    """Returns the marks around reasoning, each empty if the template has a pattern or several
+    texts.
+    """
     fields = template["fields"]
     names = ("thinking", "reasoning", "reasoning_content")
     field: dict[str, Any] = next((fields[name] for name in names if name in fields), {})
@@ -125,7 +130,9 @@ def _thinking_marks(template: dict[str, Any]) -> tuple[str, str]:
 
 
 def family_of_template(source: str | None) -> Family:
-    """The family of a chat template, with the thinking markers that the template mentions."""
+    """Returns the family of a chat template, with the marks of reasoning that the template
+    contains.
+    """
     if source is None:
         return PLAIN
     for family, markers in _MARKERS:

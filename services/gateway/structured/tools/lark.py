@@ -24,12 +24,14 @@ _TOKEN = re.compile(
 
 
 def literal(text: str) -> str:
-    """The text as a string of Lark: JSON's form, but Lark refuses one character as such."""
+    """Returns the text as a string of Lark: JSON's form, except for one character that Lark
+    rejects.
+    """
     return msgspec.json.encode(text).decode().replace("\x7f", "\\u007f")
 
 
 def marker(text: str, token_id_of: TokenIdOf) -> str:
-    """A marker of a model's format: its token, or its text."""
+    """Returns a marker of a model's format in Lark: its token, or its text."""
     token_id = token_id_of(text)
     return literal(text) if token_id is None else f"<[{token_id}]>"
 
@@ -39,7 +41,9 @@ def any_of(expressions: Iterable[str]) -> str:
 
 
 def in_slashes(expression: str) -> str:
-    """A regular expression of Lark, which newlines and bare slashes would end."""
+    """Returns an expression between slashes, with escaped newlines and bare slashes, which would
+    end it.
+    """
     escaped, is_escaped = [], False
     for char in expression.replace("\n", "\\n"):
         escaped.append("\\/" if char == "/" and not is_escaped else char)
@@ -48,13 +52,13 @@ def in_slashes(expression: str) -> str:
 
 
 def in_string(grammar: str, param: str) -> str:
-    """The grammar of texts inside a quoted string: literals have their escapes, expressions match
-    only what needs none.
+    """Returns the grammar of the same texts inside a quoted string: literals are escaped, and
+    expressions match only text that needs no escape. Escaping works character by character, so the
+    result matches the escaped forms of what the grammar matches.
 
-    As a text is escaped character by character, what the result matches is the escaped form of what
-    the grammar matches. Raises InvalidRequest for what cannot be translated so: `%` directives but
-    `%ignore`, `~`, `&`, special tokens, ranges, the flag `i` of what has escapes, and what is not
-    closed. Takes linear time: the first that is not closed ends it.
+    Raises InvalidRequest for constructs that cannot be translated: `%` directives except `%ignore`,
+    `~`, `&`, special tokens, ranges, the flag `i` of a text with escapes, and unclosed texts. Takes
+    linear time: the first unclosed text ends it.
     """
     terminals: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""The tools that a request offers to the model, without a dialect."""
+"""The tools that a request offers to the model, independent of dialects."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """`parameters`: a JSON Schema of the arguments. `custom`: a tool whose input is text; the model
-    sees it as a function with one string, `input`. `param`, `schema_param`: the request fields of
-    the tool and of its schema or definition, which errors name, such as `tools[2].input_schema`.
+    """A tool. `parameters` is a JSON Schema of the arguments. `custom` is set if the input is text;
+    the model then sees a function with one string, `input`. `param` and `schema_param` are the
+    request fields of the tool and of its schema or definition, such as `tools[2].input_schema`, for
+    errors.
     """
 
     name: str
@@ -55,8 +56,9 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`tools`: those that may be called, at least one. `offered`: those that the model is shown, if
-    they are more. `is_parallel`: whether an answer may hold several calls.
+    """The tools of a request. `tools` are those that may be called, at least one. `offered` are
+    those that the model is shown, if they are more. `is_parallel` allows several calls in one
+    answer.
     """
 
     tools: tuple[Tool, ...]
@@ -71,7 +73,7 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that the choice allows."""
+        """The tools that may be called under `choice`."""
         if self.choice == "none":
             return ()
         if isinstance(self.choice, NamedTool):
@@ -81,5 +83,5 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown_tools(self) -> tuple[Tool, ...]:
-        """The tools for the chat template."""
+        """The tools that the chat template shows."""
         return () if self.choice == "none" else self.offered or self.tools

@@ -1,8 +1,8 @@
-"""Request fields that offer tools, in the shapes of all dialects, and their meaning.
+"""Request fields that offer tools, in the forms of all dialects.
 
 function   {"type": "function", "function": {"name", "description", "parameters", "strict"}}
 custom     {"type": "custom", "custom": {"name", "description", "format"}}
-flat       the same without the inner object; `type` may be missing
+flat       either form without the inner object; `type` may be missing
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.gateway.structured.tools.tool import MAX_TOOLS, CustomFormat, Tool
 from services.gateway.structured.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # clients put the name of a server before it
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # clients prefix the name of a server
 
 Syntax = Literal["lark", "regex"]
 
@@ -63,7 +63,9 @@ ToolFields = Annotated[list[ToolField], Meta(max_length=MAX_TOOLS)]
 
 
 def tools_of(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
-    """Raises InvalidRequest for an invalid tool and for two of one name, PayloadTooLarge."""
+    """Returns the tools. Raises InvalidRequest for an invalid tool or two of one name, and
+    PayloadTooLarge.
+    """
     bodies = [_body_of(index, field) for index, field in enumerate(fields)]
     check_values([body.parameters for body, _ in bodies if body.parameters], "tools")
     tools: dict[str, Tool] = {}

@@ -25,9 +25,10 @@ _INTEGER = "/-?(0|[1-9][0-9]{0,15})/"
 
 
 class Notation(msgspec.Struct, frozen=True, kw_only=True):
-    """`quote`: the marker around strings, which hold any text; empty: quoted strings with escapes,
-    which `string` matches; `refused`: what no string holds, an expression. `assign`: between a
-    call's argument and its value; `colon`: in an object.
+    """A notation of values. `quote` is the marker around strings, which contain any text; if it is
+    empty, strings are quoted and escaped, and `string` matches them. `refused` is an expression
+    that no string may contain. `assign` is between an argument and its value, `colon` between a key
+    and its value.
     """
 
     words: tuple[str, str, str]  # true, false, null
@@ -64,8 +65,8 @@ _KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 
 
 class TypedValues:
-    """Collects in `rules` those that its expressions refer to, and in `unenforced` the places of
-    keywords that no expression holds.
+    """Writes expressions of values. `rules` are those that the expressions refer to, `unenforced`
+    are pointers to keywords that no expression enforces.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class TypedValues:
 
     @property
     def quotes(self) -> tuple[str, str]:
-        """What opens and closes a string."""
+        """The expressions that open and close a string."""
         return (self._quote, self._quote) if self._quote else (r'"\""', r'"\""')
 
     def member(self, key: str, value: str, *, is_argument: bool) -> str:
@@ -106,8 +107,8 @@ class TypedValues:
         return f"{literal(key)} {notation.assign if is_argument else notation.colon} {value}"
 
     def members(self, shape: Shape, *, is_argument: bool = False) -> str:
-        """The properties of an object in their order, with commas; optional ones may be absent.
-        Others follow where the schema mentions them, or names none.
+        """Returns an expression of an object's properties, in order and with commas; optional ones
+        may be absent. Other properties follow if the schema allows them explicitly or names none.
         """
         named, required, others = members(self._graph.document, shape)
         extra = self._extra(named, others, is_argument=is_argument)
@@ -124,19 +125,20 @@ class TypedValues:
         return any_of(first)
 
     def value(self, node: Node) -> str:
-        """A rule that matches what the node allows, which is finite."""
+        """Returns a rule that matches the node's values; the node must be finite."""
         if node not in self._values:
             name = self._values[node] = self._new_name()
             self.rules.append(f"{name}: {any_of(map(self._shape, self.shapes(node)))}")
         return self._values[node]
 
     def shapes(self, node: Node) -> list[Shape]:
-        """The alternatives of the node that have a finite value."""
+        """Returns the alternatives of the node that have a finite value."""
         return [each for each in self._graph.alternatives(node) if self._has_value(each)]
 
     def closed(self, shape: Shape, close: str, *, is_token: bool) -> Iterator[str]:
-        """Expressions of the shape's values with `close` after them. A scalar and a text are one
-        terminal: the lexer takes the longest match, and bare text may go on after it.
+        """Yields expressions of the shape's values followed by `close`. A scalar and a textual
+        `close` are one terminal: the lexer takes the longest match, and bare text may continue
+        after the scalar.
         """
         for value in shape.literals or ():
             is_scalar = not is_token and (value is None or isinstance(value, bool | int | float))
@@ -153,8 +155,8 @@ class TypedValues:
     def text(
         self, shape: Shape, close: str, *, is_token: bool, other_parts: Iterable[str] = ()
     ) -> str:
-        """Bare text that the shape and all of `other_parts` allow, and `close` after it: with a
-        text, one terminal.
+        """Returns an expression of bare text that the shape and all of `other_parts` allow,
+        followed by `close`. With a textual `close`, it is one terminal.
         """
         inside = self._inside(shape, "/(?s:.*)/", (self._notation.refused,))
         inside = " & ".join((inside, *other_parts))
@@ -167,7 +169,9 @@ class TypedValues:
         return name
 
     def terminal(self, expression: str) -> str:
-        """Equal ones have one name, as the lexer cannot tell them apart."""
+        """Returns the terminal's name. Equal expressions share a name, since the lexer cannot
+        distinguish them.
+        """
         if expression not in self._terminals:
             name = self._terminals[expression] = self._new_name().upper()
             self.rules.append(f"{name}: {expression}")
@@ -217,7 +221,7 @@ class TypedValues:
         return f'"[" {tail or literal("")} "]"'
 
     def _rest(self, index: int, node: Node, shape: Shape) -> str | None:
-        """The items from an index on; None: there are none."""
+        """Returns an expression of the items from an index on, or None if there are none."""
         if shape.most_items <= index or not self._graph.is_finite(node):
             return None
         item = self.value(node)
@@ -231,7 +235,7 @@ class TypedValues:
     def _extra(
         self, named: dict[str, Node], others: Node | None, *, is_argument: bool
     ) -> str | None:
-        """A property without a name in the schema."""
+        """Returns a rule for a property that the schema does not name, or None if there is none."""
         node = others
         if node is None and not named:
             node = ()
@@ -274,7 +278,7 @@ class TypedValues:
         return _without(" & ".join(parts), refused)
 
     def _written(self, value: Any) -> str:
-        """One value. Texts that need escapes are written with those of the notation."""
+        """Returns an expression of one value. Texts are escaped as the notation requires."""
         match value:
             case bool() | None:
                 true, false, null = self._notation.words
@@ -312,6 +316,6 @@ def _times(least: int, most: float) -> str:
 
 
 def _without(expression: str, refused: Iterable[str]) -> str:
-    """Texts that hold nothing of what is refused."""
+    """Returns an expression without texts that contain a match of `refused`."""
     parts = [f"~/(?s:.*)({each})(?s:.*)/" for each in refused if each]
     return " & ".join((expression, *parts))

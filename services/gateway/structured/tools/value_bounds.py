@@ -1,4 +1,4 @@
-"""Bounds of JSON values that clients send, checked before anything walks through them."""
+"""Limits of clients' JSON values, checked before other code traverses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MAX_VALUES = 16_384  # values of one field together
 
 
 def check_values(values: Sequence[Any], param: str) -> None:
-    """Raises PayloadTooLarge for values that are nested too deeply, or too many."""
+    """Raises PayloadTooLarge for values that are nested deeper than MAX_DEPTH or more than
+    MAX_VALUES.
+    """
     level: list[Any] = list(values)
     num_values, depth = 0, 0
     while level:

@@ -15,14 +15,14 @@ from services.gateway.structured.tools.lark import TokenIdOf, any_of, literal, m
 from services.gateway.structured.tools.typed_values import TypedValues
 from shared.errors import InvalidRequest
 
-_NUMBER_START = r"\s*[-0-9](?s:.*)"  # a number in bounds is no terminal, which text may extend
+_NUMBER_START = r"\s*[-0-9](?s:.*)"  # a bounded number is no terminal: text may extend it
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _TAGS = re.compile("</(parameter|function|tool_call|arg_key|arg_value)>")
 
 
 class Tags(NamedTuple):
-    """Expressions: what stands before and after a key, and after a value. `is_token`: whether the
-    last begins with a token, which no text contains.
+    """Expressions of the text before and after a key, and after a value. `is_token` means that the
+    last one begins with a token, which no text contains.
     """
 
     before_key: str
@@ -31,12 +31,12 @@ class Tags(NamedTuple):
     is_token: bool = False
 
     def opening(self, key: str) -> str:
-        """Returns what precedes a value. `key`: an expression."""
+        """Returns the expression before the value of `key`, which is an expression."""
         return f"{self.before_key} {key} {self.after_key}"
 
 
 def argument_tags(style: str, token_id_of: TokenIdOf) -> Tags | None:
-    """Returns None for a style without tags."""
+    """Returns the tags of a style, or None if it has none."""
     match style:
         case "xml":
             return Tags('"<parameter="', literal(">\n"), literal("\n</parameter>\n"))
@@ -52,8 +52,8 @@ def argument_tags(style: str, token_id_of: TokenIdOf) -> Tags | None:
 
 
 def xml_arguments(graph: SchemaGraph, values: TypedValues, tags: Tags, param: str) -> str:
-    """Returns the rules of the parameters in the order of the schema. `param`: the field of the
-    tool, for errors.
+    """Returns an expression of the parameters in the schema's order. `param` is the tool's field,
+    for errors.
     """
     shapes = [each for each in graph.alternatives(ROOT) if graph.has_value(each)]
     return any_of(_Elements(graph, values, tags, param).of(each) for each in shapes)
@@ -93,7 +93,7 @@ class _Elements:
         return any_of(texts)
 
     def _texts(self, node: Node, kinds: Kinds) -> Iterator[str]:
-        """Strings as they are, where they are not read as another value."""
+        """Yields expressions of strings as they are, if they are not read as another value."""
         expressions = [READ_AS[kind] for kind in sorted(kinds)]
         shapes = self._graph.alternatives(node)
         if any("number" in each.written and each.bounds for each in shapes):

@@ -1,6 +1,6 @@
-"""JSON bodies of calls, read while they arrive: the name first, then the arguments' text.
+"""Parses JSON bodies of calls while they arrive: the name first, then the arguments' text.
 
-arguments: one object, of the call that the opening marker names
+arguments: one object, the arguments of the call that the opening marker names
 calls:     {"name": …, "arguments": {…}}, alone, in a list, or joined by a separator
 """
 
@@ -26,8 +26,8 @@ class CallReceiver(Protocol):
 
 
 class ArgumentsBody:
-    """`name`: of the call, which is offered. `feed` returns the index up to which the text belongs
-    to the body.
+    """A body of arguments. `name` is the call's, which is an offered tool's. `feed` returns the
+    index after the part of the text that belongs to the body.
     """
 
     def __init__(self, name: str, receiver: CallReceiver) -> None:
@@ -58,7 +58,9 @@ class ArgumentsBody:
 
 
 class CallsBody:
-    """`is_offered`: whether a name is one of the tools. `has_ended_call`: in the last `feed`."""
+    """A body of calls. `is_offered` returns whether a name is one of the tools. `has_ended_call` is
+    true if the last `feed` ended a call.
+    """
 
     def __init__(
         self,
@@ -84,7 +86,9 @@ class CallsBody:
         self._begin_call()
 
     def feed(self, text: str, start: int) -> int:
-        """Also returns after each call."""
+        """Parses until the end of the text, of the body or of a call. Returns the index after the
+        parsed part.
+        """
         index, end = start, len(text)
         self.has_ended_call = False
         while index < end and not (self.is_complete or self.is_bad or self.has_ended_call):
@@ -93,11 +97,11 @@ class CallsBody:
 
     @property
     def has_whole_arguments(self) -> bool:
-        """Whether the call that is open has its name and all of its arguments."""
+        """Whether the open call has its name and complete arguments."""
         return self._name is not None and self._has_arguments
 
     def finish(self) -> None:
-        """At the end of the text: no separator follows."""
+        """Ends the body at the end of the text: no separator follows."""
         if self._expected == "separator":
             self.is_complete = True
 
@@ -122,7 +126,9 @@ class CallsBody:
         return index if self._expected in ("key", "value") else index + 1
 
     def _structure(self, char: str) -> None:
-        """After "key" and "value" the character is read again as a part of it."""
+        """Handles a character of the structure. The first character of a key or value is read
+        again.
+        """
         match self._expected, char:
             case "body", "[":
                 self._is_list, self._expected = True, "object"
@@ -219,7 +225,7 @@ def body_of(
     receiver: CallReceiver,
     is_offered: Callable[[str], bool],
 ) -> ArgumentsBody | CallsBody:
-    """`name`: of the call, where the opening has it."""
+    """Returns the parser of a region's body. `name` is the call's if the opening contains it."""
     if name is not None and region.has_arguments_only:
         return ArgumentsBody(name, receiver)
     return CallsBody(

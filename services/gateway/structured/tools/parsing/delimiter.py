@@ -1,4 +1,4 @@
-"""What opens and closes a field of a response template."""
+"""The texts and patterns that open and close a field of a response template."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from shared.errors import ConfigError
 
 Anchor = Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]]
 MAX_HELD_CHARS = 4096  # characters of text that may be a delimiter
-MAX_PATTERN_CHARS = 1024  # compiled in 2 ms; 20,000 take 0.15 s, beside which no other thread runs
+MAX_PATTERN_CHARS = 1024  # takes 2 ms to compile; 20,000 block all threads for 0.15 s
 MATCH_TIMEOUT_S = 0.005  # seconds of a search on the event loop, which usually takes microseconds
-NUM_TRIES = 2  # on a busy machine, the first one may have waited for a core
+NUM_TRIES = 2  # the first may have waited for a core on a busy machine
 MAX_TIMEOUTS = 8
 REGAIN_S = 60.0
 log = structlog.get_logger(__name__)
 
-_SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))  # all: the last is U+3000
+_SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))  # the last one is U+3000
 _ASCII = "".join(map(chr, range(128)))
-_OTHER = "é一٣😀"  # a pattern that starts with one of them may start with any
+_OTHER = "é一٣😀"  # a pattern that can start with one of them may start with any
 _NEEDS_CONTEXT = regex.compile(r"\\[pPBGKX]|\(\?<[=!]|\(\?\w*[iaLu]|(?<!\[)\^")
 
 
 class Patience:
-    """Of the patterns of a template: a checkpoint may bring one that takes for ever. After
-    MAX_TIMEOUTS searches that were broken off they match nothing; each REGAIN_S restores one.
+    """The remaining timeouts of a template's patterns, since a checkpoint may contain one that
+    never ends. After MAX_TIMEOUTS timeouts the patterns match nothing; each REGAIN_S restores one.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._regained_at = 0.0  # when all of them are restored
+        self._regained_at = 0.0  # when all timeouts are restored
 
     @property
     def is_over(self) -> bool:
         return self._regained_at - self._now() > (MAX_TIMEOUTS - 1) * REGAIN_S
 
     def lose(self) -> tuple[None, bool]:
-        """Returns what a search without a match returns."""
+        """Counts a timeout. Returns the result of a search without a match."""
         self._regained_at = max(self._regained_at, self._now()) + REGAIN_S
         if self.is_over:
             log.warning("pattern_too_slow", effect="what it delimits is part of the content")
@@ -53,8 +53,9 @@ class Patience:
 
 
 class Delimiter(msgspec.Struct, frozen=True):
-    """`can_grow`: whether a match at the end of a text can become longer. `leads`: matches the
-    characters that a match can start with; None: all. A search that takes too long finds nothing.
+    """The compiled form of a delimiter. `can_grow` is true if a match at the end of a text can
+    become longer. `leads` matches the characters that a match can start with; None means all. A
+    search that takes too long finds nothing.
     """
 
     pattern: Any
@@ -64,7 +65,9 @@ class Delimiter(msgspec.Struct, frozen=True):
     patience: Patience = msgspec.field(default_factory=Patience)
 
     def search(self, text: str, start: int = 0, *, is_ended: bool) -> tuple[Any, bool]:
-        """The match and whether more text may change it. One that grows too long is no match."""
+        """Returns the match, and whether more text may change it. A match that grows beyond
+        MAX_HELD_CHARS is none.
+        """
         if self.leads is not None and not self.is_at_start:
             lead = self.leads.search(text, start)
             if lead is None:
@@ -73,7 +76,7 @@ class Delimiter(msgspec.Struct, frozen=True):
         return self._tried(partial(self.pattern.search, text, start), text, is_ended)
 
     def match(self, text: str, *, is_ended: bool) -> tuple[Any, bool]:
-        """As `search`, at the start of the text alone."""
+        """Searches like `search`, but only at the start of the text."""
         return self._tried(partial(self.pattern.match, text), text, is_ended)
 
     def _tried(self, find: Callable[..., Any], text: str, is_ended: bool) -> tuple[Any, bool]:
@@ -102,7 +105,9 @@ def delimiter(
     markers: MarkerTokens,
     patience: Patience,
 ) -> Delimiter | None:
-    """Raises ConfigError."""
+    """Returns the delimiter of one or several texts or of a pattern, or None without any. Raises
+    ConfigError.
+    """
     if literal is not None and pattern is not None:
         raise ConfigError(f"{scope}: has both a text and a pattern")
     if literal is not None:
@@ -126,7 +131,7 @@ def delimiter(
 
 
 def compiled(scope: str, pattern: str) -> Any:
-    """Raises ConfigError, also for a pattern that is too long."""
+    """Returns the compiled pattern. Raises ConfigError if it is invalid or too long."""
     if len(pattern) > MAX_PATTERN_CHARS:
         most = f"the limit is {MAX_PATTERN_CHARS}"
         raise ConfigError(f"{scope}_pattern: has {len(pattern)} characters, {most}")

@@ -1,4 +1,4 @@
-"""Finds the end of a JSON value in a text that arrives in pieces, and its first invalid character.
+"""Finds the end of a JSON value in a text that arrives in parts, and its first invalid character.
 
 value ──"{"──▶ key or end ──▶ colon ──▶ value ──▶ comma or end ──▶ …, one level for each bracket
 """
@@ -18,7 +18,7 @@ MAX_LITERAL_CHARS = 1024
 
 
 class JsonValue:
-    """One value. `is_complete` and `is_bad` are final."""
+    """The parser of one value. Once true, `is_complete` and `is_bad` stay true."""
 
     def __init__(self) -> None:
         self.is_complete = False
@@ -26,11 +26,11 @@ class JsonValue:
         self._brackets: list[str] = []
         self._expected = "value"
         self._literal = ""
-        self._num_hex = 0  # digits that are left of \uXXXX
+        self._num_hex = 0  # remaining digits of \uXXXX
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Returns the index after the last valid character: of the value's end, of the first
-        invalid character, or of the text's end.
+        """Returns the index after the last valid character: the value's end, the first invalid
+        character, or the text's end.
         """
         index, end = start, len(text)
         while index < end and not (self.is_complete or self.is_bad):
@@ -38,7 +38,7 @@ class JsonValue:
         return index
 
     def finish(self) -> None:
-        """At the end of the text: a number needs no other end."""
+        """Ends a number at the end of the text."""
         if self._expected == "literal" and not self.is_bad:
             self._end_literal()
 

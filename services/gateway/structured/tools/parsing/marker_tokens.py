@@ -1,8 +1,8 @@
-"""Tokens that are markers of a response template, apart from the same text of ordinary tokens.
+"""Distinguishes tokens that are markers of a response template from equal text of other tokens.
 
 A marker's token is written as one lone surrogate, which no text contains, in the stream and in the
-patterns of the template. So a marker that is a token cannot be imitated by text, and has one
-character however long it is.
+template's patterns. So text cannot imitate a marker that is a token, and each marker is one
+character.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ _MARKER = regex.compile("[\ud800-\udfff]")
 
 
 class MarkerTokens:
-    """`by_token`: the character of each token that is a marker. No tokens: markers are text."""
+    """The markers that are tokens. `by_token` has the character of each by token id. Without
+    tokens, all markers are text.
+    """
 
     def __init__(self, tokens: Mapping[str, int] | None = None) -> None:
-        """`tokens`: the ids of markers, by text."""
+        """`tokens` are the ids of markers, by text."""
         ordered = sorted(tokens or {}, key=len, reverse=True)[:_MAX_MARKERS]
         chars = {text: chr(_FIRST + index) for index, text in enumerate(ordered)}
         self.by_token = {(tokens or {})[text]: char for text, char in chars.items()}
@@ -29,7 +31,7 @@ class MarkerTokens:
         self._texts = {char: text for text, char in chars.items()}
 
     def replaced(self, text: str) -> str:
-        """A text of the template with the markers as characters."""
+        """Returns a text of the template with the markers as characters."""
         for marker, char in self._chars.items():
             text = text.replace(marker, char)
         return text
@@ -37,7 +39,7 @@ class MarkerTokens:
     def replaced_pattern(self, pattern: str) -> str:
         for marker, char in self._chars.items():
             for written in (regex.escape(marker, special_only=True), regex.escape(marker), marker):
-                # a group may be named like a marker: `(?P<name>`
+                # A marker may also be the name of a group, as in `(?P<name>`.
                 pattern = regex.sub(r"(?<!\(\?P)" + regex.escape(written), char, pattern)
         return pattern
 
@@ -48,7 +50,7 @@ class MarkerTokens:
 
 
 def marker_tokens(template: Mapping[str, Any], added_tokens: Mapping[str, int]) -> MarkerTokens:
-    """Those added tokens of the tokenizer that the template mentions."""
+    """Returns the markers among a tokenizer's added tokens: those that the template contains."""
     texts = list(_texts(template.get("fields", {})))
     tokens = {}
     for marker, token_id in added_tokens.items():

@@ -1,5 +1,5 @@
-"""Converts the tokens of one choice to what the client may see: detokenizer, parser, stop strings.
-Stop strings and logprobs are of content only.
+"""Converts the tokens of one choice to events: detokenizer, parser and stop strings.
+Stop strings and logprobs apply to content only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ NO_MARKERS = MarkerTokens()
 
 
 class OutputAssembler:
-    """Stop strings are matched only from `min_tokens` tokens on. `parser`: splits calls and
-    reasoning off; None: all text is content. `shows_reasoning`: false drops it; it is counted all
-    the same. `num_tokens`: all, up to the end of a stop string.
+    """The assembler of one choice. Stop strings are matched from the token `min_tokens` on.
+    `parser` separates calls and reasoning; if it is None, all text is content. If `shows_reasoning`
+    is false, reasoning is dropped but counted. `num_tokens` counts all tokens up to the end of a
+    stop string.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class OutputAssembler:
         self._parser = parser
         self._markers = markers.by_token
         self._stop_strings = StopStrings(stop)
-        self._is_bare = parser is None and not stop.strings  # all text is shown at once
+        self._is_bare = parser is None and not stop.strings  # text needs no parsing
         self._min_tokens = min_tokens
         self._shows_reasoning = shows_reasoning
         self._held: HeldTokens | None = None  # tokens of a choice with logprobs
@@ -52,21 +53,22 @@ class OutputAssembler:
 
     @property
     def stop_sequence(self) -> str | None:
-        """The stop string that matched."""
+        """The stop string that matched, or None."""
         return self._stop_strings.matched
 
     @property
     def num_calls(self) -> int:
-        """Complete calls."""
+        """The number of complete calls."""
         return 0 if self._parser is None else self._parser.num_calls
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[Part]:
         """Returns a text for each token with content to show, and the events between them. Tokens
-        after a stop string are neither shown nor counted. `logprobs`: of all tokens, or empty.
+        after a stop string are neither shown nor counted. `logprobs` has one entry a token, or is
+        empty.
         """
         if self._is_bare and not logprobs:
             self.num_tokens += len(token_ids)
-            return self._detokenizer.feed(token_ids)  # type: ignore[return-value]  # nobody adds
+            return self._detokenizer.feed(token_ids)  # type: ignore[return-value]  # unchanged
         if logprobs and self._held is None:
             self._held = HeldTokens()
         held, parser = self._held if logprobs else None, self._parser
@@ -88,7 +90,9 @@ class OutputAssembler:
         return parts
 
     def flush(self) -> list[Part]:
-        """Returns what was held back, after the last token; may still find a match in it."""
+        """Returns the parts that were held back, after the last token. They may still contain a
+        stop string.
+        """
         if self.is_stopped:
             return []
         text, parts = self._detokenizer.flush(), list[Part]()
@@ -106,7 +110,7 @@ class OutputAssembler:
         return parts
 
     def take_scored(self) -> Sequence[ScoredToken]:
-        """Returns the tokens whose text was released since the last call."""
+        """Returns the tokens whose text has been released since the last call."""
         return () if self._held is None else self._held.take()
 
     def _show(self, text: str, parts: list[Part]) -> None:
@@ -152,7 +156,7 @@ class OutputAssembler:
             if isinstance(event, TextDelta):
                 self._show(event.text, parts)
                 continue
-            held = self._stop_strings.flush()  # a stop string is not around a call
+            held = self._stop_strings.flush()  # no stop string spans a call
             if held:
                 parts.append(held)
                 if self._held is not None:
@@ -168,8 +172,8 @@ class OutputAssembler:
         *,
         is_partial: bool,
     ) -> None:
-        """Tokens are of content if the text that the parser releases with the last one is.
-        `is_partial`: the last token only begins a character.
+        """Assigns waiting tokens to content if the parser releases content with the last one.
+        `is_partial` means that the last token only begins a character.
         """
         text = "".join(each.text for each in parsed if isinstance(each, TextDelta))
         if text:

@@ -1,4 +1,4 @@
-"""The parsing of one model's responses: its family's template, compiled for its tokenizer."""
+"""The parsing of one model's responses by its family's template, compiled for its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ NO_TOOLS: Mapping[str, Mapping[str, Any]] = {}
 
 
 class ResponseParsing:
-    """Raises ConfigError for a response template that is not valid."""
+    """Creates parsers for a model's responses. Raises ConfigError for an invalid response
+    template.
+    """
 
     def __init__(self, family: Family, added_tokens: Mapping[str, int]) -> None:
-        """`added_tokens`: ids of the tokenizer's added tokens, by text."""
+        """`added_tokens` are the ids of the tokenizer's added tokens, by text."""
         source = family.response_template
         self.family = family
         self.markers = MarkerTokens() if not source else marker_tokens(source, added_tokens)
@@ -30,7 +32,7 @@ class ResponseParsing:
         )
 
     def applies(self, tools: ToolOptions | None) -> bool:
-        """Whether a response with these tools can have calls or reasoning."""
+        """Whether a response with these tools can contain calls or reasoning."""
         if self._full is None:
             return False
         has_calls = self.family.call_format is not None or self._full.first("calls") is not None
@@ -49,8 +51,9 @@ class ResponseParsing:
         is_constrained: bool = False,
         opens_reasoning: bool = True,
     ) -> ResponseParser:
-        """`prompt_tail`: the last text of the prompt. `num_earlier_calls`: in the conversation.
-        `is_constrained`, `opens_reasoning`: as of `ResponseParser`.
+        """Returns the parser of one choice. `prompt_tail` is the last text of the prompt.
+        `num_earlier_calls` counts the conversation's calls. `is_constrained` and `opens_reasoning`
+        are passed to `ResponseParser`.
         """
         offered = () if tools is None else tools.callable_tools
         template = self._full if offered else self._without_calls
@@ -79,7 +82,7 @@ class ResponseParsing:
 
 
 def _own_id(request_id: str, choice_index: int, index: int) -> str:
-    """The same for the same call, so that a resumed response does not change."""
+    """Returns an id that is equal for the same call, so that a resumed response does not change."""
     source = f"{request_id}\0{choice_index}\0{index}".encode()
     return f"call_{blake2b(source, digest_size=12).hexdigest()}"
 

@@ -1,15 +1,15 @@
-"""Splits the text of one choice into content, reasoning and calls, while it arrives. Pure.
+"""Splits the text of one choice into content, reasoning and calls while it arrives. Pure.
 
                 ┌──── close ◀── thinking ◀── open ──┐
 outside (content) ◀── close ◀── content  ◀── open ──┤ outside
                 └──── close ◀── a call   ◀── open ──┘
 
-A text may be split anywhere: what may be a part of a delimiter is held back. A call that cannot be
-read, or is of a tool that is not offered, becomes content as it is written. If its arguments began
-before that, it ends if they are complete, else stays without an end; the rest becomes content.
+A text may be split anywhere: a possible part of a delimiter is held back. A call that cannot be
+parsed, or of a tool that is not offered, becomes content as written. If its arguments have already
+begun, the call ends if they are complete, else it has no end; the remaining text becomes content.
 
-Under a constraint, delimiters count only before the answer, where the grammar has them. Its first
-text makes it content to the end, character by character: a delimiter in it is a part of a string.
+Under a constraint, delimiters are recognised only before the answer, where the grammar has them.
+From its first text on, the answer is literal content: a delimiter in it is a part of a string.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ CallIdOf = Callable[[int, str], str]  # call's index, name → id
 
 
 class ResponseParser:
-    """`schemas`: of each offered tool's arguments, by name. `custom`: tools whose input is text.
-    `is_thinking`: whether the prompt ends inside of reasoning. `num_calls`: complete calls.
-    `is_constrained`: whether a grammar applies to the answer, which is no call; only with
-    `opens_reasoning` may reasoning open before it.
+    """The parser of one choice. `schemas` are those of the offered tools' arguments, by name.
+    `custom` are the names of tools whose input is text. `is_thinking` means that the prompt ends
+    inside reasoning. `num_calls` counts complete calls. `is_constrained` means that a grammar
+    applies to the answer, which is then no call; reasoning may open before it only if
+    `opens_reasoning`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ResponseParser:
         self._captures: dict[str, str] = {}
         self._is_closing = False
         self._is_call_open = False
-        self._num_searched = 0  # characters of the buffer before which no closing starts
+        self._num_searched = 0  # characters of the buffer in which no closing starts
         self._text = ShownText(choice_index, markers, skips_spaces=is_thinking)
         self._is_ended = False
         self._is_constrained = is_constrained
@@ -90,12 +91,12 @@ class ResponseParser:
 
     @property
     def is_in_content(self) -> bool:
-        """Whether text is shown, or may be, as content."""
+        """Whether text is, or may be, shown as content."""
         return self._region is None or self._region.kind == "content"
 
     @property
     def holds_text(self) -> bool:
-        """Whether text waits for what follows it."""
+        """Whether text is held back until more follows."""
         return bool(self._buffer) or self._text.holds_spaces
 
     def feed(self, text: str) -> list[Event]:
@@ -266,7 +267,7 @@ class ResponseParser:
         return True
 
     def _step_whole(self, region: TemplateRegion) -> bool:
-        """Reads a body when it is complete."""
+        """Parses a body once it is complete. Returns whether another step is possible."""
         found, is_pending = None, False
         if region.close is not None:
             found, is_pending = self._search(region.close, self._num_searched)
@@ -300,7 +301,7 @@ class ResponseParser:
         return bool(calls)
 
     def _fail(self, num_chars: int = 0) -> None:
-        """Makes the call that was being read content, and `num_chars` of the buffer."""
+        """Turns the current call and `num_chars` of the buffer into content."""
         raw = self._raw + self._advance(num_chars)
         self._leave()
         self._text.skips_spaces = False

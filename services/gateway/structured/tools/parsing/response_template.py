@@ -1,8 +1,8 @@
-"""Hugging Face's `response_template`, validated and compiled.
+"""Validates and compiles Hugging Face's `response_template`.
 
 Fields are `thinking` (also `reasoning`, `reasoning_content`), `content` and `tool_calls`; the text
-of others is not shown. A field is a region between `open` and `close`; `content`, without an
-opening, is what is outside of regions. Beside its parsers of content we have:
+of other fields is not shown. A field is a region between `open` and `close`; `content` without an
+opening is the text outside regions. Two parsers of content are added:
 
 python-calls:          `[f(a=1), g()]`, which gives a list of names and arguments
 json with `separator`: several values joined by this character
@@ -58,13 +58,13 @@ class _Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fields: Annotated[dict[str, _FieldSource], Meta(min_length=1)]
     version: Literal[1] = 1
     defaults: dict[str, Any] = {}
-    start_anchor: Any = None  # the parser is told what the prompt opened
+    start_anchor: Any = None  # unused: the prompt's end is known
     start_anchor_pattern: str | None = None
 
 
 class TemplateRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """`name`, `arguments`: where a call has them, as paths of keys from `content`, the item of a
-    list, or a named group of the opening.
+    """A field's region. `name` and `arguments` are the places of a call's name and arguments: paths
+    of keys that begin with `content`, an item of a list, or a named group of the opening.
     """
 
     kind: Kind
@@ -79,7 +79,7 @@ class TemplateRegion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the body is strict JSON, which is read while it arrives."""
+        """Whether the body is strict JSON, which is parsed while it arrives."""
         is_lax = self.args.get("unquoted_keys") or self.args.get("string_delims")
         return self.content == "json" and not is_lax
 
@@ -98,7 +98,9 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
 def compiled_template(
     source: Mapping[str, Any], markers: MarkerTokens, *, calls: bool = True
 ) -> ResponseTemplate:
-    """`calls`: false leaves the regions of calls out. Raises ConfigError, which names the key."""
+    """Returns the compiled template, without the regions of calls if `calls` is false. Raises
+    ConfigError, which names the key.
+    """
     try:
         checked = msgspec.convert(source, _Source)
     except msgspec.ValidationError as error:
@@ -149,8 +151,10 @@ def _check_tags(scope: str, args: Mapping[str, Any]) -> None:
 
 
 def _paths(scope: str, transform: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of the name and the arguments, in `{"type": "function", "function": {…}}`."""
-    if transform is None:  # the body has this form itself
+    """Returns the paths of the name and the arguments, in `{"type": "function",
+    "function": {…}}`.
+    """
+    if transform is None:  # the body has this form
         return ("content", "function", "name"), ("content", "function", "arguments")
     function = transform.get("function", transform) if isinstance(transform, dict) else {}
     found = []

@@ -1,5 +1,5 @@
-"""Content and reasoning as the client sees them. Spaces beside a delimiter belong to it, so those
-at the end of a text wait for what follows.
+"""Content and reasoning as the client sees them. Spaces next to a delimiter are removed with it, so
+spaces at the end of a text are held back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MAX_HELD_SPACES = 4096
 
 
 class ShownText:
-    """`skips_spaces`: whether the text follows a delimiter."""
+    """The text of one choice. `skips_spaces` is true if the text follows a delimiter."""
 
     def __init__(self, choice_index: int, markers: MarkerTokens, *, skips_spaces: bool) -> None:
         self.skips_spaces = skips_spaces
@@ -39,7 +39,7 @@ class ShownText:
         self.skips_spaces = True
 
     def of(self, kind: Kind, text: str) -> TextDelta | ReasoningDelta | None:
-        """Returns None if nothing is shown yet, or at all."""
+        """Returns the delta to show, or None if there is none yet or the kind is not shown."""
         if not text or kind not in ("content", "thinking"):
             return None
         text = self._markers.restored(self._spaces + text)

@@ -1,6 +1,4 @@
-"""Bodies of calls that are read when they are complete. All raise ValueError for what they cannot
-read.
-"""
+"""Parses bodies of calls that are complete. All functions raise ValueError for invalid bodies."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import regex
 from services.gateway.schemas.argument_text import ArgumentKinds, read
 from services.gateway.structured.tools.parsing.response_template import TemplateRegion
 
-MAX_BODY_CHARS = 256 * 1024  # each token copies what is held
+MAX_BODY_CHARS = 256 * 1024  # each token copies the held text
 MATCH_TIMEOUT_S = 0.05
 _UNQUOTED_KEY = regex.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
 _WORDS = {"true": True, "false": False, "null": None}
@@ -26,8 +24,8 @@ def whole_calls(
     captures: Mapping[str, str],
     schemas: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[str, str]]:
-    """Returns names and arguments, as JSON, of a body of calls to tools that have a schema.
-    `captures`: the named groups of the opening. Raises ValueError.
+    """Returns the names and the arguments, as JSON, of a body's calls to tools that have a schema.
+    `captures` are the named groups of the opening.
     """
     try:
         calls = _named(region, _content(region, body, captures, schemas), captures)
@@ -36,7 +34,7 @@ def whole_calls(
             for name, values in calls
         ]
         for name, text in texts:
-            text.encode()  # not with half of a surrogate pair
+            text.encode()  # fails for a lone surrogate
             if name not in schemas:
                 raise ValueError(f"no tool is named {name}")
     except (KeyError, TypeError, AttributeError, RecursionError, TimeoutError) as error:
@@ -97,7 +95,7 @@ def lax_json(text: str, args: Mapping[str, Any]) -> Any:
 
 
 def _between(text: str, opening: str, close: str) -> list[str]:
-    """Alternates what is outside and inside of the marks."""
+    """Returns the texts outside and inside the marks, alternately."""
     parts = []
     for index, part in enumerate(text.split(opening)):
         parts += part.split(close, 1) if index else [part]
@@ -163,7 +161,7 @@ def _python_call(node: ast.expr) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Returns a literal's value; `true`, `false` and `null` are also read, as JSON's."""
+    """Returns a literal's value; `true`, `false` and `null` are read as JSON's."""
     match node:
         case ast.Name(id=("true" | "false" | "null") as word):
             return _WORDS[word]
