@@ -1,4 +1,4 @@
-"""Composes the routes of operators and load balancers, which belong to no dialect."""
+"""The routes of operators and load balancers, which belong to no dialect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from shared.telemetry.timeline import Timeline
 
 
 class OperatorRoutes:
-    """`find_timeline`: returns a timeline by the id of its request. `num_open`: returns the number
-    of running requests. `wall_clock`: seconds since 1970.
+    """Builds the routes of one gateway. `find_timeline` returns a timeline by its request's id,
+    `num_open` the number of running requests, and `wall_clock` Unix seconds.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class OperatorRoutes:
         )
 
     def handlers(self, error: type[Any]) -> list[HTTPRouteHandler]:
-        """`error`: the type of a rejection, for the OpenAPI document."""
+        """Returns the route handlers. `error` is the type of a rejection in the OpenAPI
+        document.
+        """
         timeline = get(
             "/v1/requests/{request_id:str}/timeline",
             guards=[self._timelines.authorize],

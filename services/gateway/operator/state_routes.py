@@ -1,5 +1,5 @@
-"""`/health`, `/version`, `/ready` and `/metrics`: for load balancers and operators, without an API
-key.
+"""The routes `/health`, `/version`, `/ready` and `/metrics` for load balancers and operators,
+without an API key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from shared.errors import AuthenticationFailed
 from shared.lifecycle.release import installed_release
 
-METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
+METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds the charset
 READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
 
 
@@ -35,8 +35,9 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class StateRoutes:
-    """`metrics_token`: protects the metrics; empty: everybody may read them. `is_operator`: whether
-    an Authorization header has the operator's token.
+    """The endpoints of a gateway's state. `metrics_token` protects the metrics; if it is empty,
+    everybody may read them. `is_operator` returns whether an Authorization header has the
+    operator's token.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class StateRoutes:
         self._is_operator = is_operator
 
     def handlers(self, error: type[Any]) -> list[HTTPRouteHandler]:
-        """`error`: the type of a rejection, for the OpenAPI document."""
+        """Returns the route handlers. `error` is the type of a rejection in the OpenAPI
+        document.
+        """
         metrics = READS("/metrics", include_in_schema=False, guards=[self._authorize_metrics])
         return [
             READS("/health")(self.health),
@@ -66,8 +69,8 @@ class StateRoutes:
     async def _authorize_metrics(
         self, connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler
     ) -> None:
-        """Raises AuthenticationFailed. Two readings of these sums show the activity of other
-        tenants.
+        """Raises AuthenticationFailed if the metrics need a token and the request has another. Two
+        readings of the counters show the activity of other tenants.
         """
         given = bearer_of(connection.headers.get("authorization")) if self._metrics_token else ""
         if not hmac.compare_digest(given.encode(), self._metrics_token):
@@ -91,6 +94,8 @@ class StateRoutes:
         return Version(installed_release())
 
     async def metrics(self, request: Request[Any, Any, Any]) -> Response[bytes]:
-        """`names=vllm`: under the names of vLLM. Returns 400 for other names."""
+        """Returns the metrics, with `names=vllm` under vLLM's names. Returns 400 for
+        other names.
+        """
         text = await self._metrics.text(request.query_params.get("names", "hearth"))
         return Response(text, media_type=METRICS_TYPE)

@@ -1,5 +1,5 @@
-"""`GET /v1/cluster`, its `/events` and `/tenants`, for the operator alone: a tenant may learn
-neither the load nor the timing of others.
+"""The endpoints `GET /v1/cluster`, its `/events` and `/tenants`, for the operator alone: a tenant
+may learn neither the load nor the timing of others.
 """
 
 from __future__ import annotations
