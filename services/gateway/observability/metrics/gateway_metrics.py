@@ -125,7 +125,7 @@ class GatewayMetrics:
         self.stopped_workers = StoppedWorkers()
         self._num_open_streams: Callable[[], int] = lambda: 0
         self._tenants = TenantLabels()
-        self._load: Counter[str] = Counter()  # by the field of GatewayLoad
+        self._load: Counter[str] = Counter()  # keys are fields of GatewayLoad
         self._registries = {"hearth": CollectorRegistry(), "vllm": CollectorRegistry()}
         self._registries["hearth"].register(self.own)
         self._registries["hearth"].register(

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 
 class PoolLoad(Protocol):
-    """A pool of processes. `num_waiting`: jobs in the longest queue. `num_running`: jobs.
-    `num_lost`: processes that ended while they ran one.
+    """The load of a pool of processes. `num_waiting` counts the jobs of its longest queue,
+    `num_running` jobs, and `num_lost` the processes that ended while they ran one.
     """
 
     @property
@@ -24,7 +24,7 @@ class PoolLoad(Protocol):
 
 
 def preparation_families(loads: Mapping[str, PoolLoad]) -> Iterator[Metric]:
-    """`loads`: the pools by name."""
+    """Yields the metrics of the loads, which are given by pool."""
     jobs = GaugeMetricFamily(
         "hearth_preparation_jobs",
         "Jobs for preparation processes: running, or waiting in the longest queue of the pool.",

@@ -32,7 +32,7 @@ class RequestRecord:
         self.outcome = "none"  # the code of that error
         self.phase: PhaseName = "validate"  # the current phase
         self.phase_began_at = arrived_at
-        self.spent_s: dict[PhaseName, float] = {}  # of earlier phases, in order
+        self.spent_s: dict[PhaseName, float] = {}  # earlier phases, in order
         self.stalled_at = 0.0
         self.stall_s = 0.0
         self.ended_at: float | None = None  # when all outputs have ended

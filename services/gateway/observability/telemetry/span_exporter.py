@@ -68,7 +68,7 @@ class SpanTracing:
         self._clock = clock
         self._max_in_flight = max_in_flight
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
-        self._in_flight: deque[Timeline] = deque()  # in sending order, the unsent last
+        self._in_flight: deque[Timeline] = deque()  # sending order, the unsent last
         self._unsent: list[bytes] = []
         self._flush_timer: asyncio.TimerHandle | None = None
         self._process: PipedChild | None = None

@@ -26,8 +26,8 @@ from services.gateway.observability.telemetry.traced_request import SETTLED, SIZ
 from shared.log import configure_logging
 from shared.telemetry.line_writer import replace_standard_error
 
-MAX_READ_BYTES = 1 << 20  # of frames for one message to the collector
-DRAIN_S = 1.5  # to send the remaining spans once the gateway has closed its end
+MAX_READ_BYTES = 1 << 20  # the frames of one message to the collector
+DRAIN_S = 1.5  # the remaining spans are sent after the gateway has closed its end
 LOG_INTERVAL_S = 60.0  # between log lines about failures
 STDIN, STDOUT = 0, 1
 
@@ -96,7 +96,7 @@ def read_frames(file: int) -> Iterator[list[bytes]]:
 def _exit_after_gateway() -> None:
     """Ends the process DRAIN_S after its gateway, even if the collector hangs."""
     poll = select.poll()
-    poll.register(STDIN, select.POLLRDHUP)  # and POLLHUP
+    poll.register(STDIN, select.POLLRDHUP)  # POLLHUP is always included
     poll.poll()
     time.sleep(DRAIN_S)
     os._exit(1)
