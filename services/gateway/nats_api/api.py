@@ -45,14 +45,16 @@ log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.05
 GRACE_S = 5.0  # seconds to submit the last requests, and for the last replies
-MAX_CANCEL_BYTES = 1024  # a larger one is not decoded
+MAX_CANCEL_BYTES = 1024  # larger ones are not decoded
 MAX_CLIENT_SHARE = 4  # one client may have a quarter of `max_requests`
 _CANCEL_FIELDS = SupportedFields(CancelRequest, {})
 _encode = msgspec.json.Encoder().encode
 
 
 class NatsApi:
-    """`service_id`: identifies this gateway in discovery. `started_at`: seconds since 1970."""
+    """The API of one gateway over NATS. `service_id` is its id in discovery. `started_at` is in
+    Unix seconds.
+    """
 
     def __init__(
         self,
@@ -87,19 +89,21 @@ class NatsApi:
             metadata={"gateway": config.process_id},
             started_at=started_at,
         )
-        self._running: dict[tuple[str, str], ServedRequest] = {}  # by client and request id
+        self._running: dict[tuple[str, str], ServedRequest] = {}  # keys: client and request id
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_running: Counter[str] = Counter()  # by client
+        self._num_running: Counter[str] = Counter()  # key: client
         self._joining: asyncio.Task[None] | None = None
         self._background = Background()
-        self.has_joined = False  # now or before
+        self.has_joined = False  # stays true after leaving
         self._leave: Callable[[], Awaitable[None]] | None = None
         self._stops: list[Callable[[], Awaitable[None]]] = []
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, is_ready: Callable[[], bool]) -> None:
-        """Takes requests once the gateway is ready: until then, others can serve them."""
+        """Starts discovery and listeners, and joins the queue group once the gateway is ready:
+        until then, other gateways serve the requests.
+        """
         self._stops = [
             await self._discovery.start(),
             await self._parts.listeners.start(),
@@ -144,7 +148,7 @@ class NatsApi:
         while not is_ready():
             await self._clock.sleep(READY_POLL_S)
         self._leave = await self._messages.listen(API_REQUESTS, self._take, queue=API_GROUP)
-        await self._messages.flush()  # from now on the server knows it
+        await self._messages.flush()  # returns when the server has the subscription
         self.has_joined = True
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────

@@ -14,13 +14,17 @@ from shared.subjects import API_GROUP, CANCEL, api_request
 
 
 class CancelRequest(msgspec.Struct, frozen=True):
-    """`request`: the header `Hearth-Request` of its messages."""
+    """The body of a cancellation. `request` is the header `Hearth-Request` of the request's
+    messages.
+    """
 
     request: str
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """`cancelled`: False if the gateway does not run this request of this client."""
+    """The reply to a cancellation. `cancelled` is false if the gateway does not run this request of
+    this client.
+    """
 
     request: str
     cancelled: bool
@@ -28,7 +32,9 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """Describes an endpoint to clients over NATS. `encode_error`: its dialect's."""
+    """An endpoint as clients over NATS see it. `encode_error` encodes errors in the form of its
+    dialect.
+    """
 
     endpoint: Endpoint
     encode_error: EncodeError

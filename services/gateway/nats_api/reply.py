@@ -21,7 +21,7 @@ from shared.transport.untyped_messages import UntypedMessages
 log = structlog.get_logger(__name__)
 
 REQUEST, NUMBER, END = "Hearth-Request", "Hearth-Seq", "Hearth-End"
-GATEWAY = "Hearth-Gateway"  # where to send a cancellation
+GATEWAY = "Hearth-Gateway"  # the gateway to which cancellations are sent
 ERROR, ERROR_CODE = "Nats-Service-Error", "Nats-Service-Error-Code"
 FAILED = "error"  # the value of END after an error
 MAX_REASON_CHARS = 500  # an error's message may repeat what the client sent

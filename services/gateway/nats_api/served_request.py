@@ -35,15 +35,15 @@ from shared.tenancy.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
 
-# The server takes no replies after REPLY_S; the error of a late request needs some time, too.
+# The server accepts no replies after REPLY_S; 60 s remain to send the error of a late request.
 MAX_DEADLINE_S = REPLY_S - 60.0
 HEADERS_BYTES = 8 * 1024  # bytes of a reply besides its body
 
 
 @dataclass(slots=True)
 class RequestMessage:
-    """`arrived_at`: seconds of the gateway's clock. `data`: the body until its request is
-    submitted.
+    """The message of a request. `arrived_at` is in seconds of the gateway's clock. `data` is the
+    body, until the request is submitted.
     """
 
     endpoint: str
@@ -53,13 +53,13 @@ class RequestMessage:
     arrived_at: float
 
 
-DIALECT = "nats"  # in metrics
+DIALECT = "nats"  # the label in metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsParts:
-    """The parts that all requests over NATS share. `endpoints`: by name. `max_reply_bytes`: returns
-    the bytes that one message may have.
+    """The parts that all requests over NATS share. `endpoints` are given by name. `max_reply_bytes`
+    returns the maximum size of a message.
     """
 
     transport: TransportParts
@@ -79,7 +79,7 @@ class ServedRequest:
         self._task: asyncio.Task[None] | None = None
         self._cancel_open: Callable[[HearthError], None] | None = None
         self._listener = ""
-        self._tenant_id = ""  # until it is known
+        self._tenant_id = ""  # empty while unknown
         self._error: HearthError | None = None  # the error with which it was cancelled
         self.has_passed = asyncio.Event()  # it is submitted, or has ended
 
@@ -139,7 +139,7 @@ class ServedRequest:
         if headers.traceparent:  # all other logs have the request's id
             trace = headers.traceparent
             log.info("request_traced", request=self.request_id, traceparent=trace)
-        held = transport.budget.body(f"client {message.client_id}")  # until the tenant is known
+        held = transport.budget.body(f"client {message.client_id}")  # the tenant is still unknown
         try:
             held.add(len(message.data))
             tenant = await transport.api_keys.tenant_of_client(message.client_id)
