@@ -59,7 +59,7 @@ class Connections:
         self._max_opening = min(max_opening, max(1, max_connections // 2))
         self._max_reserved = max_reserved
         self._num_held: Counter[Holder] = Counter()
-        self._num_open = 0  # without the reserved ones
+        self._num_open = 0  # excludes reserved connections
         self._idle: dict[Holder, dict[OpenConnection, None]] = {}  # longest idle first
         self._reserved: dict[OpenConnection, None] = {}  # oldest first
 

@@ -14,25 +14,25 @@ from litestar.openapi.spec import Components, SecurityScheme
 from shared.background import item_error, start_awaited
 
 BEARER = "api_key"
-SECURITY: list[dict[str, list[str]]] = [{BEARER: []}]  # routes that need an API key have it
+SECURITY: list[dict[str, list[str]]] = [{BEARER: []}]  # routes that need an API key use it
 DOCS_PATH = "/docs"
 
 
 def described(body: type[Any], error: type[Any], *statuses: int) -> dict[int, ResponseSpec]:
-    """Returns what the document says of a route's responses. `error`: the type of a rejection."""
+    """Returns the OpenAPI responses of a route. `error` is the type of a rejection."""
     served = ResponseSpec(body, generate_examples=False, description="served")
     rejected = ResponseSpec(error, generate_examples=False, description="rejected")
     return {200: served, **dict.fromkeys(statuses, rejected)}
 
 
 class OpenApiDocument:
-    """Encodes the document once, on a thread: the encoding takes 120 ms."""
+    """The OpenAPI document, encoded once and on a thread, since this takes 120 ms."""
 
     def __init__(self) -> None:
         self._encoded: asyncio.Task[bytes] | None = None
 
     async def openapi(self, request: Request[Any, Any, Any]) -> Response[bytes]:
-        """Returns the document."""
+        """Returns the encoded document."""
         if self._encoded is None:
             self._encoded = start_awaited(asyncio.to_thread(_encoded_document, request.app))
         try:
@@ -47,8 +47,8 @@ class OpenApiDocument:
         bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
 
         async def docs(request: Request[Any, Any, Any]) -> Response[bytes] | None:
-            """Answers with the encoded document, which Litestar would compute on the event loop.
-            A function, since Litestar copies a bound method with its object.
+            """Returns the encoded document, which Litestar would compute on the event loop. This is
+            a function, since Litestar copies a bound method with its object.
             """
             path = request.scope["path"].rstrip("/")
             is_document = path in (DOCS_PATH, f"{DOCS_PATH}/openapi.json")

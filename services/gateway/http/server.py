@@ -31,14 +31,14 @@ from shared.config import GatewayConfig
 from shared.errors import ConfigError, NoCapacity
 from shared.nats_urls import authority
 
-TenantOf = Callable[[Headers], str | None]  # from a request's headers
+TenantOf = Callable[[Headers], str | None]  # takes a request's headers
 
 ON_AUTHENTICATED = "on_authenticated"  # key in a request's state: takes the tenant's id
 IS_RESERVED = "is_reserved"  # key in a request's state: whether the connection is reserved
 PROBES = ("/health", "/ready", "/metrics")  # also on reserved connections
 _PROBE = ("probe", "")
 OPERATOR = ""  # stands for a tenant's id
-LISTEN_BACKLOG = 2048  # at most
+LISTEN_BACKLOG = 2048  # the maximum
 # libuv accepts one connection of a listening descriptor in a turn of the loop. With several
 # descriptors of one socket, new connections do not wait for one request start each.
 NUM_LISTENERS = 16
@@ -51,9 +51,9 @@ MAX_READS_PER_TURN = 16  # about 50 us each; libuv itself reads from all connect
 LARGE_READ_BYTES = 64 * 1024  # then other connections are read
 MAX_PIPELINED = 16  # requests of a connection that wait for their responses
 # Limits for slow clients, which occupy a connection and memory.
-HEAD_TIMEOUT_S = 10.0  # from the connection's start or first byte to the last header
-BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
-WRITE_TIMEOUT_S = 30.0  # without a byte taken by the client
+HEAD_TIMEOUT_S = 10.0  # the connection's start or first byte to the last header
+BODY_TIMEOUT_S = 60.0  # the last header to the last byte
+WRITE_TIMEOUT_S = 30.0  # the client takes no byte
 TICK_S = 0.1  # uvicorn's tick, of which each tenth renews the date of responses
 STOP_POLL_S = 0.01  # between checks whether the last responses are sent
 
@@ -461,8 +461,8 @@ class WebServer:
         return f"{self._scheme}://{authority(*self.address)}"
 
     async def start(self, clock: Clock | None = None) -> None:
-        """Returns once the server accepts connections; raises the error of a failed start. `clock`:
-        for the polls of the certificate's files; None: they are not polled.
+        """Returns once the server accepts connections, or raises the error of a failed start.
+        `clock` times the polls of the certificate's files; they are not polled if it is None.
         """
         sockets = [self._socket, *(self._socket.dup() for _ in range(NUM_LISTENERS - 1))]
         self._task = start_awaited(self._server.serve(sockets=sockets))
