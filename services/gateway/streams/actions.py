@@ -46,12 +46,12 @@ class Resend:
 ResubmissionCause = Literal[
     "worker_lost",
     "worker_failed",
-    "step_failed",  # on a step with this request alone
+    "step_failed",  # a step with this request alone
     "context_full",  # the worker's KV cache is smaller than the request
     "worker_excluded",  # a late placement on a worker that this request excludes
     "placement_unknown",  # the worker no longer has the placement
     "placement_retired",  # aborted here before its scheduler named it
-    "needs_dropped",  # by a scheduler of a release without `needs`
+    "needs_dropped",  # the scheduler's release has no `needs`
     "resends_failed",
     "scheduler_lost",
     "scheduler_silent",

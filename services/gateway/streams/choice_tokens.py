@@ -21,7 +21,7 @@ _NOTHING: Fresh = ((), ())
 class ChoiceTokens:
     def __init__(self, choice_index: int) -> None:
         self.choice_index = choice_index
-        self.last_token_at = 0.0  # of the current placement
+        self.last_token_at = 0.0  # time; the current placement only
         self.served: Served | None = None
         self.token_ids: list[int] = []
         self.finish: Finish | None = None

@@ -65,5 +65,5 @@ class FairStarts:
             waiting = self._waiting.pop(holder)
             start = waiting.popleft()
             if waiting:
-                self._waiting[holder] = waiting  # at the end
+                self._waiting[holder] = waiting  # moves it to the end
             self._start(start)

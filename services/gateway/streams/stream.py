@@ -53,7 +53,7 @@ class CurrentPlacement:
     worker_id: str
     last_token_at: float
     resends: set[int] = field(default_factory=set)  # choices with a pending resend
-    num_failed_resends: Counter[int] = field(default_factory=Counter)  # by choice index
+    num_failed_resends: Counter[int] = field(default_factory=Counter)  # key: choice index
     stopped_at: dict[int, float] = field(default_factory=dict)  # choices that contain a stop string
 
 
@@ -76,19 +76,19 @@ class Stream:
         self.state = StreamState.SUBMITTING
         self.attempt = 0
         self.num_resubmissions = 0
-        self.num_failed_steps = 0  # with this request alone
+        self.num_failed_steps = 0  # steps with this request alone
         self.excluded_workers: set[str] = set()
         self.submit_at: float | None = None  # when the next attempt is due
         self.window_opened_at = now
         self.give_up_at = now
         self.was_accepted = False  # a scheduler has queued or placed the request
-        self.num_tries = 0  # since `give_up_at` was set
-        self.lacked_worker_at = -math.inf  # its last NoCapacity in a queue
+        self.num_tries = 0  # tries since `give_up_at` was set
+        self.lacked_worker_at = -math.inf  # time of the last NoCapacity in a queue
         self.scheduler_id: str | None = None
         self.keepalive_at = now
         self.placement: CurrentPlacement | None = None
         self.last_worker_id: str | None = None
-        self.numerics: Numerics | None = None  # those of the worker that sent the last tokens
+        self.numerics: Numerics | None = None  # numerics of the last tokens' worker
         self.tries = [TryRecord(1, now)]
 
     @property

@@ -97,7 +97,7 @@ TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
 MAX_RESUBMISSIONS = 5
-MAX_FAILED_STEPS = 2  # of steps with one request alone, on different workers if there are several
+MAX_FAILED_STEPS = 2  # steps with one request alone, on different workers if there are several
 
 # Rejections that are retried; those in `_PATIENT` only in recovery or with retry_after_s=0.
 _TRANSIENT = (DependencyUnavailable, DeviceFailed, WorkerBusy, UnknownPlacement)
@@ -319,7 +319,7 @@ class Streams:
         placement, index = stream.placement, resend.choice_index
         placement.resends.discard(index)
         choice = stream.choices[index]
-        if choice.is_finished:  # in the meantime; a worker drops a stopped choice
+        if choice.is_finished:  # it finished meanwhile; a worker drops a stopped choice
             return
         if isinstance(error, UnknownPlacement):
             self._resubmit(stream, "placement_unknown", now)
