@@ -76,7 +76,7 @@ class _Account:
     tenant: TenantRecord
     counter: RateLimitCounter = field(default_factory=RateLimitCounter)
     open: dict[str, LimitLease] = field(default_factory=dict)
-    unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # with expiry
+    unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # and expiry
     is_local: bool = False  # whether the local counter decided last
     # The tenant's requests_per_min, the limit that decided, and the time until which it rejects.
     closed: tuple[int, int, float] = (0, 0, 0.0)

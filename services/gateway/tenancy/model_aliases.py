@@ -28,7 +28,7 @@ from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
-MAX_TENANTS = 1024  # in the cache, which drops the least recently used
+MAX_TENANTS = 1024  # the cache drops the least recently used
 
 # KEYS: a tenant's aliases, those of all tenants, the generation, all tenants. ARGV: the maximum
 # number of aliases of a hash. Returns the names and records of each hash as msgpack, so that one
