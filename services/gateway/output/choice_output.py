@@ -18,8 +18,8 @@ from services.gateway.output.events import (
 )
 from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
 
-MAX_TEXTS = 64  # in one event; more are joined
-MAX_DELTA_TOKENS = 64  # with logprobs in one event: up to 130 KiB with 20 top tokens each
+MAX_TEXTS = 64  # an event's texts; more are joined
+MAX_DELTA_TOKENS = 64  # an event's tokens with logprobs: up to 130 KiB with 20 top tokens each
 
 Part = str | Event  # content, or another event of a choice
 
