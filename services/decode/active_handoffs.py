@@ -26,7 +26,7 @@ from shared.subjects import control, run_prefill
 
 log = structlog.get_logger(__name__)
 
-PREFILL_ACK_S = 0.25  # and the round trip
+PREFILL_ACK_S = 0.25  # plus the round trip
 PREFILL_LEASE_S = 3.0
 
 

@@ -19,7 +19,7 @@ class PhaseTimes:
     first_step_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    num_steps: int = 0  # that returned tokens
+    num_steps: int = 0  # steps that returned tokens
     prefill: PrefillPhases | None = None
 
     def record_step(self, began_at: float) -> None:

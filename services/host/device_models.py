@@ -156,7 +156,7 @@ class DeviceModels:
             yield WakeAction(model.key, model.kv_bytes)
             return
         model.enter("starting", now)
-        if model.is_known:  # else its first start ends in standby, where it is checked
+        if model.is_known:  # a first start ends in standby, where the worker is checked
             model.kv_bytes = model.resized_to = kv_bytes
         yield StartAction(model.key, self.name, model.kv_bytes or None)
 

@@ -35,7 +35,7 @@ def _hosted_model(states: HostStates, hosted: HostedRevision, now: float) -> Hos
         "is_pinned": hosted.model.is_pinned,
         "priority": hosted.model.priority,
     }
-    if state is None:  # its source is not found yet
+    if state is None:  # the source of the model is not found yet
         return HostedModel(
             **common,
             state="failed" if hosted.failure else "cold",

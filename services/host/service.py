@@ -93,7 +93,7 @@ class HostService:
         admin = RegistryAdmin(store, time.time)
         self._admission = HostAdmission(self.states, admin, records, clock)
         self._by_worker: dict[str, HostedRevision] = {}
-        # so that no worker has the id of one before a restart, or of another host's
+        # makes ids of workers differ from those before a restart, and from other hosts'
         self._run = random_instance()
         self._num_starts = 0
         self._is_leaving = False

@@ -94,7 +94,7 @@ class _Serving(NamedTuple):
 class PrefixIndex:
     def __init__(self, *, max_queued_blocks: int = MAX_QUEUED_BLOCKS) -> None:
         self._max_queued_blocks = max_queued_blocks
-        # One for each group
+        # a set for each group
         self._holders: list[dict[bytes, int]] = [{} for _ in range(MAX_GROUPS)]
         self._masks: dict[int, int] = {}  # interned: many blocks share few masks
         self._workers: dict[str, _Worker] = {}

@@ -32,7 +32,7 @@ from shared.tenancy.tenant import tenant_of
 log = structlog.get_logger(__name__)
 
 ROUND_S = 1.0
-PIN_TIMEOUT_S = 0.5  # and the round trip
+PIN_TIMEOUT_S = 0.5  # plus the round trip
 MAX_AT_ONCE = 32  # concurrent requests to workers
 MAX_PINS = 4_096  # pins of all tenants
 
@@ -138,7 +138,7 @@ class PinKeeper:
         is_public = tenant_id == PUBLIC_TENANT_ID
         try:
             record = None if is_public else await tenant_of(self._store, tenant_id)
-        except ConfigError as error:  # what it forbids is unknown
+        except ConfigError as error:  # the rules of the record are unknown
             log.warning("pins_of_tenant_dropped", tenant=tenant_id, reason=error.message)
             self._forget(tenant_id)
             self._waiting.add(tenant_id)

@@ -53,7 +53,7 @@ class PrefixRecord:
     last_use: int
     holders: set[str] = field(default_factory=set)
     pin: str = ""
-    extends: bool = False  # its run continues another record's tip
+    extends: bool = False  # the run continues another record's tip
     written_at: float = 0.0
     # not yet in Redis: whether it was used, holders added (True) or removed (False), increments
     is_used: bool = False

@@ -48,7 +48,7 @@ from shared.transport.bus import Bus, Unsubscribe
 
 log = structlog.get_logger(__name__)
 
-LIST_TIMEOUT_S = 1.0  # and the round trip
+LIST_TIMEOUT_S = 1.0  # plus the round trip
 MAX_PAGES = 1000  # pages of one worker: 20 million blocks
 RESYNC_BACKOFF_S = 0.25
 FLUSH_S = 0.2
@@ -163,7 +163,7 @@ class KvIndexService:
                 self._start_resync(message.worker_id)
             elif outcome is not Outcome.IGNORED:
                 self._record(message)
-        except InvalidRequest as error:  # its next event shows a gap
+        except InvalidRequest as error:  # the worker's next event shows a gap
             log.warning("kv_events_invalid", worker=message.worker_id, error=error.message)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:

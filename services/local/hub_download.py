@@ -86,7 +86,7 @@ def _guard_session() -> None:
     """
     from huggingface_hub.utils import get_session
 
-    hooks = getattr(get_session(), "event_hooks", None)  # else of an older release, on requests
+    hooks = getattr(get_session(), "event_hooks", None)  # None in older releases, on requests
     if hooks is not None and _check_names not in hooks["response"]:
         session: Any = get_session()
         session.event_hooks = {

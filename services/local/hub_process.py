@@ -19,7 +19,7 @@ from services.local.processes.child_processes import die_with_parent, ending
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, send_signal
 
-NICENESS = 10  # what serves on this machine comes first
+NICENESS = 10  # serving processes of this machine have priority
 MAX_MEMORY_BYTES = 4 << 30  # data of the process: files are not kept in memory
 
 
@@ -62,7 +62,7 @@ async def downloaded(model: Path) -> Path:
 
 def main(model: str) -> None:
     output = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # libraries print to stdout, which is for replies
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     os.nice(NICENESS)
     try:

@@ -46,7 +46,7 @@ SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
 METRICS_VARIABLE = "HEARTH_METRICS_PORT"
 REDIS_VARIABLE = "HEARTH_REDIS_URL"
 OPERATOR_VARIABLE = "HEARTH_OPERATOR_TOKEN"
-SECRETS = frozenset({SECRET_VARIABLE, OPERATOR_VARIABLE})  # not of all processes
+SECRETS = frozenset({SECRET_VARIABLE, OPERATOR_VARIABLE})  # variables that only some processes get
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
 _WORKER_ROLES = ("prefill", "decode", "worker")
 
@@ -68,14 +68,14 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int = 0  # visible on this machine; with 0, "auto" is the CPU
     load_format: str = "auto"
     weights: str = "auto"
-    kv_cache_bytes: int | None = None  # None: the default of the worker
+    kv_cache_bytes: int | None = None  # None means the worker's default
     max_batch_tokens: int | None = None
     tenant_id: str = "default"
     tp: int = 1  # ranks that share each layer, of workers for both roles
     prefill_tp: int = 1
     decode_tp: int = 1
     pp: int = 1  # pipeline stages of every worker
-    activations: str = "plain"  # or bf16-exchange, of every worker
+    activations: str = "plain"  # or "bf16-exchange"; for every worker
     experts: str = "auto"  # ep or tp, of every worker of several ranks
     models: tuple[NamedModel, ...] = ()  # several: a host runs their workers, by the model registry
 
@@ -292,7 +292,7 @@ def _several_models_services(
     worker = next(each for each in credentials if each.role == "worker")
     of_host = {"HEARTH_WORKER_NATS_URL": endpoints.nats_url_of(worker)}
     if options.device != "auto":
-        of_host["HEARTH_BUDGET"] = options.device  # its default
+        of_host["HEARTH_BUDGET"] = options.device  # a device alone has the default budget
     return [
         _service(
             each,

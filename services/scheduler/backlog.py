@@ -62,8 +62,8 @@ class QueuedRequest:
     is_removed: bool = False  # removed: tasks that still process it must stop
     is_placing: bool = False  # popped from the queue
     unservable_since: float | None = None  # time since which no live worker serves it
-    waits_for_host: bool = False  # that can wake its model
-    unfit_workers: set[str] = field(default_factory=set)  # that answered WorkerUnfit
+    waits_for_host: bool = False  # waits for a host that can wake the model
+    unfit_workers: set[str] = field(default_factory=set)  # workers that replied WorkerUnfit
     silent_since: float | None = None  # when the first start without a reply was sent
     chosen_at: float | None = None  # when the last worker was chosen
 

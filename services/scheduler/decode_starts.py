@@ -34,7 +34,7 @@ from shared.transport.timed_requests import TimedRequests
 
 log = structlog.get_logger(__name__)
 
-START_TIMEOUT_S = 0.1  # and the round trip
+START_TIMEOUT_S = 0.1  # plus the round trip
 SILENT_GRACE_S = 3.0  # time after the request's first start that no worker answered
 NUM_PLACEMENT_ID_BYTES = 16
 

@@ -206,7 +206,7 @@ class SchedulerService:
         self._workers.on_heartbeat(heartbeat, now)
         self._role_changes.on_heartbeat(heartbeat, now)
         self._residency.on_heartbeat(heartbeat)
-        if heartbeat.model is None or heartbeat.load is None:  # not of a worker
+        if heartbeat.model is None or heartbeat.load is None:  # the sender is no worker
             return
         if self._on_first_worker is not None:
             self._background.start_item(self._on_first_worker(), is_logged)
@@ -486,5 +486,5 @@ async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
         bus,
         MonotonicClock(),
         SystemRandomness(),
-        on_first_worker=use_compiled_loops,  # not before, so as not to delay its start
+        on_first_worker=use_compiled_loops,  # an earlier compilation would delay the start
     )

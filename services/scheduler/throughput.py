@@ -36,7 +36,7 @@ SAMPLED_S = 1e-4
 
 Triple = tuple[float, float, float]
 Sextuple = tuple[float, float, float, float, float, float]
-Held = tuple[bool, bool, bool]  # which coefficients are held at zero
+Held = tuple[bool, bool, bool]  # whether each coefficient is held at zero
 _NONE_HELD: Held = (False, False, False)
 _SOME_HELD: list[Held] = list(itertools.product((False, True), (False, True), (False, True)))[1:]
 

@@ -59,7 +59,7 @@ class RoleAndStandby:
 
     async def start(self) -> None:
         """Announces the worker, whose handlers serve: ready, or in standby without a KV cache."""
-        for role in self._worker.roles.handled:  # its peers know one of them
+        for role in self._worker.roles.handled:  # peers know the worker by one of them
             await self._worker.bus.serve(
                 lifecycle(role, self._worker.worker_id),
                 ParkWorker | WakeWorker | ResizeKv | ChangeRoles,

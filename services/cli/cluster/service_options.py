@@ -208,7 +208,7 @@ def service_command(
         _leave(run(config, *arguments))
 
     fields = msgspec.structs.fields(config_type)
-    if issubclass(config_type, RankConfig):  # its worker has them
+    if issubclass(config_type, RankConfig):  # the worker of the ranks has them
         fields = tuple(each for each in fields if not each.name.startswith("metrics_"))
     parameters = [_parameter(field) for field in fields]
     parameters.append(_instance_parameter())

@@ -38,7 +38,7 @@ from shared.transport.bus import NatsBus
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0
 FIRST_POLL_S = 5 * HEARTBEAT_INTERVAL_S  # two heartbeats of each process, so speeds are known
-EXPERTS = "experts"  # only where a worker has them
+EXPERTS = "experts"  # a column only if a worker has experts
 WORKER_COLUMNS = (
     *("worker", "role", "model", "region", "running", "waiting"),
     *("free blocks", "tokens/s", "prompt/s", "hits", "failed steps", EXPERTS, "state"),

@@ -130,7 +130,7 @@ class StartupDisplay:
         elif self._is_open and event == "started":
             self._tasks[process_id] = self._progress.add_task(process_id, total=1)
         elif self._is_open:
-            if process_id in self._tasks:  # else a model
+            if process_id in self._tasks:  # otherwise it is a model
                 self._progress.update(self._tasks[process_id], completed=1)
             if not self._console.is_terminal:
                 self._console.print(f"{process_id} ready after {self.elapsed_s:.1f} s")

@@ -29,7 +29,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class RegistryView:
-    models: Mapping[str, RegisteredModel | None]  # None: its record is unreadable
+    models: Mapping[str, RegisteredModel | None]  # None if the record is unreadable
     aliases: Sequence[AliasRow]
     live: Sequence[ModelView]
 

@@ -59,7 +59,7 @@ def _record(name: str, given: Mapping[str, Any], outcome: str) -> None:
             ),
         )
     except HearthError as error:
-        if outcome == DONE:  # else its own error says more
+        if outcome == DONE:  # any other outcome has its own error
             print(f"note: this command is not in the audit: {error.message}", file=sys.stderr)
 
 

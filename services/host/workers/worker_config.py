@@ -10,7 +10,7 @@ from services.host.hosted_revisions import HostedRevision
 from shared.config import HostConfig, WorkerConfig
 from shared.nats_urls import user_of
 
-DRAIN_S = 60.0  # that a stopping worker finishes its requests
+DRAIN_S = 60.0  # the time for a stopping worker to finish its requests
 MAX_NAME = 40
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 

@@ -15,7 +15,7 @@ from shared.messages import Done, KvResized, ParkWorker, ResizeKv, WakeWorker
 from shared.subjects import lifecycle
 from shared.transport.bus import Bus
 
-PARK_DRAIN_S = 2.0  # that a worker waits for its requests before it refuses to park
+PARK_DRAIN_S = 2.0  # a worker with requests refuses to park after this
 TRY_S, MAX_TRIES = 5.0, 4  # limits of a command: a large cache on a device takes seconds
 
 

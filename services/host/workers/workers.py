@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 MAX_TEMPLATES = 3
 TEMPLATE_WAIT_S = 15.0  # time of the imports; a plain start takes as long
 FORK_S = 2.0  # a fork takes milliseconds
-UNREPORTED_S = 1.0  # that a template takes to report the end of a worker
+UNREPORTED_S = 1.0  # the longest delay of a template's report that a worker ended
 TEMPLATE_LOG = "template.log"
 
 
@@ -64,7 +64,7 @@ class _Template:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self.ready = asyncio.Event()  # or it has ended
+        self.ready = asyncio.Event()  # also set when it has ended
         self.replaced = asyncio.Event()  # it has ended, or does not fork
         self.workers: dict[int, Worker] = {}
         self.starting: deque[tuple[WorkerSpec, asyncio.Future[Worker]]] = deque()
@@ -87,8 +87,8 @@ class WorkerProcesses:
         self._num_threads = num_threads
         self._on_end = on_end
         self._running: dict[str, Worker] = {}
-        self._template: _Template | None = None  # that forks
-        self._templates: list[_Template] = []  # that run
+        self._template: _Template | None = None  # the template that forks
+        self._templates: list[_Template] = []  # all running templates
         self._background = Background()
 
     async def start(self, *, has_template: bool) -> None:
@@ -126,7 +126,7 @@ class WorkerProcesses:
             self.signal(worker_id, signal.SIGKILL)
         for template in self._templates:
             send_signal(template.process, signal.SIGKILL)
-        await self._background.stop()  # also of what waits for their ends
+        await self._background.stop()  # includes the tasks that wait for the workers' ends
         for template in self._templates:
             await template.process.wait()
 
@@ -266,7 +266,7 @@ class WorkerProcesses:
         loop = asyncio.get_running_loop()
         try:
             fd = os.pidfd_open(pid)
-        except (AttributeError, OSError):  # not on Linux; or it has ended, and that is reported
+        except (AttributeError, OSError):  # no Linux, or the process has ended, which is reported
             return
 
         def has_ended() -> None:
@@ -297,7 +297,7 @@ class WorkerProcesses:
             raise
 
     def _replace(self, template: _Template) -> None:
-        if self._template is template:  # else another launch has replaced it
+        if self._template is template:  # another launch may have replaced it
             self._template = None
         template.replaced.set()
         self._end_if_unused(template)

@@ -60,7 +60,7 @@ def _resident_of(
     state = hosted.state
     if state == "hot" and running is not None:
         orders.hot(key)
-    elif state in ("hot", "waking"):  # its worker has not joined yet, or is gone
+    elif state in ("hot", "waking"):  # the worker has not joined yet, or is gone
         orders.wake_seen(key, hosted.wake_s, now)
         state = "standby"
     elif state == "starting":  # it becomes hot or goes to standby

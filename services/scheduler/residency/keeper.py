@@ -37,8 +37,8 @@ from shared.transport.timed_requests import TimedRequests
 
 log = structlog.get_logger(__name__)
 
-WAKE_REPLY_S = 1.0  # and the round trip
-PARK_REPLY_S = 30.0  # what the model runs ends first
+WAKE_REPLY_S = 1.0  # plus the round trip
+PARK_REPLY_S = 30.0  # the model's running requests end first
 WANTED_S = 2.0  # a rejected request that must not wait counts as waiting for so long
 RETRY_AFTER_S = 2.0
 
@@ -62,7 +62,7 @@ class ResidencyKeeper:
         self._requests, self._policy, self._clock = requests, policy, clock
         self._num_running, self._start = num_running, start
         self._hosts, self._orders, self._rates = Hosts(), Orders(), ArrivalRates()
-        self._acting: dict[Place, list[Action]] = {}  # not answered yet
+        self._acting: dict[Place, list[Action]] = {}  # actions that hosts have not replied to yet
         self._wanted: dict[ModelId, float] = {}  # end of the demand of requests that must not wait
 
     # ── hosts and requests ───────────────────────────────────────────────────────────────────────

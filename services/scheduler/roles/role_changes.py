@@ -38,7 +38,7 @@ from shared.transport.timed_requests import TimedRequests
 
 log = structlog.get_logger(__name__)
 
-CHANGE_TIMEOUT_S = 0.5  # and the round trip
+CHANGE_TIMEOUT_S = 0.5  # plus the round trip
 MAX_MODELS = 64  # models in a heartbeat
 
 
