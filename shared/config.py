@@ -135,7 +135,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     max_requests: int = 4096  # open at once; a request above the limit gets 429
     preparations_per_tenant: int = 2  # requests that are rendered and tokenized at once
     default_max_tokens: int = 1024
-    cluster_secret: str = ""  # the same for all gateways and the index; workers have none
+    cluster_secret: str = ""  # equal in all gateways and the index; workers have none
     # Time after SIGTERM in which balancers see /ready; then come drain and stop
     lame_duck_s: float = 5.0
     write_timeout_s: float = 30.0  # time without a byte taken by the client
@@ -149,7 +149,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
     response_ttl_s: float = 24 * 3600.0  # life of stored responses (Responses API)
     max_stored_response_bytes: int = 0  # part of Redis for all tenants; 0: half of its maxmemory
-    max_stored_prefix_bytes: int = 0  # the same of named prefixes; 0: a quarter
+    max_stored_prefix_bytes: int = 0  # the limit for named prefixes; 0: a quarter
     # Pads the events of Workers AI's streams: their sizes show tokens otherwise
     padding: bool = True
     # origins such as https://example.com whose pages may call, or * for all; empty: none
@@ -208,11 +208,11 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     max_queued_tokens: int = 4_000_000
     local_prefill_tokens: int = 4  # up to this many uncached tokens, decode computes the prompt
     max_local_prefill_tokens: int = 1_000_000  # the limit where no prefill worker can take it
-    automatic_roles: str = "off"  # on: workers with both handlers change their roles with the work
-    min_role_workers: int = 1  # that automatic changes leave in each role
+    automatic_roles: str = "off"  # "on": workers with both handlers change roles with the work
+    min_role_workers: int = 1  # automatic changes leave as many in each role
     role_change_min_s: float = 15.0  # time between two automatic changes of one model
     target_itl_s: float = 0.05  # a decode worker with longer steps counts as full
-    residency: Residency = "demand"  # which models hosts keep hot: by expected demand, or lru
+    residency: Residency = "demand"  # the choice of hot models: by expected demand, or lru
     # requests of a parked model gather as long as this time to first token allows, if waking it
     # parks another one in use
     wake_ttft_s: float = 2.0
@@ -331,7 +331,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     experts: ExpertSplit = "auto"  # ep: ranks hold whole experts; tp: columns of all of them
     remote_ranks: int = 0  # the last ranks of tp x pp, which `hearth rank` runs on other hosts
     rank_host: str = "127.0.0.1"  # where those join; this host's ranks advertise it
-    is_trusted_network: bool = False  # what ranks of several hosts send is not encrypted
+    is_trusted_network: bool = False  # ranks of several hosts exchange without encryption
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
     activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
     block_size: int | None = None  # tokens; None: 16 on the CPU, 64 on CUDA
@@ -457,10 +457,10 @@ def default_block_size(device: str) -> int:
 class RankConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """Ranks of a worker on another host. The NATS credential is the worker's."""
 
-    worker: str = ""  # its process id; empty: the only process of the credential
+    worker: str = ""  # process id of the worker; empty: the only one of the credential
     ranks: int = 1
     num_threads: int = 0  # 0: all cores of this host
-    is_trusted_network: bool = False  # as configured on the worker
+    is_trusted_network: bool = False  # must equal that of the worker
 
     @property
     def leader_id(self) -> str:

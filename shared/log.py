@@ -97,5 +97,5 @@ def json_line(event: dict[str, Any], default: Callable[[Any], Any]) -> str:
     """
     try:
         return msgspec.json.format(_encode(event), indent=0).decode()
-    except (TypeError, ValueError):  # also a lone surrogate
+    except (TypeError, ValueError):  # a lone surrogate raises, too
         return json.dumps(event, default=default)

@@ -138,10 +138,10 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # covers the output, once
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, value added to its logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
-    num_logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the top k
+    num_logprobs: int | None = None  # None: none; 0: the sampled token's; k: the top k's, too
     num_prompt_logprobs: int | None = None  # likewise, for every prompt token but the first
     logprobs_mode: LogprobsMode = "raw"
-    grammar: GrammarSpec | None = None  # what the output must match; its `Request` needs grammar/1
+    grammar: GrammarSpec | None = None  # the output must match it; its `Request` needs grammar/1
     thinking: ThinkingBudget | None = None  # its `Request` needs thinking_budget/1
 
     @property
@@ -173,7 +173,7 @@ class Request(Message, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     deadline_s: Duration
     priority: int = 0
-    weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0  # its tenant's share of the queue
+    weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0  # share of the queue for its tenant
     allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # empty: all
     kv_quota_tokens: Count = 0  # tokens of one worker's cache, for the whole tenant; 0: unlimited
     is_zero_retention: bool = False  # no data of it is retained after its end, except cached KV
@@ -640,7 +640,7 @@ class GatewayLoad(Message, frozen=True, kw_only=True):
     # outputs that a worker with other numerics than before continued
     num_numerics_changes: Count = 0
     num_resubmissions: Count = 0
-    num_lost_streams: Count = 0  # that ended in an error after their first token
+    num_lost_streams: Count = 0  # streams that failed after their first token
     num_refused_requests: Count = 0
     num_open_streams: Count = 0  # now
 
@@ -651,7 +651,7 @@ class StoreLoad(Message, frozen=True, kw_only=True):
     is_away: bool = False  # the last call got no reply: the breaker is open, or about to try again
     num_failures: Count = 0  # calls without a reply in time
     num_reconnects: Count = 0  # first replies after a failure
-    rejects_writes: bool = False  # its disk or memory is full, or it is a replica
+    rejects_writes: bool = False  # Redis has a full disk or memory, or is a replica
 
 
 class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):
@@ -730,7 +730,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
     # The model's limit, whatever this worker's KV cache holds; None: not reported.
     model_context_tokens: NumTokens | None = None
     numerics: Numerics
-    features: FeatureNames = ()  # that requests may need of this worker
+    features: FeatureNames = ()  # features that requests may need of this worker
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -739,7 +739,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class WorkerLoad(Message, frozen=True, kw_only=True):
     """State of an engine. A token in flight is one whose KV a running request still needs."""
 
-    step: Count  # also increases while idle
+    step: Count  # increases while idle, too
     step_budget_s: Duration  # how long the current step may take before the worker is suspect
     num_running: Count = 0
     num_waiting: Count = 0
@@ -871,9 +871,9 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     state: ModelState
     device: Name
     card: ModelCard | None = None
-    worker_id: ProcessId | None = None  # None: it has no process
+    worker_id: ProcessId | None = None  # None without a process
     weights_bytes: Count = 0  # bytes in memory, shared by the workers of a host
-    kv_bytes: Count = 0  # that it has now
+    kv_bytes: Count = 0  # the present size
     kv_floor_bytes: Count = 0  # the least that it is woken with
     wake_s: Duration = 0.0  # time from standby to hot
     start_s: Duration = 0.0  # time from cold to hot
@@ -931,7 +931,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     gateway: GatewayLoad | None = None
     host: HostLoad | None = None
     scheduler: SchedulerLoad | None = None
-    possible_roles: tuple[WorkerRole, ...] = ()  # that ChangeRoles may give this worker
+    possible_roles: tuple[WorkerRole, ...] = ()  # roles that ChangeRoles may give this worker
     release: Name = ""  # version of the sender's Hearth
     num_bus_reconnects: Count = 0  # reconnects to NATS, since its start
     num_failed_items: Count = 0  # failed items of others, whose work raised in it, since its start

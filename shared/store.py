@@ -71,7 +71,7 @@ class StoreRejected(StoreUnavailable):
 
     @property
     def public_message(self) -> str:
-        return "Redis answered with an error"  # its text names scripts, keys and disks
+        return "Redis answered with an error"  # Redis's own text names scripts, keys and disks
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ class RedisStore:
         self._clock = clock
         self._timeout_s = timeout_s
         self._round_trip = RoundTrip()
-        self._calls: set[asyncio.Future[object]] = set()  # also those that their callers gave up
+        self._calls: set[asyncio.Future[object]] = set()  # includes those given up
         self._closed_until = 0.0
         self._rejects_writes_until = 0.0
         self._is_away = False

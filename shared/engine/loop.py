@@ -117,7 +117,7 @@ class EngineLoop:
         if not pool.notes_freed:
             return
         num_at_once = max(1, ZEROED_BYTES // kv_layout.block_bytes)
-        async with self._zeroing:  # also waits for blocks that another caller is zeroing
+        async with self._zeroing:  # waits for blocks that another caller is zeroing
             freed = pool.take_freed()
             while freed:
                 try:
@@ -177,7 +177,7 @@ class EngineLoop:
             if num_in_flight and (not rows or num_in_flight == self.executor.depth):
                 self._report(await self._apply_oldest())
             elif not rows and not progress:
-                self._work.clear()  # what comes from now on wakes it
+                self._work.clear()  # later work sets it again
                 await self._zero_when_idle()
                 await self._idle()
             self._step += 1

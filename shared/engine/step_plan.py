@@ -28,7 +28,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     sequence_id: bytes
-    tables: tuple[bytes, ...]  # its blocks, by group of layers
+    tables: tuple[bytes, ...]  # the row's blocks, by group of layers
     num_prompt_tokens: int
     choice_index: int = 0
     # Has neither grammar nor budget: masks come with each step

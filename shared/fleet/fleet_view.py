@@ -101,7 +101,7 @@ class FleetView:
         if known is None or loss is Loss.RESTARTED or known.heartbeat.epoch != heartbeat.epoch:
             known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
         known.heartbeat = heartbeat
-        if self._fleet.is_lost(heartbeat.process_id):  # not silent, as it sends
+        if self._fleet.is_lost(heartbeat.process_id):  # it sends, so it is not silent
             known.loss, known.lost_at = Loss.STUCK, now
         else:
             known.loss = None

@@ -26,7 +26,7 @@ MAX_STEPS = 200_000  # steps of a cycle, each of which copies a part of an equat
 MAX_DEPTH = 28  # nested groups: the parser refuses more
 REPETITION = "*"  # the name of the one at the end of rules of a cycle; "x*": x, and then that
 
-_Branch = tuple[Items, str | None]  # what stands before the rule of the cycle that ends it, if any
+_Branch = tuple[Items, str | None]  # the items before the rule of the cycle that ends it, if any
 
 
 class _NotWritable(Exception):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-GRAMMAR_FEATURE = "grammar/1"  # what a worker needs to sample under a `GrammarSpec`
+GRAMMAR_FEATURE = "grammar/1"  # required of workers that sample under a `GrammarSpec`
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_STARTS = 16
 MAX_START_TOKENS = 64

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from shared.grammar.spec import StartTokens
 
-THINKING_FEATURE = "thinking_budget/1"  # what a worker needs to enforce a `ThinkingBudget`
+THINKING_FEATURE = "thinking_budget/1"  # required of workers that enforce a `ThinkingBudget`
 MAX_MARKS = 32  # ways in which tokens spell one marker
 
 Marks = Annotated[tuple[StartTokens, ...], Meta(max_length=MAX_MARKS)]

@@ -76,7 +76,7 @@ class FrameDelivery:
                 else:
                     self._arrived.clear()
                     await self._arrived.wait()
-        finally:  # if deliveries stop for any reason, stop the sender, too
+        finally:  # the sender must stop when deliveries stop
             self._stream.end(LinkLost("the receiver stopped"))
 
     async def _deliver(self, arrival: Arrival) -> None:

@@ -17,7 +17,7 @@ PASSED = (
     *("HEARTH_CACHE_DIR", "XDG_CACHE_HOME"),
 )
 PASSED_PREFIXES = ("LC_", "PYTHON", "MALLOC_", "OMP_")
-# What a process that computes reads besides: settings of devices, compilers and math libraries.
+# Further variables of processes that compute: for devices, compilers and math libraries.
 ENGINE_NAMES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE", "CC", "CXX")
 ENGINE_PREFIXES = (
     *("CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TRITON_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_"),

@@ -23,9 +23,9 @@ MAX_YOUNG_COLLECTIONS = 4
 NEVER = 1_000_000_000
 CHECK_S = 1.0
 IDLE_S = 0.1  # during which a process is seen to be idle, so that work that has just begun counts
-MAX_IDLE_SHARE = 0.1  # of one core
+MAX_IDLE_SHARE = 0.1  # share of one core
 MAX_GROWTH_BYTES = 64 << 20
-MIN_INTERVAL_S = 10.0  # of a busy process
+MIN_INTERVAL_S = 10.0  # the least interval in a busy process
 MAX_INTERVAL_S = 300.0
 
 

@@ -42,8 +42,8 @@ from shared.transport.timed_requests import TimedRequests
 
 log = structlog.get_logger(__name__)
 
-ALIVE_TIMEOUT_S = 0.2  # and the round trip
-UNDECIDED_S = 3.0  # that two processes with one id both stay
+ALIVE_TIMEOUT_S = 0.2  # plus the round trip
+UNDECIDED_S = 3.0  # the longest time for which two processes share an id
 MEASURE_S = 1.0  # interval of the search for peers to probe
 
 LostHandler = Callable[[str, Loss], None]
@@ -82,7 +82,7 @@ class HealthMonitor:
         self.fleet = Fleet(bus.process_id, self.epoch)
         self.on_name_in_use: Callable[[NameInUse], None] = self._end_process
         self._last_of_other: Heartbeat | None = None  # another process with this one's id
-        self._other_since = self._other_received_at = -inf  # that one's heartbeats, without a gap
+        self._other_since = self._other_received_at = -inf  # the other's beats, without a gap
         self._is_other_reported = False
         self._started_at = clock.now()
         self._bus = bus
@@ -300,5 +300,5 @@ class HealthMonitor:
                 announced = self._announced.announced(described.host)
                 described = structs.replace(described, host=announced)
             await self._bus.publish(self._subject, described)
-        except HearthError as error:  # also a registry too large for the bus
+        except HearthError as error:  # for example a registry too large for the bus
             log.warning("heartbeat_send_failed", error=error.message)

@@ -112,7 +112,7 @@ def _reporting(
     """Serves probes and metrics from before the build until the process exits. Raises ConfigError
     if the address cannot be had.
     """
-    from shared.metrics.metrics_server import MetricsServer  # only for processes that serve it
+    from shared.metrics.metrics_server import MetricsServer  # not needed without metrics
 
     server = MetricsServer(host, port)
     built: list[Service] = []

@@ -57,7 +57,7 @@ class RegistryReader:
         self._is_versioned = False  # Redis has had a version
         self._records: dict[bytes, bytes] = {}  # records as read
         self._is_away = False
-        self._failure = ""  # that was logged last
+        self._failure = ""  # the failure that was logged last
         self._handlers: list[Callable[[], None]] = []
 
     def on_change(self, handler: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from shared.store import Store
 from shared.tenancy.pinned_prefix import key_part
 
 MAX_AT_ONCE = 256  # records in one step of Redis
-RECORD_BYTES = 1024  # what Redis takes for a record beside its data
+RECORD_BYTES = 1024  # memory of Redis for a record besides its data
 ALL_KEYS = tuple(f"hearth:responses:{name}" for name in ("held", "ends", "total"))
 
 # Scripts with the KEYS of `response_keys` begin with these functions. `start` is that of the keys

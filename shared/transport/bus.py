@@ -298,7 +298,7 @@ class NatsBus:
         connecting = start_awaited(
             client.connect(
                 servers.urls,
-                user=user,  # also for the servers that the first one names
+                user=user,  # used for the servers that the first one names, too
                 password=servers.password,
                 signature_cb=None if key is None else key.sign,
                 dont_randomize=True,

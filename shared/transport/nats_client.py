@@ -112,7 +112,7 @@ class DirectClient(Client):
         await self.unsubscribe_at_server(subscription)
         try:
             await self.flush_all()
-        finally:  # also without a connection: nats-py would subscribe again with the next one
+        finally:  # needed without a connection, too: nats-py would subscribe again
             await subscription.drain()
 
     async def unsubscribe_at_server(self, subscription: Subscription) -> None:

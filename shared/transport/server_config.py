@@ -27,7 +27,7 @@ class NatsUser(msgspec.Struct, frozen=True):
     role: CredentialRole
     credential: str
     password: str
-    region: str = ""  # its processes may announce this one only
+    region: str = ""  # the only region that its processes may announce
 
 
 class NkeyUser(msgspec.Struct, frozen=True):

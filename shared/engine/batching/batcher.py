@@ -75,7 +75,7 @@ class Batcher:
         self._watermark = watermark
         # Copies of the step being scheduled: (source, destination) blocks.
         self._block_copies: dict[Sequence, list[tuple[int, int]]] = {}
-        self._awaited: Sequence | None = None  # its steps in flight keep the blocks that are needed
+        self._awaited: Sequence | None = None  # its steps in flight hold needed blocks
 
     @property
     def _watermark_blocks(self) -> int:
@@ -372,6 +372,6 @@ def _num_ahead(sequence: Sequence, may_sample_ahead: Callable[[Sequence], bool])
     """Returns the number of tokens that a sequence in flight can compute in the next step."""
     if sequence.is_aborted:
         return 0
-    if sequence.next_num_tokens > len(sequence.token_ids):  # one is being sampled
+    if sequence.next_num_tokens > len(sequence.token_ids):  # one token is being sampled
         return int(may_sample_ahead(sequence))
     return len(sequence.token_ids) - sequence.next_position - sequence.is_stalled

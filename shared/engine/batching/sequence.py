@@ -137,18 +137,18 @@ class Sequence:
     next_token_id: int | None = None
 
     state: SequenceState = SequenceState.WAITING
-    # one for each group of layers, or none
+    # an element for each group of layers, or none
     block_tables: list[array[int]] = field(default_factory=list)
     # First held entry of each group's table: later tokens see no earlier ones.
     first_blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0  # leading blocks that are in the prefix cache
-    # its blocks can hold this many tokens, and no other sequence holds one that it writes
+    # the tokens that fit the blocks; no other sequence holds a block that this one writes
     num_writable_tokens: int = 0
     num_cached_tokens: int = 0  # cached at the first admission
     num_preemptions: int = 0
     in_flight: list[RowInFlight] = field(default_factory=list)  # rows of steps not applied yet
-    is_aborted: bool = False  # or has ended: what its steps in flight compute is dropped
+    is_aborted: bool = False  # or ended: the results of its steps in flight are dropped
     # Logprobs of the second to the last computed prompt token; None: not requested, or returned.
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
     # Sum of the computed tokens, or their last.

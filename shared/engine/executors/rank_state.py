@@ -81,7 +81,7 @@ class RankState:
 
     def record(self, output: StepOutput) -> None:
         """Records what the last plan's step sampled and pooled. Call it before the next plan."""
-        if output.token_ids:  # else another rank samples
+        if output.token_ids:  # empty if another rank samples
             self._rows["last_id"][self._sampled_rows] = output.token_ids
         for index, (row, num_tokens) in self._pooled.items():
             special = self._special[row]
@@ -147,7 +147,7 @@ class RankState:
 
     def _forget(self, row: int) -> None:
         self._special.pop(row, None)
-        if row >= len(self._rows):  # its plan has not come
+        if row >= len(self._rows):  # the plan of the row has not come
             return
         self._rows[row] = np.zeros((), dtype=_ROW)
         for group in range(self._num_groups):

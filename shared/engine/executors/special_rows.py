@@ -32,7 +32,7 @@ class SpecialRow:
     num_pooled_tokens: int = 0
 
 
-SampledRow = tuple[int, SpecialRow, SamplingParams]  # its row among those that sample
+SampledRow = tuple[int, SpecialRow, SamplingParams]  # the index counts the rows that sample
 
 
 def has_extras(params: SamplingParams, *, has_grammar: bool) -> bool:

@@ -114,7 +114,7 @@ class TimingExecutor:
         self._states = self._kv.data.cast("B")  # a flat view
         self._plans = PlanBuilder(feeds_sampled=num_stages > 1)
         self._state = RankState(block_size, len(groups))
-        self._runs_ahead = depth > 1  # else a step starts when its result is awaited
+        self._runs_ahead = depth > 1  # at depth 1 a step starts when its result is awaited
         self._inputs: StepInputs | None = None  # inputs of a step in flight that has not started
         self._steps: dict[int, _QueuedStep] = {}  # steps in flight, by number
         self._last: asyncio.Task[bytes] | None = None

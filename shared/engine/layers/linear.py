@@ -95,7 +95,7 @@ class Linear(MatmulModule):
     """
 
     mesh: Mesh | None = None
-    num_sums = 1  # that the mesh adds: in BF16 exchange one of each lane, since it rounds them
+    num_sums = 1  # sums that the mesh adds: one a lane in BF16 exchange, which rounds them
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
     r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)"
 )
-# What quantization puts beside or in place of a layer's weight.
+# The tensors that quantization puts beside or in place of a layer's weight.
 _QUANTIZED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 

@@ -24,7 +24,7 @@ SUPPORTED = (
     "only compressed-tensors (pack-quantized, 4 bits) and fp8 (weight_block_size [128, 128]) are"
 )
 _PACKED = "pack-quantized"
-_STATIC_ORDERS = (None, False, "static", "weight")  # that leave columns in their places
+_STATIC_ORDERS = (None, False, "static", "weight")  # orders that leave columns in their places
 _T = TypeVar("_T")
 
 

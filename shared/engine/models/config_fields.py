@@ -26,7 +26,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    # the same function, written otherwise
+    # other spellings of the same function
     "gelu_python_tanh": "gelu_pytorch_tanh",
     "gelu_new": "gelu_pytorch_tanh",
     "gelu_fast": "gelu_pytorch_tanh",

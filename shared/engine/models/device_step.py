@@ -34,7 +34,7 @@ Model: TypeAlias = Decoder | RankDecoder
 class DeviceStepInputs:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
-    attention: tuple[AttentionInputs, ...]  # one for each layer
+    attention: tuple[AttentionInputs, ...]  # an element for each layer
     logits_rows: Tensor | None  # [R] of the batch; None: nothing is sampled
     samples_on_device: bool  # False: the host samples from the logits
     sampling: list[Tensor] | None  # [R] each; None: all rows are greedy

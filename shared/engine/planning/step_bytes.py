@@ -77,7 +77,7 @@ class StepShape:
         num_rows = self.num_tokens * self.moe.experts_per_token
         if split_of(self.moe, tp, self.experts) == "tp":
             return found + self._sum(tp, node_bytes, num_rows)
-        own_rows = -(-num_rows // tp)  # if experts have equally many
+        own_rows = -(-num_rows // tp)  # assumes equally many rows for each expert
         return found + Traffic((tp - 1) * own_rows * self.hidden_size * self.item_bytes, 1)
 
     def _sum(self, tp: int, node_bytes: int, num_rows: int | None = None) -> Traffic:

@@ -22,7 +22,7 @@ from shared.engine.step import SamplingInputs, StepInputs, sampling_rows
 from shared.errors import CheckpointError
 from shared.kv_layout import KvLayout
 
-CHUNK_TOKENS = 64  # whose logits are held at once
+CHUNK_TOKENS = 64  # positions whose logits are in memory at once
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ class _Written:
     """The tensors of a checkpoint as they are written."""
 
     tensors: CheckpointTensors
-    layers: frozenset[str]  # that are quantized
+    layers: frozenset[str]  # names of the quantized layers
     form: WeightFormat
 
     def described(self, name: str) -> dict[str, TensorSpec]:

@@ -61,7 +61,7 @@ class MaskJob:
         began_s = time.thread_time()
         try:
             words = self._advance()
-        except GrammarTooComplex as error:  # or a refusal
+        except GrammarTooComplex as error:  # includes rejected grammars
             self.end(error=GrammarFailed(error.message))
         except HearthError as error:
             self.end(error=error)

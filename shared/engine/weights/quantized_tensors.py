@@ -21,7 +21,7 @@ FLOATS = ("BF16", "F16", "F32")
 SHAPE = "weight_shape"
 SCALES = ("weight_scale", "weight_scale_inv")
 _CODES = 8  # codes of four bits in an int32
-# What a tensor beside a layer, or instead of its weight, tells of the layer.
+# The field of a layer that a tensor beside it, or instead of its weight, determines.
 _FOREIGN = {
     "weight_g_idx": "an order of columns (weight_g_idx, actorder)",
     "qweight": "AWQ or GPTQ (qweight)",

@@ -96,7 +96,7 @@ class CudaExecutor(LocalExecutor):
             num_positions=num_positions,
             weights_on=META if is_compressed else target,
         )
-        is_read = options.load_format != "dummy"  # which needs no files, and memory in each thread
+        is_read = options.load_format != "dummy"  # "dummy" reads no files
         # a bundle is decoded in memory of its own
         is_staged = is_read and not is_bundle(model_dir)
         staging = pinned_ring(target) if is_staged else LocalStaging()
@@ -140,7 +140,7 @@ class CudaExecutor(LocalExecutor):
         run_largest_step(computer, options)
         if num_blocks is None:
             num_blocks = num_blocks_in(device.memory(), kv_layout)
-        # Also of the weights' final forms, and for the strides of the whole cache.
+        # Kernels of the weights' final forms and for the strides of the whole cache are included.
         compile_kernels(StepKernels(model, kv_layout, num_blocks, options))
         num_held = 0 if options.is_parked else num_blocks
         computer.kv_cache = allocate_kv_cache(kv_layout, num_held, target)

@@ -44,7 +44,7 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is Tensor.clone:  # its argument is a parameter
+        if function is Tensor.clone:  # the argument is a parameter
             return _twin(args[0])
         if function is Tensor.__deepcopy__:
             tensor, memo = args

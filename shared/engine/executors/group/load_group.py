@@ -95,7 +95,7 @@ def load_group(
         masks=channels.rank_masks,
     )
     spec = _spec(setup, shape, joined, channels.inherited)
-    parent_thread = ThreadPoolExecutor(1, "group-parent")  # its end would end the group
+    parent_thread = ThreadPoolExecutor(1, "group-parent")  # this thread's end ends the group
     try:
         group = parent_thread.submit(RankGroup.start, spec).result()
     except (GroupLost, ValueError) as error:

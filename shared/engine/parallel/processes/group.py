@@ -90,7 +90,7 @@ class RankGroup:
         spec: GroupSpec,
         links: tuple[RankLink, ...],
     ) -> None:
-        self.links = links  # that the ranks measured as they joined
+        self.links = links  # links that the ranks measured as they joined
         self._handles = handles
         self._files = files
         self._local_steps = RingWriter(files.steps, spec.limit_s)

@@ -67,7 +67,7 @@ class HostRanks:
         }
         steps = self._connection = FrameSocket(host.steps, SEND_S)
         self._steps = SocketReader(steps)
-        self._lost: list[Exception] = []  # what has kept a record from its reader
+        self._lost: list[Exception] = []  # errors that kept a record from its reader
         self._to_leader = RecordSender([SocketWriter(steps)], self._lost.append)
         self._files = HostFiles.create(host.ranks, shape)
         self._local_steps = RingWriter(self._files.steps, SEND_S)

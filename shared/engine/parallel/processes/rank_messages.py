@@ -39,7 +39,7 @@ class StartRank(msgspec.Struct, frozen=True, tag="start"):
     config: bytes
     transport: str
     limit_s: float
-    hosts: tuple[str, ...]  # one for each rank
+    hosts: tuple[str, ...]  # the host of each rank
     rendezvous: str = ""
     # The fields that follow are those of the rank's host.
     address: str = ""  # used by ranks of other hosts
@@ -66,7 +66,7 @@ class GroupRejected(msgspec.Struct, frozen=True, tag="rejected"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     identity: RankIdentity
-    links: tuple[RankLink, ...] = ()  # that this rank has measured
+    links: tuple[RankLink, ...] = ()  # links that this rank has measured
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -54,7 +54,7 @@ class RecordSender:
             for each in self._writers:
                 if not self._has_ended:
                     each.write(record)
-        except BaseException as raised:  # of whatever kind: nobody awaits the thread
+        except BaseException as raised:  # every error is handled here: no caller awaits the thread
             error = item_error(raised)
             if not self._has_ended:
                 self._has_ended = True

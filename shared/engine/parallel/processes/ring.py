@@ -48,7 +48,7 @@ class RingFiles(msgspec.Struct, frozen=True):
     """File descriptors and sizes of a ring: what its processes share."""
 
     memory: int
-    events: tuple[int, ...]  # one for each reader
+    events: tuple[int, ...]  # an event for each reader
     num_slots: int
     slot_bytes: int
 

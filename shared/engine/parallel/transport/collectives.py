@@ -136,7 +136,7 @@ class GlooTransport:
 def _gloo_group(
     store: dist.Store, name: str, rank: int, ranks: Sequence[int], host: str, limit_s: float
 ) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # whose stubs lack what follows
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the calls below
     options = gloo._Options()
     options._timeout = timedelta(seconds=limit_s)
     options._devices = [gloo.create_device(hostname=host)]

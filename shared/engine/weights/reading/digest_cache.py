@@ -39,7 +39,7 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 class _Entry(msgspec.Struct, frozen=True):
     source: FileIdentity
     digests: dict[str, Digest]
-    ctime_ns: int = 0  # not of `FileIdentity`: a new link to a file does not change what it holds
+    ctime_ns: int = 0  # no part of `FileIdentity`: a new link changes it, but not the content
 
 
 class DigestCache:
