@@ -26,7 +26,7 @@ def expect(
     device: torch.device | None = None,
     is_contiguous: bool = False,
 ) -> None:
-    """Checks a tensor. `shape`: None matches any size. The last dimension must be dense; with
+    """Checks a tensor. None in `shape` matches any size. The last dimension must be dense; with
     `is_contiguous`, all dimensions.
 
     Raises BadTensor.

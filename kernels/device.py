@@ -42,7 +42,9 @@ def _compute_capability(device: torch.device) -> int:
 
 
 def num_processors(device: torch.device) -> int:
-    """The number of streaming multiprocessors, which divides the work; 1 under the interpreter."""
+    """Returns the number of streaming multiprocessors, which divides the work; 1 under
+    the interpreter.
+    """
     return _num_processors(computing_device(device))
 
 

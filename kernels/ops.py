@@ -151,7 +151,7 @@ if HAS_TRITON:
 
 @cache
 def cpu_host() -> CpuHost:
-    """The host's CPU. Imports numba, which a worker on another device does not need."""
+    """Returns the host's CPU. Imports numba, which a worker on another device does not need."""
     from kernels.cpu.host import CpuHost
 
     return CpuHost()
@@ -228,7 +228,7 @@ def linear(
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """The GEMM with a dense weight, packed or not. On CUDA the library multiplies, unless a
+    """Returns the GEMM with a dense weight, packed or not. On CUDA the library multiplies, unless a
     row's bits must not depend on the others.
     """
     if _is_for_library(x, is_batch_invariant=is_batch_invariant):
@@ -278,7 +278,7 @@ def lane_linear(
 def lane_sums(
     x: Tensor, weight: LaneWeight | CpuCompressed, *, lanes: SumLanes, num_sums: int = 1
 ) -> Tensor:
-    """The FP32 sums of `num_sums` subtrees of the lanes: [num_sums, T, N]."""
+    """Returns the FP32 sums of `num_sums` subtrees of the lanes: [num_sums, T, N]."""
     add: Any = _lane_sums
     sums: Tensor = add(x, weight, lanes=lanes, num_sums=num_sums)
     return sums
@@ -309,7 +309,7 @@ def grouped_sums(
     lanes: SumLanes,
     num_sums: int = 1,
 ) -> Tensor:
-    """The FP32 sums of `num_sums` subtrees of the lanes: [num_sums, S, N]."""
+    """Returns the FP32 sums of `num_sums` subtrees of the lanes: [num_sums, S, N]."""
     add: Any = _grouped_sums
     sums: Tensor = add(x, rows, offsets, weight, lanes=lanes, num_sums=num_sums)
     return sums
@@ -353,7 +353,9 @@ def _is_multiplied_by_triton(
 
 
 def packed_form(weight: LaneWeight | CpuCompressed | QuantizedWeight) -> Any:
-    """The form of a weight that the compiled loops multiply with; None if it is not packed."""
+    """Returns the form of a weight that the compiled loops multiply with; None if it is not
+    packed.
+    """
     if isinstance(weight, Tensor) and not _is_for_loops(weight):
         return None
     if isinstance(weight, QuantizedWeight) and not _has_loops(weight):
@@ -380,7 +382,9 @@ def select_compressed_rows(weight: CpuCompressed, row_ids: Tensor) -> Tensor:
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
-    """The dense weight of a split one. (A CPU's compressed weight is never fully decoded.)"""
+    """Returns the dense weight of a split one. (A CPU's compressed weight is never fully
+    decoded.)
+    """
     is_here = _is_for_triton(weight.device)
     return (_triton_decompress if is_here else reference_decompress)(weight, out)
 
@@ -506,7 +510,7 @@ def can_compress_experts(weight: Tensor) -> bool:
 
 
 def lane_parts(weight: object) -> tuple[Tensor | None, ...]:
-    """The tensors of a result of `pack_lanes`; none for any other weight."""
+    """Returns the tensors of a result of `pack_lanes`; none for any other weight."""
     parts: tuple[Tensor | None, ...] = getattr(weight, "parts", ())
     return parts
 
@@ -538,7 +542,8 @@ def layer_kernel(
     lanes: tuple[SumLanes, SumLanes],
     **options: Any,
 ) -> LayerKernel | None:
-    """A decoder layer without its attention, see kernels.cpu.layer.fused_layer.packed_layer.
+    """Returns a decoder layer without its attention, see
+    kernels.cpu.layer.fused_layer.packed_layer.
 
     None if no backend has one for such weights.
     """

@@ -130,7 +130,9 @@ class QuantizedWeight:
         return prod(self.shape)
 
     def strips(self, first: int, end: int) -> Tensor:
-        """The dense rows of strips [first, end) of 32 rows: [at most 32 · (end - first), K]."""
+        """Returns the dense rows of strips [first, end) of 32 rows: [at most 32 ·
+        (end - first), K].
+        """
         planes = {name: plane[first:end] for name, plane in self.planes.items()}
         if isinstance(self.layout, Int4Layout):
             numbers = _int4_numbers(self.layout, planes)
@@ -166,7 +168,7 @@ def int4_weight(
 ) -> QuantizedWeight:
     """Parts, one below the other -> the weight [N, width]. FP16 scales are stored as FP32.
 
-    `is_padded`: each part has rows of zeros up to full blocks of 32, as weights of experts have.
+    If `is_padded`, each part has rows of zeros up to full blocks of 32, as weights of experts have.
     """
     sizes = torch.stack([_least_scale(part.scale) for part in parts])
     scale_dtype = parts[0].scale.dtype
@@ -223,7 +225,9 @@ def _place_scales(weight: QuantizedWeight, first_row: int, by_row: Tensor) -> No
 def _placed(
     parts: Sequence[_Part], join: Callable[[Sequence[_Part]], _Part], *, is_padded: bool
 ) -> Iterator[tuple[int, _Part]]:
-    """The first strip of each part, where all begin with one; otherwise of all parts as one."""
+    """Returns the first strip of each part, where all begin with one; otherwise of
+    all parts as one.
+    """
     if not is_padded and not _are_even(parts):
         yield 0, join(parts)
         return
@@ -255,7 +259,7 @@ def _joined_fp8(parts: Sequence[Fp8Part]) -> Fp8Part:
 
 
 def _least_scale(scales: Tensor) -> Tensor:
-    """The smallest magnitude that is not 0."""
+    """Returns the smallest magnitude that is not 0."""
     sizes = scales.float().abs()
     return torch.where(sizes > 0, sizes, torch.inf).amin()
 
@@ -270,7 +274,7 @@ def _unset(layout: QuantizedLayout, dtype: torch.dtype, device: torch.device) ->
 
 
 def _row_pieces(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The first strip of each piece, and its rows."""
+    """Returns the first strip of each piece, and its rows."""
     for start in range(0, len(rows), PIECE_ROWS):
         yield start // BLOCK, rows[start : start + PIECE_ROWS]
 
@@ -315,7 +319,7 @@ def _int4_tiles(codes: Tensor) -> Tensor:
 
 
 def _int4_codes(tiles: Tensor) -> Tensor:
-    """The inverse of `_int4_tiles`."""
+    """Returns the inverse of `_int4_tiles`."""
     strips, steps = tiles.shape[:2]
     ordered = torch.stack((tiles & 15, tiles >> 4), -1).view(strips, steps, 2, 4, 8, 2, 8)
     return ordered.permute(0, 3, 4, 1, 2, 6, 5).reshape(BLOCK * strips, BLOCK * steps)
@@ -328,7 +332,7 @@ def _fp8_tiles(codes: Tensor) -> Tensor:
 
 
 def _fp8_codes(tiles: Tensor) -> Tensor:
-    """The inverse of `_fp8_tiles`."""
+    """Returns the inverse of `_fp8_tiles`."""
     strips, steps = tiles.shape[:2]
     ordered = tiles.view(strips, steps, 16, 4, 2, 4, 2)
     return ordered.permute(0, 4, 3, 5, 1, 2, 6).reshape(BLOCK * strips, BLOCK * steps)

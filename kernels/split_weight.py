@@ -105,7 +105,7 @@ class SplitWeight:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def rows(self, start: int, stop: int) -> SplitWeight:
-        """The form of weight[start:stop]: equal to the result of splitting that."""
+        """Returns the form of weight[start:stop]: equal to the result of splitting that."""
         return _with_side_table(
             self.sign_mantissa[start:stop].contiguous(),
             self.exponents[start:stop].contiguous(),
@@ -115,8 +115,8 @@ class SplitWeight:
         )
 
     def columns(self, start: int, stop: int) -> SplitWeight:
-        """A form of weight[:, start:stop] with the bases of this one. `start` and `stop` must be
-        multiples of GROUP, or the end of K: otherwise raises BadTensor.
+        """Returns a form of weight[:, start:stop] with the bases of this one. `start` and `stop`
+        must be multiples of GROUP, or the end of K: otherwise raises BadTensor.
         """
         width = self.shape[1]
         if start % GROUP or (stop % GROUP and stop != width) or not 0 <= start <= stop <= width:
@@ -149,8 +149,8 @@ def split_weight(weight: Tensor, *, is_always: bool = False) -> SplitWeight | No
     """weight [N, K] -> its split form, on the same device, or None if that saves too little.
 
     It saves too little for all dtypes but BF16, for a K far from a multiple of GROUP, and for
-    weights whose exponents vary too much. `is_always`: splits any BF16 weight. Memory besides the
-    form: about 30 bytes for each of PIECE_WEIGHTS weights. Raises BadTensor.
+    weights whose exponents vary too much. With `is_always` any BF16 weight is split. Memory besides
+    the form is about 30 bytes for each of PIECE_WEIGHTS weights. Raises BadTensor.
     """
     if weight.dtype != torch.bfloat16:
         if is_always:
@@ -211,7 +211,7 @@ def exponent_entropy(weight: Tensor) -> float:
 
 
 def _codes(exponents: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and the upper four bits of codes: u8 [R, groups, 32] each."""
+    """Returns the lower and the upper four bits of codes: u8 [R, groups, 32] each."""
     codes = _by_group(exponents - base[:, None], 0)
     low, high = codes[..., :HALF], codes[..., HALF:]
     return low & 15 | high << 4, low >> 4 | high & 0xF0

@@ -30,7 +30,9 @@ class SumLanes:
 
     @staticmethod
     def of(borders: Sequence[int]) -> SumLanes:
-        """The lanes of a full weight. Raises ValueError unless their number is a power of two."""
+        """Returns the lanes of a full weight. Raises ValueError unless their number is
+        a power of two.
+        """
         num = len(borders) - 1
         if num < 1 or num & (num - 1):
             raise ValueError(f"{num} lanes do not form a tree: a power of two does")

@@ -10,7 +10,7 @@ from kernels.torch_ops.select_rows import join_exponents
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
-    """The dense weight [N, K], bit-exact BF16, in `out` if given."""
+    """Returns the dense weight [N, K], bit-exact BF16, in `out` if given."""
     is_wide = weight.wide_groups()
     lower = weight.exponents.view(*is_wide.shape, HALF)
     upper = torch.zeros_like(lower)

@@ -29,7 +29,7 @@ def grouped_sums(
     lanes: SumLanes,
     num_sums: int = 1,
 ) -> Tensor:
-    """The sums of `num_sums` subtrees of the lanes: FP32 [num_sums, S, N]."""
+    """Returns the sums of `num_sums` subtrees of the lanes: FP32 [num_sums, S, N]."""
     own = x if rows is None else x.index_select(0, rows)
     bounds = offsets.tolist()
     experts = weight.unflatten(0, (len(bounds) - 1, -1))

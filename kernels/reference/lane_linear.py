@@ -19,7 +19,7 @@ def lane_linear(
 
 
 def lane_sums(x: Tensor, weight: Tensor, *, lanes: SumLanes, num_sums: int = 1) -> Tensor:
-    """The sums of `num_sums` subtrees of the lanes: FP32 [num_sums, M, N]."""
+    """Returns the sums of `num_sums` subtrees of the lanes: FP32 [num_sums, M, N]."""
     lanes.check(weight.shape[1], num_sums)
     sums = x.new_zeros((lanes.num, len(x), len(weight)), dtype=torch.float32)
     for lane, (first, end) in enumerate(lanes.ranges):

@@ -11,7 +11,7 @@ def linear(
 ) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N] in the dtype of x.
 
-    `is_batch_invariant`: a row's bits do not depend on the number of rows; here, each row is
+    With `is_batch_invariant`, a row's bits do not depend on the number of rows; here, each row is
     computed alone.
     """
     rows = x.split(1) if is_batch_invariant and len(x) else (x,)

@@ -23,15 +23,15 @@ def prefill_attention(
     """query [T, num_heads, D], sequences concatenated -> same shape and dtype; computed in FP32.
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, max_blocks];
-    cu_seqlens_q [S + 1]; context_lens [S] includes the new tokens, whose KV is already stored.
-    A token attends to the tokens up to itself, from position lower[i] on; `lower` [T] int32 does
-    not decrease within a sequence, and earlier blocks need not exist. `softcap` maps a score s to
-    cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: the factors of a head's stored keys
-    and values, in a cache of FP8 e4m3 or any other dtype. `value_dim`: values are the first
-    elements of their keys and have their scale, kv_cache has one plane and one head, the result is
-    [T, num_heads, value_dim] (multi-head latent attention with absorbed projections: DeepSeek-V2,
-    2024, section 2.1). `is_batch_invariant`: a token's bits depend only on itself and the tokens
-    that it attends to; here they always do.
+    cu_seqlens_q [S + 1]; context_lens [S] includes the new tokens, whose KV is already stored. A
+    token attends to the tokens up to itself, from position lower[i] on; `lower` [T] int32 does not
+    decrease within a sequence, and earlier blocks need not exist. `softcap` maps a score s to cap ·
+    tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32 are the factors of a head's stored keys and
+    values, in a cache of FP8 e4m3 or any other dtype. With `value_dim`, values are the first
+    elements of their keys and have their scale, kv_cache has one plane and one head, and the result
+    is [T, num_heads, value_dim] (multi-head latent attention with absorbed projections:
+    DeepSeek-V2, 2024, section 2.1). With `is_batch_invariant`, a token's bits depend only on itself
+    and the tokens that it attends to; here they always do.
     """
     width = query.shape[2] if value_dim is None else value_dim
     out = query.new_empty((*query.shape[:2], width))

@@ -9,8 +9,9 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
     """x [..., hidden], weight [hidden] -> the shape and dtype of x.
 
-    The mean and the scaling are FP32; the product with the weight is in the dtype of x, as in the
-    published checkpoints' own code. `has_unit_offset`: the factor is 1 + weight, in FP32 (Gemma).
+    The mean and the scaling are FP32; the product with the weight is in the dtype of x, as
+    in the published checkpoints' own code. With `has_unit_offset` the factor is 1 + weight,
+    in FP32 (Gemma).
     """
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))

@@ -49,7 +49,7 @@ def _exclude(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 
 
 def _places(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """The (row, token id) of each bit that is set."""
+    """Returns the (row, token id) of each bit that is set."""
     index, column = words.nonzero(as_tuple=True)
     bit_numbers = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = words[index, column].unsqueeze(1) >> bit_numbers & 1

@@ -37,5 +37,5 @@ def _shifted(words: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same bits."""
+    """Returns the int64 of the same bits."""
     return (word ^ 1 << 63) - (1 << 63)

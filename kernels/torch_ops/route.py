@@ -28,7 +28,7 @@ def route(
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """The indices of the largest values [T, n] -> [T, count]; of equal ones the first."""
+    """Returns the indices of the largest values [T, n] -> [T, count]; of equal ones the first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

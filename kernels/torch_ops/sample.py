@@ -28,7 +28,7 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int32 of the same bits."""
+    """Returns the int32 of the same bits."""
     return (word & _MASK ^ 0x80000000) - 0x80000000
 
 
@@ -101,7 +101,7 @@ def _allowed(mask: Tensor, vocab_size: int) -> Tensor:
 def scale(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """The logits to sample from: logits [R, vocab_size], overwritten; the others [R], each
+    """Returns the logits to sample from: logits [R, vocab_size], overwritten; the others [R], each
     temperature > 0 -> [R, vocab_size], -inf for excluded tokens.
     """
     # subtracting the maximum makes the smallest temperature overflow to -inf, never to inf
@@ -126,8 +126,8 @@ def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> No
 
 
 def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_near: int) -> Tensor:
-    """The smallest scaled logit within top-k, then top-p; searched among the `num_near` largest,
-    and among all only for rows whose limit is below them. [R]
+    """Returns the smallest scaled logit within top-k, then top-p; searched among the `num_near`
+    largest, and among all only for rows whose limit is below them. [R]
     """
     vocab_size = scaled.shape[1]
     near = scaled.topk(min(num_near, vocab_size), dim=-1).values

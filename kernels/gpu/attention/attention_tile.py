@@ -95,7 +95,7 @@ def _expect_dims(head_dim: int, value_dim: int | None) -> None:
 def block_n(
     head_dim: int, dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
 ) -> int:
-    """Tokens per tile, as many as memory (three stages plus a query) and registers hold.
+    """Returns the tokens of a tile, bounded by memory (three stages plus a query) and registers.
 
     Before Hopper, keys and values take registers, too.
     """
@@ -116,7 +116,7 @@ def heads_per_tile(group: int, value_dim: int | None) -> tuple[int, int]:
 
 
 def padded(head_dim: int) -> int:
-    """The columns of a tile."""
+    """Returns the columns of a tile."""
     return max(16, triton.next_power_of_2(head_dim))
 
 

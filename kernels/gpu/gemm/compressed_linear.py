@@ -86,7 +86,7 @@ def fits_lanes(lanes: SumLanes) -> bool:
 def _tiling(
     shape: tuple[int, int, int], lanes: SumLanes | None, *, is_batch_invariant: bool
 ) -> Tiling:
-    """The tiling of `linear` in everything that determines the order of sums.
+    """Returns the tiling of `linear` in everything that determines the order of sums.
 
     There are twice as many stages: half of them pass before the wide groups to load are known.
     """

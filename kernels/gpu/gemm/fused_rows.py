@@ -53,7 +53,7 @@ class FusedRows:
 
 
 def max_fused_rows(is_fused_faster: Callable[[int], bool]) -> int:
-    """The last of NUM_ROWS before the fused GEMM becomes slower; 0: it is never faster."""
+    """Returns the last of NUM_ROWS before the fused GEMM becomes slower; 0: it is never faster."""
     most = 0
     for num_rows in NUM_ROWS:
         if not is_fused_faster(num_rows):
@@ -65,7 +65,7 @@ def max_fused_rows(is_fused_faster: Callable[[int], bool]) -> int:
 def fused_rows(
     weight_shape: tuple[int, int], device: torch.device, mode: str, fused: Product, dense: Product
 ) -> int:
-    """The number for GEMMs with BF16 rows; `fused` and `dense` are the two implementations.
+    """Returns the number for GEMMs with BF16 rows; `fused` and `dense` are the two implementations.
 
     `mode` distinguishes GEMMs whose times differ for other reasons.
     """
@@ -101,7 +101,9 @@ def _known() -> FusedRows:
 
 @cache
 def _device_case(device: torch.device) -> str:
-    """The part of a case's name that identifies device, Triton version and kernel sources."""
+    """Returns the part of a case's name that identifies device, Triton version and kernel
+    sources.
+    """
     digest = blake2b(digest_size=8)
     for name in SOURCES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())

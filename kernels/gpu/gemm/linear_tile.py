@@ -81,8 +81,8 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
 
 
 def lane_tiling(shape: tuple[int, int, int], dtype: torch.dtype, lanes: SumLanes) -> Tiling:
-    """The tiling of a GEMM that sums in lanes. Its steps are those of every rank's part, and its
-    tiles are narrow: four of them, of sums that wait for their siblings, stay in the registers.
+    """Returns the tiling of a GEMM that sums in lanes, in the steps of every rank's part. Tiles are
+    narrow: four of them, of sums that wait for their siblings, stay in the registers.
     """
     tiled = tiling(shape, dtype, is_batch_invariant=True)
     least = lanes.alignment & -lanes.alignment  # the power of two that divides all borders

@@ -64,7 +64,7 @@ def move(
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """The same bytes, in the widest words that divide the last dimension."""
+    """Returns the same bytes, in the widest words that divide the last dimension."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
     for word in (torch.int64, torch.int32):
         if row_bytes % word.itemsize == 0:
@@ -104,7 +104,7 @@ def _expect(
 
 
 def _num_blocks(first_token: int, num_tokens: int, kv_cache: Tensor) -> int:
-    """The blocks that a sequence has up to the end of the run."""
+    """Returns the blocks that a sequence has up to the end of the run."""
     return triton.cdiv(first_token + num_tokens, kv_cache.shape[4])
 
 
