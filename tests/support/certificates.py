@@ -41,7 +41,7 @@ class Authority:
         return str(self.folder / "ca.crt")
 
     def issue(self, name: str, *, host: str = "localhost", days: int = 1) -> TlsFiles:
-        """A certificate for this host, valid for `days`; expired if negative."""
+        """Returns a certificate for this host, valid for `days`; expired if negative."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

@@ -25,7 +25,7 @@ addEventListener('securitypolicyviolation',
 
 
 def find_chromium() -> str | None:
-    """The path of Chromium: of $HEARTH_CHROMIUM, else of the PATH."""
+    """Returns the path of Chromium: of $HEARTH_CHROMIUM, else of the PATH."""
     return os.environ.get(VARIABLE) or shutil.which("chromium")
 
 

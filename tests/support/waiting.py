@@ -33,7 +33,7 @@ async def until(
 ) -> Any:
     """Polls until the condition is true, and returns its value.
 
-    `condition`: a function or a coroutine function. Raises NotReached with the condition's
+    `condition` is a function or a coroutine function. Raises NotReached with the condition's
     source, its last value and what `seen` returns.
     """
     value: Any = None

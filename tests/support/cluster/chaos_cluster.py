@@ -155,7 +155,7 @@ class ChaosCluster:
         return self._servers[name].pid if name in SERVERS else self._processes[name].pid
 
     def rank_pid(self, name: str, rank: int) -> int:
-        """The process of a worker's rank."""
+        """Returns the process of a worker's rank."""
         children = [
             int(pid)
             for task in Path(f"/proc/{self.pid(name)}/task").iterdir()
@@ -198,7 +198,7 @@ class ChaosCluster:
     # ── held objects ─────────────────────────────────────────────────────────────────────────────
 
     async def census(self, name: str) -> dict[str, int]:
-        """Live objects, tasks and descriptors of a service."""
+        """Returns live objects, tasks and descriptors of a service."""
         pid = self.pid(name)
         path = self._census_folder / f"{pid}.json"
         path.unlink(missing_ok=True)
@@ -280,7 +280,7 @@ def command_line(pid: int) -> bytes:
 
 
 def descriptors(pid: int) -> dict[str, int]:
-    """The number of open descriptors and of those for shared memory."""
+    """Returns the number of open descriptors and of those for shared memory."""
     links = []
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ TEXT, NO_TEXT = b'"content":"', b'"content":""'
 class ChoiceOutput:
     """Everything received for one choice. Two runs of a request must agree in it.
 
-    `calls`: name and arguments by index; their ids differ between requests.
+    `calls` has names and arguments by index; their ids differ between requests.
     """
 
     text: str = ""
@@ -98,7 +98,9 @@ class Exchange:
         return [at for event, at in events if TEXT in event and NO_TEXT not in event]
 
     def pause_since(self, moment: float) -> float:
-        """The longest pause in seconds that ended after `moment`; no fault happened before."""
+        """Returns the longest pause in seconds that ended after `moment`; no fault happened
+        before.
+        """
         times = [self.started, *self.arrivals]
         pairs = itertools.pairwise(times)
         return max((b - max(a, moment) for a, b in pairs if b > moment), default=0.0)

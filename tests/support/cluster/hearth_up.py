@@ -27,7 +27,9 @@ class Cluster(ClusterClient):
     folder: Path  # of its state
 
     def pid_of(self, process_id: str) -> int:
-        """The pid of the service process with this credential. Raises LookupError if none runs."""
+        """Returns the pid of the service process with this credential. Raises
+        LookupError if none runs.
+        """
         for pid in self._children():
             with contextlib.suppress(OSError):  # the process may have just been killed
                 environ = Path(f"/proc/{pid}/environ").read_bytes()
@@ -36,7 +38,7 @@ class Cluster(ClusterClient):
         raise LookupError(f"{process_id} does not run")
 
     def pid_of_server(self, binary: str) -> int:
-        """The pid of this cluster's nats-server or redis-server."""
+        """Returns the pid of this cluster's nats-server or redis-server."""
         for pid in self._children():
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/exe").endswith(binary):  # noqa: PTH115

@@ -41,8 +41,8 @@ def run_model(
     options_of: Mapping[str, Mapping[str, str]] = {},
     max_local_prefill_tokens: int = 4,
 ) -> Iterator[ModelCluster]:
-    """Serves `model_dir` under its name. `workers`: their process ids, such as `worker-1`. By
-    default workers hand off even short prompts.
+    """Serves `model_dir` under its name. `workers` are process ids, such as `worker-1`. By default
+    workers hand off even short prompts.
     """
     local = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": str(max_local_prefill_tokens)}
     processes = ChaosCluster(

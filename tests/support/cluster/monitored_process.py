@@ -61,7 +61,9 @@ def _write_census_on_signal(folder: Path) -> None:
 
 
 def _census() -> dict[str, int]:
-    """The number of live objects of each of Hearth's classes, and of tasks of each coroutine."""
+    """Returns the number of live objects of each of Hearth's classes, and of tasks of
+    each coroutine.
+    """
     gc.collect()
     living: Counter[str] = Counter()
     for each in gc.get_objects():

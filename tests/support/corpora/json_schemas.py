@@ -33,7 +33,7 @@ KINDS = (("tool", 1, 0.1), ("tool", 1, 0.1), ("api", 2, 0.25), ("config", 3, 0.5
 
 @dataclass(frozen=True)
 class Part:
-    """A schema; `max_bytes`: of its longest document, None: without a limit."""
+    """A schema. `max_bytes` is the size of its longest document, or None without a limit."""
 
     schema: Schema
     max_bytes: int | None = None
@@ -43,9 +43,9 @@ class Part:
 class SchemaCase:
     """A schema and the answer that is expected of the gateway.
 
-    `is_bounded`: whether its documents have a largest size. `unsupported` is the keyword for which
-    a strict request must be refused, or empty. `is_unreadable`: no grammar can be made of it,
-    strict or not.
+    If `is_bounded`, its documents have a largest size. `unsupported` is the keyword for which
+    a strict request must be refused, or empty. If `is_unreadable`, no grammar can be made of
+    it, strict or not.
     """
 
     name: str
@@ -95,7 +95,7 @@ def _with(schema: Schema, added: Schema) -> Schema:
 
 
 class Parts:
-    """Random parts of one schema. `looseness`: the share of parts without limits."""
+    """Random parts of one schema. `looseness` is the share of parts without limits."""
 
     def __init__(self, rng: random.Random, looseness: float) -> None:
         self.definitions: Schema = {}
@@ -173,7 +173,7 @@ class Parts:
         return Part({"anyOf": [each.schema for each in parts]}, _largest(sizes))
 
     def _tagged(self, kind: str, depth: int) -> Part:
-        """An object that its `type` tells from others."""
+        """Returns an object that its `type` tells from others."""
         part = self.object(depth)
         properties = {"type": {"const": kind}, **part.schema["properties"]}
         required = ["type", *part.schema.get("required", ())]
@@ -181,7 +181,7 @@ class Parts:
         return Part(schema, _plus(part.max_bytes, len(kind) + 10 + 4 * SPACES))
 
     def _merged(self, depth: int) -> Part:
-        """Two objects in one."""
+        """Returns two objects in one."""
         first, second = (self._rng.sample(NAMES, 2) for _ in range(2))
         schemas = [
             {"type": "object", "properties": {name: self._leaf().schema for name in names}}

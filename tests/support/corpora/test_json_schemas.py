@@ -68,7 +68,7 @@ def _is_refused(vocabulary: Vocabulary, case: SchemaCase, *, is_strict: bool) ->
 
 
 def _walk(vocabulary: Vocabulary, case: SchemaCase, rng: random.Random) -> bytes | None:
-    """A document of random allowed tokens; None if it has not ended within `MAX_TOKENS`."""
+    """Returns a document of random allowed tokens; None if it has not ended within `MAX_TOKENS`."""
     grammar = json_grammar(case.schema, is_strict=True)
     matcher, token_ids = vocabulary.compile(grammar.kind, grammar.source), list[int]()
     for _ in range(MAX_TOKENS[case.is_bounded]):

@@ -99,7 +99,9 @@ def recorded() -> Golden:
 
 
 def digest_of(case: tuple[str, str, str], folder: Path) -> tuple[str, str]:
-    """The kind of device, and the digest of a prompt in two chunks and of two decode steps."""
+    """Returns the kind of device, and the digest of a prompt in two chunks and of two decode
+    steps.
+    """
     name, dtype, weights = case
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))

@@ -14,7 +14,7 @@ STALLED_POLLS = 3
 
 
 def words_of(allowed: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
-    """A mask that allows these tokens."""
+    """Returns a mask that allows these tokens."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(allowed)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -41,7 +41,7 @@ class LateMask:
 class SumGrammar:
     """Each token, by modulus, is the sum of those before plus 1. After `length` tokens, only `end`.
 
-    `late_at`: the output positions at which the first mask is late. After it, and first for
+    `late_at` has the output positions at which the first mask is late. After it, and first for
     `compiled_after` polls, the sequence is stalled: each poll brings the mask nearer.
     """
 

@@ -83,7 +83,7 @@ class PlannedRig(Rig):
         self.check()
 
     def planned(self, rows: list[ScheduledSequence]) -> StepInputs:
-        """The inputs of a rank, which equal those built from the sequences."""
+        """Returns the inputs of a rank, which equal those built from the sequences."""
         expected = plain_inputs(rows, BLOCK_SIZE)
         for builder, rank in zip(self.builders, self.ranks, strict=True):
             plan, masks = builder.build(rows)

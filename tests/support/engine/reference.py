@@ -16,8 +16,8 @@ ROUTER_MARGIN = 1e-4
 def margin_checked_prompt(
     model: PreTrainedModel, num_tokens: int, vocab_size: int, num_sampled: int
 ) -> tuple[list[int], list[int]]:
-    """A random prompt and its greedy continuation, in which each token wins by over MARGIN, and the
-    last expert that each token chooses by over ROUTER_MARGIN.
+    """Returns a random prompt and its greedy continuation, in which each token wins by over MARGIN,
+    and the last expert that each token chooses by over ROUTER_MARGIN.
     """
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)

@@ -45,13 +45,13 @@ class InstantClock:
 
 
 def row_of(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    """A row of the sequence in its current state."""
+    """Returns a row of the sequence in its current state."""
     completes = sequence.num_uncomputed_tokens == num_tokens
     return ScheduledSequence(sequence, num_tokens, sequence.num_computed_tokens, completes)
 
 
 def inputs_of(rows: list[ScheduledSequence], block_size: int = BLOCK_SIZE) -> StepInputs:
-    """The inputs of a first step."""
+    """Returns the inputs of a first step."""
     plan, masks = PlanBuilder().build(rows)
     return RankState(block_size, len(rows[0].sequence.block_tables)).apply(plan, masks)
 

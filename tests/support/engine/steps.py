@@ -61,7 +61,7 @@ def greedy(logits_indices: Sequence[int]) -> SamplingInputs:
 def step_of(
     work: Sequence[tuple[Line, int]], block_size: int = 16, num_groups: int = 1
 ) -> StepInputs:
-    """One step over (line, number of new tokens). Every new token has a row of logits."""
+    """Returns one step over (line, number of new tokens). Every new token has a row of logits."""
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[list[int]] = [[] for _ in range(num_groups)]

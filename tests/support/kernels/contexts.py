@@ -33,7 +33,7 @@ class Paged:
         return Paged(cache, tables, self.context_lens)
 
     def up_to(self, context_lens: Sequence[int]) -> Paged:
-        """The same sequences at smaller lengths."""
+        """Returns the same sequences at smaller lengths."""
         lens = torch.tensor(context_lens).to(self.context_lens)
         return Paged(self.cache, self.tables, lens)
 

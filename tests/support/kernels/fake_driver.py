@@ -116,7 +116,9 @@ class FakeDriver(DriverBase):
         return False  # never chosen automatically
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """The launcher of one compiled kernel; called once, right before its code is loaded."""
+        """Returns the launcher of one compiled kernel; called once, right before its
+        code is loaded.
+        """
         key = metadata.name, self.get_current_device() - self._base
         self._loading = metadata
         if self.form == "cubin":
@@ -148,7 +150,9 @@ def _backend(form: Form) -> type[CUDABackend]:
             stages["cubin"] = _finish
 
         def hash(self) -> str:
-            """A separate key in Triton's cache: this text must never be loaded as machine code."""
+            """Returns a separate key in Triton's cache: this text must never be loaded
+            as machine code.
+            """
             return f"{form} instead of machine code, {self.target.arch}"
 
     return Shortened

@@ -16,7 +16,7 @@ def slots_of(num_tokens: int, num_slots: int, device: torch.device) -> Tensor:
 def empty_cache(
     num_tokens: int, num_kv_heads: int, block_size: int, like: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """A cache of NaN, so that missing and unexpected writes are detected."""
+    """Returns a cache of NaN, so that missing and unexpected writes are detected."""
     num_blocks = -(-num_tokens // block_size) + 2
     shape = (2, num_blocks, num_kv_heads, block_size, like.shape[2])
     return torch.full(shape, torch.nan, device=like.device).to(dtype)

@@ -173,7 +173,7 @@ class _Cluster:
     # ── configurations ───────────────────────────────────────────────────────────────────────────
 
     def _common(self, role: Role) -> dict[str, Any]:
-        """The fields of every process."""
+        """Returns the fields of every process."""
         scheme = "nats" if self._authority is None else "tls"
         url = f"{scheme}://{role}-1:{NATS_PASSWORD}@localhost:{self._nats_port}"
         return {"nats_url": url, "process_id": f"{role}-1", **self._tls_of("nats", f"{role}-1")}

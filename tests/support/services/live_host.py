@@ -47,7 +47,7 @@ DRAIN_S = 5.0
 
 
 def link_model(directory: Path) -> Path:
-    """The small model of the repository, under another name."""
+    """Returns the small model of the repository, under another name."""
     directory.mkdir(parents=True)
     for each in DEMO_MODEL_DIR.iterdir():
         (directory / each.name).symlink_to(each)
@@ -123,7 +123,7 @@ class LiveHost:
 
 
 def templates(host: LiveHost) -> list[int]:
-    """The children that workers are forked from."""
+    """Returns the children that workers are forked from."""
     found = downloads(host)
     return [pid for pid in children(host.process.pid) if pid not in found]
 
@@ -213,7 +213,7 @@ class Operator:
         return found
 
     def seen(self) -> str:
-        """The states of each model in their order, and the end of the host's log."""
+        """Returns the states of each model in their order, and the end of the host's log."""
         lines = [f"{name}: {' → '.join(states)}" for name, states in self.states.items()]
         return "\n".join([*lines, self.host.log[-LOG_CHARACTERS:]])
 

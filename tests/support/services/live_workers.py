@@ -168,7 +168,7 @@ def request_of(prompt: list[int], *, root: bytes | None = None) -> Request:
 
 
 def run_prefill_of(it: LiveWorkers, prompt: list[int], **changes: object) -> RunPrefill:
-    """A right command of decode-2, which has no worker process, except for the changes."""
+    """Returns a right command of decode-2, which has no worker process, except for the changes."""
     root = root_hash("tenant-a", REVISION)
     command = RunPrefill(
         request_id="r",

@@ -202,7 +202,7 @@ class WorkerClient:
         return [found[position] for position in sorted(found)]
 
     async def finished(self, placement_id: bytes) -> list[int]:
-        """All tokens, once they have ended as asked for."""
+        """Returns all tokens, once they have ended as asked for."""
         await self.until(lambda: placement_id in self._ended)
         assert self._ended[placement_id].reason in ("length", "stop")
         return self.tokens_of(placement_id)

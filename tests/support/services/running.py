@@ -113,7 +113,7 @@ def up(
 
 
 def ready(state: LocalClusterState) -> dict[str, Any]:
-    """The operator's body of /ready; empty while the gateway is not ready."""
+    """Returns the operator's body of /ready; empty while the gateway is not ready."""
     headers = {"Authorization": f"Bearer {state.operator_token}"}
     request = urllib.request.Request(f"{state.url}/ready", headers=headers)
     try:

@@ -243,7 +243,7 @@ class SimulatedReceiver:
 
 
 class SimulatedDialer(Dialer):
-    """A `KvDialer`: the real one, except for the socket."""
+    """A `KvDialer` with everything real except for the socket."""
 
     def __init__(self, plane: DataPlane | None = None, process: SimulatedProcess = NO_HOST) -> None:
         super().__init__()

@@ -130,7 +130,7 @@ class SimulatedProcess:
         return [task for task in self._tasks if not task.done()]
 
     def task_names(self) -> Counter[str]:
-        """The number of live tasks, by the coroutine's name."""
+        """Returns the number of live tasks, by the coroutine's name."""
         return Counter(task.get_coro().__qualname__ for task in self.live_tasks())  # type: ignore[union-attr]
 
 
@@ -139,7 +139,7 @@ def owned_task(
     coroutine: Coroutine[Any, Any, Any],
     context: Context | None = None,
 ) -> asyncio.Task[Any]:
-    """The loop's task factory: a task belongs to the process that started it."""
+    """Returns the loop's task factory: a task belongs to the process that started it."""
     task = asyncio.Task(coroutine, loop=loop, context=context)
     owner = _current.get() if context is None else context.get(_current)
     if owner is not None:
@@ -148,7 +148,7 @@ def owned_task(
 
 
 class ProcessClock:
-    """The `Clock` of one process; `is_engine`: slowed with its process."""
+    """The `Clock` of one process. If `is_engine`, it is slowed with its process."""
 
     def __init__(self, process: SimulatedProcess, *, is_engine: bool = False) -> None:
         self._process = process

@@ -358,7 +358,9 @@ def request_of(
     gateway_id: str = "gateway-1",
     **sampling: object,
 ) -> Request:
-    """A request of one choice that received `output`, or of those in `outputs` by choice_index."""
+    """Returns a request of one choice that received `output`, or of those in `outputs`
+    by choice_index.
+    """
     root = root_hash(tenant_id, REVISION, cache_salt=cache_salt)
     return Request(
         request_id="r",

@@ -134,7 +134,7 @@ def starts_of(inputs: Inputs, query_lens: list[int] | tuple[int, ...]) -> Tensor
 def _paged(
     inputs: Inputs, lens: list[int] | tuple[int, ...], cache_dtype: torch.dtype | None
 ) -> tuple[Paged, Tensor | None]:
-    """A paged cache, and the scales of one in FP8."""
+    """Returns a paged cache, and the scales of one in FP8."""
     sizes = inputs.sizes
     shape = {"num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
     paged = inputs.paged(lens, **shape, block_size=sizes.block_size, dtype=cache_dtype)

@@ -66,7 +66,7 @@ class Inputs:
         return angles.cos(), angles.sin()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy to compute the reference in."""
+        """Returns a copy to compute the reference in."""
         return tensor.clone() if self.is_computed else tensor
 
     def integers(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -135,8 +135,8 @@ def cases(
     kernels: tuple[str, ...] | None = None,
     **options: Sequence[object],
 ) -> list[Case]:
-    """A case for each combination of options. The operation is named after the function, and
-    launches the kernels of that name.
+    """Returns a case for each combination of options. The operation is named after the function,
+    and launches the kernels of that name.
     """
     op = op or function.__name__
     chosen = (tuple(zip(options, each, strict=True)) for each in product(*options.values()))

@@ -140,7 +140,7 @@ def scatter_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Results:
 
 
 def _moved(inputs: Inputs, *, is_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache, a payload, and a sequence's blocks in falling order."""
+    """Returns a cache, a payload, and a sequence's blocks in falling order."""
     sizes = inputs.sizes
     dtype, num_tokens = FP8 if is_fp8 else sizes.dtype, sizes.moved_tokens
     num_blocks = -(-(num_tokens + FIRST_TOKEN) // sizes.block_size)

@@ -79,7 +79,7 @@ def lane_linear_with_bias(inputs: Inputs, rows: str) -> Results:
 
 
 def per_head_linear(inputs: Inputs, heads: str, rows: str) -> Results:
-    """The expansion of latents to values."""
+    """Returns the expansion of latents to values."""
     num, width = inputs.sizes.latent["heads"][heads], inputs.sizes.latent["width"]
     x = inputs.random(inputs.sizes.rows[rows], num, width)
     weight = inputs.weight((num * inputs.sizes.head_dim, width)).unflatten(0, (num, -1))
@@ -117,7 +117,7 @@ def grouped_linear(inputs: Inputs, mixture: str, weight: str, rows: str) -> Resu
 
 
 def expert_rows(inputs: Inputs, mixture: Mixture, num_tokens: int) -> ExpertRows:
-    """The rows of random experts of each token."""
+    """Returns the rows of random experts of each token."""
     num_experts, num_chosen = mixture.num_experts, mixture.num_chosen
     if not inputs.is_computed:
         empty = inputs.random(num_tokens * num_chosen, dtype=torch.int64)

@@ -94,7 +94,7 @@ def _logits(inputs: Inputs, rows: str) -> Tensor:
 
 
 def _words(inputs: Inputs, logits: Tensor) -> Tensor:
-    """A mask that allows about half of the tokens."""
+    """Returns a mask that allows about half of the tokens."""
     shape = len(logits), -(-logits.shape[1] // 32)
     if not inputs.is_computed:
         return inputs.random(*shape, dtype=torch.int32)

@@ -11,7 +11,7 @@ CASES = [*products.CASES, *experts.CASES, *attention.CASES, *rows.CASES, *kv.CAS
 
 
 def samples() -> list[Case]:
-    """The first case of each function."""
+    """Returns the first case of each function."""
     found: dict[object, Case] = {}
     for case in CASES:
         found.setdefault(case.function, case)
