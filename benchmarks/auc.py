@@ -28,7 +28,9 @@ class Auc(NamedTuple):
 
 
 def auc(smaller: Sequence[float], larger: Sequence[float]) -> Auc:
-    """The AUC of `smaller` being smaller. Raises ValueError for a class with fewer than two."""
+    """Returns the AUC of `smaller` being smaller. Raises ValueError for a class with
+    fewer than two.
+    """
     m, n = len(smaller), len(larger)
     if min(m, n) < 2:
         raise ValueError(f"{m} and {n} values: an interval needs two of each class")

@@ -215,7 +215,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
 
 
 def middle(rows: Sequence[Row]) -> Row:
-    """The row with the median throughput, and the sum of all errors."""
+    """Returns the row with the median throughput, and the sum of all errors."""
     by_speed = sorted(rows, key=lambda row: row["requests_per_s"])
     num_errors = sum(row["num_errors"] for row in rows)
     return {**by_speed[(len(rows) - 1) // 2], "num_errors": num_errors}
@@ -264,7 +264,9 @@ def _num_errors(rows: Sequence[Row]) -> int:
 def _best(
     rows: Sequence[Row], server: str, shape: str, concurrency: int, client: str | None = None
 ) -> float | None:
-    """The best of all clients, unless one is named: each server gets its most favourable one."""
+    """Returns the best of all clients, unless one is named: each server gets its most
+    favourable one.
+    """
     wanted = (server, shape, concurrency)
     found = [row for row in rows if (row["server"], row["shape"], row["concurrency"]) == wanted]
     named = [row for row in found if client in (None, row["client"])]

@@ -151,7 +151,7 @@ def sequences_of(case: Case) -> list[Sequence]:
 
 
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
-    """One row per case: both rates (tokens/s), and the median of the rounds' ratios."""
+    """Returns one row per case: both rates (tokens/s), and the median of the rounds' ratios."""
     peer = Peer(model_dir, options.dtype, options.threads)
     executor = load_executor(
         model_dir, dtype=options.dtype, num_threads=options.threads, has_row_kernels=True

@@ -81,7 +81,9 @@ class Calls(TorchFunctionMode):
 
 
 def part_of(frame: FrameType | None) -> str:
-    """The kernel that the engine called, or the engine's file that called torch directly."""
+    """Returns the kernel that the engine called, or the engine's file that called torch
+    directly.
+    """
     kernel = None
     while frame is not None:
         name = frame.f_globals["__name__"]
@@ -104,7 +106,7 @@ class ProfiledExecutor(CpuExecutor):
 
 
 async def step(engine: Engine, executor: CpuExecutor) -> Times:
-    """One iteration of the engine's loop, timed by part."""
+    """Runs one iteration of the engine's loop, timed by part."""
     laps = [time.perf_counter()]
     rows, _ = engine.schedule()
     laps.append(time.perf_counter())
@@ -153,7 +155,7 @@ def medians(steps: list[Times]) -> Times:
 
 
 def rows_of(plain: Times, calls: Times) -> list[Row]:
-    """One row per part; everything except torch and compiled kernels is the engine."""
+    """Returns one row per part; everything except torch and compiled kernels is the engine."""
     engine = plain | {"run": plain["run"] - sum(calls.values())}
     total = sum(plain.values())
     return [

@@ -259,7 +259,7 @@ def per_cpu_s(call: Callable[[], object], seconds: float, batch: int = 200) -> f
 
 
 def events_per_s(num_blocks: int, num_workers: int) -> float:
-    """The rate of blocks stored and then removed again, including decoding."""
+    """Returns the rate of blocks stored and then removed again, including decoding."""
     table = Table(num_workers)
     stored = list(stored_messages(table.worker_ids, num_blocks))
     encoded = [msgspec.msgpack.encode(each) for each in (*stored, *removals_of(stored))]
@@ -273,7 +273,7 @@ def events_per_s(num_blocks: int, num_workers: int) -> float:
 
 
 def removals_of(stored: list[KvEvents]) -> Iterator[KvEvents]:
-    """The removals of the same blocks, in the messages that follow."""
+    """Returns the removals of the same blocks, in the messages that follow."""
     numbers = {each.worker_id: each.sequence_number for each in stored}
     for each in stored:
         numbers[each.worker_id] += 1
@@ -400,7 +400,7 @@ async def lookup(asker: NatsBus, asked: MatchPrefix) -> PrefixMatches:
 
 
 def cpu_s(pid: int) -> float:
-    """A process's CPU time so far, all threads; the scheduler counts it in nanoseconds."""
+    """Returns a process's CPU time so far, all threads; the scheduler counts it in nanoseconds."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
 

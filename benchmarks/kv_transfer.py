@@ -264,8 +264,8 @@ def measure_all(ways: dict[str, Measure], repetitions: int, total_bytes: int) ->
 
 
 def sealed_ratio(rates: dict[str, list[float]]) -> float:
-    """The median, over repetitions, of a sealed push's rate over that of a plain push and then the
-    encryption alone: other load on the machine affects the three of one repetition alike.
+    """Returns the median, over repetitions, of a sealed push's rate over that of a plain push and
+    then the encryption alone: other load on the machine affects the three of one repetition alike.
     """
     found = zip(rates["tcp"][1:], rates["aead"][1:], rates["tcp_aead"][1:], strict=True)
     return statistics.median(sealed * (1 / plain + 1 / aead) for plain, aead, sealed in found)

@@ -230,7 +230,7 @@ def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
 
 
 def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for all phases of a kill or freeze; sums of counts, the longest times."""
+    """Returns one row for all phases of a kill or freeze; sums of counts, the longest times."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row["fault"] in ("kill", "freeze") and "phase" in row:
@@ -249,7 +249,7 @@ def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _largest(values: Iterable[float | None]) -> float | str:
-    """The largest value; "none" if no request moved, so that nothing was detected."""
+    """Returns the largest value; "none" if no request moved, so that nothing was detected."""
     return max((value for value in values if value is not None), default="none")
 
 
@@ -327,7 +327,7 @@ SUMMARY_ROWS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def replaced(readme: str, name: str, content: str) -> str:
-    """The README with `content` between the markers of the table `name`."""
+    """Returns the README with `content` between the markers of the table `name`."""
     begin = BEGIN.format(name)
     before, rest = readme.split(begin)
     _, after = rest.split(END, 1)
@@ -335,7 +335,7 @@ def replaced(readme: str, name: str, content: str) -> str:
 
 
 def written() -> dict[Path, str]:
-    """The READMEs with figures, with their expected content."""
+    """Returns the READMEs with figures, with their expected content."""
     front, results = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
     return {
         front: replaced(front.read_text(), SUMMARY, summary()),

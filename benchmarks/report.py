@@ -88,7 +88,9 @@ def write_result(
 
 
 def commit() -> str:
-    """The commit that ran, marked if tracked files other than results and READMEs had changed."""
+    """Returns the commit that ran, marked if tracked files other than results and
+    READMEs had changed.
+    """
     described = _git("rev-parse", "--short=12", "HEAD")
     if described is None:
         return "unknown"

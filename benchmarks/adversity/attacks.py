@@ -129,7 +129,7 @@ def continued() -> list[Attack]:
 
 
 def stored_records() -> list[ResponseRecord]:
-    """A chain of responses, nearly as large as a body may be, and of few tokens."""
+    """Returns a chain of responses, nearly as large as a body may be, and of few tokens."""
     records, previous = [], ""
     for number in range(NUM_STORED):
         own = response_id(f"stored-{number}")
@@ -161,7 +161,7 @@ KINDS: dict[str, Callable[[], list[Attack]]] = {
 
 
 def unread(num_choices: int, num_tokens: int, num_logprobs: int, *, stream: bool) -> Attack:
-    """A request for a large response."""
+    """Returns a request for a large response."""
     body = {
         "messages": [{"role": "user", "content": "a"}],
         "n": num_choices,

@@ -183,7 +183,9 @@ async def stored_state(run: Run) -> list[Bar]:
 
 
 async def anonymous_calls(run: Run) -> list[Bar]:
-    """The dearest of the routes; of `/metrics`, which has a thread, the CPU time of both."""
+    """Returns the dearest of the routes; of `/metrics`, which has a thread, the CPU time of
+    both.
+    """
     costs_ms = {path: await _cost_ms(run, path) for path in ANONYMOUS}
     print(f"C4: { ({path: round(cost, 2) for path, cost in costs_ms.items()}) } ms", flush=True)
     return [at_most("C4: CPU of a call without a key", max(costs_ms.values()), MAX_CALL_MS, "ms")]

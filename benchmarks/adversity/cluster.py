@@ -34,7 +34,7 @@ class FaultyCluster(Cluster):
         return self.start(role, process_id, command=command, **others)
 
     def start_services(self, environ: Mapping[str, str] = {}) -> Process:
-        """An index, a scheduler and a gateway. Returns the gateway."""
+        """Starts an index, a scheduler and a gateway. Returns the gateway."""
         options = {"region": self.region}
         services = [self.start(each, each, environ=environ, options=options) for each in SERVICES]
         return services[-1]

@@ -19,7 +19,9 @@ WATCH_S = 0.02  # a process that the gateway starts is moved after this time
 
 
 def two_cores() -> tuple[int, int]:
-    """The gateway's core and the core of all others; the same one where there is only one."""
+    """Returns the gateway's core and the core of all others; the same one where there is only
+    one.
+    """
     cores = sorted(os.sched_getaffinity(0))
     return cores[0], cores[min(1, len(cores) - 1)]
 

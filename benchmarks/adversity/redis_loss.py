@@ -113,7 +113,7 @@ def start_using(state: LocalClusterState) -> tuple[list[object], list[object]]:
 
 
 def status_of(state: LocalClusterState, key: str) -> int:
-    """The HTTP status of a chat with this key; 0 if there is no response."""
+    """Returns the HTTP status of a chat with this key; 0 if there is no response."""
     try:
         complete(state.url, key)
     except urllib.error.HTTPError as error:

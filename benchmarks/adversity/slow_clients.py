@@ -105,7 +105,7 @@ def _num_connections(gateway: psutil.Process, port: int | None) -> int:
 
 
 def _total(metrics: str, name: str) -> float:
-    """The sum over a metric's labels."""
+    """Returns the sum over a metric's labels."""
     lines = (line for line in metrics.splitlines() if line.startswith(name))
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 

@@ -61,7 +61,7 @@ class Run:
         return api_key
 
     async def beside(self, row: str, kind: str, name: str, **options: int) -> list[Bar]:
-        """The victim's bars beside attacks of this kind, from a new tenant."""
+        """Returns the victim's bars beside attacks of this kind, from a new tenant."""
         api_key = await self.new_key(f"{row}-{kind}")
         async with attacker(kind, self.target.url, api_key, **options) as attack:
             waits = await by_turns(self.victim, attack, num_turns=NUM_TURNS, turn_s=TURN_S)
@@ -230,7 +230,7 @@ async def watched(
     url: str, gateway: psutil.Process, attack: Coroutine[Any, Any, Any], *, pause_s: float = 0.0
 ) -> tuple[float, int]:
     """Returns the longest gap of the gateway's event loop in milliseconds, and its largest RSS in
-    bytes, until `attack` has ended. `pause_s`: between two requests.
+    bytes, until `attack` has ended. `pause_s` is the time between two requests.
 
     A gap is the CPU time, which others on the machine do not change, between a small request and
     its response: that waits for the loop's iteration that is under way, and for its own.

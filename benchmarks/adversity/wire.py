@@ -132,7 +132,7 @@ async def forgeries() -> list[Bar]:
 
 
 async def accepted_hashes(workers: LiveWorkers) -> int:
-    """Tokens under the hashes of other tokens, to prefill and to decode."""
+    """Returns the tokens under the hashes of other tokens, to prefill and to decode."""
     hashes = pack_hashes(extend_chain(root_hash("tenant-a", REVISION), OTHER_PROMPT, BLOCK_SIZE))
     changes = {"decode_worker_id": "decode-1", "block_hashes": hashes}
     num_accepted = await accepted_prefill(workers, **changes)
@@ -176,7 +176,7 @@ async def is_accepted(bus: Any, subject: str, command: Any, reply_type: type) ->
 
 
 async def accepted_regions(folder: Path) -> int:
-    """Workers that others see in `eu`, beyond the one whose credential says so."""
+    """Returns the workers that others see in `eu`, beyond the one whose credential says so."""
     users = [NatsUser(role, name, PASSWORD, REGIONS.get(name, "")) for role, name in USERS]
     server = NatsServer(folder, users)
     monitors: list[HealthMonitor] = []

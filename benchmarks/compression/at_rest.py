@@ -91,7 +91,9 @@ def size_rows(case: str, manifest: Manifest) -> list[Row]:
 
 
 def whole_model(manifest: Manifest) -> KindRow:
-    """The size of Llama 3.1 8B: each kind has the bits per weight measured on a part of it."""
+    """Returns the size of Llama 3.1 8B: each kind has the bits per weight measured on a part of
+    it.
+    """
     measured = {row.kind: row for row in rows_by_kind(tensors_of(manifest))}
     total = KindRow("whole model, by shape", "BF16")
     for kind, shape, count in WHOLE_MODEL:
@@ -226,7 +228,7 @@ def speed_rows(case: str, source: Path, folder: Path, rounds: int, num_threads: 
 
 
 def largest_tensor(folder: Path) -> int:
-    """The number of weights in the largest tensor."""
+    """Returns the number of weights in the largest tensor."""
     with open_checkpoint(folder) as tensors:
         return max(math.prod(tensors.content(name).shape) for name in tensors.names())
 

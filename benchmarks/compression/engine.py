@@ -87,7 +87,7 @@ async def seconds_of(hearth: Hearth, case: Case) -> tuple[float, float]:
 
 
 def mapped_bytes() -> int:
-    """The resident bytes of mapped packed weights in this process."""
+    """Returns the resident bytes of mapped packed weights in this process."""
     blocks = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     resident = (
         re.search(r"^Rss: +(\d+) kB", each, re.MULTILINE) for each in blocks if ".packed\n" in each

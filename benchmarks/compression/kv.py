@@ -97,7 +97,7 @@ def pace(link: StagedLink, bandwidth: float | None) -> None:
 
 
 async def push(link: StagedLink, kv: list[Bytes], num_frames: int) -> float:
-    """The seconds for `num_frames` frames, FRAMES_UNDER_WAY at a time."""
+    """Returns the seconds for `num_frames` frames, FRAMES_UNDER_WAY at a time."""
     frames = iter([kv[number % len(kv)] for number in range(num_frames)])
 
     async def worker() -> None:

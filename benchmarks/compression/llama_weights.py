@@ -108,5 +108,5 @@ def fewer_rows(shape: tuple[int, ...], divisor: int) -> tuple[int, ...]:
 
 
 def bf16_tensor(words: NDArray[np.uint16]) -> torch.Tensor:
-    """A tensor over the same memory."""
+    """Returns a tensor over the same memory."""
     return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)

@@ -71,7 +71,7 @@ def split_row(case: str, weight: Tensor) -> Row:
 
 
 def llama_rows(num_rows: int) -> tuple[list[Row], dict[str, float]]:
-    """The size of each layer, and how much smaller the model is, by distribution."""
+    """Returns the size of each layer, and how much smaller the model is, by distribution."""
     rows, smaller = [], {}
     for name, freedom in FREEDOMS.items():
         taken, total = 16.0 * NORMS, NORMS
@@ -86,7 +86,7 @@ def llama_rows(num_rows: int) -> tuple[list[Row], dict[str, float]]:
 
 
 def checkpoint_rows(model_dir: Path) -> list[Row]:
-    """A row for each kind of matrix: matrices of all layers are combined."""
+    """Returns a row for each kind of matrix: matrices of all layers are combined."""
     found: dict[str, list[tuple[int, Row]]] = defaultdict(list)
     with open_checkpoint(model_dir) as tensors:
         for name in tensors.names():
@@ -111,7 +111,7 @@ def fields_of(weight: Tensor, num_mantissa_bits: int, mask: int) -> Tensor:
 
 
 def wide_share(exponents: Tensor, group: int, window: int, num_rows: int = 1) -> float:
-    """The share of groups with an exponent outside the best window of `num_rows` rows."""
+    """Returns the share of groups with an exponent outside the best window of `num_rows` rows."""
     grouped = exponents.view(len(exponents), -1, group)
     first, last = (grouped.amax(-1) - window + 1).clamp(min=0), grouped.amin(-1)
     fits = (first <= last).int()

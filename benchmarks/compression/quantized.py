@@ -84,7 +84,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def measure(executors: dict[str, LocalExecutor], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by case and form; forms alternate, the first round warms up."""
+    """Returns the seconds by case and form; forms alternate, the first round warms up."""
     given = {form: steps(executor) for form, executor in executors.items()}
     found: dict[str, dict[str, list[float]]] = {}
     for round_index in range(rounds + 1):

@@ -16,7 +16,7 @@ OF_DATASHEET = 0.88  # a copy's share of the bandwidth that clock and width of t
 
 
 def assumed(card: str, name: str) -> float | None:
-    """The ceiling of the card with this name; None for an unknown card."""
+    """Returns the ceiling of the card with this name; None for an unknown card."""
     for part, values in CEILINGS.items():
         if part in card:
             return values[name]
@@ -24,7 +24,7 @@ def assumed(card: str, name: str) -> float | None:
 
 
 def copy_rate(properties: Any) -> float | None:
-    """Bytes per second that a copy should reach, by torch's properties of a device."""
+    """Returns the bytes per second that a copy should reach, by torch's properties of a device."""
     kilohertz = getattr(properties, "memory_clock_rate", None)
     bits = getattr(properties, "memory_bus_width", None)
     if not kilohertz or not bits:

@@ -45,7 +45,7 @@ class Outputs:
         return self.rows.read_bytes().count(b"\n")
 
     def predictions(self) -> list[dict[str, Any]]:
-        """The rows with a prediction, with the error of each."""
+        """Returns the rows with a prediction, with the error of each."""
         return [row for row in read_rows(self.rows) if "error" in row and "case" in row]
 
 

@@ -37,7 +37,7 @@ class Call:
 def _part(
     module: str, deadline_s: int, answers: str, needs: tuple[str, ...], of: str = "", name: str = ""
 ) -> Part:
-    """A part named after its module or its argument."""
+    """Returns a part named after its module or its argument."""
     arguments, last = (of,) if of else (), module.rpartition(".")[2]
     return Part(name or of or last, deadline_s, answers, f"{HERE}.{module}", needs, arguments)
 

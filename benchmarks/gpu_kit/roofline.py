@@ -32,7 +32,7 @@ def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def num_layer_weights(config: dict[str, Any]) -> int:
-    """The weights of all layers, without the head."""
+    """Returns the weights of all layers, without the head."""
     return config["num_hidden_layers"] * sum(n * k for n, k in layer_shapes(config))
 
 
@@ -48,15 +48,15 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int:
 
 
 def decode_bytes(config: dict[str, Any], batch: int, context: int) -> int:
-    """The bytes that a step must read: weights and head once, the KV of each sequence."""
+    """Returns the bytes that a step must read: weights and head once, the KV of each sequence."""
     head = config["vocab_size"] * config["hidden_size"]
     weights = (num_layer_weights(config) + head) * WEIGHT_BYTES
     return weights + batch * context * kv_bytes_per_token(config)
 
 
 def prefill_flops(config: dict[str, Any], num_tokens: int) -> float:
-    """The operations of the layers' products, and of causal attention: 4 operations per pair of
-    tokens, half of the pairs.
+    """Returns the operations of the layers' products, and of causal attention: 4 operations per
+    pair of tokens, half of the pairs.
     """
     width = config["num_attention_heads"] * config["head_dim"]
     attention = 2 * width * num_tokens**2 * config["num_hidden_layers"]

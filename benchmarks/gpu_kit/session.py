@@ -157,8 +157,9 @@ class Session:
         return values.mul_(scale).to(dtype or torch.bfloat16)
 
     def seconds(self, call: Callable[[], object], repetitions: int = 20) -> float | None:
-        """The device's seconds for a call, by events around `repetitions` of it. A kernel that
-        waits lets the host fill the queue first. In a dry run `call` runs once, without a figure.
+        """Returns the device's seconds for a call, by events around `repetitions` of it. A
+        kernel that waits lets the host fill the queue first. In a dry run `call` runs once,
+        without a figure.
         """
         call()
         if self.is_dry:
@@ -206,7 +207,7 @@ class Session:
         return found
 
     def rows_of(self, part: str) -> list[Row]:
-        """The rows of a part that ran before, of this mode."""
+        """Returns the rows of a part that ran before, of this mode."""
         if not self.rows_file.exists():
             return []
         rows = read_rows(self.rows_file)

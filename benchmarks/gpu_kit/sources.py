@@ -43,7 +43,7 @@ def _module_of(op: str) -> Path:
 
 
 def _imported(paths: Iterable[Path]) -> set[Path]:
-    """The files and what they import of `kernels`, directly or not."""
+    """Returns the files and what they import of `kernels`, directly or not."""
     found: set[Path] = set()
     left = list(paths)
     while left:

@@ -71,7 +71,7 @@ def make(parts: Sequence[Part], folder: Path) -> list[str]:
 
 
 def sizes_of(folder: Path, root: Path = ROOT) -> dict[str, int]:
-    """The bytes of what travels, by kind."""
+    """Returns the bytes of what travels, by kind."""
     return {
         "checkout": checkout_bytes(root),
         "wheels": folder_bytes(folder / "wheels"),

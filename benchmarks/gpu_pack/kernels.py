@@ -45,6 +45,6 @@ def compile_part(part: Part, outputs: Outputs, cache: Path) -> bool:
 
 
 def count(outputs: Outputs) -> dict[str, int]:
-    """The number of kernels that each part launches."""
+    """Returns the number of kernels that each part launches."""
     rows = [row for row in read_rows(outputs.rows) if row["case"] == "compiled"]
     return {row["part"]: row["hits"] + row["misses"] for row in rows}

@@ -14,7 +14,9 @@ class TooLarge(Exception):
 
 
 def checkout_bytes(root: Path) -> int:
-    """The bytes of tracked files, and of those that git would track. Raises CalledProcessError."""
+    """Returns the bytes of tracked files, and of those that git would track. Raises
+    CalledProcessError.
+    """
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
     found = subprocess.run([*command, "--exclude-standard"], check=True, capture_output=True)
     paths = [root / name.decode() for name in set(found.stdout.split(b"\0")) if name]

@@ -14,8 +14,8 @@ Key = tuple[str, str]  # case and shape
 
 
 def changes(run: Run, runs: Iterable[Run]) -> list[str]:
-    """A line for each output whose bits differ from those of the newest run of another commit on
-    this card, or of another card.
+    """Returns a line for each output whose bits differ from those of the newest run of another
+    commit on this card, or of another card.
     """
     others = [other for other in runs if other.name != run.name]
     same_card = [other for other in others if other.card == run.card]
@@ -35,7 +35,9 @@ def _differences(run: Run, other: Run) -> Iterator[str]:
 
 
 def _digests(rows: Iterable[Row]) -> dict[Key, Row]:
-    """The last row of each output. A library chooses its kernels by card in the fast mode."""
+    """Returns the last row of each output. A library chooses its kernels by card in the fast
+    mode.
+    """
     return {
         (row["case"], str(row.get("shape", ""))): row
         for row in rows

@@ -68,7 +68,9 @@ def outcomes(rows: Iterable[Row]) -> dict[str, Outcome]:
 
 
 def compare(expected: list[Failure], run: Run) -> tuple[list[Failure], list[str]]:
-    """The failures that are expected from now on, and a line for each new, still and fixed one."""
+    """Returns the failures that are expected from now on, and a line for each new,
+    still and fixed one.
+    """
     found, known = outcomes(run.rows), {each.key: each for each in expected}
     lines = []
     for test, outcome in found.items():

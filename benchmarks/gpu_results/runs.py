@@ -47,8 +47,8 @@ class Run:
 
 
 def whole_rows(path: Path) -> list[Row]:
-    """The rows of all whole lines. A process that is killed while it writes leaves a part of one,
-    at the end or before another process's rows.
+    """Returns the rows of all whole lines. A process that is killed while it writes leaves a part
+    of one, at the end or before another process's rows.
     """
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [row for line in whole.splitlines() if (row := _parsed(line)) is not None]
@@ -63,7 +63,7 @@ def _parsed(line: bytes) -> Row | None:
 
 
 def measured_run(folder: Path, commit: str | None = None) -> Run:
-    """The run of a folder that the kit left. `commit` replaces an unknown one.
+    """Returns the run of a folder that the kit left. `commit` replaces an unknown one.
 
     Raises NoMeasurement.
     """

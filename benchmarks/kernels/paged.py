@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 
 def layer_cache(num_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """The cache of one layer."""
+    """Returns the cache of one layer."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     return random(2, num_blocks, num_kv_heads, BLOCK_SIZE, head_dim).to(dtype)
 

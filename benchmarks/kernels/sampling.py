@@ -75,7 +75,7 @@ def _columns(
 
 
 def _mask() -> Tensor:
-    """A random half of the tokens."""
+    """Returns a random half of the tokens."""
     shape = (NUM_ROWS, VOCAB_SIZE // 32)
     return torch.randint(-(2**31), 2**31, shape, device="cuda").to(torch.int32)
 

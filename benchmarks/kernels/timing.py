@@ -46,7 +46,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def by_bandwidth(case: str, launch: Callable[[], object], num_bytes: int) -> Row:
-    """A row: `num_bytes` is the minimum that must be read and written."""
+    """Returns a row: `num_bytes` is the minimum that must be read and written."""
     took_s = seconds(launch)
     rate = num_bytes / took_s
     return {

@@ -63,7 +63,7 @@ class Peer:
 
     @torch.inference_mode()
     def decode_s(self, case: Case, implementation: str) -> float:
-        """Seconds for all tokens but the first of each sequence."""
+        """Returns the seconds for all tokens but the first of each sequence."""
         torch.set_num_threads(self._num_threads)  # the executor has set another number
         self._model.set_experts_implementation("eager")
         out = self._model(torch.tensor(case.prompts), use_cache=True)
@@ -103,7 +103,7 @@ def make_case(size: int, num_tokens: int, seed: int) -> Case:
 
 
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
-    """One row per batch size: rates in tokens/s, medians of the rounds."""
+    """Returns one row per batch size: rates in tokens/s, medians of the rounds."""
     peer = Peer(model_dir, options.dtype, options.threads)
     hearth = TimedHearth(load_executor(model_dir, dtype=options.dtype, num_threads=options.threads))
     hearth.loop.start()
@@ -135,7 +135,7 @@ async def rates_of(
 
 
 def near_fastest(rates: dict[str, float]) -> list[str]:
-    """The implementations that take at most twice the time of the fastest."""
+    """Returns the implementations that take at most twice the time of the fastest."""
     most = max(rates[name] for name in IMPLEMENTATIONS)
     return [name for name in IMPLEMENTATIONS if 2 * rates[name] >= most]
 

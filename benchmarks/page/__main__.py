@@ -94,7 +94,7 @@ def open_tab(python: Path, mode: str, url: str, *arguments: str) -> subprocess.P
 
 
 async def figures(tab: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next line of a tab."""
+    """Returns the next line of a tab."""
     output: IO[str] | None = tab.stdout
     assert output is not None
     line = await asyncio.to_thread(output.readline)
@@ -160,7 +160,7 @@ async def read_events(url: str) -> None:
 
 
 async def measure_tabs(server: NatsServer, redis: RedisServer) -> Row:
-    """The gateway's CPU while NUM_TABS read the events of a small fleet."""
+    """Returns the gateway's CPU while NUM_TABS read the events of a small fleet."""
     with gateway(server, redis) as (url, pid):
         async with Workers(server, FLEETS[0]).running():
             await asyncio.sleep(3.0)
@@ -176,7 +176,9 @@ async def measure_tabs(server: NatsServer, redis: RedisServer) -> Row:
 
 
 async def measure_streams(python: Path) -> Row:
-    """The gateway's CPU while NUM_STREAMS of the timing engine run beside the largest fleet."""
+    """Returns the gateway's CPU while NUM_STREAMS of the timing engine run beside
+    the largest fleet.
+    """
     model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
     command = ["-m", "services", "gateway", *model, "--operator-token", TOKEN]
     with tempfile.TemporaryDirectory() as folder:

@@ -207,7 +207,9 @@ def run_rank(options: dict[str, Any]) -> None:
 def timed_step(
     executor: Any, step: Any, transport: TimedTransport, shape: MeshShape, rank: int
 ) -> tuple[float, float]:
-    """Seconds of a step, until its tokens are at the leader's host, and of its exchanges."""
+    """Returns the seconds of a step, until its tokens are at the leader's host, and
+    of its exchanges.
+    """
     transport.seconds, began_at = 0.0, time.perf_counter()
     executor.run(step)
     if shape.answering_rank != 0:
@@ -270,7 +272,7 @@ def say(pipe: IO[str] | None, line: str) -> None:
 
 
 def measured(case: Case, shape: MeshShape, folder: str, rounds: int) -> tuple[list[Any], float]:
-    """Seconds of steps and of their exchanges, and bytes of a step."""
+    """Returns the seconds of steps and of their exchanges, and bytes of a step."""
     store, port = serve_store("127.0.0.1")
 
     def target(rank: int) -> tuple[str, int]:

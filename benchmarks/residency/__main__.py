@@ -45,8 +45,8 @@ CPU = {"step_s": 0.013, "sequence_s": 0.0003, "token_s": 1 / 4600, "max_sequence
 
 
 def measured_times(model: str, path: Path = RESULTS / "cold_start.json") -> tuple[float, float]:
-    """Seconds from standby and from cold to the first token, beyond a hot model's; no less than the
-    wake alone took.
+    """Returns the seconds from standby and from cold to the first token, beyond a hot model's; no
+    less than the wake alone took.
     """
     if not path.exists():
         return STANDBY_S, COLD_S

@@ -66,7 +66,7 @@ def bursty_day(
     share_of_bursts: float = 0.2,
     seed: int = 0,
 ) -> Trace:
-    """A day in which each model is used in bursts of Poisson arrivals.
+    """Returns a day in which each model is used in bursts of Poisson arrivals.
 
     Bursts last `burst_s` on average and cover `share_of_bursts` of the time (both exponential);
     between them a model gets no requests. The mean rates follow Zipf's law; each model has its own

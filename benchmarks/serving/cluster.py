@@ -71,12 +71,12 @@ class Process:
         return self.log_path.read_text(errors="replace")
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The log's entries with this name."""
+        """Returns the log's entries with this name."""
         return events_of(self.output(), name)
 
 
 def events_of(log: str, name: str) -> list[dict[str, Any]]:
-    """The entries with this name among JSON lines; other lines are ignored."""
+    """Returns the entries with this name among JSON lines; other lines are ignored."""
     lines = (line for line in log.splitlines() if line.startswith("{"))
     entries = []
     for line in lines:

@@ -26,8 +26,8 @@ _SEAM = 64  # bytes of the last data that are searched again
 
 
 class NatsConnection(CountingConnection):
-    """One request at a time, on a connection of its own. `number`: of the connection, among the
-    client's.
+    """A connection for one request at a time. `number` distinguishes the connections of the
+    client.
     """
 
     def __init__(self, *, client_id: str, password: str, number: int) -> None:

@@ -51,7 +51,9 @@ class IdleExecutor(DemoTimingExecutor):
 
 
 def whole_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Tokens that are text in any context: no special tokens, no parts of characters."""
+    """Returns the tokens that are text in any context: no special tokens, no parts of
+    characters.
+    """
     texts = ((each, tokenizer.decode([each])) for each in range(tokenizer.get_vocab_size()))
     return [token_id for token_id, text in texts if text.strip() and text.isascii()]
 

@@ -68,5 +68,5 @@ def figures_of(outcome: Outcome) -> Figures:
 
 
 def usual_mean(durations: np.ndarray) -> float:
-    """The mean without the slowest hundredth, when the machine did something else."""
+    """Returns the mean without the slowest hundredth, when the machine did something else."""
     return float(durations[durations <= np.percentile(durations, 99)].mean())

@@ -19,7 +19,9 @@ from services.scheduler.worker_table import WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request and what is known when it is placed. `tried`: workers that have rejected it."""
+    """A request and what is known when it is placed. `tried` are the workers that have rejected
+    it.
+    """
 
     needs: RequestSize
     workers: ModelWorkers

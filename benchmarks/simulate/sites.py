@@ -82,7 +82,7 @@ class Cache:
         self._removed: dict[int, None] = {}
 
     def num_cached_tokens(self, request: TraceRequest) -> int:
-        """The cached tokens of its prompt, without the last token; marks them as used."""
+        """Returns the cached tokens of its prompt, without the last token; marks them as used."""
         num_blocks = 0
         for hash_id in request.hash_ids:
             if hash_id not in self._blocks:

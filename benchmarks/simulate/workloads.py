@@ -79,7 +79,7 @@ class _Session:
     num_tokens: int  # of the history: full blocks
 
     def call(self, at_s: float, draw: Random, blocks: Blocks) -> TraceRequest:
-        """The next call; everything after the last full block is new in each call."""
+        """Returns the next call; everything after the last full block is new in each call."""
         num_new, num_answered = log_uniform(draw, 200, 3000), draw.randint(40, 400)
         num_tokens = self.num_tokens + num_new
         num_whole = (num_tokens + num_answered) // BLOCK_TOKENS

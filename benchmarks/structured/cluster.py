@@ -58,7 +58,7 @@ class Served:
         return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
 
     async def ask(self, body: Body) -> Answer:
-        """One chat completion, not streamed."""
+        """Requests one chat completion, not streamed."""
         began = time.perf_counter()
         response = await self.http.post(CHAT, json=body)
         seconds = time.perf_counter() - began
@@ -110,7 +110,7 @@ class Served:
         return exchange
 
     async def worker_loads(self) -> dict[str, WorkerLoad]:
-        """The newest counters of each worker."""
+        """Returns the newest counters of each worker."""
         assert self.cluster.observer is not None, "the cluster's own NATS"
         url, process_id = self.cluster.observer
         names = {

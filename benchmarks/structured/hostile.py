@@ -91,7 +91,7 @@ async def _warm_up(target: Served) -> None:
 
 
 async def _beside(target: Served, other: Awaitable[Result]) -> tuple[list[Exchange], Result]:
-    """The free streams that ran while `other` did, and its result."""
+    """Returns the free streams that ran while `other` did, and its result."""
     load = Load(target)
     running = asyncio.create_task(load.run())
     result = await other

@@ -191,7 +191,7 @@ def per_head_linear(session: Session) -> RowOp:
 
 
 def route(session: Session) -> RowOp:
-    """The weights of the experts that each row chooses."""
+    """Returns the weights of the experts that each row chooses."""
     from kernels.gpu.moe.route import route as launch
     from shared.engine.model_config.moe_config import Routing
 

@@ -70,7 +70,7 @@ class Steps:
         return torch.cat([executor.step_logits(self.prefill(each, chunk)) for each in firsts])
 
     def prefill(self, first: int, chunk: int) -> StepInputs:
-        """The prompt's next tokens, at most `chunk`."""
+        """Returns the prompt's next tokens, at most `chunk`."""
         end = min(first + chunk, self.prompt)
         positions = np.arange(first, end)
         tables = np.arange(NUM_BLOCKS)[None]

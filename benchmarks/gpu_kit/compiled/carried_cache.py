@@ -46,7 +46,9 @@ def unpack(archive: Path, cache: Path) -> None:
 
 
 def _with_names(path: Path) -> bytes:
-    """The content of a file of the cache. A group's has names for paths, of the files kept."""
+    """Returns the content of a file of the cache. A group's has names for paths, of the files
+    kept.
+    """
     if not path.name.startswith(GROUP):
         return path.read_bytes()
     names = json.loads(path.read_text())["child_paths"]

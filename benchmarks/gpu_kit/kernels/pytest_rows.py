@@ -66,13 +66,13 @@ class RowPlugin:
 
 
 def message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The exception of a failed test, or what ended its process."""
+    """Returns the exception of a failed test, or what ended its process."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return str(report.longrepr if crash is None else crash.message)[:MAX_MESSAGE]
 
 
 def kernels_of(nodeid: str, properties: list[tuple[str, object]]) -> tuple[str, ...]:
-    """The operations under test: the property `kernels`, else that of the file's name."""
+    """Returns the operations under test: the property `kernels`, else that of the file's name."""
     for name, value in properties:
         if name == "kernels" and isinstance(value, list | tuple):
             return tuple(map(str, value))

@@ -25,7 +25,9 @@ def add_time(
     kernels: Sequence[str] = (),
     **columns: Any,
 ) -> None:
-    """Adds a row. `library`: torch's own operation, whose time is shown; not without a device."""
+    """Adds a row. `library` is torch's own operation, whose time is shown beside; not
+    without a device.
+    """
     measured_s = session.seconds(launch)
     session.add(
         case=case,

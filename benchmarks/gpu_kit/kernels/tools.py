@@ -114,7 +114,7 @@ def _profile(session: Session) -> None:
 
 
 def metrics(output: str) -> list[dict[str, str]]:
-    """Rows of ncu's table, which follows the output of the program and ncu."""
+    """Returns the rows of ncu's table, which follows the output of the program and ncu."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     return [
         {
@@ -134,8 +134,8 @@ def _launches(names: tuple[str, ...]) -> list[str]:
 
 
 def run_tool(command: list[str], environ: dict[str, str], seconds: float) -> tuple[str, bool]:
-    """The output, and whether the tool ended in time. It is written to a file: what the tool has
-    started may outlive it, and hold a pipe.
+    """Returns the output, and whether the tool ended in time. It is written to a file: what the
+    tool has started may outlive it, and hold a pipe.
     """
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(

@@ -75,7 +75,7 @@ def _version(package: str) -> str | None:
 
 
 def find_tool(name: str) -> str | None:
-    """The path of a command; those of CUDA are not always on the PATH."""
+    """Returns the path of a command; those of CUDA are not always on the PATH."""
     path = os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS])
     return shutil.which(name, path=path)
 
@@ -127,14 +127,14 @@ def add_ceilings(session: Session) -> None:
 
 
 def copy_bandwidth(session: Session) -> float:
-    """Bytes read and written per second."""
+    """Returns the bytes read and written per second."""
     source = session.empty(COPY_BYTES // 2).normal_()
     target = session.empty(COPY_BYTES // 2)
     return 2 * COPY_BYTES / _seconds(session, lambda: target.copy_(source))
 
 
 def matmul_rate(session: Session) -> float:
-    """Operations per second of a BF16 product of random matrices."""
+    """Returns the operations per second of a BF16 product of random matrices."""
     import torch
 
     a, b = session.random(MATMUL, MATMUL), session.random(MATMUL, MATMUL, seed=1)

@@ -11,7 +11,7 @@ Integers = NDArray[np.int64]
 
 
 def decode_step(batch: int, context: int, block_size: int) -> StepInputs:
-    """One new token for each sequence, at the end of its context, in scattered blocks."""
+    """Returns one new token for each sequence, at the end of its context, in scattered blocks."""
     width = -(-context // block_size)
     blocks = np.random.default_rng(0).permutation(batch * width)
     tables = blocks.reshape(batch, width)
@@ -27,7 +27,9 @@ def decode_step(batch: int, context: int, block_size: int) -> StepInputs:
 
 
 def prefill_step(start: int, num_tokens: int, block_size: int) -> StepInputs:
-    """A prompt's tokens [start, start + num_tokens), in consecutive blocks; the last samples."""
+    """Returns a prompt's tokens [start, start + num_tokens), in consecutive blocks;
+    the last samples.
+    """
     end = start + num_tokens
     return _step(
         positions=np.arange(start, end),
@@ -40,7 +42,7 @@ def prefill_step(start: int, num_tokens: int, block_size: int) -> StepInputs:
 
 
 def prefill_steps(num_tokens: int, chunk: int, block_size: int) -> list[StepInputs]:
-    """A prompt in chunks."""
+    """Returns a prompt in chunks."""
     starts = range(0, num_tokens, chunk)
     return [prefill_step(start, min(chunk, num_tokens - start), block_size) for start in starts]
 

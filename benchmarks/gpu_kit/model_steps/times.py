@@ -21,8 +21,8 @@ Call = Callable[[], object]
 
 
 def device_time(session: Session, call: Call, repetitions: int = 20) -> dict[str, Any]:
-    """The columns `measured_s` and `is_captured`. What cannot be captured is timed by events around
-    eager calls, with the reason and the operation that waits. Nothing is run dry.
+    """Returns the columns `measured_s` and `is_captured`. What cannot be captured is timed by
+    events around eager calls, with the reason and the operation that waits. Nothing is run dry.
     """
     if session.is_dry:
         return {"measured_s": None}
@@ -65,7 +65,7 @@ def host_time(session: Session, call: Call, num_launches: int) -> dict[str, Any]
 
 
 def _eager(session: Session, call: Call) -> tuple[float, float]:
-    """Seconds until the step is issued, and until it is done."""
+    """Returns the seconds until the step is issued, and until it is done."""
     session.synchronize()
     started = time.perf_counter()
     call()

@@ -74,7 +74,7 @@ def first_wait(function: Callable[[], object]) -> str | None:
 
 
 def _is_waiting(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """A copy between devices, or an index whose number of elements is read from the device."""
+    """Whether it is a copy between devices, or an index whose size is read from the device."""
     if name in COPIES:
         target = args[0].device if name == "copy_" else kwargs.get("device")
         source = args[1] if name == "copy_" else args[0]

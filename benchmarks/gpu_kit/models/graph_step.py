@@ -154,7 +154,7 @@ def measure(
 
 
 def _times(session: Session, executor: StepComputer, batch: int, context: int) -> dict[str, Any]:
-    """The columns of a row: launches, the device's and the host's time."""
+    """Returns the columns of a row: launches, the device's and the host's time."""
     from benchmarks.gpu_kit.model_steps.inputs import decode_step
     from benchmarks.gpu_kit.model_steps.times import count_launches, device_time, host_time
     from shared.engine.models.device_step import device_step

@@ -134,7 +134,7 @@ class Measurement:
         )
 
     async def _timed(self, steps: Sequence[StepInputs]) -> tuple[float, dict[str, float]]:
-        """Seconds of all steps, and the milliseconds of each stage on the device."""
+        """Returns the seconds of all steps, and the milliseconds of each stage on the device."""
         seconds, stages = 0.0, defaultdict[str, float](float)
         for step in steps:
             started = time.perf_counter()

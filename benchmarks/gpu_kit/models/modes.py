@@ -33,7 +33,7 @@ def run(session: Session) -> None:
 def mode_row(
     session: Session, milliseconds: dict[Figure, float], *, has_passed_bit_tests: bool
 ) -> dict[str, Any]:
-    """The fields of `MeasuredDevice`."""
+    """Returns the fields of `MeasuredDevice`."""
     import msgspec
 
     from kernels.device import compute_capability
@@ -48,14 +48,16 @@ def mode_row(
 
 
 def wanted_figures(session: Session) -> list[Figure]:
-    """Decode of a single sequence and of many, and a long prompt, in both modes."""
+    """Returns decode of a single sequence and of many, and a long prompt, in both modes."""
     cases = [graph_step.case_name(batch) for batch in session.shapes.batches[:2]]
     cases.append(prefill.case_name(session, session.shapes.chunks[0]))
     return [(case, mode) for case in cases for mode in MODES]
 
 
 def figures(session: Session, part: str) -> dict[Figure, float]:
-    """Milliseconds of the device, of graphs alone: eager steps may wait for the host."""
+    """Returns the milliseconds of the device, of graphs alone: eager steps may wait for the
+    host.
+    """
     return {
         (row["case"], row["mode"]): row["measured_ms"]
         for row in session.rows_of(part)

@@ -19,12 +19,12 @@ def integers(session: Session, values: Sequence[int], dtype: torch.dtype = INT64
 
 
 def starts(session: Session, counts: Sequence[int]) -> Tensor:
-    """The first row of each sequence, and the end."""
+    """Returns the first row of each sequence, and the end."""
     return integers(session, [sum(counts[:index]) for index in range(len(counts) + 1)])
 
 
 def sampling_columns(session: Session, num_rows: int) -> dict[str, Tensor]:
-    """The options of the rows: every third is greedy, every third has limits."""
+    """Returns the options of the rows: every third is greedy, every third has limits."""
 
     def by_kind(greedy: float, free: float, limited: float, dtype: torch.dtype) -> Tensor:
         values = [(greedy, free, limited)[row % 3] for row in range(num_rows)]

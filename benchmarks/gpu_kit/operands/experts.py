@@ -78,7 +78,7 @@ class Operands:
         return grouped_linear(x, index, rows.offsets, self.weight, lanes=self.lanes)
 
     def wanted(self, rows: Routed) -> Tensor:
-        """One product of FP32 for each expert with rows."""
+        """Returns one product of FP32 for each expert with rows."""
         own = self.x[rows.tokens if self.is_by_token else rows.choices]
         experts = self.weight.unflatten(0, (len(rows.bounds) - 1, -1))
         return torch.cat(

@@ -30,7 +30,7 @@ def weight_shape(session: Session, product: str) -> tuple[int, int]:
 
 
 def lanes_of(session: Session, product: str) -> SumLanes:
-    """The lanes in which the engine sums o and down."""
+    """Returns the lanes in which the engine sums o and down."""
     from kernels.sum_lanes import SumLanes
     from shared.engine.parallel.cuts import column_lanes, head_lanes
 
@@ -48,7 +48,7 @@ def operands(session: Session, product: str, num_rows: int) -> tuple[Tensor, Ten
 
 
 def split_of(session: Session, weight: Tensor) -> SplitWeight:
-    """The split form of a weight; without a device, planes of its sizes."""
+    """Returns the split form of a weight; without a device, planes of its sizes."""
     from kernels.split_weight import split_weight
     from tests.support.kernels.split_weights import empty_split
 
