@@ -277,7 +277,7 @@ class GatewayService:
         return self._randomness.bytes(12).hex()
 
     def _members(self) -> list[Member]:
-        """All processes that are known, this one too."""
+        """Returns all known processes, this one included."""
         fleet, own = self._health_monitor.fleet, self._health_monitor.describe()
         others = (each for each in fleet.everyone() if each.process_id != own.process_id)
         return [Member(own), *(Member(each, fleet.is_live(each.process_id)) for each in others)]

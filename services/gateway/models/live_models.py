@@ -37,7 +37,7 @@ class PublicReadiness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Readiness(PublicReadiness, frozen=True, kw_only=True):
-    """With the names of processes, for the operator alone."""
+    """The readiness with the names of processes, for the operator alone."""
 
     workers: ReadyWorkers
     scheduler: list[str]

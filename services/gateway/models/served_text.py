@@ -1,4 +1,6 @@
-"""What the gateway needs, besides the card, to prepare a model's requests and read its output."""
+"""The parts of a model, besides its card, with which the gateway prepares requests and reads
+output.
+"""
 
 from __future__ import annotations
 

@@ -394,13 +394,13 @@ class PreparationPool:
             self._is_filling = False
 
     def _num_wanted(self) -> int:
-        """The processes that the pool should have, without the spare."""
+        """Returns the number of processes that the pool should have, without the spare."""
         if not self._grows:
             return len(self._seats)
         return max(1, sum(bool(each.running) for each in self._seats))
 
     def _num_alive(self) -> int:
-        """The processes that run, and those that are starting for a job."""
+        """Returns the number of processes that run or are starting for a job."""
         self._spares = [each for each in self._spares if _is_alive(each)]
         seated = (_is_alive(each.process) or bool(each.running) for each in self._seats)
         return len(self._spares) + sum(seated)

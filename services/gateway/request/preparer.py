@@ -103,8 +103,8 @@ class Preparer:
         *,
         max_payload_bytes: Callable[[], int],
     ) -> Self:
-        """`num_open`: returns the number of requests that run. `max_payload_bytes`: returns the
-        bytes that one message on the bus may have.
+        """Makes a Preparer with its capacity. `num_open`: returns the number of requests that run.
+        `max_payload_bytes`: returns the bytes that one message on the bus may have.
         """
         return cls(
             Preparation(config, randomness),

@@ -274,7 +274,7 @@ class ChatTemplate:
         return guarded
 
     def _guard_tree(self, value: Any) -> Any:
-        """The JSON value with every string guarded: templates render keys as they render values."""
+        """Guards every string of a JSON value: templates render keys as they render values."""
         if isinstance(value, str):
             return self._guard(value)
         if isinstance(value, dict):

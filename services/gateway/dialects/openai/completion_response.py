@@ -191,7 +191,7 @@ class CompletionEncoder(OpenAIEncoder):
     def _listed(
         self, index: int, tokens: Sequence[ScoredToken], *, has_echo: bool, first: int = 0
     ) -> Iterator[ListedToken]:
-        """`first`: the place in the prompt from which on it is echoed."""
+        """Lists a choice's tokens. `first`: the place in the prompt from which it is echoed."""
         output = self._output_of(index)
         first_offset = 0 if output.echo is None else len(output.echo.text)
         if output.echo is not None and has_echo:

@@ -111,7 +111,7 @@ def _answer(index: int, message: ChatMessage, texts: tuple[TextPart, ...]) -> tu
 
 
 def _function_id(name: str) -> str:
-    """The id of a call in the older form: a function has one open call."""
+    """Returns the id of a call in the older form: a function has one open call."""
     return f"call_{name}"
 
 

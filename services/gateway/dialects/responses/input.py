@@ -88,7 +88,7 @@ class _Turns:
                 self._add_other(place, item)
 
     def _add_reasoning(self, place: str, item: InputItem) -> None:
-        """Without a text, as reasoning that another server sealed, there is nothing to add."""
+        """Adds reasoning that has a text; that of another server may be encrypted."""
         text = "".join(each.text for each in _texts(f"{place}.content", item.content or ""))
         if not text:
             return
@@ -97,8 +97,8 @@ class _Turns:
         self._answer.append(Reasoning(text))
 
     def _add_other(self, place: str, item: InputItem) -> None:
-        """An item of an unknown kind is the text that it has. One without a text says nothing to
-        the model, such as the search of another server, and is left out with its result.
+        """Adds the text of an item of an unknown kind. An item without one says nothing to the
+        model, such as the search of another server, and is left out with its result.
         """
         texts = _known_texts(item)
         if not texts:

@@ -6,7 +6,7 @@ from shared.errors import InvalidRequest
 
 
 class UnknownResponse(InvalidRequest):
-    """Of this tenant: a response of another one looks the same."""
+    """The tenant has no such response: one of another tenant looks the same."""
 
     code = "response_not_found"
     http_status = 404
