@@ -1,4 +1,4 @@
-"""Has the grammars of requests planned and tried by processes of a pool.
+"""Plans and tries the grammars of requests in processes of a pool.
 
 unknown ──▶ checking, in a process of the pool ──▶ verdict, cached by tenant, model and request
 

@@ -1,4 +1,4 @@
-"""Returns the checked grammar of a request, or raises an error that names the client's field."""
+"""Checks the grammar of a request, with errors that name the client's field."""
 
 from __future__ import annotations
 
