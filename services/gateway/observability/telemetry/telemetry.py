@@ -1,7 +1,7 @@
 """Builds the timelines of each request when its response has left, and logs them.
 
     begin ──▶ ended (every output; the timelines can be read) ──▶ closed (the response has left)
-      └──▶ refused (before it had a place)
+      └──▶ refused (before it was admitted)
 
 Only at `closed` is the client's stall known: a timeline that is read earlier is built on demand.
 """
@@ -103,7 +103,7 @@ class RequestTelemetry:
         metrics: GatewayMetrics,
         region_of: Callable[[str], str],
     ) -> Self:
-        """Traces requests if the variables of OpenTelemetry name a collector."""
+        """Returns telemetry that traces requests if `OTEL_…` variables name a collector."""
         tracing = open_tracing(os.environ, gateway_id, randomness.bytes, clock)
         found = cls(gateway_id, clock, wall_clock, tracing, metrics.observe_timeline, region_of)
         if tracing is not None:
@@ -115,7 +115,7 @@ class RequestTelemetry:
         return 0 if self._tracing is None else self._tracing.num_dropped
 
     async def serve(self, bus: Bus) -> None:
-        """Answers questions for timelines, which the other gateways ask."""
+        """Answers the requests of other gateways for timelines."""
         await bus.serve(trace(bus.process_id), ReadTimeline, self._read_timeline)
 
     def _read_timeline(self, question: ReadTimeline) -> TimelineRead:

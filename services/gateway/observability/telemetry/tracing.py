@@ -50,8 +50,8 @@ def open_tracing(
     random_bytes: Callable[[int], bytes],
     clock: Clock,
 ) -> Tracing | None:
-    """Returns None unless `OTEL_…` variables name a collector and the extra `tracing` is
-    installed.
+    """Returns the tracing, or None unless `OTEL_…` variables name a collector and the extra
+    `tracing` is installed.
     """
     is_off = (
         not any(environ.get(name) for name in ENDPOINTS)
