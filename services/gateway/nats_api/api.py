@@ -113,8 +113,8 @@ class NatsApi:
         self._joining = self._background.start_own(self._join(is_ready))
 
     async def leave(self) -> None:
-        """Takes no more requests. Those that the server sends until then are submitted, for which
-        they have GRACE_S. Idempotent.
+        """Leaves the queue group. Waits up to GRACE_S until the requests received so far are
+        submitted. Idempotent.
         """
         if self._joining is not None:  # else its start failed
             self._joining.cancel()
@@ -128,12 +128,14 @@ class NatsApi:
                     await request.has_passed.wait()
 
     async def idle(self) -> None:
-        """Returns when the last reply to each request is sent."""
+        """Returns when the last reply to each request has been sent."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
-        """Ends the service after the requests have been closed: their last replies have GRACE_S."""
+        """Stops the API after the gateway has closed its requests; their last replies
+        have GRACE_S.
+        """
         await self.leave()
         for stop in self._stops:
             await stop()
@@ -178,7 +180,9 @@ class NatsApi:
         task.add_done_callback(self._tasks.discard)
 
     def _busy(self, client_id: str) -> str:
-        """Returns where no room is for another request of the client; empty if there is."""
+        """Returns the end of an error message if one more request of the client exceeds a limit,
+        else "".
+        """
         if len(self._tasks) >= self._max_requests:
             return "at this gateway"
         most = max(1, self._max_requests // MAX_CLIENT_SHARE)
@@ -201,7 +205,7 @@ class NatsApi:
         self._ended(message.endpoint, message.arrived_at, error)
 
     def _received(self, endpoint: str) -> float:
-        """Counts a request. Returns the time of the clock."""
+        """Counts a request of the endpoint. Returns the time on the gateway's clock."""
         if endpoint in self.counts:
             self.counts[endpoint].num_requests += 1
         return self._clock.now()
@@ -230,7 +234,9 @@ class NatsApi:
         self._ended(CANCEL, arrived_at, error)
 
     def _cancel(self, client_id: str, subject: str, data: bytes) -> Cancelled:
-        """Cancels a request of the client. Raises InvalidRequest and PayloadTooLarge."""
+        """Cancels the request that the body names, if it runs here. Raises InvalidRequest and
+        PayloadTooLarge.
+        """
         if len(data) > MAX_CANCEL_BYTES:
             raise PayloadTooLarge(f"a cancellation has at most {MAX_CANCEL_BYTES} bytes")
         body: CancelRequest = _CANCEL_FIELDS.decode(data)

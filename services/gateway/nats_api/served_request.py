@@ -3,7 +3,7 @@
     authenticate ──▶ reserve ──▶ read ──▶ open ──▶ write ──▶ ended
          └─────────────┴───────────┴────────┴────────┴──error──▶ one reply with the error
 
-As over HTTP, a request is charged before its body is read, so one that is rejected is paid, too.
+As over HTTP, a request is charged before its body is read, so rejected requests are charged too.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ServedRequest:
         return self._reply.request_id
 
     async def run(self) -> HearthError | None:
-        """Returns the error that ended the request."""
+        """Answers the request. Returns the error that ended it, or None."""
         self._task = asyncio.current_task()
         error: HearthError | None = None
         try:
@@ -118,7 +118,7 @@ class ServedRequest:
         return error
 
     def cancel(self, error: HearthError) -> None:
-        """Ends the request with this error. Does nothing for one that is ending."""
+        """Ends the request with the error. Does nothing if it is already cancelled."""
         if self._error is not None:
             return
         self._error = error
@@ -210,7 +210,7 @@ class ServedRequest:
         await write_response(opened, self._reply, max_bytes, self._transport.clock)
 
     def _left_s(self, deadline_s: float | None) -> float:
-        """Returns the seconds that are left. Raises DeadlineExceeded."""
+        """Returns the remaining seconds until the deadline. Raises DeadlineExceeded."""
         longest = MAX_DEADLINE_S if deadline_s is None else min(deadline_s, MAX_DEADLINE_S)
         left_s = longest - (self._transport.clock.now() - self.message.arrived_at)
         if left_s <= 0:
