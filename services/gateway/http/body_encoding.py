@@ -21,7 +21,9 @@ _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00")
 
 
 class BodyEncoding:
-    """Decodes as a request's headers say. Raises UnsupportedMediaType for an unknown encoding."""
+    """The encoding of one request's body, from its headers. Raises UnsupportedMediaType for unknown
+    encodings.
+    """
 
     def __init__(self, content_encoding: str | None, content_type: str | None) -> None:
         encoding = (content_encoding or "identity").strip().lower()

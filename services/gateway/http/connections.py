@@ -29,8 +29,8 @@ Holder = tuple[str, str]  # "address" and an address, or "tenant" and a tenant's
 
 
 def connections_within(num_descriptors: int) -> int:
-    """Returns the connections of a process that may open so many descriptors, without the reserved
-    ones.
+    """Returns the maximum number of connections of a process that may open so many descriptors,
+    without the reserved ones.
     """
     spare = min(SPARE_DESCRIPTORS, num_descriptors // 4)
     return max(1, min(MAX_CONNECTIONS, num_descriptors - spare - MAX_RESERVED))
@@ -134,7 +134,7 @@ class Connections:
         return holder is not None and self._evict_of(holder)
 
     def _evict_of(self, holder: Holder) -> bool:
-        """Evicts an idle connection of this holder. Returns whether it had one."""
+        """Evicts the holder's longest idle connection. Returns False if none is idle."""
         evicted = next(iter(self._idle.get(holder, ())), None)
         if evicted is not None:
             evicted.evict()

@@ -93,7 +93,9 @@ class GenerationResponse:
         self._cancel(_client_error(connection))
 
     def _end_large(self, connection: ClientConnection) -> None:
-        """Ends a response that takes too much memory, as slow if its client could have read it."""
+        """Ends a response that takes too much memory. If it has started, its client
+        counts as slow.
+        """
         if self.is_streamed or self._is_started:
             connection.abort_slow()
         else:

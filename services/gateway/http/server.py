@@ -1,7 +1,8 @@
 """An HTTP server in the gateway's event loop.
 
-uvicorn rather than the faster Granian: Granian's embedded server detects disconnected clients and
-slow readers as well, but is declared experimental and cannot report the port chosen for port 0.
+It uses uvicorn rather than the faster Granian. Granian's embedded server detects disconnected
+clients and slow readers as well, but is declared experimental and cannot report the port chosen
+for port 0.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ STOP_POLL_S = 0.01  # between checks whether the last responses are sent
 
 
 def probes_alone(app: ASGIApp) -> ASGIApp:
-    """Returns an application that raises NoCapacity for other requests of a reserved connection."""
+    """Returns an application that raises NoCapacity for requests other than probes on reserved
+    connections.
+    """
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["state"].get(IS_RESERVED) and scope["path"] not in PROBES:
@@ -438,7 +441,9 @@ class WebServer:
         *,
         on_slow_client: Callable[[], None],
     ) -> Self:
-        """Raises ConfigError if the address cannot be bound or the certificate cannot be read."""
+        """Returns a server as `config` describes it. Raises ConfigError if the address cannot be
+        bound or the certificate cannot be read.
+        """
         return cls(
             app,
             config.http_host,

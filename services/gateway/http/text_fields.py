@@ -13,7 +13,9 @@ from shared.errors import InvalidRequest
 
 
 class TextFields(SupportedFields):
-    """Names the field also for text that is not valid Unicode, which no JSON decoder locates."""
+    """Fields whose errors also name the field of text that is not valid Unicode, which no JSON
+    decoder locates.
+    """
 
     def __init__(self, struct: type[Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
         super().__init__(struct, neutral_values)

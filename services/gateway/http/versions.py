@@ -1,4 +1,4 @@
-"""Implements what HTTP/1.0 and HTTP/1.1 demand beyond uvicorn (RFC 9112)."""
+"""Requirements of HTTP/1.0 and HTTP/1.1 that uvicorn does not enforce (RFC 9112)."""
 
 from __future__ import annotations
 
