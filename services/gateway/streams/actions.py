@@ -61,8 +61,8 @@ ResubmissionCause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ReportResubmission:
-    """Reports a resubmission to the log and the metrics. `worker_id` is the last worker,
-    or None.
+    """A report of a resubmission to the log and the metrics. `worker_id` is the last worker, or
+    None.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class ReportResubmission:
 
 @dataclass(frozen=True, slots=True)
 class ReportBrokenSteps:
-    """Reports to the log that steps with this request alone failed on several workers."""
+    """A report to the log that steps with this request alone failed on several workers."""
 
     request_id: str
     tenant_id: str
@@ -80,7 +80,7 @@ class ReportBrokenSteps:
 
 @dataclass(frozen=True, slots=True)
 class ReportNumericsChange:
-    """Reports to the log and the metrics that an output continues with other numerics: a run
+    """A report to the log and the metrics that an output continues with other numerics: a run
     without failures might have sampled other tokens.
     """
 
@@ -92,7 +92,7 @@ class ReportNumericsChange:
 
 @dataclass(frozen=True, slots=True)
 class ReportUnlikePrefill:
-    """Reports to the log and the metrics that decode computes the prompt, since the KV of all live
+    """A report to the log and the metrics that decode computes the prompt, since the KV of live
     prefill workers has other numerics or another format.
     """
 

@@ -12,8 +12,8 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A resubmission names the numerics of the tokens received; a change of numerics is counted.
 - A placement that does not repeat the request's `needs` is aborted: an older scheduler has dropped
   them, and the worker would serve the request wrongly.
-- A choice whose grammar cannot be followed ends where it is, and the others continue. If no choice
-  is left, the request fails.
+- A choice whose grammar cannot be followed ends where it is and is not resubmitted; the others
+  continue. If no choice is left, the request fails.
 - A request ends if steps with it alone raised twice, on two workers if there are two.
 - A queued request that its scheduler's keepalives do not name is lost and resubmitted.
 - A limited number of requests of one response, and of a tenant, are open at once. Each that ends
