@@ -106,8 +106,8 @@ class ApiKeys:
                 await self._request(digest_of(""))
 
     def known_tenant_id(self, authorization: str | None) -> str | None:
-        """Returns the tenant of a key that was valid at its last look-up. Only for the order of
-        requests.
+        """Returns the tenant of a key that was valid at its last look-up, or None. It is used only
+        to order requests.
         """
         try:
             known = self._known.get(digest_of(bearer_of(authorization)))

@@ -112,7 +112,7 @@ class Limits:
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     def check(self, tenant: TenantRecord) -> None:
-        """Raises LimitIsZero or RateLimited for a request rejected whatever its prompt is."""
+        """Checks the limits that need no prompt. Raises LimitIsZero or RateLimited."""
         check_zeros(tenant)
         account = self._accounts.get(tenant.tenant_id)
         if account is None or account.closed[0] != tenant.requests_per_min:
@@ -127,8 +127,8 @@ class Limits:
     async def admit(
         self, tenant: TenantRecord, lease_id: str, request_cost: RequestCost = UNKNOWN_COST
     ) -> LimitLease:
-        """Charges a request. Raises LimitIsZero, ExceedsLimit or RateLimited. Does not call Redis
-        for unlimited tenants.
+        """Returns the lease of an admitted request. Raises LimitIsZero, ExceedsLimit or
+        RateLimited. Does not call Redis for unlimited tenants.
         """
         self.check(tenant)
         check_size(tenant, request_cost)

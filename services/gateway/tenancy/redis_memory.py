@@ -46,7 +46,7 @@ class RedisMemory:
             await self._clock.sleep(READ_S)
 
     async def read(self) -> None:
-        """Reads the memory. Without a reply, the bound read last holds."""
+        """Reads the memory's use and limit. If Redis does not reply, the last limit stays valid."""
         try:
             reply = await self._store.evaluate(READ_MEMORY, [], [])
             with reading_reply():

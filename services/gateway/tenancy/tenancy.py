@@ -1,4 +1,4 @@
-"""Composes what a gateway knows and counts of tenants, over one Redis."""
+"""A gateway's records and counters of tenants, over one Redis."""
 
 from __future__ import annotations
 
