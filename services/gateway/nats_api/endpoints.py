@@ -12,19 +12,17 @@ from services.gateway.nats_api.discovery import EndpointInfo, schema_of
 from services.gateway.request.endpoint import Endpoint
 from shared.subjects import API_GROUP, CANCEL, api_request
 
+# Clients see the docstrings of these structs: their schemas are in the reply to INFO.
+
 
 class CancelRequest(msgspec.Struct, frozen=True):
-    """The body of a cancellation. `request` is the header `Hearth-Request` of the request's
-    messages.
-    """
+    """`request`: the header `Hearth-Request` of its messages."""
 
     request: str
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """The reply to a cancellation. `cancelled` is false if the gateway does not run this request of
-    this client.
-    """
+    """`cancelled`: False if the gateway does not run this request of this client."""
 
     request: str
     cancelled: bool
