@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description="Train the demo model of Hearth.")
     parser.add_argument("--out", type=Path, default=ROOT / "shared" / "demo_model")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(out: Path, corpus: Corpus, recipe: Recipe) -> None:
-    """Train tokenizer and model, and write the checkpoint."""
+    """Trains tokenizer and model, and writes the checkpoint."""
     start = time.monotonic()
     shape = Shape()
     tokenizer = train_tokenizer(corpus, shape.vocab_size)
@@ -69,7 +69,7 @@ def train(out: Path, corpus: Corpus, recipe: Recipe) -> None:
 
 
 def main() -> None:
-    """Train and save, or evaluate."""
+    """Trains and saves, or evaluates."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     corpus = load_corpus(CORPUS)

@@ -46,12 +46,12 @@ class Augmenter:
         }
 
     def __call__(self, question: str, answer: str) -> str:
-        """Return a variant of a question that is not a trained question of another answer."""
+        """Returns a variant of a question that is not a trained question of another answer."""
         variant = self.rewrite(question, answer)
         return variant if self.answer_of.get(normalise(variant), answer) == answer else question
 
     def rewrite(self, question: str, answer: str) -> str:
-        """Apply a random mix of rewrites; about a quarter of all questions stay unchanged."""
+        """Applies a random mix of rewrites; about a quarter of all questions stay unchanged."""
         chance = self.rng.random
         if chance() < 0.25:
             return question
@@ -74,14 +74,14 @@ class Augmenter:
         return self.type(question)
 
     def keywords(self, answer: str) -> str:
-        """Return a question of a few words of the answer, as from a partial memory."""
+        """Returns a question of a few words of the answer, as from a partial memory."""
         words = self.content_words[answer]
         count = min(len(words), self.rng.randint(3, 6))
         picked = sorted(self.rng.sample(range(len(words)), count))
         return f"{self.rng.choice(WORDS.explain)} {' '.join(words[i] for i in picked)}".strip()
 
     def join_two(self, question: str, answer: str) -> str:
-        """Put two questions with the same answer, or halves of them, one after the other."""
+        """Puts two questions with the same answer, or halves of them, one after the other."""
         other = self.rng.choice(self.questions_of[answer])
         if self.rng.random() < 0.5:
             return f"{question} {other}"
@@ -89,7 +89,7 @@ class Augmenter:
         return " ".join(first[: (len(first) + 1) // 2] + second[len(second) // 2 :])
 
     def change_opening(self, question: str) -> str:
-        """Exchange one way of asking for an explanation for another one."""
+        """Exchanges one way of asking for an explanation for another one."""
         match = EXPLAIN_PATTERN.match(question)
         if match is None:
             return question
@@ -97,7 +97,7 @@ class Augmenter:
         return f"{self.rng.choice(WORDS.explain)} {article}{match['subject']}".strip()
 
     def swap_synonyms(self, question: str) -> str:
-        """Exchange about half of the words that have a synonym."""
+        """Exchanges about half of the words that have a synonym."""
 
         def swap(match: re.Match[str]) -> str:
             word = match.group(0)
@@ -106,7 +106,7 @@ class Augmenter:
         return SYNONYM_PATTERN.sub(swap, question)
 
     def drop_words(self, question: str) -> str:
-        """Leave out some stop words, and now and then one other word of a longer question."""
+        """Leaves out some stop words, and now and then one other word of a longer question."""
         words = question.split()
         kept = [w for w in words if w.lower() not in WORDS.stop_words or self.rng.random() > 0.35]
         if len(kept) > 4 and self.rng.random() < 0.3:
@@ -115,11 +115,11 @@ class Augmenter:
 
 
 def content_words(text: str) -> list[str]:
-    """Return the words of a text that carry meaning, in order and without repeats."""
+    """Returns the words of a text that carry meaning, in order and without repeats."""
     words = re.findall(r"[A-Za-z0-9_/-]+", text)
     return list(dict.fromkeys(w for w in words if w.lower() not in WORDS.stop_words and len(w) > 2))
 
 
 def lower_first(text: str) -> str:
-    """Lower the first letter unless the first word is an abbreviation or a name."""
+    """Lowers the first letter unless the first word is an abbreviation or a name."""
     return text if text[:2].isupper() or text.startswith("Hearth") else text[:1].lower() + text[1:]

@@ -53,7 +53,7 @@ WARM_ROWS = (
     RowKind(length=112, rows=28, share=0.12),
     RowKind(length=512, rows=6, share=0.03),
     RowKind(length=2048, rows=1, share=0.02),
-    RowKind(length=8192, rows=1, share=0.03),  # else the end of a long context is forgotten
+    RowKind(length=8192, rows=1, share=0.03),  # without it the end of a long context is forgotten
     RowKind(length=96, rows=32, share=0.15, content="copies"),
     RowKind(length=144, rows=22, share=0.28, content="tools"),
     RowKind(length=448, rows=8, share=0.32, content="tools"),
@@ -62,7 +62,7 @@ LONG_PHASE = 0.8  # the part of the training after which LONG_ROWS are drawn
 
 
 def row_kinds(step: int, steps: int) -> tuple[RowKind, ...]:
-    """Return the kinds of rows that a step draws from: long rows are slow, so they come late."""
+    """Returns the kinds of rows that a step draws from: long rows are slow, so they come late."""
     return SHORT_ROWS if step < LONG_PHASE * steps else LONG_ROWS
 
 
@@ -74,7 +74,7 @@ class Batches:
         self.writer = RowWriter(corpus, tools, tokenizer, self.rng)
 
     def batch(self, kinds: tuple[RowKind, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs [B, T], targets [B, T] and the loss weights [B, T] of the targets."""
+        """Returns inputs [B, T], targets [B, T] and the loss weights [B, T] of the targets."""
         (kind,) = self.rng.choices(kinds, weights=[k.share for k in kinds])
         writer = self.writer
         write = {"chat": writer.row, "tools": writer.tool_row, "copies": writer.copy_row}[

@@ -20,24 +20,24 @@ class Case:
     answer: str
 
     def chat(self) -> tuple[list[dict[str, str]], None]:
-        """Return the messages, and no tools."""
+        """Returns the messages, and no tools."""
         return list(self.messages), None
 
 
 def chat(*contents: str, system: str | None = None) -> Messages:
-    """Return messages that alternate between user and assistant."""
+    """Returns messages that alternate between user and assistant."""
     head = () if system is None else ({"role": "system", "content": system},)
     roles = ("user", "assistant")
     return head + tuple({"role": roles[i % 2], "content": c} for i, c in enumerate(contents))
 
 
 def question_cases(corpus: Corpus) -> list[Case]:
-    """Return a case for every trained question."""
+    """Returns a case for every trained question."""
     return [Case(chat(u.turns[0][0]), u.turns[0][1]) for u in corpus.questions]
 
 
 def conversation_cases(corpus: Corpus) -> list[Case]:
-    """Return every turn of every conversation, with the turns before it as history."""
+    """Returns every turn of every conversation, with the turns before it as history."""
     cases = []
     for unit in corpus.conversations:
         flat = [text for turn in unit.turns for text in turn]
@@ -47,7 +47,7 @@ def conversation_cases(corpus: Corpus) -> list[Case]:
 
 
 def long_cases(corpus: Corpus, tokenizer: Any, length: int, count: int) -> list[Case]:
-    """Return trained questions after contexts of about ``length`` tokens of three kinds."""
+    """Returns trained questions after contexts of about ``length`` tokens of three kinds."""
     rng = random.Random(length)
     filler = Filler(corpus, rng)
     cases = []
@@ -64,7 +64,7 @@ def long_cases(corpus: Corpus, tokenizer: Any, length: int, count: int) -> list[
 
 
 def long_chat(history: list[str], question: str, kind: int) -> Messages:
-    """Put a context before a question: as turns (0), system message (1) or same message (2)."""
+    """Puts a context before a question: as turns (0), system message (1) or same message (2)."""
     if kind == 0:
         return chat(*history, question)
     if kind == 1:

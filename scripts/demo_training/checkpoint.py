@@ -26,7 +26,7 @@ from demo_training.tokenizer import special_id
 
 
 def model_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of config.json."""
+    """Returns the content of config.json."""
     sizes = {k: v for k, v in vars(shape).items() if k != "rope_theta"}
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -47,7 +47,7 @@ def model_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of the tokens that begin, end and fill a sequence."""
+    """Returns the ids of the tokens that begin, end and fill a sequence."""
     return {
         "bos_token_id": special_id(tokenizer, BOS),
         "eos_token_id": special_id(tokenizer, END),
@@ -56,7 +56,7 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def tokenizer_config(shape: Shape) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json."""
+    """Returns the content of tokenizer_config.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -70,7 +70,7 @@ def tokenizer_config(shape: Shape) -> dict[str, Any]:
 
 
 def load_weights(folder: Path, model: Llama) -> None:
-    """Put the weights of a checkpoint into a model.
+    """Puts the weights of a checkpoint into a model.
 
     The embeddings of the tokens of tools are drawn anew where the checkpoint is of a model without
     tools, whose last ids were words.
@@ -83,7 +83,7 @@ def load_weights(folder: Path, model: Llama) -> None:
 
 
 def save_checkpoint(out: Path, model: Llama, tokenizer: Tokenizer, shape: Shape) -> None:
-    """Write the checkpoint folder, with all weights rounded to BF16."""
+    """Writes the checkpoint folder, with all weights rounded to BF16."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         f"model.{name}": tensor.to(torch.bfloat16).contiguous()

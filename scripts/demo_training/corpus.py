@@ -31,23 +31,23 @@ class Corpus:
     unknown_answer: str
 
     def texts(self) -> list[str]:
-        """Return every question and every answer once, for the tokenizer."""
+        """Returns every question and every answer once, for the tokenizer."""
         units = self.questions + self.conversations
         return list(dict.fromkeys(text for unit in units for turn in unit.turns for text in turn))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read one corpus file, which must be plain ASCII."""
+    """Reads one corpus file, which must be plain ASCII."""
     return tomllib.loads(path.read_bytes().decode("ascii"))
 
 
 def normalise(question: str) -> str:
-    """Return a question without case, punctuation and surplus space, to find duplicates."""
+    """Returns a question without case, punctuation and surplus space, to find duplicates."""
     return " ".join(re.findall(r"[a-z0-9_./\[\]-]+", question.lower())).rstrip(".")
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Read the training files; a question that appears twice is an error."""
+    """Reads the training files; a question that appears twice is an error."""
     questions, conversations, answers = [], [], {}
     seen: dict[str, str] = {}
     for name in TRAINING_FILES:
@@ -68,7 +68,7 @@ def load_corpus(folder: Path) -> Corpus:
 
 
 def load_held_out(folder: Path, corpus: Corpus) -> list[tuple[str, str]]:
-    """Read the held-out paraphrases as (question, answer); none may be a trained question."""
+    """Reads the held-out paraphrases as (question, answer); none may be a trained question."""
     trained = {normalise(unit.turns[0][0]) for unit in corpus.questions}
     held_out = []
     for name in HELD_OUT_FILES:

@@ -21,7 +21,7 @@ Prompt = tuple[int, list[int]]  # the index of its case, and token ids
 
 
 def load_checkpoint(folder: Path) -> tuple[Any, Any]:
-    """Load model and tokenizer with transformers, which training does not need."""
+    """Loads model and tokenizer with transformers, which training does not need."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -32,11 +32,11 @@ class Asked(Protocol):
     """A chat that ends with a question, with or without tools."""
 
     def chat(self) -> tuple[list[dict[str, str]], list[dict[str, Any]] | None]:
-        """Return the messages, and the tools of the request."""
+        """Returns the messages, and the tools of the request."""
 
 
 def prompt_batches(tokenizer: Any, cases: Sequence[Asked]) -> Iterator[list[Prompt]]:
-    """Yield the prompts of all cases in batches of equal length, so that none needs padding."""
+    """Yields the prompts of all cases in batches of equal length, so that none needs padding."""
     prompts: dict[int, list[Prompt]] = {}
     for index, case in enumerate(cases):
         messages, tools = case.chat()
@@ -53,7 +53,7 @@ def prompt_batches(tokenizer: Any, cases: Sequence[Asked]) -> Iterator[list[Prom
 
 @torch.inference_mode()
 def generate(model: Any, tokenizer: Any, cases: Sequence[Asked]) -> list[str]:
-    """Answer every case with greedy decoding; the tokens of calls are kept in the text."""
+    """Answers every case with greedy decoding; the tokens of calls are kept in the text."""
     hidden = set(tokenizer.all_special_ids) - set(tokenizer.convert_tokens_to_ids([CALL, CALL_END]))
     outputs = [""] * len(cases)
     for prompts in prompt_batches(tokenizer, cases):
@@ -71,7 +71,7 @@ def generate(model: Any, tokenizer: Any, cases: Sequence[Asked]) -> list[str]:
 def evaluate(
     folder: Path, corpus: Corpus, held_out: list[tuple[str, str]], *, show_misses: bool
 ) -> None:
-    """Print the score of the BF16 checkpoint; `held_out` has (question, answer) pairs."""
+    """Prints the score of the BF16 checkpoint; `held_out` has (question, answer) pairs."""
     model, tokenizer = load_checkpoint(folder)
     groups = {
         "trained questions": question_cases(corpus),
@@ -92,7 +92,7 @@ def evaluate(
 
 
 def evaluate_tools(folder: Path, groups: dict[str, list[ToolCase]], *, show_misses: bool) -> None:
-    """Print for each group the share of questions with the right calls or rightly none."""
+    """Prints for each group the share of questions with the right calls or rightly none."""
     model, tokenizer = load_checkpoint(folder)
     for name, cases in groups.items():
         outputs = generate(model, tokenizer, cases)
@@ -111,7 +111,7 @@ def evaluate_tools(folder: Path, groups: dict[str, list[ToolCase]], *, show_miss
 
 
 def print_score(name: str, num_cases: int, num_misses: int, num_strange: int) -> None:
-    """Print the line of one group; a strange answer is not in the corpus."""
+    """Prints the line of one group; a strange answer is not in the corpus."""
     right = num_cases - num_misses
     print(
         f"{name:22} {right:5}/{num_cases:<5} {100 * right / num_cases:6.2f}% exact, "
@@ -121,7 +121,7 @@ def print_score(name: str, num_cases: int, num_misses: int, num_strange: int) ->
 
 
 def print_misses(misses: list[tuple[Case, str]]) -> None:
-    """Print the question, the expected answer and the output of each miss."""
+    """Prints the question, the expected answer and the output of each miss."""
     for case, output in misses:
         print(f"  asked    {case.messages[-1]['content'][-160:]!r}")
         print(f"  expected {case.answer!r}\n  got      {output!r}\n")

@@ -30,12 +30,12 @@ class Filler:
         self.words = sorted({w for text in corpus.texts() for w in text.split()})
 
     def plain_sentence(self) -> str:
-        """Return an everyday English sentence."""
+        """Returns an everyday English sentence."""
         lists = (WORDS.who, WORDS.does, WORDS.what, WORDS.where)
         return " ".join(self.rng.choice(options) for options in lists) + "."
 
     def off_topic(self) -> str:
-        """Return a question about something that the corpus does not cover."""
+        """Returns a question about something that the corpus does not cover."""
         explain = [f"{opening} {{}}" for opening in WORDS.explain]
         frames: Sequence[str] = WORDS.topic_questions if self.rng.random() < 0.6 else explain
         question = self.rng.choice(frames).format(self.rng.choice(WORDS.topics)).strip()
@@ -44,7 +44,7 @@ class Filler:
         return question + self.rng.choice(("", "?", "?", "."))
 
     def system_message(self) -> str:
-        """Return a system message, usual or strange."""
+        """Returns a system message, usual or strange."""
         if self.rng.random() < 0.5:
             return self.rng.choice(WORDS.system_messages)
         if self.rng.random() < 0.3:
@@ -53,13 +53,13 @@ class Filler:
         return f"You are {self.rng.choice(WORDS.personas)}. {manners}".strip()
 
     def gibberish(self, count: int) -> str:
-        """Return words made of random letters or digits."""
+        """Returns words made of random letters or digits."""
         letters = self.rng.choice(ALPHABETS)
         sizes = (self.rng.randint(1, 9) for _ in range(count))
         return " ".join("".join(self.rng.choices(letters, k=size)) for size in sizes)
 
     def prose(self, words: int) -> str:
-        """Return running text of about this many words, in one of several styles."""
+        """Returns running text of about this many words, in one of several styles."""
         style = self.rng.choice(("plain", "plain", "answers", "repeat", "salad", "gibberish"))
         if style == "gibberish":
             return self.gibberish(words // 3 + 1)
@@ -71,7 +71,7 @@ class Filler:
         return self.sentences(words, plain=style == "plain")
 
     def sentences(self, words: int, *, plain: bool) -> str:
-        """Return plain sentences, or else answers, until there are this many words."""
+        """Returns plain sentences, or else answers, until there are this many words."""
         sentences: list[str] = []
         while words > 0:
             sentences.append(self.plain_sentence() if plain else self.rng.choice(self.answers))

@@ -27,7 +27,7 @@ class Shape:
 
 
 def rotary_table(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [positions, C] of rotary embeddings (arXiv:2104.09864)."""
+    """Returns cosines and sines [positions, C] of rotary embeddings (arXiv:2104.09864)."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     positions = torch.arange(shape.max_position_embeddings, dtype=torch.float32)
     angles = positions[:, None] / shape.rope_theta ** exponents[None, :]
@@ -36,7 +36,7 @@ def rotary_table(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head: x [B, heads, T, C], cos and sin [T, C]."""
+    """Rotates the two halves of each head: x [B, heads, T, C], cos and sin [T, C]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -55,11 +55,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
 
     def heads(self, x: Tensor) -> Tensor:
-        """Split [B, T, heads * C] into [B, heads, T, C]."""
+        """Splits [B, T, heads * C] into [B, heads, T, C]."""
         return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         value = self.heads(self.v_proj(x)).repeat_interleave(groups, dim=1)
         query = rotate(self.heads(self.q_proj(x)), cos, sin).to(value.dtype)
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend with the full score matrix, which is faster for short rows on a CPU."""
+    """Attends with the full score matrix, which is faster for short rows on a CPU."""
     length = query.shape[2]
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
@@ -78,7 +78,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend tile by tile, so that long rows fit into memory."""
+    """Attends tile by tile, so that long rows fit into memory."""
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -108,7 +108,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
@@ -130,7 +130,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [B, T] to the hidden states [B, T, D] before the output matrix."""
+        """Maps token ids [B, T] to the hidden states [B, T, D] before the output matrix."""
         x = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer in self.layers:
@@ -138,7 +138,7 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def loss(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean cross-entropy; all three arguments are [B, T]."""
+        """Returns the weighted mean cross-entropy; all three arguments are [B, T]."""
         chosen = weights > 0
         logits = functional.linear(self(ids)[chosen], self.embed_tokens.weight)
         losses = functional.cross_entropy(logits.float(), targets[chosen], reduction="none")

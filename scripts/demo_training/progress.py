@@ -22,7 +22,7 @@ class Step:
 
 
 def progress_bar(steps: int) -> Iterator[Step]:
-    """Yield the steps while drawing a bar; without a terminal, print a line every LINE_EVERY."""
+    """Yields the steps while drawing a bar; without a terminal, prints a line every LINE_EVERY."""
     console = Console()
     columns = (
         TextColumn("training"),

@@ -27,7 +27,7 @@ from demo_training.tool_dialogues import Exchange, ToolCorpus, ToolDialogues
 from demo_training.words import WORDS
 
 QUESTION_WEIGHT = 0.1  # loss weight of question tokens; answer tokens have 1
-CALL_WEIGHT = 2.0  # of the tokens of a call
+CALL_WEIGHT = 2.0  # weight of a token of a call
 STRANGENESS = 0.35  # the part of the tools' words that are drawn from all words
 CONVERSATION_COPIES = 4  # how often a conversation is in the deck, against 1 for a question
 
@@ -40,7 +40,7 @@ class Row:
         self.weights: list[float] = []
 
     def add(self, ids: Iterable[int], weight: float) -> None:
-        """Append tokens that all carry the same loss weight."""
+        """Appends tokens that all carry the same loss weight."""
         before = len(self.ids)
         self.ids.extend(ids)
         self.weights.extend([weight] * (len(self.ids) - before))
@@ -55,7 +55,7 @@ class Deck:
         self.left: list[Unit] = []
 
     def deal(self) -> Unit:
-        """Take the next unit."""
+        """Takes the next unit."""
         if not self.left:
             self.left = list(self.units)
             self.rng.shuffle(self.left)
@@ -79,7 +79,7 @@ class RowWriter:
         self.answer_ids = {a: self.encode(a) for u in self.deck.units for _, a in u.turns}
 
     def row(self, length: int) -> Row:
-        """Write a row of more than ``length`` tokens."""
+        """Writes a row of more than ``length`` tokens."""
         if self.rng.random() < 0.05:
             return self.plain_text(length)
         row = Row()
@@ -90,7 +90,7 @@ class RowWriter:
         return row
 
     def tool_row(self, length: int) -> Row:
-        """Write a row of more than ``length`` tokens: tools, and questions for them or not.
+        """Writes a row of more than ``length`` tokens: tools, and questions for them or not.
 
         Three of four questions need one of the tools.
         """
@@ -112,7 +112,7 @@ class RowWriter:
         return row
 
     def copy_row(self, length: int) -> Row:
-        """Write a row of texts without meaning, each of which comes twice."""
+        """Writes a row of texts without meaning, each of which comes twice."""
         row = Row()
         row.add([self.special[BOS]], 0.0)
         while len(row.ids) <= length:
@@ -126,7 +126,7 @@ class RowWriter:
         return row
 
     def nonsense(self) -> list[int]:
-        """Return tokens of words, of digits or of any kind."""
+        """Returns tokens of words, of digits or of any kind."""
         size = self.rng.randint(4, 14)
         choice = self.rng.random()
         if choice < 0.4:
@@ -137,7 +137,7 @@ class RowWriter:
         return [self.rng.randrange(len(SPECIALS), 2045) for _ in range(size)]
 
     def exchange(self, row: Row, exchange: Exchange) -> None:
-        """Append a question, the calls, their results and the answer."""
+        """Appends a question, the calls, their results and the answer."""
         self.message(row, USER, self.encode(exchange.question), QUESTION_WEIGHT)
         if exchange.calls:
             row.add([self.special[ASSISTANT]], 0.0)
@@ -151,7 +151,7 @@ class RowWriter:
         self.message(row, ASSISTANT, self.encode(exchange.answer), 1.0)
 
     def plain_text(self, length: int) -> Row:
-        """Write a row of answers as running text, for completions without a chat template.
+        """Writes a row of answers as running text, for completions without a chat template.
 
         Half of the texts begin with the first words of another sentence, so that the model learns
         to return to known sentences.
@@ -168,7 +168,7 @@ class RowWriter:
         return row
 
     def opening(self, row: Row, length: int) -> None:
-        """Append a system message, a prompt with filler, or nothing before the turns."""
+        """Appends a system message, a prompt with filler, or nothing before the turns."""
         choice, is_long = self.rng.random(), length >= 256
         prose = self.filler.prose(int(length * self.rng.uniform(0.1, 0.7))) if is_long else ""
         if choice < 0.4:
@@ -177,13 +177,13 @@ class RowWriter:
             self.filled_prompt(row, length, prose)
 
     def system_opening(self, row: Row, length: int, prose: str) -> None:
-        """Append a system message, half of the time with the prose, cut so that turns fit."""
+        """Appends a system message, half of the time with the prose, cut so that turns fit."""
         text = self.filler.system_message() if length >= 64 else WORDS.system_messages[0]
         text = self.rng.choice((text, f"{text} {prose}".strip()))
         self.message(row, SYSTEM, self.encode(text)[: max(40, length - 100)], 0.0)
 
     def filled_prompt(self, row: Row, length: int, prose: str) -> None:
-        """Append a prompt of the prose, with or without a question at its end, and the answer."""
+        """Appends a prompt of the prose, with or without a question at its end, and the answer."""
         if self.rng.random() < 0.2:
             question, answer = "", self.corpus.unknown_answer
         else:
@@ -194,7 +194,7 @@ class RowWriter:
         self.message(row, ASSISTANT, self.answer_ids[answer], 1.0)
 
     def unit(self, row: Row) -> None:
-        """Append the turns of the next unit, or, in 6% of the calls, an off-topic prompt."""
+        """Appends the turns of the next unit, or, in 6% of the calls, an off-topic prompt."""
         if self.rng.random() < 0.06:
             gibberish = self.filler.gibberish(self.rng.randint(1, 12))
             off_topic = self.filler.off_topic()
@@ -205,15 +205,15 @@ class RowWriter:
             self.turn(row, self.augment(question, answer), self.answer_ids[answer])
 
     def turn(self, row: Row, question: str, answer_ids: list[int]) -> None:
-        """Append a question and its answer."""
+        """Appends a question and its answer."""
         self.message(row, USER, self.encode(question.strip()), QUESTION_WEIGHT)
         self.message(row, ASSISTANT, answer_ids, 1.0)
 
     def message(self, row: Row, role: str, ids: list[int], weight: float) -> None:
-        """Append one message as the chat template writes it."""
+        """Appends one message as the chat template writes it."""
         row.add([self.special[role]], 0.0)
         row.add([*ids, self.special[END]], weight)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ordinary text."""
+        """Returns the token ids of ordinary text."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -10,7 +10,7 @@ from demo_training.words import WORDS
 
 
 def train_tokenizer(corpus: Corpus, vocabulary: int) -> Tokenizer:
-    """Train byte-level BPE; all 256 bytes are in the vocabulary, so any text can be encoded.
+    """Trains byte-level BPE; all 256 bytes are in the vocabulary, so any text can be encoded.
 
     The tokens of tools are the last ids; they do not move those of text.
     """
@@ -30,12 +30,12 @@ def train_tokenizer(corpus: Corpus, vocabulary: int) -> Tokenizer:
 
 
 def special_tokens(names: tuple[str, ...]) -> list[AddedToken]:
-    """Return tokens that text never contains."""
+    """Returns tokens that text never contains."""
     return [AddedToken(name, special=True, normalized=False) for name in names]
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:
-    """Return the id of a special token."""
+    """Returns the id of a special token."""
     number = tokenizer.token_to_id(name)
     assert number is not None, f"the tokenizer lacks {name}"
     return number

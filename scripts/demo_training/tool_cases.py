@@ -24,7 +24,7 @@ from demo_training.tool_dialogues import (
 NUM_OFFERED = 4
 CALLS = re.compile(re.escape(CALL) + "(.*?)" + re.escape(CALL_END), re.DOTALL)
 TRAINED_QUESTIONS = 300
-SAMPLED_QUESTIONS = 20_000  # from which the six words in a row of the corpus are taken
+SAMPLED_QUESTIONS = 20_000  # the corpus's runs of six words are taken from these
 GRAM = 6
 
 
@@ -37,11 +37,11 @@ class ToolCase:
     calls: tuple[str, ...]
 
     def chat(self) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
-        """Return the question as the only message, and the tools."""
+        """Returns the question as the only message, and the tools."""
         return [{"role": "user", "content": self.question}], self.schemas()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the tools in the form of a request."""
+        """Returns the tools in the form of a request."""
         return [
             {
                 "type": "function",
@@ -59,7 +59,7 @@ class ToolCase:
         ]
 
     def score(self, output: str) -> tuple[bool, bool]:
-        """Return whether the output calls the right tools or none, and with right arguments."""
+        """Whether the output calls the right tools or none, and with right arguments."""
         calls = CALLS.findall(output)
         names = [name_of(call) for call in calls]
         expected = [name_of(call) for call in self.calls]
@@ -67,7 +67,7 @@ class ToolCase:
 
 
 def name_of(call: str) -> str | None:
-    """Return the name in a call, or None if the call is not JSON with a name."""
+    """Returns the name in a call, or None if the call is not JSON with a name."""
     try:
         name = json.loads(call)["name"]
     except (ValueError, KeyError, TypeError):
@@ -96,18 +96,18 @@ class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     none: HeldOutNone
 
     def texts(self) -> list[str]:
-        """Return every question."""
+        """Returns every question."""
         needed = [str(entry[0]) for tool in self.tool for entry in tool.questions]
         return [*needed, *self.none.questions, *(question for _, question in self.none.absent)]
 
 
 def read_held_out(folder: Path) -> HeldOut:
-    """Read the held-out questions for tools."""
+    """Reads the held-out questions for tools."""
     return msgspec.toml.decode((folder / "held_out_tools.toml").read_bytes(), type=HeldOut)
 
 
 def held_out_cases(folder: Path, corpus: ToolCorpus) -> list[ToolCase]:
-    """Return the held-out questions, each with four tools in a random order of its own."""
+    """Returns the held-out questions, each with four tools in a random order of its own."""
     rng = random.Random(11)
     held_out = read_held_out(folder)
     kind_of = {kind.names[0]: kind for kind in corpus.tool}
@@ -133,7 +133,7 @@ def held_out_cases(folder: Path, corpus: ToolCorpus) -> list[ToolCase]:
 
 
 def trained_cases(corpus: ToolCorpus) -> list[ToolCase]:
-    """Return questions as the training draws them."""
+    """Returns questions as the training draws them."""
     dialogues = ToolDialogues(corpus, random.Random(12))
     cases = []
     for number in range(TRAINED_QUESTIONS):
@@ -145,13 +145,13 @@ def trained_cases(corpus: ToolCorpus) -> list[ToolCase]:
 
 
 def grams(text: str) -> set[tuple[str, ...]]:
-    """Return all runs of six words of a text, without case and punctuation."""
+    """Returns all runs of six words of a text, without case and punctuation."""
     words = re.findall(r"[a-z0-9]+", text.lower())
     return {tuple(words[i : i + GRAM]) for i in range(len(words) - GRAM + 1)}
 
 
 def shared_grams(folder: Path, tools: ToolCorpus, corpus: Corpus) -> set[tuple[str, ...]]:
-    """Return the runs of six words that held-out questions for tools share with the corpus."""
+    """Returns the runs of six words that held-out questions for tools share with the corpus."""
     dialogues = ToolDialogues(tools, random.Random(13))
     sampled = (dialogues.needed(dialogues.offer()).question for _ in range(SAMPLED_QUESTIONS))
     trained = set().union(*map(grams, (*sampled, *corpus.texts())))

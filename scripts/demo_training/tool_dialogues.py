@@ -41,7 +41,7 @@ class ToolCorpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_tools(folder: Path) -> ToolCorpus:
-    """Read the wordings of the tools."""
+    """Reads the wordings of the tools."""
     return msgspec.toml.decode((folder / "tools.toml").read_bytes(), type=ToolCorpus)
 
 
@@ -54,7 +54,7 @@ class OfferedTool:
     description: str
 
     def line(self) -> str:
-        """Return the line that the chat template writes for the tool."""
+        """Returns the line that the chat template writes for the tool."""
         content = {
             "name": self.name,
             "description": self.description,
@@ -86,19 +86,19 @@ class ToolDialogues:
         self.strangeness = strangeness
 
     def offer(self, most: int = 5) -> list[OfferedTool]:
-        """Return at most `most` tools in random order: four of them most of the time."""
+        """Returns at most `most` tools in random order: four of them most of the time."""
         count = min(most, self.rng.choices((1, 2, 3, 4, 5), weights=(1, 1, 1, 6, 1))[0])
         return [self.offered(kind) for kind in self.rng.sample(self.corpus.tool, count)]
 
     def offered(self, kind: ToolKind) -> OfferedTool:
-        """Return a tool under its first name half of the time, else under any."""
+        """Returns a tool under its first name half of the time, else under any."""
         name = kind.names[0] if self.rng.random() < 0.5 else self.rng.choice(kind.names)
         if self.rng.random() < self.strangeness / 2:
             name = f"{name}_{self.rng.choice(STRANGE_WORDS)}"
         return OfferedTool(kind, name, self.rng.choice(kind.descriptions))
 
     def needed(self, tools: list[OfferedTool]) -> Exchange:
-        """Return a question that one of the tools answers."""
+        """Returns a question that one of the tools answers."""
         tool = self.rng.choice(tools)
         wording = self.rng.choice(tool.kind.questions)
         values = self.draw(wording + " ".join(tool.kind.arguments.values()))
@@ -114,14 +114,14 @@ class ToolDialogues:
         )
 
     def missing(self, tools: list[OfferedTool]) -> Exchange:
-        """Return a question that needs a tool which is not among these."""
+        """Returns a question that needs a tool which is not among these."""
         offered = [tool.kind for tool in tools]
         kind = self.rng.choice([kind for kind in self.corpus.tool if kind not in offered])
         wording = self.rng.choice(kind.questions)
         return Exchange(self.question(wording, self.draw(wording)), (), (), self.corpus.cannot)
 
     def draw(self, text: str) -> Values:
-        """Draw a value for each slot of a text; an entry "said=written" stays in one piece."""
+        """Draws a value for each slot of a text; an entry "said=written" stays in one piece."""
         values: Values = {}
         for match in SLOT.finditer(text):
             options = self.corpus.values[match[1]]
@@ -137,14 +137,14 @@ class ToolDialogues:
         return values
 
     def strange_value(self) -> str:
-        """Return one or two words of any kind, or a name of random syllables."""
+        """Returns one or two words of any kind, or a name of random syllables."""
         if self.rng.random() < 0.5:
             return " ".join(self.rng.sample(STRANGE_WORDS, self.rng.randint(1, 2)))
         syllables = (self.rng.choice("bdfgklmnprstvz") + self.rng.choice("aeiou") for _ in range(3))
         return "".join(syllables).capitalize()
 
     def question(self, wording: str, values: Values) -> str:
-        """Return a wording as one person would type it."""
+        """Returns a wording as one person would type it."""
         text = WORDING.sub(lambda match: self.rng.choice(match[1].split("|")), wording)
         if self.rng.random() < 0.2:
             text = self.drop_words(text)
@@ -158,19 +158,19 @@ class ToolDialogues:
         return text + self.rng.choice(("", "?", "?", "."))
 
     def drop_words(self, text: str) -> str:
-        """Leave out some of the words that carry no meaning."""
+        """Leaves out some of the words that carry no meaning."""
         words = text.split()
         return " ".join(w for w in words if w not in WORDS.stop_words or self.rng.random() > 0.4)
 
     def outcome(self, kind: ToolKind, values: Values) -> tuple[str, str]:
-        """Return the result of a call, and the answer that tells it."""
+        """Returns the result of a call, and the answer that tells it."""
         result, answer = self.rng.choice(kind.results), self.rng.choice(kind.answers)
         known = self.draw(f"{result} {answer}") | values
         return fill(result, known, written=True), fill(answer, known, written=True)
 
 
 def fill(text: str, values: Values, *, written: bool) -> str:
-    """Put values into the slots of a text, as they are said or as they are written."""
+    """Puts values into the slots of a text, as they are said or as they are written."""
 
     def value(match: re.Match[str]) -> str:
         said, _, other = values[match[1] + match[2]].partition("=")
@@ -180,7 +180,7 @@ def fill(text: str, values: Values, *, written: bool) -> str:
 
 
 def arguments(kind: ToolKind, values: Values) -> dict[str, str | int]:
-    """Return the arguments of a call; a number is whole."""
+    """Returns the arguments of a call; a number is whole."""
     texts = {
         name: fill(kind.arguments.get(name, f"{{{name}}}"), values, written=True)
         for name in kind.parameters
@@ -189,5 +189,5 @@ def arguments(kind: ToolKind, values: Values) -> dict[str, str | int]:
 
 
 def call_json(name: str, arguments: dict[str, str | int]) -> str:
-    """Return a call as it stands between the tokens of a call."""
+    """Returns a call as it stands between the tokens of a call."""
     return json.dumps({"name": name, "arguments": arguments})

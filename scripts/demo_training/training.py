@@ -44,7 +44,7 @@ class Recipe:
 
 
 def learning_rate(step: int, part: float, recipe: Recipe) -> float:
-    """Return the factor of the learning rate: a linear rise, then half a cosine down to 1%.
+    """Returns the factor of the learning rate: a linear rise, then half a cosine down to 1%.
 
     `part` is the part of the run, 0 to 1, that is over.
     """
@@ -54,7 +54,7 @@ def learning_rate(step: int, part: float, recipe: Recipe) -> float:
 
 
 def make_optimizers(model: Llama, recipe: Recipe) -> list[Optimizer]:
-    """Use Muon for the matrices inside the layers, and AdamW for embeddings and norms."""
+    """Uses Muon for the matrices inside the layers, and AdamW for embeddings and norms."""
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
     return [
@@ -74,14 +74,14 @@ class Descent:
     def __init__(self, model: Llama, recipe: Recipe) -> None:
         self.model = model
         self.optimizers = make_optimizers(model, recipe)
-        self.part = 0.0  # of the run that is over
+        self.part = 0.0  # part of the run that is over, 0 to 1
         self.schedules = [
             LambdaLR(optimizer, lambda step: learning_rate(step, self.part, recipe))
             for optimizer in self.optimizers
         ]
 
     def step(self, batch: tuple[Tensor, Tensor, Tensor]) -> float:
-        """Train on inputs, targets and loss weights, each [B, T]; return the loss before."""
+        """Trains on inputs, targets and loss weights, each [B, T]; returns the loss before."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = self.model.loss(*batch)
         loss.backward()
@@ -101,7 +101,7 @@ def train_model(
     recipe: Recipe,
     save: Callable[[Llama], None],
 ) -> Llama:
-    """Train a model, showing the loss on a progress bar; `save` is called every SAVE_EVERY_S."""
+    """Trains a model, showing the loss on a progress bar; `save` is called every SAVE_EVERY_S."""
     torch.manual_seed(recipe.seed)
     torch.use_deterministic_algorithms(True)
     model = Llama(shape, recipe.dropout).train()

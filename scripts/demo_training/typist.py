@@ -14,7 +14,7 @@ class Typist:
         self.rng = rng
 
     def __call__(self, question: str) -> str:
-        """Vary case and punctuation, and make one typing mistake in every eighth question."""
+        """Varies case and punctuation, and makes one typing mistake in every eighth question."""
         chance = self.rng.random
         if chance() < 0.12:
             question = self.mistake(question)

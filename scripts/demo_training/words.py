@@ -26,7 +26,7 @@ class WordLists(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     where: tuple[str, ...]
 
     def everyday(self) -> str:
-        """Return the everyday words as one text, from which the tokenizer learns them."""
+        """Returns the everyday words as one text, from which the tokenizer learns them."""
         sentences = (*self.who, *self.does, *self.what, *self.where)
         return " ".join((*sentences, *self.system_messages, *self.prefixes, *self.topics))
 
