@@ -12,15 +12,15 @@ from pathlib import Path
 
 VARIABLE = "HEARTH_CLIENTS"
 MODEL = "tiny"
-ALIAS = "@cf/meta/llama-4-scout-17b-16e-instruct"  # of MODEL, for all accounts
-OWN_ALIAS = "@cf/own/tiny"  # of MODEL, for ACCOUNT alone
+ALIAS = "@cf/meta/llama-4-scout-17b-16e-instruct"  # an alias of MODEL for all accounts
+OWN_ALIAS = "@cf/own/tiny"  # an alias of MODEL for ACCOUNT alone
 
 ACCOUNT = "default"
 OTHER = "other"
-LIMITED = "limited"  # to one request a minute
-RESTRICTED = "restricted"  # to another model
-AGENTS = "agents"  # of a second cluster, which serves AGENT_MODEL alone
-BROWSER = "browser"  # of a third cluster, with the demo model and two decode workers
+LIMITED = "limited"  # one request a minute
+RESTRICTED = "restricted"  # may use another model only
+AGENTS = "agents"  # an account of a second cluster, which serves AGENT_MODEL alone
+BROWSER = "browser"  # an account of a third cluster, with the demo model and two decode workers
 EXPIRED = "expired"  # of the same cluster, with an expired key and a limit of 60 requests a minute
 AGENT_MODEL = "wide"  # calls the tools that it is offered
 
@@ -33,7 +33,7 @@ class Account:
     id: str
     token: str
     operator_token: str = ""
-    pids: dict[str, int] = field(default_factory=dict)  # of workers that its tests may end
+    pids: dict[str, int] = field(default_factory=dict)  # workers that tests may end
 
     @property
     def v4(self) -> str:

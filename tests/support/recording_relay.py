@@ -21,7 +21,7 @@ class RecordingRelay:
         self.to_receiver: Alter = bytes
         self.to_sender: Alter = bytes
         self._host, self._port = host, port
-        self._streams: list[bytearray] = []  # one for each direction of a connection
+        self._streams: list[bytearray] = []  # the bytes of each direction of a connection
 
     @property
     def recorded(self) -> bytes:

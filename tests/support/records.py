@@ -8,7 +8,7 @@ from shared.kv_wire.link import FrameHeader
 from shared.messages import ModelCard
 from shared.numerics import Numerics
 
-NUMERICS = Numerics("exact", "timing", "uint8", "1")  # of the timing engine
+NUMERICS = Numerics("exact", "timing", "uint8", "1")  # the timing engine's
 
 
 def model_card(**fields: Any) -> ModelCard:

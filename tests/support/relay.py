@@ -13,7 +13,7 @@ from typing import Self
 
 LOCALHOST = "127.0.0.1"
 CHUNK_BYTES = 32 * 1024
-MAX_CHUNKS = 512  # on their way in one direction: more than any link here has room for
+MAX_CHUNKS = 512  # limit in one direction: more than any link here holds
 
 Address = tuple[str, int]
 

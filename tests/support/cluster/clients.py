@@ -41,7 +41,7 @@ class Exchange:
     body: dict[str, Any]
     gateway: str
     started: float = 0.0
-    arrivals: list[float] = field(default_factory=list)  # of each event
+    arrivals: list[float] = field(default_factory=list)  # time of each event
     ended: float = 0.0
     status: int = 0
     headers: bytes = b""

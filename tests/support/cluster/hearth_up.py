@@ -24,7 +24,7 @@ from tests.support.cluster.cluster_client import START_TIMEOUT_S, ClusterClient
 class Cluster(ClusterClient):
     process: subprocess.Popen[str]
     startup: str  # output of `hearth up` until the cluster was ready
-    folder: Path  # of its state
+    folder: Path  # the folder of its state
 
     def pid_of(self, process_id: str) -> int:
         """Returns the pid of the service process with this credential. Raises

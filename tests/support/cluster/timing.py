@@ -18,7 +18,7 @@ from shared.engine.step import StepInputs, StepOutput
 from shared.lifecycle.process import run_service
 from shared.messages import Role
 
-VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways use
+VOCAB_SIZE = 2048  # the demo model's: gateways use its tokenizer
 SECONDS_PER_TOKEN = 60e-6
 ROLES: dict[str, tuple[Role, ...]] = {
     "prefill": ("prefill",),

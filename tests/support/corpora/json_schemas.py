@@ -22,11 +22,11 @@ from tests.support.corpora.schema_pieces import (
 )
 
 NUM_SCHEMAS = 1000
-MAX_BOUNDED_BYTES = 2000  # of the longest document of a schema that counts as bounded
+MAX_BOUNDED_BYTES = 2000  # the longest document of a schema that counts as bounded
 UNSUPPORTED_SHARE = 0.14
 UNREADABLE_SHARE = 0.008
 ESCAPED_BYTES = 6  # a character of a string as \uXXXX
-SPACES = 4  # at most, between two tokens of JSON
+SPACES = 4  # the most between two tokens of JSON
 
 KINDS = (("tool", 1, 0.1), ("tool", 1, 0.1), ("api", 2, 0.25), ("config", 3, 0.5))
 

@@ -46,7 +46,7 @@ class PlannedRig(Rig):
         return answer
 
     def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
-        self.planned(rows)  # and it raises then: nothing is drawn
+        self.planned(rows)  # the step raises after its plan: nothing is sampled
         return super().fail(rows)
 
     def compute_again(self, rows: list[ScheduledSequence]) -> None:

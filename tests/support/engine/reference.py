@@ -37,7 +37,7 @@ def router_gaps(model: PreTrainedModel) -> Iterator[list[float]]:
     gaps: list[float] = []
 
     def note(router: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        is_llama4 = len(output) == 2  # whose scores of those not chosen are 0
+        is_llama4 = len(output) == 2  # Llama 4 gives experts that are not chosen a score of 0
         logits, num_chosen = output[1 if is_llama4 else 0], output[-1].shape[-1]
         if is_llama4:
             num_chosen = router.top_k

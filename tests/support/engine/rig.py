@@ -134,7 +134,7 @@ class Rig:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.sequences: list[Sequence] = []
-        self.rows: list[ScheduledSequence] = []  # of the current step
+        self.rows: list[ScheduledSequence] = []  # the rows of the current step
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
         self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}

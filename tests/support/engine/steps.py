@@ -18,7 +18,7 @@ class Line:
     """A sequence: its tokens, its blocks, and the number of tokens whose KV is computed."""
 
     token_ids: list[int]
-    block_table: list[int]  # of the first group of layers
+    block_table: list[int]  # the table of the first group of layers
     num_computed: int = 0
     blocks: Blocks | None = None
     others: dict[int, list[int]] = field(default_factory=dict)  # tables of other groups

@@ -34,7 +34,7 @@ from tests.support.kernels.c_modules import build_launcher, building
 
 WARP_SIZE = 32
 MAX_THREADS = 1024  # per program
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, per program
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # limit of a program by compute capability
 DEVICES_APART = 64
 
 Form = Literal["ttir", "ttgir", "cubin"]

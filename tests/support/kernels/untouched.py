@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 20  # bytes
-MAP_NORESERVE = 0x4000  # of Linux; `mmap` names it from Python 3.13 on
+MAP_NORESERVE = 0x4000  # Linux's value; `mmap` names it from Python 3.13 on
 FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 _zeros, _empty = torch.zeros, torch.empty

@@ -54,7 +54,7 @@ class LiveWorkers:
     nats: NatsServer
     scheduler: NatsBus
     gateway: NatsBus
-    monitor: HealthMonitor  # of the gateway
+    monitor: HealthMonitor  # the gateway's monitor
     processes: dict[str, WorkerProcess]
     executors: dict[str, TimingExecutor]
     batches: list[TokenBatch] = field(default_factory=list)

@@ -96,7 +96,7 @@ class WorkerClient:
 
     def __init__(self, worker_id: str, scheduler: NatsBus, gateway: NatsBus) -> None:
         self.worker_id = worker_id
-        self.states: list[str] = []  # as announced, without repetitions
+        self.states: list[str] = []  # announced states without repetitions
         self.events: list[KvEvents] = []
         self.heartbeat: Heartbeat | None = None
         self._scheduler = scheduler

@@ -100,7 +100,7 @@ class _Subscription:
     queue: str
     deliver: Callable[[Parcel], None]
     is_open: bool = True
-    last_arrival: dict[str, float] = field(default_factory=dict)  # by sender
+    last_arrival: dict[str, float] = field(default_factory=dict)  # key: sender
 
     @property
     def process(self) -> SimulatedProcess:
@@ -141,9 +141,9 @@ class SimulatedNetwork:
         self._interest: dict[str, tuple[list[_Subscription], list[list[_Subscription]]]] = {}
         self._connections: dict[str, _Connection] = {}
         self._by_process: dict[SimulatedProcess, _Connection] = {}
-        self._doubled: list[_Connection] = []  # whose id a second process has taken
+        self._doubled: list[_Connection] = []  # connections whose id a second process has taken
         self._processes: dict[str, SimulatedProcess] = {}
-        self._held: list[Callable[[], object]] = []  # by a hanging server
+        self._held: list[Callable[[], object]] = []  # deliveries that a hanging server holds back
 
     def bus(self, process_id: str, process: SimulatedProcess | None = None) -> SimulatedBus:
         owner = self._process(process_id) if process is None else process

@@ -228,7 +228,7 @@ class SimulatedReceiver:
         if header.placement_id in self._to_corrupt:
             self._to_corrupt.remove(header.placement_id)
             return FrameFate(is_corrupt=True)
-        if header.placement_id in self._forgotten:  # its content must not matter any more
+        if header.placement_id in self._forgotten:  # the content of late frames must not matter
             return FrameFate(is_forged=True)
         return self._plane.fate(sender_id, self.process.process_id, header)
 

@@ -29,7 +29,7 @@ class SimulatedProcess:
         self.is_frozen = False
         self.is_dead = False
         self.slowness = 1.0  # the factor by which its engine is slower
-        self.is_wedged = False  # its engine's device hangs, the rest still responds
+        self.is_wedged = False  # the engine's device hangs, all else responds
         self.context: Context = copy_context()
         self.context.run(_current.set, self)
         self._unwedged = asyncio.Event()

@@ -60,7 +60,7 @@ class SimulatedGroup(TimingExecutor):
             del self._steps[step]
             answer.cancel()
             await asyncio.wait((answer,))
-            _ = answer.cancelled() or answer.exception()  # what a lost group answers is void
+            _ = answer.cancelled() or answer.exception()  # the answer of a lost group is void
         self._check_group()
         return await super().result(step)
 

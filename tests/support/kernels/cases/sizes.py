@@ -13,7 +13,7 @@ class Mixture:
     """The sizes of a mixture of experts."""
 
     num_experts: int
-    num_chosen: int  # by a token
+    num_chosen: int  # experts of a token
     hidden: int
     inner: int
 
@@ -34,7 +34,7 @@ class Sizes:
     inner: int
     gelu_inner: int
     heads: int
-    more_heads: int  # of a larger model with as many KV heads
+    more_heads: int  # the heads of a larger model with as many KV heads
     kv_heads: int
     head_dim: int
     vocab: int
