@@ -18,7 +18,7 @@ Z_95 = 1.959964
 
 class Auc(NamedTuple):
     value: float
-    low: float  # of the 95 % interval
+    low: float  # lower bound of the 95 % interval
     high: float
 
     @property

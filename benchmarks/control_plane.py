@@ -77,7 +77,7 @@ REFERENCES = {
     ("one", 64): (593, "parsing", 1.0),
 }
 AIPERF_REQUESTS = 1200, 24  # a base number, plus this many per client
-NUM_TEMPLATE_TOKENS = 24  # of the chat template and the number
+NUM_TEMPLATE_TOKENS = 24  # tokens of the chat template and the number
 WARM_UP_S = 1.0
 
 

@@ -96,7 +96,7 @@ def part_of(frame: FrameType | None) -> str:
 
 
 class ProfiledExecutor(CpuExecutor):
-    calls: Calls | None = None  # of the next step
+    calls: Calls | None = None  # calls of the next step
 
     def _run(self, inputs: StepInputs) -> StepOutput:
         if self.calls is None:

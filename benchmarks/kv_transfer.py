@@ -54,7 +54,7 @@ TRANSFER_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)
 POOL_BYTES = 256 * MIB
 PLACEMENT = b"benchmark-------"
 BARS = {"memfd": ("memcpy", 0.6), "tcp": ("raw_tcp", 0.7)}
-SEALED_BAR = 0.85  # of 1 / (1 / tcp + 1 / aead)
+SEALED_BAR = 0.85  # share of 1 / (1 / tcp + 1 / aead)
 BAR_BYTES = (4 * MIB, 64 * MIB)
 
 Bytes = npt.NDArray[np.uint8]

@@ -176,7 +176,7 @@ BARS = {
 }
 BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
 BEGIN = "<!-- table: {} -->\n"
-DIRTY = "-dirty"  # after the commit, if tracked files had changed
+DIRTY = "-dirty"  # suffix of the commit if tracked files had changed
 END = "<!-- end of table -->"
 SUMMARY = "summary (benchmarks/readme_table.py)"
 RESULTS = "results (benchmarks/readme_table.py)"

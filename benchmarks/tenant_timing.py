@@ -53,7 +53,7 @@ MAX_ADVANTAGE = 0.05
 MIN_CONTROL_AUC = 0.95
 KV_CACHE_BYTES = 1 << 30  # both tenants' prompts of a round, with room to spare
 WORD_LETTERS = 6
-EVENTS_S = 0.3  # until the index has the victim's cached blocks
+EVENTS_S = 0.3  # time until the index has the victim's cached blocks
 NUM_WARM_UPS = 30
 
 

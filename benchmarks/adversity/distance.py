@@ -32,7 +32,7 @@ NUM_PUSHED = NUM_REQUESTS // 2
 ROUND_TRIPS_MS = (0, 120, 300)
 MAX_ROUND_TRIPS = 8
 STEP_S = 0.005
-PREFILL_APART = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4"}  # else decode computes short prompts
+PREFILL_APART = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4"}  # by default decode computes short prompts
 FAR_HOST = "127.0.0.2"  # the relay's; the far worker listens on 127.0.0.1
 WORKERS: Mapping[Layout, Mapping[str, CredentialRole]] = {
     "mixed": {"prefill-here": "prefill", "decode-here": "decode", "decode-there": "decode"},
@@ -93,7 +93,7 @@ def _start(fleet: FaultyCluster, role: CredentialRole, name: str, relay_port: in
         name,
         step_s=STEP_S,
         nats_port=relay_port,
-        environ={"TMPDIR": str(folder)},  # of its unix socket
+        environ={"TMPDIR": str(folder)},  # the folder of its unix socket
         options={"region": region, "data-plane-advertised-host": FAR_HOST},
     )
 

@@ -38,7 +38,7 @@ NUM_REQUESTS, EVERY_S = 60, 0.05
 THAW_AFTER_S = 0.5
 NUM_REPLACEMENTS = 10
 NUM_CLIENTS = 8
-MIN_REQUESTS = 100  # in ten replacements
+MIN_REQUESTS = 100  # least requests in ten replacements
 LAME_DUCK_S, READY_POLL_S = 2.0, 0.4
 STEP_S = 0.02
 

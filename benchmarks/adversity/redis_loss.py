@@ -39,7 +39,7 @@ TENANTS = {
     "initech": {"input_tokens_per_min": 10_000},
 }
 KEYS = {name: f"key-of-{name}" for name in TENANTS}
-*KNOWN, UNKNOWN = KEYS.values()  # by a request before the loss
+*KNOWN, UNKNOWN = KEYS.values()  # the gateways know KNOWN by a request before the loss
 REDIS = "redis-server"
 
 

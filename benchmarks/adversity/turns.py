@@ -38,7 +38,7 @@ MAX_RATIO = 1.5
 STEP_S = 0.01
 NUM_TURNS, TURN_S = 6, 2.0
 PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-PATIENCE_S = 60.0  # for the end of an attacker's turn
+PATIENCE_S = 60.0  # timeout for the end of an attacker's turn
 
 
 @dataclass

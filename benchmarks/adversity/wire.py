@@ -48,7 +48,7 @@ from tests.support.services.model_dir import write_model_dir
 
 PUSH_BYTES = (4 * MIB, 64 * MIB)
 NUM_REPETITIONS = 11
-SEALED_BAR = 0.85  # of 1 / (1 / plain + 1 / AEAD alone)
+SEALED_BAR = 0.85  # share of 1 / (1 / plain + 1 / AEAD alone)
 PROMPT, OTHER_PROMPT = list(range(100, 149)), list(range(500, 549))
 REGIONS = {"decode-1": "eu", "decode-2": "us"}
 HEARTBEATS_S = 1.0  # several of each process

@@ -41,7 +41,7 @@ LAYER = {
     "gate, up": (14_336, 4096, 2),
     "down": (4096, 14_336, 1),
 }
-VOCAB = (128_256, 4096)  # of the embedding and of the head
+VOCAB = (128_256, 4096)  # shape of the embedding and of the head
 NORMS = (2 * NUM_LAYERS + 1) * 4096
 FREEDOMS = {"normal": None, "t 8": 8.0, "t 4": 4.0}
 MOST_BITS, LEAST_SMALLER = 12.15, 0.21

@@ -157,7 +157,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        cpu_host()  # its compiled code stays where it is
+        cpu_host()  # uses the usual cache of compiled code
         os.environ["HEARTH_CACHE_DIR"] = folder
         executors = {
             form: load_executor(

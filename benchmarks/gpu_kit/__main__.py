@@ -40,8 +40,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAST_S = 5  # a part with less time is not started
 DRY_SLACK = 5  # the machine of a dry run may be busy
 PROBE = Part("probe", 25, "whether the device still computes", f"{HERE}.probe", ("torch",))
-COMPILE_S = 60  # for the kernels of one part, by all processors
-CARRIED_S = 20  # to unpack kernels and to compare the keys of both machines
+COMPILE_S = 60  # limit for the kernels of one part, on all processors
+CARRIED_S = 20  # limit to unpack kernels and compare the keys of both machines
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HERE = "benchmarks.gpu_kit"
-RESERVED_S = 25  # of a call: for unpacking, probes of the device, and the end of the last part
+RESERVED_S = 25  # time for unpacking, probes and the end of the last part
 
 TORCH = ("torch", "triton", "numpy")
 BENCHES = (*TORCH, "msgspec", "rich")
@@ -23,7 +23,7 @@ class Part:
     answers: str
     module: str  # has `run`
     needs: tuple[str, ...] = ()  # importable modules
-    arguments: tuple[str, ...] = ()  # of `run`, after the session
+    arguments: tuple[str, ...] = ()  # arguments of `run` after the session
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ PARTS = (
     _part("kernels.gpu_tests", 50, "a test of each kernel", ENGINE, of="first", name="tests"),
     _part("machine.copies", 10, "bandwidths between host and device", TORCH),
     _part("kernels.tools", 35, "out-of-bounds accesses", TORCH, of="memcheck"),
-    # By name alone.
+    # Parts that run only when they are named.
     _part("kernels.gpu_tests", 200, "all other tests", (*ENGINE, "numba"), of="rest"),
     _part("kernels.tools", 60, "races in shared memory", TORCH, of="racecheck"),
     _part("kernels.tools", 30, "the bottlenecks of four launches", ENGINE, of="ncu"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_S = 2.0  # between SIGTERM and SIGKILL
+GRACE_S = 2.0  # time between SIGTERM and SIGKILL
 
 
 def run(

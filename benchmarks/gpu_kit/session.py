@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tests.support.kernels.cases.case import Inputs, Result
 
-MAX_BYTES = 1 << 20  # of one part's rows: all parts together stay below 16 MiB
+MAX_BYTES = 1 << 20  # limit of one part's rows: all parts stay below 16 MiB
 HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host fills the queue
 
 Mode = Literal["device", "dry", "compile"]

@@ -25,8 +25,8 @@ from benchmarks.gpu_pack import wheels
 from benchmarks.gpu_pack.kernels import add_kernels
 from benchmarks.gpu_pack.sizes import TooLarge, check, checkout_bytes, folder_bytes
 
-PACK = ".gpu_pack"  # in the checkout that travels
-PACKAGES = "/tmp/hearth-packages"  # on the machine with the GPU
+PACK = ".gpu_pack"  # folder in the packed checkout
+PACKAGES = "/tmp/hearth-packages"  # folder on the machine with the GPU
 COMMAND = (
     f"python3 -m pip install --quiet --no-index --no-deps --upgrade --target {PACKAGES}"
     f" {PACK}/wheels/*.whl"

@@ -14,8 +14,8 @@ from benchmarks.gpu_kit.part_process import PartProcess
 from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_kit.session import read_rows
 
-CAPABILITY = 90  # of the H100 and the H200
-LIMIT_S = 1800.0  # of a part
+CAPABILITY = 90  # compute capability of H100 and H200
+LIMIT_S = 1800.0  # limit of a part
 
 
 def add_kernels(parts: Iterable[Part], folder: Path) -> list[str]:

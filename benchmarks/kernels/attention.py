@@ -26,7 +26,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
 SCALE = HEAD_DIM**-0.5
 CONTEXT_LEN = 8192
 INVARIANT = ", invariant"
-SLOWEST_INVARIANT = 1 / 1.15  # of the speed without invariance
+SLOWEST_INVARIANT = 1 / 1.15  # share of the speed without invariance
 BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,

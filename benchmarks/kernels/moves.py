@@ -39,10 +39,10 @@ from kernels.split_weight import SplitWeight, split_weight
 EPS = 1e-5
 NORM_SHAPES = ((32_768, 4096), (16_384, 8192), (1_048_576, 128))  # the last: norms of heads
 GATE_WIDTHS = (14_336, 28_672, 1376)  # Llama 3's 8B and 70B; the last: 11,008 on eight GPUs
-GATE_ELEMENTS = 128 << 20  # of gate and of up
+GATE_ELEMENTS = 128 << 20  # elements of gate and of up
 HEADS_ELEMENTS = 192 << 20
 LARGE_BYTES = 256 << 20
-WEIGHTS = ((4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096))  # of Llama 3.1 8B
+WEIGHTS = ((4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096))  # shapes of Llama 3.1 8B
 NUM_ROWS, VOCAB_SIZE = 64, 128_256
 FEW = 100 / VOCAB_SIZE
 MANY_TOKENS = 8000

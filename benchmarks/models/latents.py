@@ -35,7 +35,7 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.step import StepInputs
 
 BATCH = 8
-STEPS = 5  # of ours, a round
+STEPS = 5  # our steps in a round
 BAR = 2.0
 LARGEST_ERROR = 6e-2  # RMS of the logits' differences over that of the logits, both in BF16
 LATENT, ROPE = 512, 64

@@ -50,7 +50,7 @@ def measure(folder: Path, mode: str) -> Row:
         executor = cuda_executor.CudaExecutor.load(folder, options, cpu_as_cuda())
         num_launches, num_kernels = driver.num_launches, len(driver.compiled)
         began = time.thread_time()
-        for num_blocks in (1, executor.num_blocks):  # as `load` does
+        for num_blocks in (1, executor.num_blocks):  # `load` uses both, too
             kernels = StepKernels(executor.computer.model, executor.kv_layout, num_blocks, options)
             compile_kernels(kernels)
         python_s = time.thread_time() - began

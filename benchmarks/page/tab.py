@@ -22,7 +22,7 @@ from tests.support.hearth_page import HearthPage, find_chromium, launch
 
 ROUNDS = 11
 SECONDS = 20.0
-OPENING_S = 2.0  # until all tiles are drawn for the first time
+OPENING_S = 2.0  # time until all tiles are drawn
 NUM_TOKENS = 20_000
 TOKENS_PER_S = 2_000
 

@@ -40,7 +40,7 @@ CASES = [
     ("gloo", 2, 8 * KIB),
 ]
 
-Times = dict[str, list[float]]  # what -> seconds of each round
+Times = dict[str, list[float]]  # name of an exchange -> seconds of each round
 
 
 def forked(num_ranks: int, work: Callable[[int], Times | None]) -> Times:

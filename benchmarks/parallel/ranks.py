@@ -54,7 +54,7 @@ class Case:
     tp: int
     pp: int
     num_threads: int
-    is_overlapped: bool = True  # else a step is submitted once the one before it is answered
+    is_overlapped: bool = True  # False: a step waits for the result of the one before
     is_whole: bool = False  # all rows in one step
 
 

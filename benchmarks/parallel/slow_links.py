@@ -54,11 +54,11 @@ from shared.numerics import Activations, exchange_of
 from tests.support.relay import SlowRelay
 
 GBIT_PER_S = 125e6
-KEY = "ranks"  # of the rendezvous
+KEY = "ranks"  # key of the rendezvous
 RANK = "--rank"  # in a rank's process, which reads its options from standard input
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 WAIT_S = 120.0  # a first run compiles
-ADDRESSES = ("127.0.0.1", "127.0.0.2")  # of the hosts
+ADDRESSES = ("127.0.0.1", "127.0.0.2")  # addresses of the hosts
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -83,7 +83,7 @@ class Case:
     latency_s: float
     query_lens: tuple[int, ...]
     activations: Activations = "plain"
-    shape: tuple[int, int] | None = None  # None: the planner's choice
+    shape: tuple[int, int] | None = None  # None means the planner's choice
     has_gemm: bool = True  # False: the sums of its layers alone, without waits for products
 
     @property
@@ -115,7 +115,7 @@ class RelayedStore(dist.Store):
 
     def set(self, key: str, value: bytes) -> None:
         place = value.find(b"\x02\x00", 16)
-        own = value[place + 2 : place + 4]  # of a sockaddr_in: family, port, address
+        own = value[place + 2 : place + 4]  # the port of a sockaddr_in: family, port, address
         self._store.set(f"port of {key[-1]}", own)
         self._store.set(key, value[: place + 2] + self._port + value[place + 4 :])
 

@@ -67,7 +67,7 @@ async def run_policy(given: argparse.Namespace, policy: str, trace: Trace) -> Ro
         bus = await NatsBus.connect(url, process_id="observer-1")
         await bus.subscribe(HEARTBEATS, Heartbeat, residents.observe)
         try:
-            await asyncio.sleep(1.0)  # what is hot before the load is no wake
+            await asyncio.sleep(1.0)  # models that are hot before the load count as no wakes
             residents.num_wakes = 0
             samples = await _send(state, trace, given.seed)
         finally:

@@ -39,7 +39,7 @@ from tests.support.services.parked_worker import (
 
 MIB = 1 << 20
 KV_BYTES, PROMPT_TOKENS = 32 * MIB, 1000
-OWN_BYTES = 250_000_000  # of a parked worker, beside the weights
+OWN_BYTES = 250_000_000  # memory of a parked worker besides the weights
 IDLE_S = 10.0
 MAX_WAKE_S, MAX_IDLE_SHARE = 0.1, 0.01
 CONTEXT_TOKENS = 2048

@@ -24,7 +24,7 @@ from services.scheduler.residency.view import (
     Resident,
 )
 
-TICK_S = 0.1  # of the scheduler, while requests of models that are not hot wait
+TICK_S = 0.1  # the scheduler's tick while requests wait for cold models
 FULL_TICK_S = 0.5  # while requests wait only for room on hot ones
 DEADLINE_S = 30.0
 

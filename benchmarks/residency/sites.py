@@ -30,7 +30,7 @@ class Speed:
     name: str
     step_s: float
     sequence_s: float
-    token_s: float  # of a prompt
+    token_s: float  # seconds of a prompt's token
     max_sequences: int
     wake_s: float
     start_s: float

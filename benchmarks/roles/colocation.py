@@ -48,7 +48,7 @@ CHUNKS = (64, 128, 256, 512, 1024, 2048)
 SPLIT: tuple[tuple[Role, ...], ...] = (("prefill",), ("decode",))
 TOGETHER: tuple[tuple[Role, ...], ...] = (("prefill", "decode"), ("prefill", "decode"))
 NUM_STREAMS, PROMPT_TOKENS, STREAM_TOKENS = 32, 8128, 256  # a prompt and its output: 8,192
-WARM_UP_S = 2.0  # whose gaps do not count
+WARM_UP_S = 2.0  # gaps within it do not count
 COSTS: dict[str, type[StepCost]] = {"overlap": OverlapCost, "sum": StepCost}
 
 

@@ -26,8 +26,8 @@ from tests.support.cluster.clients import send
 from tests.support.cluster.service_processes import MODEL
 
 BLOCK_SIZE = 16
-TOKEN_IDS = range(300, 2000)  # of the demo model's vocabulary, without special tokens
-FIRST_S = 1.0  # before the first arrival
+TOKEN_IDS = range(300, 2000)  # the demo model's vocabulary without special tokens
+FIRST_S = 1.0  # time before the first arrival
 
 
 def run_real_fleet(options: FleetOptions, arrivals: Sequence[Arrival]) -> FleetRun:

@@ -30,8 +30,8 @@ from tests.support.world.randomness import SeededRandomness
 from tests.support.world.services import SimulatedScheduler
 from tests.support.world.workers import SimulatedWorker, request_of
 
-FORM_S = 1.5  # until all processes know each other and may judge
-END_S = 60.0  # after the last arrival
+FORM_S = 1.5  # time until all processes know each other
+END_S = 60.0  # time after the last arrival
 
 
 @dataclass(frozen=True, slots=True)

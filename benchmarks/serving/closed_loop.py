@@ -47,7 +47,7 @@ class Target:
     model: str
     path: str = "/v1/chat/completions"
     nats_url: str = ""
-    is_stored: bool = False  # of responses
+    is_stored: bool = False  # whether responses are stored
     is_nats: bool = False
 
     async def connect(self, number: int, kind: ClientKind) -> CountingConnection:
@@ -84,7 +84,7 @@ def body_of(model: str, prompt: str, num_output_tokens: int) -> dict[str, Any]:
 class Tally:
     """The responses that the clients of one load received. Times are in seconds."""
 
-    num_events: int  # of each response
+    num_events: int  # expected events of a response
     ttft_s: list[float] = field(default_factory=list)
     num_requests: int = 0
     faults: list[str] = field(default_factory=list)

@@ -55,7 +55,7 @@ class Process:
     process_id: str
     popen: subprocess.Popen[bytes]
     log_path: Path
-    url: str = ""  # of a gateway
+    url: str = ""  # address of a gateway
 
     @property
     def is_running(self) -> bool:

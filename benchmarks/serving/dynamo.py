@@ -27,7 +27,7 @@ from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from tests.support.servers import free_port
 
 MODEL = "mocked"
-SPEED_UP = "1000"  # of the mocked engine; 0 means 1
+SPEED_UP = "1000"  # factor of the mocked engine; 0 means 1
 
 
 @asynccontextmanager

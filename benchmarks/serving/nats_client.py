@@ -21,7 +21,7 @@ from shared.subjects import api_request, client_inbox
 _END = re.compile(rb"Hearth-End: (\w+)\r\n")
 _TEXT = re.compile(rb'"content":"(?!")')
 _NO_RESPONDERS = b"NATS/1.0 503"
-_LINE_END = b"}\n"  # of an event
+_LINE_END = b"}\n"  # end of an event
 _SEAM = 64  # bytes of the last data that are searched again
 
 

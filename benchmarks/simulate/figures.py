@@ -21,7 +21,7 @@ class Figures:
     num_expired: int
     ttft_p50_s: float
     ttft_p99_s: float
-    normal_ttft_p99_s: float  # without the flooder's requests
+    normal_ttft_p99_s: float  # excludes the flooder's requests
     tpot_p99_s: float
     goodput_per_s: float
     hit_ratio: float

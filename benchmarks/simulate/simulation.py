@@ -69,7 +69,7 @@ class FleetShape:
     num_decode: int
     costs: Costs = field(default_factory=Costs)
     max_queued_requests: int = 1024
-    deadline_s: float = 3600.0  # of each request
+    deadline_s: float = 3600.0  # deadline of each request
     spread_of_speed: float = 1.0  # sites are up to this factor faster or slower
 
     def drawn_costs(self, draw: Random) -> Costs:
@@ -97,9 +97,9 @@ class Outcome:
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     num_local: int = 0
-    num_refused: Counter[str] = field(default_factory=Counter)  # by tenant
+    num_refused: Counter[str] = field(default_factory=Counter)  # key: tenant
     num_expired: Counter[str] = field(default_factory=Counter)
-    decision_ns: array = field(default_factory=lambda: array("q"))  # for each placed request
+    decision_ns: array = field(default_factory=lambda: array("q"))  # time of each placement
     num_heartbeats: int = 0
     hearing_ns: int = 0
     ended_at: float = 0.0
@@ -121,7 +121,7 @@ class Simulation:
         self._names = count()
         self._traces: dict[QueuedRequest, TraceRequest] = {}
         self._is_blocked = False
-        self._deciding_ns = 0  # since the last placed request
+        self._deciding_ns = 0  # time of decisions since the last placement
         self._open = 0  # requests that arrived and have not ended
         self._has_arrivals = True
         self._random = Random(seed)

@@ -19,7 +19,7 @@ from shared.messages import BlocksRemoved, BlocksStored, KvEvents, WorkerLoad
 
 MODEL, REVISION, KV_FORMAT = "model", "r1", "bf16/b512"
 CHUNK_TOKENS = 2048
-EVENTS_S = 0.05  # between two messages to the index
+EVENTS_S = 0.05  # time between two messages to the index
 NO_PARENT = bytes(16)
 
 
@@ -36,7 +36,7 @@ class Costs:
     handoff_overhead_s: float = (
         0.002  # until a prefill worker has replied, or a last frame is acknowledged
     )
-    num_blocks: int = 400  # of 512 tokens: 25 GiB of KV
+    num_blocks: int = 400  # blocks of 512 tokens: 25 GiB of KV
 
     def prefill_s(self, num_tokens: int) -> float:
         num_steps = max(1, -(-num_tokens // CHUNK_TOKENS))

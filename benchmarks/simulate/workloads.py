@@ -76,7 +76,7 @@ def agents(
 class _Session:
     name: str
     hash_ids: list[int]
-    num_tokens: int  # of the history: full blocks
+    num_tokens: int  # tokens of the history's full blocks
 
     def call(self, at_s: float, draw: Random, blocks: Blocks) -> TraceRequest:
         """Returns the next call; everything after the last full block is new in each call."""

@@ -22,8 +22,8 @@ from tests.support.corpora.documents import is_valid
 from tests.support.corpora.json_schemas import SchemaCase, schema_case
 
 NUM_AT_ONCE = 16
-MAX_TOKENS = {True: 2048, False: 256}  # by whether the document is bounded
-STREAMED_EVERY = 20  # of the requests, also sent as a stream
+MAX_TOKENS = {True: 2048, False: 256}  # key: whether the document is bounded
+STREAMED_EVERY = 20  # one in so many requests is also sent as a stream
 MAX_SHOWN = 5
 
 

@@ -43,7 +43,7 @@ class Answer:
     seconds: float
     finish_reason: str = ""
     warnings: tuple[str, ...] = ()
-    message: Any = None  # as the dialect has it
+    message: Any = None  # in the dialect's form
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from tests.support.corpora.hostile_grammars import Hostile, hostile_grammars
 
 NUM_FREE, NUM_FREE_TOKENS = 16, 128
 NUM_ALONE_S = 15.0
-NUM_CLIENTS = 2  # of hostile requests
-MAX_TOKENS = 32  # of an answer to one
+NUM_CLIENTS = 2  # clients that send hostile requests
+MAX_TOKENS = 32  # most tokens of an answer to one
 MAX_ANSWER_S, MAX_GAP_S = 1.5, 0.25
 
 

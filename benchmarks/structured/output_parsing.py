@@ -29,7 +29,7 @@ TOKEN_CHARS = 4
 BAR_US = 15.0
 PROSE = "the quick brown fox jumps over the lazy dog, whose x < 3 [or more]. "
 SCHEMAS = {"write": {"properties": {"text": {"type": "string"}}}}
-OPENINGS = {  # of a call with one long argument, which need not end
+OPENINGS = {  # openings of a call with one long argument, which need not end
     "hermes": '<tool_call>{"name": "write", "arguments": {"text": "',
     "qwen_xml": "<tool_call>\n<function=write>\n<parameter=text>\n",
     "llama_json": '{"name": "write", "parameters": {"text": "',

@@ -25,7 +25,7 @@ from shared.grammar.matcher import Matcher
 from shared.grammar.vocabulary import Vocabulary, load_vocabulary
 
 DATA = "maskbench/data"
-EVERY = 4  # of the files: about 2,800 schemas
+EVERY = 4  # one file in so many: about 2,800 schemas
 MAX_SHOWN = 10
 _VALID = {True: "valid", False: "invalid"}
 _ACCEPTED = {True: "accepted", False: "rejected"}

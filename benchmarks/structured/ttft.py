@@ -20,7 +20,7 @@ from services.client.load_test import percentile
 REQUESTS_A_ROUND = 6
 MAX_TOKENS = 4
 MAX_FIRST_SEEN_MS, MAX_CACHED_MS = 5.0, 1.0
-NUM_WARM_UPS = 24  # of each kind: each process of the gateway imports what it needs
+NUM_WARM_UPS = 24  # warm-ups of each kind: each process of the gateway imports its modules
 
 
 def schema(number: int) -> dict[str, Any]:

@@ -60,7 +60,7 @@ async def _measured(cluster: MutedCluster, case: str) -> list[Bar]:
         at_most(f"L1: {case}: requests failed", num_failed, 0, "requests"),
         at_most(f"L1: {case}: other processes ended", num_ended, 0, f"of {len(pids)}"),
     ]
-    if case == UNREAD:  # what is lost without a reader can be told to nobody
+    if case == UNREAD:  # in other cases nobody can read the report of a loss
         num_lost = await _num_lost_lines(cluster)
         bars.append(at_least(f"L1: {case}: lost lines that are counted", num_lost, 1, "lines"))
     return bars

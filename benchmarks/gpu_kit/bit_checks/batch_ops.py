@@ -242,7 +242,7 @@ def _rows(
     return session.random(sizes_of(session).many_rows, *shape, dtype=dtype, seed=seed)
 
 
-MAIN: dict[str, Build] = {  # of a layer of a dense model
+MAIN: dict[str, Build] = {  # operations of a layer of a dense model
     **{f"linear {product}": linear(product) for product in ("qkv", "gate_up")},
     **{f"lane_linear {product}": lane_linear(product) for product in ("o", "down")},
     "decode_attention": decode_attention,

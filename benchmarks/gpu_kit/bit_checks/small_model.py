@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from shared.engine.step import StepInputs
 
 NUM_LAYERS = 2
-NUM_BLOCKS = 2  # of the prompt, which all sequences share; each has a block of its own behind it
+NUM_BLOCKS = 2  # blocks of the shared prompt; each sequence has one of its own after it
 CHUNKS = (1, 7, 64)
 BATCHES = (1, 7, 32)
-MOST_ID = 100  # of a token
+MOST_ID = 100  # largest id of a token
 KERNELS = (
     *("linear", "lane_linear", "decode_attention", "prefill_attention"),
     *("rms_norm", "add_rms_norm", "silu_and_mul", "rotate_and_store"),

@@ -17,7 +17,7 @@ from benchmarks.gpu_kit.session import Session, Unavailable
 ROOT = Path(__file__).resolve().parents[3]
 FIRST = "tests/kernels/gpu/test_first.py"
 PLACES = ("tests/kernels/gpu", "tests/shared/engine/test_on_devices.py")
-NEEDED = ("pytest", "hypothesis", "msgspec", "structlog")  # by tests/conftest.py
+NEEDED = ("pytest", "hypothesis", "msgspec", "structlog")  # imported by tests/conftest.py
 MAX_WORKERS = 8
 OPTIONS = ("-vv", "--tb=short", "--continue-on-collection-errors", "-p", "no:cacheprovider")
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from benchmarks.gpu_kit.failures import recorded
 from benchmarks.gpu_kit.session import Session
 
-SIZE, WIDTH = 256, 4096  # of the product [SIZE, SIZE], and of its sums
+SIZE, WIDTH = 256, 4096  # the result is [SIZE, SIZE], its sums have WIDTH terms
 
 
 @dataclass(frozen=True)
 class Tile:
     rows: int
     columns: int
-    step: int = 64  # of K
+    step: int = 64  # elements of K
     num_warps: int = 4
     is_swapped: bool = False
 
@@ -38,7 +38,7 @@ class Tile:
         return f"{kind} {self.rows} x {self.columns} x {self.step}, {self.num_warps} warps"
 
 
-FIRST = Tile(64, 64)  # of the exact mode's products
+FIRST = Tile(64, 64)  # the tile of the exact mode's GEMMs
 TILES = (
     FIRST,
     *(Tile(64, columns) for columns in (16, 32, 128)),

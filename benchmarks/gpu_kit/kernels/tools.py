@@ -34,8 +34,8 @@ PROFILED = (  # each launches one kernel of these names
 )
 KERNELS = ("_decode_attention_kernel", "_linear_kernel")
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis")
-MAX_LINES = 40  # of a tool's findings
-RESERVED_S = 3  # for the end of a tool that takes too long
+MAX_LINES = 40  # most lines of a tool's findings
+RESERVED_S = 3  # time to end a tool that takes too long
 
 
 def run(session: Session, tool: str) -> None:

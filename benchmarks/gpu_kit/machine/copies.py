@@ -26,7 +26,7 @@ from tests.support.kernels.cases import kv
 
 MIB = 1 << 20
 SIZES = (MIB, 32 * MIB, 256 * MIB)
-MOST_BYTES = 512 * MIB  # to copy for one figure
+MOST_BYTES = 512 * MIB  # most bytes to copy for one figure
 READER_S = 10
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,7 +36,7 @@ def run(session: Session) -> None:
         for move in (kv.gather_blocks, kv.scatter_blocks):
             move(session.inputs, is_fp8=False, has_checksum=True)
         return
-    with reader() as other:  # which imports torch in the meantime
+    with reader() as other:  # the other process imports torch meanwhile
         for size in SIZES:
             for kind, memory in HOST_MEMORIES.items():
                 measure_host(session, size, kind, memory)

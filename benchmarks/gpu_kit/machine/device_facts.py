@@ -22,7 +22,7 @@ from benchmarks.gpu_kit.session import Session
 PACKAGES = ("torch", "triton", "numpy", "msgspec", "numba", "transformers", "nvidia-cudnn-cu13")
 TOOLS = ("gcc", "nvcc", "ncu", "compute-sanitizer", "nvidia-smi", "nvidia-cuda-mps-control")
 FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/bin")
-MPS_FOLDER = "/tmp/nvidia-mps"  # of the pipes, unless the environment names another
+MPS_FOLDER = "/tmp/nvidia-mps"  # default folder of the pipes
 PROPERTIES = (
     *("name", "major", "minor", "total_memory", "multi_processor_count", "L2_cache_size"),
     *("shared_memory_per_block_optin", "memory_clock_rate", "memory_bus_width"),

@@ -17,7 +17,7 @@ from benchmarks.gpu_kit.session import Session, Unavailable
 
 BATCHES = (1, 64)
 STEPS = 5
-MOST_KERNELS = 30  # of a table
+MOST_KERNELS = 30  # most rows of a table
 DRY_LAYERS = 1
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 MODES: tuple[Mode, ...] = ("exact", "fast")
 LEAST_S = 4  # a case with less time is left out
 COMPILED_LAYERS = 2
-RESERVED_BYTES = 6 << 30  # of activations, logits and graphs
+RESERVED_BYTES = 6 << 30  # room for activations, logits and graphs
 ROWS = ("rms_norm", "add_rms_norm", "rotate_and_store", "silu_and_mul", "decode_attention")
 KERNELS = {"exact": ("linear", "lane_linear", *ROWS), "fast": ROWS}
-EXPERTS: dict[str, Any] = {  # of Qwen3-30B-A3B, two layers
+EXPERTS: dict[str, Any] = {  # Qwen3-30B-A3B with two layers
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "torch_dtype": "bfloat16",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS, REPETITIONS = 8192, 3
 DRY_TOKENS = 48
-READY_S = 15.0  # for each message of the receiving process
+READY_S = 15.0  # timeout of each message of the receiving process
 KERNELS = ("gather_blocks", "scatter_blocks")
 
 

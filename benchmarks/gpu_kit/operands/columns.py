@@ -11,7 +11,7 @@ from benchmarks.gpu_kit.session import Session
 
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
 EPS = 1e-5
-LIMITS = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}  # of sampling
+LIMITS = {"top_k": 50, "top_p": 0.9, "min_p": 0.02}  # limits of sampling
 
 
 def integers(session: Session, values: Sequence[int], dtype: torch.dtype = INT64) -> Tensor:
