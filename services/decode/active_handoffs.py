@@ -74,7 +74,9 @@ class ActiveHandoffs:
         await self._port.close()
 
     def fail_worker(self, worker_id: str, reason: str) -> None:
-        """The worker's link key is not used again: its next process gets another."""
+        """Fails the handoffs from a worker. Its link key is not used again: its next
+        process gets another.
+        """
         self._port.forget_worker(worker_id)
         for handoff in list(self._under_way):
             if handoff.current is not None and handoff.current[0] == worker_id:
@@ -86,13 +88,15 @@ class ActiveHandoffs:
                 handoff.fail(reason)
 
     def take_phases(self, phases: PrefillPhases) -> None:
-        """Ignores those of an ended placement, or of an earlier attempt."""
+        """Records the phases of a prefill. Ignores those of an ended placement, or of an
+        earlier attempt.
+        """
         placement = self._awaiting_phases.pop(phases.placement_id, None)
         if placement is not None:
             placement.times.prefill = phases
 
     def forget(self, placement: RunningRequest) -> None:
-        """Idempotent. The placement has ended: nobody reads the phases of its prefill."""
+        """Forgets the phases of a placement that has ended. Idempotent."""
         if placement.prefill_id is not None:
             self._awaiting_phases.pop(placement.prefill_id, None)
             placement.prefill_id = None

@@ -78,7 +78,9 @@ class OutputBuffer:
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """Stores only the first non-empty `prompt_logprobs`. Ignores a dropped output."""
+        """Adds an update to an output, but only the first non-empty `prompt_logprobs`. Ignores a
+        dropped output.
+        """
         if output.is_dropped:
             return
         output.token_ids += token_ids
@@ -92,7 +94,9 @@ class OutputBuffer:
             self._first[output] = None
 
     def resend_overdue(self, placement_id: bytes) -> None:
-        """The next `take` returns all its choices: their finish, but no tokens sent before."""
+        """Makes the next `take` return all choices of the placement: their finish, but no
+        tokens sent before.
+        """
         self._updates |= dict.fromkeys(self._outputs.get(placement_id, {}).values())
 
     def take(self) -> dict[str, list[TokenEntry]]:
@@ -109,7 +113,10 @@ class OutputBuffer:
         return _by_gateway(taken)
 
     def resend(self, placement_id: bytes, choice_index: int, from_position: int) -> TokenEntry:
-        """Raises UnknownPlacement if this buffer does not, or no longer, hold the output."""
+        """Returns the output from `from_position` on.
+
+        Raises UnknownPlacement if this buffer does not, or no longer, hold it.
+        """
         output = self._output(placement_id, choice_index)
         if output is None:
             raise UnknownPlacement("this worker does not hold that placement")

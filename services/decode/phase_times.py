@@ -23,12 +23,12 @@ class PhaseTimes:
     prefill: PrefillPhases | None = None
 
     def record_step(self, began_at: float) -> None:
-        """A step has computed a part of the prompt, or a token."""
+        """Records a step that has computed a part of the prompt, or a token."""
         if self.first_step_at is None:
             self.first_step_at = began_at
 
     def record_tokens(self, now: float) -> None:
-        """The choices of one step have the same `now`."""
+        """Records sampled tokens. The choices of one step have the same `now`."""
         if self.first_token_at is None:
             self.first_token_at = now
         if now != self.last_token_at:
@@ -36,7 +36,9 @@ class PhaseTimes:
             self.num_steps += 1
 
     def phases(self, num_late_masks: int) -> DecodePhases:
-        """The three phases until the first token add up to its time after `started_at`."""
+        """Returns the three phases until the first token. They add up to its time
+        after `started_at`.
+        """
         first_token_at = self.last_token_at if self.first_token_at is None else self.first_token_at
         reserved_at, complete_at = self._bounds(first_token_at)
         return DecodePhases(
@@ -50,8 +52,10 @@ class PhaseTimes:
         )
 
     def _bounds(self, first_token_at: float) -> tuple[float, float]:
-        """When the blocks were held, and when the KV of the prompt was complete. A prompt that is
-        computed here has its blocks with its first step, which may follow failed prefills.
+        """Returns when the blocks were held, and when the KV of the prompt was complete.
+
+        A prompt that is computed here has its blocks with its first step, which may follow
+        failed prefills.
         """
         if self.complete_at is None:
             began_at = first_token_at if self.first_step_at is None else self.first_step_at

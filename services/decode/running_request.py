@@ -143,7 +143,9 @@ def _check_sent(sampling: SamplingParams, num_prompt_tokens: int) -> None:
 
 
 def _check_retained(request: Request) -> None:
-    """The worker retains all logprobs until the gateway acknowledges the end."""
+    """Checks the size of all logprobs, which the worker retains until the gateway
+    acknowledges the end.
+    """
     num_bytes = packed_bytes(request.sampling, len(request.choices))
     if num_bytes > MAX_LOGPROB_BYTES:
         raise InvalidRequest(

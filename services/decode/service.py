@@ -208,7 +208,7 @@ class DecodeService:
         self._worker.loop.wake()
 
     def _on_handoff_failed(self, placement: RunningRequest) -> None:
-        """The gateway misses the placement's tokens, and tries another worker."""
+        """Aborts the placement. The gateway misses its tokens, and tries another worker."""
         self._abort(placement.placement_id)
 
     def _activate(self, placement: RunningRequest, num_held_tokens: int) -> None:
@@ -334,7 +334,9 @@ class DecodeService:
             self._abort(placement_id)
 
     def _abort(self, placement_id: bytes) -> None:
-        """Idempotent. Frees blocks once no frame is copied into them and no step reads them."""
+        """Aborts a placement. Frees blocks once no frame is copied into them and no step reads
+        them. Idempotent.
+        """
         self._output_buffer.drop(placement_id)
         self._ended.pop(placement_id, None)
         placement = self._placements.pop(placement_id, None)
@@ -351,7 +353,9 @@ class DecodeService:
         self._worker.loop.wake()
 
     def _abort_choice(self, placement_id: bytes, choice_index: int) -> None:
-        """The other choices continue or, if finished, wait for acknowledgement. Idempotent."""
+        """Aborts one choice. The others continue or, if finished, wait for
+        acknowledgement. Idempotent.
+        """
         self._output_buffer.drop_choice(placement_id, choice_index)
         if placement_id not in self._output_buffer:  # no other choice is left
             self._fence(placement_id)

@@ -113,7 +113,7 @@ class HostAdmission:
         )
 
     async def _record_digest(self, hosted: HostedRevision, card: ModelCard) -> None:
-        """The first host that loads a source records what it holds."""
+        """Records the weights' digest in the registry, as the first host that loads the source."""
         while True:
             try:
                 stored = await self._admin.record_digest(

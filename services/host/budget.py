@@ -50,7 +50,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of its process, hot or in standby."""
+        """The bytes of the model's process, hot or in standby."""
         return self.weights_bytes + self.process_bytes
 
     @property
@@ -165,7 +165,9 @@ def never_fits(model: ModelMemory, budgets: Mapping[str, int]) -> str | None:
 
 
 def retention(model: ModelMemory) -> tuple[bool, int, float, ModelKey]:
-    """Ascending: what can be missed first."""
+    """Returns the sort key by which models are retained: those that can be missed first come
+    first.
+    """
     return model.is_standby_wanted, model.priority, model.used_at, model.key
 
 

@@ -75,7 +75,9 @@ class DeviceModels:
         return room_for(model.memory, self.budget_bytes, staying, hot=hot, stoppable=idle)
 
     def _committed(self, model: HostedState) -> ModelMemory:
-        """A cache that is not elastic keeps what it has."""
+        """Returns the model's memory. A cache that is not elastic has its present
+        size as its floor.
+        """
         if self.is_elastic or model.kv_bytes <= model.memory.kv_floor_bytes:
             return model.memory
         return msgspec.structs.replace(model.memory, kv_floor_bytes=model.kv_bytes)
@@ -93,8 +95,8 @@ class DeviceModels:
         self.lost_until = now + min(MAX_LOST_PAUSE_S, LOST_PAUSE_S * self.num_losses)
 
     def correct(self, now: float) -> Iterator[Action]:
-        """Frees memory if sizes that were measured meanwhile exceed the budget: processes in
-        standby end, and if they are not enough hot models park.
+        """Frees memory if measured sizes exceed the budget: ends processes in standby, and if they
+        are not enough parks hot models.
         """
         staying = [each for each in self.models.values() if each.has_process]
         staying = [each for each in staying if each.state not in ("stopping", "parking")]
@@ -136,7 +138,7 @@ class DeviceModels:
                 return
 
     def _wake(self, model: HostedState, now: float) -> Iterator[Action]:
-        """Wakes it, or makes room for it first."""
+        """Wakes the model, or first makes room for it."""
         room, memory = self.room(model), model.memory
         if room.missing_bytes:  # a model did not park after all
             model.is_wake_wanted = False
@@ -161,7 +163,7 @@ class DeviceModels:
         yield StartAction(model.key, self.name, model.kv_bytes or None)
 
     def _shrink(self, target: HostedState) -> Iterator[Action]:
-        """Brings hot caches to what remains beside the target."""
+        """Shrinks hot caches to the memory that remains beside the target."""
         sizes = self._sizes(target) if self.is_elastic else {}
         for model in self.models.values():
             if model.state == "hot" and sizes.get(model.key, inf) < model.resized_to:
@@ -171,8 +173,9 @@ class DeviceModels:
     # ── sizes of caches ──────────────────────────────────────────────────────────────────────────
 
     def resize(self, now: float) -> Iterator[Action]:
-        """Follows the need while no model waits to become hot: first the caches that shrink, by any
-        amount if that makes room, or if sizes that were measured meanwhile exceed the budget.
+        """Resizes caches by need while no model waits to become hot, first those that shrink.
+
+        A cache shrinks by any amount if that makes room, or if measured sizes exceed the budget.
         """
         is_busy = bool(self.becoming_hot() or self.wanted())
         if not self.is_elastic or is_busy or now - self.resized_at < LEAST_RESIZE_S:

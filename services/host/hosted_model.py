@@ -123,7 +123,7 @@ class HostedState:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of its process, with a cache of its floor if it has one."""
+        """The bytes of the model's process, with the floor of its cache if it has one."""
         return self.memory.least_hot_bytes if self.kv_bytes else self.memory.fixed_bytes
 
     @property

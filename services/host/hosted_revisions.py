@@ -58,7 +58,7 @@ class HostedRevision:
 
     @property
     def digest(self) -> str:
-        """The digest of its weights; empty: not known yet."""
+        """The digest of the weights; empty while it is unknown."""
         return self.revision.digest or ("" if self.card is None else self.card.revision)
 
     def is_called(self, name: str, revision: str) -> bool:
@@ -69,7 +69,9 @@ class HostedRevision:
 
 
 class HostedRevisions:
-    """Calls `on_found` once the source of a revision is known."""
+    """The revisions of the registry on this host. Calls `on_found` once the source of a
+    revision is known.
+    """
 
     def __init__(
         self, clock: Clock, device: str, on_found: Callable[[HostedRevision], None]

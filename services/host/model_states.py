@@ -32,10 +32,10 @@ PARKABLE_RETRY_S = 1.0  # time until a scheduler may have parked a model
 
 
 class HostStates:
-    """A removed model stays until its process has ended."""
+    """The states of all models of a host. A removed model stays until its process has ended."""
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
-        """States of all models. `budgets` are bytes by device."""
+        """`budgets` are bytes by device."""
         self.devices = {name: DeviceModels(name, each) for name, each in budgets.items()}
 
     @property
@@ -59,7 +59,7 @@ class HostStates:
         wake_s: float | None = None,
         start_s: float | None = None,
     ) -> None:
-        """Adds a model, to the device with the most room, or changes what is known of one."""
+        """Adds a model to the device with the most room, or changes the memory of a known one."""
         found = self.find(memory.key)
         if found is None:
             free = {name: each.unclaimed_bytes for name, each in self.devices.items()}
@@ -78,7 +78,7 @@ class HostStates:
             self.fail(memory.key, reason, over, now)
 
     def restore(self, key: ModelKey, now: float) -> None:
-        """Tries a failed model again at once: its record has changed."""
+        """Tries a failed model again at once, because its record has changed."""
         model = self.find(key)
         if model is not None and not model.has_process:
             model.is_final, model.retry_at = False, now
@@ -87,7 +87,7 @@ class HostStates:
                 model.enter("cold", now)
 
     def remove(self, key: ModelKey) -> None:
-        """Removes a model. Its worker finishes what it runs, and ends."""
+        """Removes a model. Its worker finishes its running requests, and ends."""
         if (model := self.find(key)) is not None:
             model.is_removed, model.is_wake_wanted = True, False
             if not model.has_process:
@@ -96,7 +96,9 @@ class HostStates:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def wake(self, key: ModelKey, now: float) -> ModelWaking:
-        """Idempotent. Raises UnknownModel, and NoCapacity: with a time if that may change."""
+        """Requests that a model becomes hot. Idempotent. Raises UnknownModel, and NoCapacity, with
+        a retry time if that may change.
+        """
         model = self._of(key)
         if model.state == "failed":
             wait_s = None if model.is_final else model.expected_s(now)
@@ -108,7 +110,9 @@ class HostStates:
         return ModelWaking(state=model.state, ready_in_s=self.ready_in_s(key, now))
 
     def ready_in_s(self, key: ModelKey, now: float) -> float:
-        """Expected, with the wakes on its device that come before it."""
+        """Returns the expected seconds until the model is hot, after the earlier
+        wakes on its device.
+        """
         model = self._of(key)
         ahead_s = 0.0
         if model.state != "hot" and not model.is_becoming_hot:
@@ -137,7 +141,7 @@ class HostStates:
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
     def standby(self, key: ModelKey, now: float) -> None:
-        """The worker has no cache: it has parked, or was started so."""
+        """Records that the worker has no cache: it has parked, or was started in standby."""
         if (model := self.find(key)) and model.state in ("starting", "parking"):
             if model.state == "parking":
                 model.used(now)
@@ -188,7 +192,9 @@ class HostStates:
             model.memory = msgspec.structs.replace(model.memory, need=need)
 
     def stalled(self, duration_s: float) -> None:
-        """This host was frozen for so long: no worker is given up for that time."""
+        """Extends all limits by the time for which this host was frozen, so that no worker is
+        given up for it.
+        """
         for model in self.models():
             model.since += duration_s
 
@@ -217,7 +223,7 @@ class HostStates:
                 yield StopAction(model.key)
 
     def _start_standby(self, now: float) -> Iterator[Action]:
-        """One at a time, and only while no model waits to be hot: both need the processors."""
+        """Starts one model in standby, while no model waits to be hot: both need the processors."""
         devices = self.devices.values()
         if any(each.wanted() for each in devices):
             return
@@ -229,7 +235,7 @@ class HostStates:
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _place(self, model: HostedState, now: float) -> None:
-        """Moves a model without a process to the device where least is in its way. Raises
+        """Moves a model without a process to the device with the least in its way. Raises
         NoCapacity if it would not fit there.
         """
         devices = list(self.devices.values())

@@ -44,7 +44,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_state_dir(process_id: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Raises ConfigError."""
+    """Returns the folder of a host's records. Raises ConfigError."""
     return state_home(environ) / "hearth" / "hosts" / process_id.partition(".")[0]
 
 

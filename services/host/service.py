@@ -122,7 +122,7 @@ class HostService:
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
-        """Leaves: the workers finish what they run."""
+        """Leaves the fleet. The workers finish their running requests."""
         self._is_leaving = True
         await self.health_monitor.transition_to("draining")
         for worker_id in self._by_worker:
@@ -210,7 +210,9 @@ class HostService:
         self._background.start_item(work, partial(self._fail_item, hosted))
 
     def _fail_item(self, hosted: HostedRevision, error: Exception) -> None:
-        """Kills the worker of the model, whose state is unknown; without one its start failed."""
+        """Kills the worker of the model, whose state is unknown. Without a worker the
+        start has failed.
+        """
         reason = f"{type(error).__name__}: {error}"
         if hosted.parking is not None and not hosted.parking.done():
             hosted.parking.set_exception(HearthError(reason))
@@ -298,7 +300,7 @@ class HostService:
             self._workers.signal(hosted.worker_id, number)
 
     def _kill(self, worker_id: str | None) -> None:
-        """Kills a worker. Its model may have another one by now."""
+        """Kills a worker, which may no longer be that of its model."""
         if worker_id is not None:
             self._workers.signal(worker_id, signal.SIGKILL)
 
@@ -364,7 +366,7 @@ class HostService:
         self._changed.set()
 
     def _kill_silent(self) -> None:
-        """Workers that hang: the fleet has lost them, and they do not come back."""
+        """Kills workers that hang: the fleet has lost them, and they do not come back."""
         now = self._clock.now()
         for worker_id, hosted in self._by_worker.items():
             if not hosted.is_admitted or not self.health_monitor.fleet.is_lost(worker_id):
@@ -381,7 +383,7 @@ class HostService:
 
 
 async def build_host(config: HostConfig) -> HostService:
-    """Raises ConfigError, DependencyUnavailable."""
+    """Builds the host's process. Raises ConfigError, DependencyUnavailable."""
     check(config)
     directory = Path(config.state_dir) if config.state_dir else default_state_dir(config.process_id)
     records = Records(directory)

@@ -72,7 +72,9 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 async def find_source(
     model: RegisteredModel, revision: RegisteredRevision, device: str
 ) -> ModelSource:
-    """Downloads a hub model that is not cached. Raises ConfigError."""
+    """Returns the source of a model, after a download if the hub model is not cached.
+    Raises ConfigError.
+    """
     found = Path(revision.source).expanduser()  # noqa: ASYNC240  # reads no file but of users
     if is_hub_id(found):
         found = await downloaded(found)

@@ -16,8 +16,8 @@ def match_groups(
 ) -> Iterator[tuple[int, int]]:
     """Yields (number of blocks, bit mask of the workers whose longest prefix it is).
 
-    `holders` [G]: the mask of the workers that hold a block, by hash. A worker can continue a
-    prefix if it holds, of each group, the blocks that the token after the prefix sees.
+    `holders` [G] map a block's hash to the mask of the workers that hold it. A worker can continue
+    a prefix if it holds, of each group, the blocks that the token after the prefix sees.
     """
     num_blocks = len(block_hashes)
     lacking = [0] * (num_blocks + 1)  # workers that cannot continue a prefix, by its length

@@ -203,7 +203,9 @@ class PrefixIndex:
         return Outcome.NEEDS_RESYNC
 
     def begin_resync(self, worker_id: str) -> None:
-        """Pages fill a new slot; `match` uses the old slot until `finish_resync`."""
+        """Begins to list a worker's blocks in a new slot; `match` uses the old slot until
+        `finish_resync`.
+        """
         worker = self._workers[worker_id]
         if worker.resync is not None:
             self._retire(worker.resync.slot)
@@ -246,7 +248,7 @@ class PrefixIndex:
         return Outcome.NEEDS_RESYNC if lost else Outcome.APPLIED
 
     def abandon_resync(self, worker_id: str) -> None:
-        """The worker did not reply: its old blocks remain, marked stale."""
+        """Ends a resync to which the worker did not reply: its old blocks remain, marked stale."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.resync is not None:
             self._retire(worker.resync.slot)
@@ -288,7 +290,9 @@ class PrefixIndex:
         return matches
 
     def sweep(self, max_blocks: int) -> None:
-        """Removes the bits of dead slots from up to `max_blocks` entries; call it periodically."""
+        """Removes the bits of dead slots from up to `max_blocks` entries. It is
+        called periodically.
+        """
         if not self._sweeping_mask:
             if not self._dead_mask:
                 return

@@ -39,7 +39,7 @@ MAX_PINS = 4_096  # pins of all tenants
 
 @dataclass(frozen=True, slots=True)
 class _TenantPins:
-    """Pins of one tenant. `next_over` is the earliest expiry, in unix seconds."""
+    """The pins of one tenant. `next_over` is the earliest expiry, in unix seconds."""
 
     digests: set[str]
     next_over: float
@@ -98,7 +98,9 @@ class PinKeeper:
     # ── pins ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _reload(self) -> None:
-        """Reads the tenants that have changed; all of them at first, and after a loss of Redis."""
+        """Reads the tenants that have changed, or all of them at first and after a loss of
+        Redis.
+        """
         changes = await pinned_prefix.changes(self._store, self._version)
         now = self._wall_clock()
         changed = {each for each, pins in self._tenants.items() if now >= pins.next_over}
@@ -119,8 +121,8 @@ class PinKeeper:
         self._version = changes.version
 
     async def _read_alone(self, tenant_id: str, now: float) -> None:
-        """A tenant whose records cannot be read is read again, and holds up no other. Raises
-        StoreUnavailable.
+        """Reads a tenant's records. Unreadable ones are read again later, and delay no other
+        tenant. Raises StoreUnavailable.
         """
         try:
             await self._read(tenant_id, now)
@@ -133,7 +135,7 @@ class PinKeeper:
                 raise
 
     async def _read(self, tenant_id: str, now: float) -> None:
-        """Checks the record of the tenant as it is now."""
+        """Reads a tenant's pins, checked against the tenant's present record."""
         entries = await pinned_prefix.entries(self._store, tenant_id)
         is_public = tenant_id == PUBLIC_TENANT_ID
         try:
@@ -228,7 +230,7 @@ class PinKeeper:
             log.debug("pin_failed", worker=worker_id, reason=error.message)
 
     async def _warm(self, worker_id: str, subject: str, pin: ExpectedPin) -> None:
-        """Raises HearthError."""
+        """Requests that a worker computes the prefix. Raises HearthError."""
         tenant_id, name = pin.prefix.tenant_id, pin.prefix.name
         try:
             await self._requests.request(

@@ -15,10 +15,9 @@ RENEW_S = pinned_prefix.REASONS_S / 4
 
 
 class PinReasons:
-    """Writes why prefixes are not pinned. It also knows which prefixes have no reason: another
-    index may have written one.
+    """Writes the reasons why prefixes are not pinned. `now` returns unix seconds.
 
-    `now` returns unix seconds.
+    Prefixes without a reason are written, too, as another index may have written one.
     """
 
     def __init__(self, store: Store, now: Callable[[], float]) -> None:
@@ -29,7 +28,7 @@ class PinReasons:
         self._renew_at = 0.0
 
     def explain(self, tenant_id: str, name: str, reason: str) -> None:
-        """Records why a prefix is not warm; empty: it is, or will be soon."""
+        """Records why a prefix is not warm; an empty reason means that it is, or will be soon."""
         reasons = self._reasons.setdefault(tenant_id, {})
         if reasons.get(name) != reason:
             reasons[name] = reason
@@ -45,11 +44,11 @@ class PinReasons:
         self._reasons.clear()
 
     def distrust(self) -> None:
-        """Makes the next write one of all reasons: another index writes now."""
+        """Makes the next write include all reasons, because another index writes now."""
         self._unwritten.update(self._reasons)
 
     async def write(self) -> None:
-        """Writes what is new, and all of them again long before Redis drops them."""
+        """Writes changed reasons, and all of them long before Redis drops them."""
         if self._now() >= self._renew_at:
             self.distrust()
             self._renew_at = self._now() + RENEW_S

@@ -149,7 +149,7 @@ class PrefixRegistry:
             self._release(worker_id, block_hash)
 
     def cleared(self, worker_id: str) -> None:
-        """Called when the worker is lost, or its cache was emptied."""
+        """Releases all blocks of a worker that is lost, or whose cache was emptied."""
         for block_hash in self._held_by.pop(worker_id, set()):
             self._release(worker_id, block_hash)
 

@@ -205,7 +205,7 @@ class KvIndexService:
         self._resyncs.pop(worker_id, None)
 
     def _give_up_resync(self, worker_id: str, error: Exception) -> None:
-        """The worker's next event or heartbeat starts another."""
+        """Abandons a resync. The worker's next event or heartbeat starts another."""
         self._resyncs.pop(worker_id, None)
         self._resync_failed(worker_id, repr(error))
 
@@ -272,7 +272,7 @@ class KvIndexService:
             self._record_run(page, run)
 
     def _record_run(self, source: KvEvents | BlockPage, run: BlocksStored) -> None:
-        """Records follow the first group of layers, which sees all keys if any group does."""
+        """Records a run of the first group of layers, which sees all keys if any group does."""
         heartbeat = self.health_monitor.fleet.heartbeat_of(source.worker_id)
         if heartbeat is None or heartbeat.model is None or not run.block_hashes or run.group:
             return
@@ -314,7 +314,9 @@ class KvIndexService:
 
 
 async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
-    """Raises ConfigError, or DependencyUnavailable without a NATS server; Redis may start later."""
+    """Builds the index's process. Raises ConfigError, or DependencyUnavailable without a NATS
+    server; Redis may start later.
+    """
     check(config)
     bus = await connect(config, "kv_index")
     clock = MonotonicClock()

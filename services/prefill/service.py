@@ -173,7 +173,7 @@ class PrefillService:
                 self._renew(message)
 
     def _renew(self, message: RenewLease) -> None:
-        """Renews leases. Fails an unknown prefill: decode missed its end and must not wait."""
+        """Renews leases. Fails an unknown prefill, as decode missed its end and must not wait."""
         until = self._worker.clock.now() + message.lease_s
         for placement_id in message.placement_ids:
             prefill = self._prefills.get(placement_id)
@@ -230,7 +230,9 @@ class PrefillService:
 
 
 def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:
-    """Raises InvalidRequest if `first_token` is beyond the prompt."""
+    """Returns the sequence of a command. Raises InvalidRequest if `first_token` is
+    beyond the prompt.
+    """
     token_ids = unpack_token_ids(request.token_ids)
     if request.first_token > len(token_ids):
         raise InvalidRequest(

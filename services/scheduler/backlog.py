@@ -147,7 +147,7 @@ class Backlog:
         self._weight = 0.0
 
     def advance(self, now: float) -> None:
-        """Updates the service rate. Call before the queue changes."""
+        """Updates the service rate. Must be called before the queue changes."""
         self.rate.advance(now, is_backlogged=len(self.queue) > 0)
 
     def add(self, ticket: QueuedRequest) -> None:

@@ -25,7 +25,7 @@ class BlockedQueues:
         return list(self._smallest)
 
     def closed(self) -> Set[QueueKey]:
-        """Queues whose requests must wait."""
+        """Returns the queues whose requests must wait."""
         return self._smallest.keys() - self._probing
 
     def block(self, queue: QueueKey, needs: RequestSize) -> None:
@@ -45,7 +45,7 @@ class BlockedQueues:
         return True
 
     def take(self, queue: QueueKey) -> None:
-        """Call for each request that is taken from its queue: a probe is one request."""
+        """Records a request that is taken from its queue: a probe is one request."""
         self._probing.discard(queue)
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:

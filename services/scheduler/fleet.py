@@ -81,7 +81,9 @@ class _ModelTables:
 
 
 class WorkerFleet:
-    """Loads are this scheduler's estimates; other schedulers also place requests."""
+    """The live workers by model. Loads are this scheduler's estimates; other schedulers also
+    place requests.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -187,7 +189,7 @@ class WorkerFleet:
             self._models[known.model].put(known)
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Call after the fleet has processed the heartbeat."""
+        """Updates the tables, after the fleet has processed the heartbeat."""
         worker_id = heartbeat.process_id
         if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or above the peer limit
             return

@@ -178,7 +178,9 @@ class Decision:
         return named if named in near else int(near[cost_of_near.argmin()])
 
     def _named(self, cost: NDArray[np.float64]) -> int | None:
-        """Highest random weight hashing: losing a worker moves only that worker's sessions."""
+        """Returns the row that the affinity key names, if there is a key, by highest random weight
+        hashing: losing a worker moves only that worker's sessions.
+        """
         if not self._needs.affinity_key:
             return None
         weights = _mixed(self._decodes.name_codes ^ np.uint64(code_of(self._needs.affinity_key)))
@@ -232,7 +234,9 @@ class Decision:
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's last steps: each input bit affects all output bits (Steele et al., 2014)."""
+    """Returns splitmix64's last steps: each input bit affects all output bits
+    (Steele et al., 2014).
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -127,7 +127,7 @@ class RequestQueues:
         return ticket
 
     def cancel(self, message: CancelQueued) -> None:
-        """Ignores a request of another gateway, or of a later attempt."""
+        """Cancels a queued request. Ignores one of another gateway, or of a later attempt."""
         ticket = self._held.get(message.request_id)
         if ticket is None or ticket.request.gateway_id != message.gateway_id:
             return

@@ -255,7 +255,9 @@ class SchedulerService:
             self._retry_waiting(self._clock.now())
 
     def _retry_waiting(self, now: float) -> None:
-        """A separate function, as `_tick` would hold a loop's last ticket between two ticks."""
+        """Retries waiting requests. It is a separate function, as `_tick` would hold a loop's last
+        ticket between two ticks.
+        """
         for ticket in self._queues.remove_expired(now):
             error = DeadlineExceeded("the deadline passed while the request was queued")
             self._send_failed(ticket, error)
@@ -445,7 +447,7 @@ class SchedulerService:
     # ── outgoing messages ────────────────────────────────────────────────────────────────────────
 
     def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
-        """Does nothing if the ticket has already ended."""
+        """Fails a ticket, unless it has already ended."""
         if not ticket.is_removed:
             self._queues.remove(ticket.request.request_id)
             self._send_failed(ticket, error)
@@ -478,7 +480,9 @@ class SchedulerService:
 
 
 async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
-    """Raises ConfigError, or DependencyUnavailable without a NATS server."""
+    """Builds the scheduler's process. Raises ConfigError, or DependencyUnavailable
+    without a NATS server.
+    """
     check(config)
     bus = await connect(config, "scheduler")
     return SchedulerService(

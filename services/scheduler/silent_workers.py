@@ -46,7 +46,7 @@ class SilentWorkers:
         return silence.closed_s
 
     def forget(self, worker_id: str) -> None:
-        """Call when the worker replies or leaves: it is open, and nothing counts against it."""
+        """Opens a worker that has replied or left, and forgets its silent starts."""
         self._silences.pop(worker_id, None)
 
     def closed(self, now: float) -> set[str]:

@@ -90,9 +90,9 @@ class LeastSquares:
         ]
 
     def solution(self) -> Triple:
-        """(a, b, c): the unconstrained minimum if no coefficient is negative; otherwise the best
-        of the minima with some coefficients held at zero, one of which is the constrained minimum
-        (Lawson & Hanson, Solving Least Squares Problems, 1974, chapter 23).
+        """Returns (a, b, c): the unconstrained minimum if no coefficient is negative; otherwise the
+        best of the minima with some coefficients held at zero, one of which is the constrained
+        minimum (Lawson & Hanson, Solving Least Squares Problems, 1974, chapter 23).
         """
         free = self._minimum(_NONE_HELD)
         if min(free) >= 0.0:
@@ -108,7 +108,9 @@ class LeastSquares:
         return squares / 2 + xy * a * b + xz * a * c + yz * b * c - p * a - q * b - r * c
 
     def _normal_equations(self) -> tuple[Sextuple, Triple]:
-        """Moments xx, xy, xz, yy, yz, zz and products with seconds, of the equations and prior."""
+        """Returns the moments xx, xy, xz, yy, yz, zz and products with seconds, of the
+        equations and prior.
+        """
         xx, xy, xz, yy, yz, zz = self._moments
         first, second, third = self._base
         p, q, r = (

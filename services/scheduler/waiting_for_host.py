@@ -38,7 +38,9 @@ class UnservedRequests:
         return [each for each in self._waiting if each.waits_for_host and not each.is_removed]
 
     def add(self, ticket: QueuedRequest, now: float, *, knows_all_workers: bool) -> None:
-        """Raises NoCapacity for a ticket that must not wait, or is too long for every worker."""
+        """Adds a ticket. Raises NoCapacity for one that must not wait, or is too long
+        for every worker.
+        """
         can_be_served = self._is_hosted(ticket)
         if not ticket.is_queueable:
             if can_be_served:

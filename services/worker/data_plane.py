@@ -32,7 +32,9 @@ class DataPlane(Protocol):
     async def push_port(self) -> PushPort: ...
 
     async def receive_port(self) -> ReceivePort:
-        """Raises ConfigError for an address that is not this host's."""
+        """Returns the port that receives KV. Raises ConfigError for an address that is
+        not this host's.
+        """
         ...
 
 

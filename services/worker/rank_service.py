@@ -58,7 +58,7 @@ def run_rank(config: RankConfig) -> int:
 
 
 async def _assigned(config: RankConfig) -> RanksAssigned:
-    """Asks until the worker answers. Raises InvalidRequest if it misses fewer ranks."""
+    """Requests ranks until the worker replies. Raises InvalidRequest if it misses fewer ranks."""
     bus = await NatsBus.connect(
         config.nats_url,
         process_id=config.process_id,

@@ -36,7 +36,7 @@ POLL_S = 0.02
 
 
 class Handler(Protocol):
-    """Runs prefills, or placements."""
+    """The service of a role: it runs prefills, or placements."""
 
     @property
     def num_unfinished(self) -> int: ...
@@ -68,7 +68,7 @@ class RoleAndStandby:
         await self._worker.health_monitor.transition_to(self._resting_state)
 
     async def leave(self) -> None:
-        """The worker accepts nothing more, and none of these commands."""
+        """Stops accepting requests and commands."""
         self._is_leaving = True
         await self._worker.health_monitor.transition_to("draining")
 
@@ -101,7 +101,7 @@ class RoleAndStandby:
             raise WorkerBusy(f"{self._worker.worker_id} is stopping")
 
     async def _park(self, drain_s: float) -> Done:
-        """Raises WorkerBusy if a request still runs after `drain_s`."""
+        """Parks the worker. Raises WorkerBusy if a request still runs after `drain_s`."""
         if self._state == "standby":
             return Done()
         await self._worker.health_monitor.transition_to("draining")
@@ -131,7 +131,9 @@ class RoleAndStandby:
         return sum(handler.num_unfinished for handler in self._handlers)
 
     async def _wake(self, kv_bytes: int) -> Done:
-        """Raises InvalidRequest for a size that it cannot serve with, NoCapacity without memory."""
+        """Wakes the worker. Raises InvalidRequest for a size that it cannot serve with, NoCapacity
+        without memory.
+        """
         if self._state == "ready":
             return Done()
         if not kv_bytes:
@@ -140,14 +142,16 @@ class RoleAndStandby:
         return await self._announce("ready")
 
     async def _announce(self, state: ProcessState) -> Done:
-        """Raises WorkerBusy if the worker has begun to leave."""
+        """Announces a state. Raises WorkerBusy if the worker has begun to leave."""
         self._check_staying()
         await self._worker.health_monitor.transition_to(state)
         log.info("kv_resized", state=state, kv_bytes=self._worker.loop.kv.num_bytes)
         return Done()
 
     async def _resize(self, kv_bytes: int) -> KvResized:
-        """Raises InvalidRequest for a size that it cannot serve with, or cannot change to now."""
+        """Changes the size of the KV cache. Raises InvalidRequest for a size that it cannot serve
+        with, or cannot change to now.
+        """
         if self._state != "ready":
             raise InvalidRequest(f"{self._worker.worker_id} is {self._state}: it has no KV cache")
         if not kv_bytes:

@@ -45,7 +45,9 @@ DEVICE_LOST_STATUS = 3  # exit status: a supervisor starts the process again, wi
 
 
 class WorkerProcess:
-    """Becomes ready once all handlers serve; leaves the fleet before they drain."""
+    """The process of a worker. It becomes ready once all handlers serve, and leaves the fleet
+    before they drain.
+    """
 
     def __init__(
         self, worker: EngineWorker, handlers: list[PrefillService | DecodeService], bus: NatsBus

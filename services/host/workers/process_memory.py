@@ -10,9 +10,11 @@ _KV_MARGIN = 32 << 20  # workspaces of steps to come
 
 
 def process_bytes(pid: int, kv_bytes: int) -> int | None:
-    """Memory of its own: without weights, which are a mapped file, and without its KV cache. Pages
-    that several processes share count in parts. None if the process has ended, or the kernel does
-    not count them: Linux does since 5.4.
+    """Returns the memory of a process without weights, which are a mapped file, and
+    without its KV cache.
+
+    Pages that several processes share count in parts. None means that the process has ended, or
+    that the kernel does not count them: Linux does since 5.4.
     """
     try:
         own_bytes = _own_bytes(Path(f"/proc/{pid}/smaps_rollup").read_text())

@@ -23,14 +23,16 @@ M = TypeVar("M", Done, KvResized)
 
 
 class WorkerControl:
-    """Every method raises a HearthError if the worker refuses or does not answer."""
+    """Commands to workers. Every method raises a HearthError if the worker rejects it or
+    does not reply.
+    """
 
     def __init__(self, bus: Bus, *, try_s: float = TRY_S) -> None:
         self._bus = bus
         self._try_s = try_s
 
     async def park(self, hosted: HostedRevision) -> None:
-        """Raises WorkerBusy if it still has requests."""
+        """Parks the worker of a model. Raises WorkerBusy if it still has requests."""
         await self._request(hosted, ParkWorker(drain_s=PARK_DRAIN_S), Done)
 
     async def wake(self, hosted: HostedRevision, kv_bytes: int) -> None:

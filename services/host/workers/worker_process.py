@@ -38,8 +38,8 @@ def _encoded(value: Any) -> str:
 
 
 def set_thread_environ(num_threads: int) -> None:
-    """Sets the number of threads; 0: all cores. Call it before math libraries are loaded, which
-    read it.
+    """Sets the number of threads; 0 means all cores. Must be called before math libraries are
+    loaded, which read it.
     """
     count = num_threads or len(os.sched_getaffinity(0))
     # numpy's own pool would be threads of a process that forks; nothing here multiplies with it

@@ -38,8 +38,10 @@ MODULES = (
 
 
 class TemplateReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Report of a template. `status` is as in `os.waitstatus_to_exitcode`; None: the process has
-    just been started. A `pid` of 0: the template is ready.
+    """A report of a template about `pid`, or that it is ready if `pid` is 0.
+
+    `status` is as in `os.waitstatus_to_exitcode`; None means that the process has
+    just been started.
     """
 
     pid: int

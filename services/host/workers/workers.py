@@ -121,7 +121,7 @@ class WorkerProcesses:
                 os.kill(worker.pid, number)
 
     async def stop(self) -> None:
-        """Kills what is left."""
+        """Kills the remaining workers and the templates."""
         for worker_id in list(self._running):
             self.signal(worker_id, signal.SIGKILL)
         for template in self._templates:
@@ -158,7 +158,7 @@ class WorkerProcesses:
     async def _exec(
         self, module: str, *arguments: str, log_path: Path, stdout: int | None = None
     ) -> Process:
-        """Starts a module. Its output goes to `stdout`; None: to the log, too."""
+        """Starts a module. Its output goes to `stdout`, or if that is None to the log, too."""
         log_file = open_log(log_path)
         try:
             return await asyncio.create_subprocess_exec(
@@ -262,7 +262,7 @@ class WorkerProcesses:
             send_signal(template.process, signal.SIGKILL)
 
     def _watch_end(self, template: _Template, pid: int) -> None:
-        """A template that hangs reports no end."""
+        """Watches the end of a template's worker, as a template that hangs does not report it."""
         loop = asyncio.get_running_loop()
         try:
             fd = os.pidfd_open(pid)

@@ -49,7 +49,7 @@ REPLICA_QUEUE = 4  # least number of its requests; both must hold
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """Waking `target` on `device` after parking `victims`."""
+    """A way to wake `target`: on `device`, after parking `victims`."""
 
     device: Device
     target: Resident
@@ -198,8 +198,8 @@ class _Decision:
         return self._now >= self._due[model]
 
     def _let_wakes_queue(self) -> None:
-        """Devices wake one model after the other: a wake is due the earlier, the more wakes will be
-        due shortly after it.
+        """Makes wakes due earlier, the more other wakes follow them: devices wake one model
+        after the other.
         """
         due_at = inf
         for model in reversed(self._order):

@@ -33,8 +33,8 @@ class KnownHost:
 
 
 class Hosts:
-    """A host may name a revision otherwise than requests do, by the digest of its weights: its
-    card, or that of another host, has the digest.
+    """The hosts and their models. A host may name a revision by its own name and requests by the
+    digest of its weights, which the card of that host, or of another one, has.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Hosts:
         return [each for each in known if each.lost_at is None and each.heartbeat.state == "ready"]
 
     def serving(self, queue: QueueKey, num_context_tokens: int) -> frozenset[str]:
-        """Hosts, also those that may come back, that can serve such a request."""
+        """Returns the hosts, also those that may come back, that can serve such a request."""
         known = self._known.values()
         return frozenset(
             each.host_id

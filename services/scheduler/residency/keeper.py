@@ -198,7 +198,7 @@ class ResidencyKeeper:
     async def _act(
         self, place: Place, actions: list[Action], expected: Mapping[Key, float]
     ) -> None:
-        """Parks, then wakes: not without the memory that each park frees."""
+        """Parks models, then wakes others, but not without the memory that each park frees."""
         for action in actions:
             if self._acting.get(place) is not actions:  # the host was lost
                 return

@@ -55,7 +55,7 @@ class Resident:
 
     @property
     def ready_in_s(self) -> float:
-        """Expected time to hot, from its state now."""
+        """The expected seconds from the model's present state until it is hot."""
         return (self.start_s or UNKNOWN_START_S) if self.is_cold else self.wake_s
 
 
@@ -76,7 +76,9 @@ class Device:
 
     @property
     def available_bytes(self) -> int:
-        """Unused, and what the host takes back from KV caches above their floors."""
+        """The unused bytes, and those that the host takes back from KV caches above their
+        floors.
+        """
         above = sum(
             max(0, each.kv_bytes - each.kv_floor_bytes)
             for each in self.models.values()

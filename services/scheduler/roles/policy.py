@@ -71,7 +71,9 @@ class RolePolicy:
     def decide(
         self, workers: Sequence[WorkerWork], demand: WorkerDemand, now: float
     ) -> RoleChange | None:
-        """Call regularly. A change that its worker refuses is decided again after `min_s`."""
+        """Returns the change of role to make, if any. A change that its worker refuses is decided
+        again after `min_s`.
+        """
         self._observe(workers, now)
         wanted = self._best(workers, demand)
         role = None if wanted is None else wanted.role
@@ -87,7 +89,7 @@ class RolePolicy:
         return replace(wanted, min_s=min_s)
 
     def _observe(self, workers: Sequence[WorkerWork], now: float) -> None:
-        """Notes changes of known workers, also those by others."""
+        """Records changes of known workers, including those by others."""
         roles = {each.worker_id: each.roles for each in workers}
         if any(self._roles.get(each, own) != own for each, own in roles.items()):
             self._changed_at = now
@@ -126,7 +128,7 @@ def wanted_workers(busy: float, min_workers: int) -> int:
 
 
 def _held_work(worker: WorkerWork) -> tuple[float, str]:
-    """Sort key: the work that the worker still has in its old role."""
+    """Returns a sort key: the work that the worker still has in its old role."""
     held = worker.num_used_blocks / max(1, worker.num_total_blocks)
     return held + worker.prefill_tokens_in_flight * worker.speed.token_s, worker.worker_id
 

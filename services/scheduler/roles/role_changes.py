@@ -54,7 +54,7 @@ class RoleChanges:
         self._demands: dict[str, list[RoleDemand]] = {}  # key: model name
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Call after the fleet of workers has processed the heartbeat."""
+        """Records a heartbeat, after the fleet of workers has processed it."""
         if self._workers.knows(heartbeat.process_id):
             self._rates.on_heartbeat(heartbeat, now)
         else:
@@ -122,7 +122,7 @@ class RoleChanges:
     def _advise(
         self, model: ModelKey, workers: list[WorkerWork], queued: QueuedWork, demand: WorkerDemand
     ) -> None:
-        """Adds up the revisions of one name."""
+        """Records the advice for a model name, as the sum over its revisions."""
         earlier = self._demands.get(model[0], [None, None])
         self._demands[model[0]] = [
             _sum(before, each)

@@ -31,7 +31,7 @@ class _Measured:
 
     @property
     def ends(self) -> tuple[float, WorkerLoad, WorkerLoad]:
-        """The seconds between the first and the last load, and both."""
+        """The seconds between the first and the last load, and both loads."""
         (began, first), (ended, last) = self.loads[0], self.loads[-1]
         return ended - began, first, last
 
