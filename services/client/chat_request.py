@@ -27,7 +27,7 @@ class RequestedCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The call as the chat API accepts it in the history."""
+        """The call in the form that the chat API accepts in the history."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 

@@ -63,7 +63,7 @@ async def _is_on_this_host(bus: NatsBus, heartbeat: Heartbeat) -> bool:
 
 
 def run_probe(nats_url: str, process_id: str | None, *, timeout_s: float) -> bool:
-    """Raises ConfigError if no process id is given."""
+    """Probes a process. Raises ConfigError if no process id is given."""
     name = user_of(nats_url) if process_id is None else process_id
     if not name:
         raise ConfigError("--process-id is needed where the NATS URL has no user")

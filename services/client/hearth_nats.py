@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 class ResponseLost(Exception):
-    """The response is incomplete: its gateway or messages were lost. A retry may succeed."""
+    """An incomplete response: its gateway or messages were lost. A retry may succeed."""
 
 
 class HearthClient:

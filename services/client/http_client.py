@@ -130,7 +130,7 @@ class _KeepAlive(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """A server may close an idle connection."""
+        """Whether the connection is open: a server may close an idle one."""
         return self._transport is not None and not self._transport.is_closing()
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class _KeepAlive(asyncio.Protocol):
 
 
 class Connection(_KeepAlive):
-    """One request at a time; each response becomes a Sample."""
+    """A connection with one request at a time. Each response becomes a Sample."""
 
     _answer: asyncio.Future[Sample] | None = None
 
@@ -207,7 +207,7 @@ class Connection(_KeepAlive):
 
 
 class ConnectionPool:
-    """Each request takes an idle connection, or opens one."""
+    """Connections of one server. Each request takes an idle one, or opens one."""
 
     def __init__(self, url: str) -> None:
         self._url = url

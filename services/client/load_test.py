@@ -54,7 +54,7 @@ class LoadTestOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError that names every problem."""
+        """Checks all options. Raises a ConfigError that names every problem."""
         positive = {
             "--concurrency": min(self.concurrency, default=0),
             "--rate": 1.0 if self.rate is None else self.rate,
@@ -197,7 +197,7 @@ async def closed_loop(
     quota: Quota,
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
-    """Each user sends its next request as soon as its last response has ended."""
+    """Runs users, each of whom sends the next request as soon as the last response has ended."""
     connections = [await Connection.open(load.url) for _ in range(concurrency)]
 
     async def user(connection: Connection) -> list[Sample]:
@@ -221,7 +221,7 @@ async def open_loop(
     randomness: random.Random,
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
-    """Requests arrive as a Poisson process, independent of earlier responses."""
+    """Sends requests as a Poisson process, independent of earlier responses."""
     assert options.rate is not None
     connections = ConnectionPool(load.url)
     tasks: list[asyncio.Task[Sample]] = []
@@ -256,7 +256,7 @@ def percentile(values: Sequence[float], p: int) -> float:
 
 
 def row_of(label: str, samples: Sequence[Sample], options: LoadTestOptions) -> Row:
-    """Raises HearthError if no request completed."""
+    """Returns the row of a load. Raises HearthError if no request completed."""
     good = [sample for sample in samples if not sample.error]
     if not good:
         raise HearthError(

@@ -68,7 +68,7 @@ def _clock(city: str) -> str:
 
 @cache
 def _zones() -> dict[str, str]:
-    """Time zones by the city that they are named after: `oslo` -> `Europe/Oslo`."""
+    """Returns time zones by the city that they are named after: `oslo` -> `Europe/Oslo`."""
     names = sorted(zoneinfo.available_timezones(), key=len, reverse=True)
     return {_plain(name.rpartition("/")[2]): name for name in names if "/" in name}
 

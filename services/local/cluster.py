@@ -99,12 +99,14 @@ class LocalCluster:
 
     @property
     def observer(self) -> tuple[str, str] | None:
-        """NATS URL and process id of a reader of heartbeats; None with an external NATS."""
+        """The NATS URL and process id of a reader of heartbeats, or None with an external NATS."""
         return self._url_and_id(self._observer)
 
     @property
     def operator(self) -> tuple[str, str] | None:
-        """The same of one that also commands hosts and workers."""
+        """The NATS URL and process id of an operator, who also commands hosts and workers, or
+        None.
+        """
         return self._url_and_id(self._operator)
 
     def _url_and_id(self, credential: Credential) -> tuple[str, str] | None:
@@ -125,7 +127,7 @@ class LocalCluster:
 
     @property
     def client_url(self) -> str | None:
-        """NATS URL of a client of the tenant; None with an external NATS."""
+        """The NATS URL of a client of the tenant, or None with an external NATS."""
         return None if self._nats is None else self._endpoints.nats_url_of(self._client)
 
     def pid_of(self, process_id: str) -> int:

@@ -33,8 +33,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Credential(msgspec.Struct, frozen=True):
-    """A credential. `process_id` is that of its only process here; also the first part of the ids
-    of its replicas.
+    """A credential. `process_id` is that of its only process here, and the first part of
+    its replicas' ids.
     """
 
     role: CredentialRole
@@ -144,7 +144,7 @@ def check_name(process_id: str) -> None:
 
 
 def check_region(region: str) -> None:
-    """Raises ConfigError."""
+    """Checks the name of a region. Raises ConfigError."""
     if region and not _NAME.fullmatch(region):
         raise ConfigError(f"region {region!r} may have letters, digits, - and _ only")
 

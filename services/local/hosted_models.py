@@ -23,7 +23,7 @@ STORE_TIMEOUT_S = 5.0
 async def store_models(
     redis_url: str, clock: Clock, models: Sequence[NamedModel], *, weights: str, kv_dtype: str
 ) -> None:
-    """Adds them to the model registry, or to a name of another source a further revision."""
+    """Adds the models to the registry. A name with another source there gets a further revision."""
     store = RedisStore(redis_url, clock, timeout_s=STORE_TIMEOUT_S)
     admin = RegistryAdmin(store, time.time)
     given = {"weights": weights, "kv_dtype": kv_dtype}

@@ -81,8 +81,10 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def _guard_session() -> None:
-    """huggingface_hub limits the waits for files alone, not for answers about a model, and takes
-    the commit and the ETag of an answer for names of files, wherever they lead.
+    """Adds hooks to huggingface_hub's session that limit waits and check the names in answers.
+
+    The library limits the waits for files alone, not for answers about a model, and takes the
+    commit and the ETag of an answer for names of files, wherever they lead.
     """
     from huggingface_hub.utils import get_session
 
@@ -106,7 +108,7 @@ def _limit_wait(request: Any) -> None:
 
 
 def _check_names(response: Any) -> None:
-    """Raises ValueError for an answer about a file or a model whose names lead elsewhere."""
+    """Checks an answer about a file or a model. Raises ValueError if its names lead elsewhere."""
     request = response.request
     if request.method == "HEAD":
         for each in NAMING_HEADERS:

@@ -113,7 +113,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_options(options: UpOptions) -> None:
-    """Raises a ConfigError that names every problem."""
+    """Checks all options. Raises a ConfigError that names every problem."""
     counts = {
         "prefill": options.num_prefill,
         "decode": options.num_decode,
@@ -156,7 +156,7 @@ def check_options(options: UpOptions) -> None:
 
 
 def _several_models_problems(options: UpOptions) -> list[str]:
-    """A host chooses what these would fix."""
+    """Returns the given options that contradict several models, as a host chooses them."""
     fixed = (
         *("dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
         *("prefill_tp", "decode_tp", "activations", "experts", "model_name", "nats_url"),
@@ -288,7 +288,9 @@ def _several_models_services(
     *,
     environ: Mapping[str, str],
 ) -> list[ProcessSpec]:
-    """The workers are the host's: theirs is a credential without a process here."""
+    """Returns the services for several models. Their workers are the host's, with a credential but
+    no process here.
+    """
     worker = next(each for each in credentials if each.role == "worker")
     of_host = {"HEARTH_WORKER_NATS_URL": endpoints.nats_url_of(worker)}
     if options.device != "auto":

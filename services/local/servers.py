@@ -48,7 +48,9 @@ def nats_environ(environ: Mapping[str, str], *, num_cores: int) -> dict[str, str
 
 
 def redis_config(*, port: int, password: str, directory: Path) -> str:
-    """Tenants, usage and prefixes are in an append-only file in `directory`, for a restart."""
+    """Returns the configuration of Redis. An append-only file in `directory` retains tenants, usage
+    and prefixes for a restart.
+    """
     return (
         f"bind {LOOPBACK}\nport {port}\nrequirepass {password}\n"
         f'dir "{directory}"\nsave ""\nappendonly yes\ndaemonize no\n'

@@ -57,7 +57,7 @@ class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clusters_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Raises ConfigError."""
+    """Returns the folder of all clusters. Raises ConfigError."""
     return state_home(environ) / "hearth" / "clusters"
 
 

@@ -12,8 +12,8 @@ from shared.errors import ConfigError
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """$XDG_STATE_HOME, else ~/.local/state, else a private folder below the temporary one, which
-    users share. Raises ConfigError if another user may write there.
+    """Returns $XDG_STATE_HOME, else ~/.local/state, else a private folder below the temporary one,
+    which users share. Raises ConfigError if another user may write there.
     """
     if root := environ.get("XDG_STATE_HOME"):
         return Path(root)
@@ -23,7 +23,7 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _private_folder(path: Path) -> Path:
-    """Makes it with mode 0700, unless this user has made it before."""
+    """Makes a folder with mode 0700, unless this user has made it before."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()

@@ -67,7 +67,7 @@ class Supervisor:
         await self._wait_until_up(spec)
 
     def serve(self) -> None:
-        """Restarts a process that ends from now on."""
+        """Begins to restart processes that end, and to bound the logs."""
         self._is_serving = True
         bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
         self._supervisions.append(start_awaited(bounding))

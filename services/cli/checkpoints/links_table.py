@@ -14,8 +14,8 @@ from shared.engine.planning.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class LinksPlan:
-    """Plans over links. `planned` was asked for, else it is `chosen`. Bytes are divided by
-    `num_tokens`.
+    """The plans over links. `planned` is the requested plan, else `chosen`. Bytes are divided
+    by `num_tokens`.
     """
 
     plans: Sequence[ParallelPlan]

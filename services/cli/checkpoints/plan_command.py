@@ -128,7 +128,7 @@ def plan_links(
     dtype: str,
     activations: str,
 ) -> LinksPlan:
-    """Raises ConfigError."""
+    """Plans the ranks over links. Raises ConfigError."""
     from services.cli.checkpoints.links_table import LinksPlan
     from shared.engine.parallel.links import read_links
     from shared.engine.planning.model_shape import model_shape

@@ -74,7 +74,9 @@ def _parsed(path: Path, number: int, line: str) -> str | list[int]:
 def token_ids_of(
     prompts: list[Prompt], model_dir: Path, *, vocab_size: int, max_tokens: int
 ) -> list[list[int]]:
-    """Raises ConfigError for a prompt that the model cannot read, CheckpointError for a checkpoint
+    """Returns the token ids of a prompt.
+
+    Raises ConfigError for a prompt that the model cannot read, CheckpointError for a checkpoint
     without a tokenizer for texts.
     """
     encoded = [each.content for each in prompts]

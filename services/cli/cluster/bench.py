@@ -86,7 +86,9 @@ async def target(
     *,
     console: Console,
 ) -> AsyncIterator[tuple[str, str]]:
-    """URL and API key of the cluster under test: the given one, or one started for the test."""
+    """Yields the URL and API key of the cluster under test: the given one, or one
+    started for the test.
+    """
     if up_options is None:
         assert given is not None
         yield given

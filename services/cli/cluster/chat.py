@@ -55,8 +55,10 @@ def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What the user gave. `question`: of a single answer; None: a conversation. `model`: None: the
-    first of the cluster. `tools`: names of local tools that the model may call. `schema`: a file
+    """The user's options.
+
+    `question` is that of a single answer; None means a conversation. `model` None means the first
+    of the cluster. `tools` are names of local tools that the model may call. `schema` is a file
     with the JSON Schema that answers match.
     """
 
@@ -93,7 +95,7 @@ def run_chat(url: str | None, api_key: str | None, options: ChatOptions) -> None
 
 
 class Terminal:
-    """Standard output, for answers, and standard error, for what is said about them."""
+    """The terminal: answers go to standard output, messages about them to standard error."""
 
     def __init__(self, is_quiet: bool = False) -> None:
         self.answers = Console(highlight=False)
@@ -109,7 +111,9 @@ class Terminal:
 
 
 def response_format(path: Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that cannot be read or is not JSON's object."""
+    """Returns the request's format for a JSON Schema in a file. Raises ConfigError for a file that
+    cannot be read or is not JSON's object.
+    """
     data = read_given_file(path, what="--json")
     try:
         schema = msgspec.json.decode(data, type=dict[str, Any])

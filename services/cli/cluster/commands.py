@@ -317,7 +317,7 @@ def credential(
 
 
 def _add_client(tenant: str, name: str | None, host: str | None) -> NewCredential:
-    """Checks, adds the credential, then its tenant: until then gateways reject the client."""
+    """Adds the credential, then its tenant: until then gateways reject the client."""
     from services.cli.tenants.tenant_tables import with_tenant_admin
     from services.local.credentials import random_process_id
     from services.local.join import add_credential

@@ -22,7 +22,9 @@ CHANGE_TIMEOUT_S = 5.0
 
 
 def run_role(nats_url: str | None, worker_id: str, name: str) -> None:
-    """Prints the change. Raises ConfigError, the worker's refusal, or DependencyUnavailable."""
+    """Changes the roles of a worker and prints the change. Raises ConfigError, the worker's
+    refusal, or DependencyUnavailable.
+    """
     command = ChangeRoles(roles=roles_named(name, "ROLE"))
     configure_logging("role", level="error")  # not that the connection has been closed
     print(asyncio.run(_change(find_nats(nats_url, "operator"), worker_id, command)))

@@ -124,7 +124,10 @@ async def _status(
 
 
 async def _first_beat(received: asyncio.Event, nats_url: str, timeout_s: float) -> None:
-    """A machine under load may delay heartbeats for seconds. Raises DependencyUnavailable."""
+    """Waits for the first heartbeat, which a machine under load may delay for seconds.
+
+    Raises DependencyUnavailable.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             await received.wait()

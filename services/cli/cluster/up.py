@@ -82,7 +82,7 @@ async def _serve(
 
 
 def _stop_on_signals(serving: asyncio.Task[None], cluster: LocalCluster) -> None:
-    """The first signal stops the cluster in order, the second kills it."""
+    """Stops the cluster in order on the first signal, and kills it on the second."""
     is_stopping = False
 
     def on_signal() -> None:

@@ -136,7 +136,7 @@ class GivenModels(msgspec.Struct, frozen=True):
 
 
 def given_models(texts: Sequence[str] | None, name: str) -> GivenModels:
-    """Raises ConfigError."""
+    """Returns the models of the command line. Raises ConfigError."""
     texts = texts or [str(DEMO_MODEL_DIR)]
     several = named_models(texts) if len(texts) > 1 or "=" in texts[0] else ()
     if len(several) == 1:
@@ -154,7 +154,10 @@ def num_workers(
     device: str,
     num_gpus: int,
 ) -> tuple[int, int, int]:
-    """Prefill, decode and both-role workers: none for several models. Raises ConfigError."""
+    """Returns the numbers of prefill, decode and both-role workers; none for several models.
+
+    Raises ConfigError.
+    """
     if models.several and {prefill, decode, both, role} != {None}:
         raise ConfigError("--prefill, --decode, --both and --role are for one --model")
     if models.several:

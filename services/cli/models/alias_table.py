@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 def with_alias_admin(redis_url: str | None, action: Callable[[ModelAliasAdmin], Awaitable[T]]) -> T:
-    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    """Runs a function with the aliases' admin. Raises ConfigError, or StoreUnavailable if Redis
+    does not reply.
+    """
     return with_store(redis_url, lambda store: action(ModelAliasAdmin(store, time.time)))
 
 

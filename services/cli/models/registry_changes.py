@@ -71,7 +71,7 @@ def set_pinned(redis_url: str | None, name: str, is_pinned: bool) -> None:
 
 
 def remove_model(redis_url: str | None, name: str, revision: str | None) -> None:
-    """A model's aliases go with it."""
+    """Removes a model and its aliases."""
 
     async def remove(store: Store) -> None:
         await RegistryAdmin(store, time.time).remove(name, revision)

@@ -83,7 +83,7 @@ def show_models(redis_url: str | None, nats_url: str | None, *, is_json: bool) -
 
 
 def show_model(redis_url: str | None, nats_url: str | None, name: str, *, is_json: bool) -> None:
-    """Raises ConfigError for an unknown model."""
+    """Prints a model. Raises ConfigError for an unknown one."""
     registry = _read(redis_url, nats_url, name)
     row = _row(registry, name)
     if is_json:

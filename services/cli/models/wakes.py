@@ -20,12 +20,16 @@ PARK_TIMEOUT_S = 60.0  # running requests end first
 
 
 def run_wake(nats_url: str | None, name: str, revision: str | None, host: str | None) -> None:
-    """Prints where the model is hot, and when. Raises the host's refusal, such as NoCapacity."""
+    """Wakes a model, and prints where and when it is hot. Raises the host's refusal,
+    such as NoCapacity.
+    """
     print(asyncio.run(_command(nats_url, name, revision, host, is_wake=True)))
 
 
 def run_park(nats_url: str | None, name: str, revision: str | None, host: str | None) -> None:
-    """Prints where the model is in standby. Raises the host's refusal, such as WorkerBusy."""
+    """Parks a model, and prints where it is in standby. Raises the host's refusal,
+    such as WorkerBusy.
+    """
     print(asyncio.run(_command(nats_url, name, revision, host, is_wake=False)))
 
 

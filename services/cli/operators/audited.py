@@ -19,8 +19,10 @@ T = TypeVar("T")
 
 
 def audited(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Records the end of an operator's command `name`, also if it fails; where no Redis takes the
-    line of one that has changed something, standard error says so.
+    """Records the end of an operator's command `name`, also if it fails.
+
+    If Redis does not take the record of a command that has changed something,
+    standard error says so.
     """
 
     def decorate(command: Callable[P, T]) -> Callable[P, T]:

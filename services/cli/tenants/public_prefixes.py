@@ -39,7 +39,9 @@ def publish_prefix(
     is_json: bool,
     max_prefixes: int = MAX_PER_TENANT,
 ) -> None:
-    """Raises ConfigError for a prefix that gateways would reject, StoreUnavailable."""
+    """Publishes a prefix. Raises ConfigError for one that gateways would reject,
+    StoreUnavailable.
+    """
     if not re.match(NAME_PATTERN, name):
         raise ConfigError(
             f"{name!r} is not a valid prefix name: use at most 64 letters, digits, . _ or -, "
@@ -65,7 +67,7 @@ def publish_prefix(
 
 
 def remove_prefix(redis_url: str | None, name: str) -> None:
-    """Raises ConfigError if the prefix does not exist, StoreUnavailable."""
+    """Removes a prefix. Raises ConfigError if it does not exist, StoreUnavailable."""
 
     async def delete(store: Store) -> None:
         if name not in await pinned_prefix.entries(store, PUBLIC_TENANT_ID):
@@ -89,7 +91,9 @@ def show_prefixes(redis_url: str | None, *, is_json: bool) -> None:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    """A prefix has no tokens until a gateway of its model has tokenized it."""
+    """Returns the row of a prefix, which has no tokens until a gateway of its model
+    has tokenized it.
+    """
     return {"model": entry.model, "num_tokens": entry.num_tokens or None}
 
 

@@ -25,7 +25,7 @@ def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awa
 
 
 def last_days(count: int, now: float) -> list[str]:
-    """ISO dates, newest first. Raises ConfigError."""
+    """Returns ISO dates, newest first. Raises ConfigError."""
     if not 0 < count <= 400:
         raise ConfigError(f"--days {count} is not from 1 to 400: usage is retained for 400 days")
     today = datetime.fromtimestamp(now, UTC).date()

@@ -42,7 +42,8 @@ class Child(msgspec.Struct, frozen=True):
 
 
 async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
-    """Must be called on the main thread: the kernel kills the child when the calling thread ends.
+    """Starts a child. Must be called on the main thread: the kernel kills the child when the
+    calling thread ends.
 
     The child runs in a new session, so that Ctrl-C in the terminal reaches only the parent, which
     stops its children in order. Raises ConfigError if the child cannot be started.

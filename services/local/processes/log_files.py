@@ -66,7 +66,7 @@ def bound_logs(folder: Path, in_use: Collection[Path] = ()) -> None:
 
 
 def _rotate(path: Path) -> None:
-    """The file stays: its process has it open."""
+    """Rotates a log. The file stays, as its process has it open."""
     if path.stat().st_size <= MAX_LOG_BYTES:
         return
     with contextlib.suppress(OSError):  # a full disk has room again afterwards
