@@ -35,7 +35,7 @@ _failed = Counter[str]()  # key: event
 
 
 class NativePanic(RuntimeError):
-    """A panic of native code, such as a tokenizer's or a grammar's: the original is no
+    """A panic of native code, such as a tokenizer's or a grammar's. The original is no
     Exception.
     """
 
@@ -146,9 +146,9 @@ def _count_failed(event: str, **fields: object) -> None:
 
 
 def num_failed_items() -> int:
-    """Items whose work raised, since this process started."""
+    """Returns the number of items whose work raised since this process started."""
     return _failed.total()
 
 
 def is_logged(error: Exception) -> None:
-    """The `fail` of an item that has nothing to end."""
+    """Does nothing: it is the `fail` of an item that has nothing to end."""

@@ -168,7 +168,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
 
     @property
     def leave_timeout_s(self) -> float:
-        """Seconds from SIGTERM to the stop."""
+        """The seconds from SIGTERM to the stop."""
         return self.lame_duck_s + self.drain_timeout_s
 
     def problems(self) -> Iterator[str]:
@@ -520,7 +520,9 @@ _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[1-9][0-9]{0,4})?"
 
 
 def _origin_problems(origins: Iterable[str]) -> Iterator[str]:
-    """An origin is compared as text: browsers send it in lower case and without a path."""
+    """Returns the problems of an origin, which is compared as text: browsers send it in lower case
+    and without a path.
+    """
     for each in origins:
         if each != "*" and _ORIGIN.fullmatch(each) is None:
             yield f"cors_origin {each!r} is neither * nor an origin such as https://app.example"
@@ -549,7 +551,9 @@ def _hides_keys(nats_url: str) -> bool:
 
 
 def positive_problems(config: ProcessConfig, *names: str) -> Iterator[str]:
-    """Skips None: that default is chosen later."""
+    """Yields a problem for each field that is not positive. It skips None: that default
+    is chosen later.
+    """
     for name in names:
         value = getattr(config, name)
         if value is not None and value <= 0:

@@ -39,7 +39,7 @@ from typing import ClassVar
 
 
 class HearthError(Exception):
-    """Base of all Hearth errors; the message is written for the caller to read."""
+    """The base of all Hearth errors. The message is written for the caller to read."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500

@@ -58,7 +58,7 @@ class PagedKv(msgspec.Struct, frozen=True, tag="kv"):
 
     @property
     def row(self) -> tuple[int, int, int]:
-        """Planes, heads and elements of one token of one layer."""
+        """The planes, heads and elements of one token of one layer."""
         return 2, self.num_kv_heads, self.head_dim
 
 
@@ -103,7 +103,7 @@ class KvShard(msgspec.Struct, frozen=True):
 
     @property
     def num_cells(self) -> int:
-        """Layers × heads."""
+        """The product of the numbers of layers and heads."""
         return self.num_layers * self.num_heads
 
     def crossing(self, other: KvShard) -> KvShard:
@@ -154,7 +154,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> LayerState:
-        """The state of every layer but for its reach."""
+        """The state of every layer except for its reach."""
         return self.groups[0].state
 
     @property
@@ -172,7 +172,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """[num_layers] group of each layer, and its slot in the group's blocks."""
+        """The group of each layer, [num_layers], and its slot in the group's blocks."""
         found = {
             layer: (index, slot)
             for index, group in enumerate(self.groups)
@@ -182,7 +182,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
-        """[G]"""
+        """The reach of each group, [G]."""
         return tuple(group.state.reach for group in self.groups)
 
     @property

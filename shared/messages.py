@@ -98,11 +98,11 @@ TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since the process
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of every wire message; the tag is the class name."""
+    """The base of every wire message. The tag is the class name."""
 
     @property
     def sender_id(self) -> str | None:
-        """The process that the message names as its sender; None: it names none.
+        """The process that the message names as its sender, or None if it names none.
 
         The bus rejects the message from any other process.
         """
@@ -437,14 +437,16 @@ KvTargets = Annotated[tuple[KvTarget, ...], Meta(max_length=MAX_KV_TARGETS)]
 
 
 class LinkKey(Message, frozen=True, kw_only=True):
-    """Seals KV over TCP between one prefill and one decode worker, which generates it."""
+    """A key that seals KV over TCP between one prefill and one decode worker, which generates
+    it.
+    """
 
     key_id: Annotated[bytes, Meta(min_length=LINK_KEY_ID_BYTES, max_length=LINK_KEY_ID_BYTES)]
     key: Annotated[bytes, Meta(min_length=LINK_KEY_BYTES, max_length=LINK_KEY_BYTES)]
     security: LinkSecurity
 
     def __repr__(self) -> str:
-        """Leaves out the key: logs may contain the text."""
+        """Returns a text without the key, as logs may contain it."""
         return f"LinkKey(key_id={self.key_id.hex()}, security={self.security})"
 
 

@@ -13,7 +13,7 @@ BLOCK_HASH_BYTES = 16
 
 
 def pack_token_ids(token_ids: Iterable[int]) -> bytes:
-    """Little-endian u32 each. Raises InvalidRequest for an id outside u32."""
+    """Returns the token ids as little-endian u32. Raises InvalidRequest for an id outside u32."""
     try:
         packed = array("I", token_ids)
     except (OverflowError, TypeError) as error:

@@ -11,7 +11,7 @@ class Randomness(Protocol):
     def bytes(self, num_bytes: int) -> bytes: ...
 
     def below(self, limit: int) -> int:
-        """Uniform integer in [0, limit)."""
+        """Returns a uniform integer in [0, limit)."""
         ...
 
 

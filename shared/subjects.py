@@ -57,7 +57,9 @@ def process_id_of(credential: str, instance: str) -> str:
 
 
 def random_instance() -> str:
-    """48 bits: of 1,000 processes of one credential, two share it with probability 2e-9."""
+    """Returns 48 random bits: of 1,000 processes of one credential, two share it with
+    probability 2e-9.
+    """
     return secrets.token_hex(6)
 
 
@@ -70,7 +72,9 @@ def command(role: CredentialRole, process_id: str, verb: str) -> str:
 
 
 def heartbeat(roles: tuple[Role, ...], process_id: str, region: str = "") -> str:
-    """The subject states roles and region, so that permissions bind both to the credential."""
+    """Returns the subject of a heartbeat, which states roles and region, so that permissions bind
+    both to the credential.
+    """
     role: CredentialRole = "worker" if roles == _PREFILL_AND_DECODE else roles[0]
     return f"{command(role, process_id, 'heartbeat')}.{region or NO_REGION}"
 

@@ -519,7 +519,9 @@ class Engine:
 
 
 def _may_stop(sequence: Sequence, params: SamplingParams) -> bool:
-    """A grammar that allows only the end ends before min_tokens."""
+    """Whether the sequence may end at this token. A grammar that allows only the end ends
+    before min_tokens.
+    """
     return sequence.grammar is not None or sequence.num_output_tokens >= params.min_tokens
 
 

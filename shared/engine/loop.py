@@ -365,6 +365,8 @@ def _log_row(row: ScheduledSequence, error: Exception) -> None:
 
 
 def _halves(rows: list[ScheduledSequence]) -> list[list[ScheduledSequence]]:
-    """A single row is computed once more: the error may have been a passing one."""
+    """Returns the halves of the rows. A single row is computed once more: the error may have
+    been a passing one.
+    """
     middle = len(rows) // 2
     return [rows[middle:], rows[:middle]] if middle else [rows]

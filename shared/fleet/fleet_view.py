@@ -26,7 +26,9 @@ _ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_ind
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One table row. Rates are tokens per second; a hit is a prompt token found in the cache."""
+    """One row of the table. Rates are tokens per second; a hit is a prompt token
+    found in the cache.
+    """
 
     process_id: str
     role: str
@@ -126,7 +128,9 @@ class FleetView:
                 del self._known[process_id]
 
     def rows(self, now: float | None = None) -> list[ProcessView]:
-        """Workers first, then the other processes; by role and name. Ages of steps need `now`."""
+        """Returns the workers, then the other processes, by role and name. Ages of
+        steps need `now`.
+        """
         views = (_view(known, now) for known in self._known.values())
         return sorted(views, key=lambda view: (_rank(view), view.process_id))
 

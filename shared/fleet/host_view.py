@@ -13,8 +13,8 @@ _STATES = ("hot", "waking", "starting", "parking", "standby", "stopping", "cold"
 
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A host for display. `state` is announced, or the kind of loss. `models` counts the models in
-    each state.
+    """A host for display. `state` is the announced state, or the kind of loss. `models` counts the
+    models in each state.
     """
 
     process_id: str

@@ -142,7 +142,7 @@ def _frozen(group: Sequence[Sequence[Item]]) -> Alternatives:
 
 
 def _of_alternatives(alternatives: Alternatives) -> str:
-    """Lark, where an empty alternative stands at the end alone."""
+    """Formats alternatives in Lark, where an empty alternative stands at the end alone."""
     texts = [" ".join(map(_of_item, each)) for each in alternatives]
     full = [each for each in dict.fromkeys(texts) if each]
     return " | ".join(full) if len(full) == len(set(texts)) else _optional(full)

@@ -24,8 +24,8 @@ _IS_LIMIT = re.compile(r"too (complex|large|big|many|deep|much)|limit|fuel", re.
 
 
 class Matcher:
-    """Matches an output against a grammar. Not for two threads at the same time. After an error it
-    is of no use.
+    """Matches an output against a grammar. Two threads must not use it at the same time, nor
+    anybody after an error.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:

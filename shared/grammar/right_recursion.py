@@ -30,11 +30,13 @@ _Branch = tuple[Items, str | None]  # the items before the rule of the cycle tha
 
 
 class _NotWritable(Exception):
-    """The rules of a cycle have no known equal, or it is large."""
+    """The rules of a cycle have no known equivalent, or it is large."""
 
 
 def without_right_recursion(source: str) -> str:
-    """A rule that has no end, or that cannot be read or written so, stays as it is."""
+    """Replaces right recursion by repetition. A rule that has no end, or that cannot be read or
+    written so, stays as it is.
+    """
     try:
         rules = rules_of(source)
         named = {each.name: each for each in rules if each.name is not None}
@@ -121,7 +123,7 @@ def _reached(name: str, users: Mapping[str, list[str]], done: set[str]) -> list[
 
 
 def _equations(cycle: Mapping[str, Rule]) -> dict[str, list[_Branch]]:
-    """Raises _NotWritable."""
+    """Returns the equations of a cycle's rules. Raises _NotWritable."""
     if any(each.has_attributes for each in cycle.values()):
         raise _NotWritable
     bodies = {name: each.alternatives or () for name, each in cycle.items()}
@@ -170,7 +172,7 @@ def _group(item: Item) -> Alternatives:
 
 
 def _branches(alternatives: Alternatives, cycle: Collection[str]) -> Iterator[_Branch]:
-    """Raises _NotWritable."""
+    """Yields the branches of a rule. Raises _NotWritable."""
     for items in alternatives:
         if _ends_in(items, cycle):
             yield from ((items[:-1] + inner, name) for inner, name in _last(items[-1], cycle))
@@ -192,8 +194,8 @@ def _last(item: Item, cycle: Collection[str]) -> Iterator[_Branch]:
 
 
 def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
-    """Each rule by rules that are solved later, which are those with infix operators: what such a
-    rule ends in must be known. Empty where a rule has no end. Raises _NotWritable.
+    """Returns each rule by rules that are solved later, which are those with infix operators: what
+    such a rule ends in must be known. Empty where a rule has no end. Raises _NotWritable.
     """
     solved: dict[str, Alternatives] = {}
     names = sorted(
@@ -264,7 +266,7 @@ def _size(branch: _Branch) -> int:
 
 
 def _bounded(branches: Iterable[_Branch], most: int) -> Iterator[_Branch]:
-    """Raises _NotWritable."""
+    """Yields the branches. Raises _NotWritable if they are larger than `most`."""
     size = 0
     for each in branches:
         size += _size(each)
@@ -274,7 +276,7 @@ def _bounded(branches: Iterable[_Branch], most: int) -> Iterator[_Branch]:
 
 
 def _factored(alternatives: Alternatives) -> Alternatives:
-    """Writes the repetition that all alternatives begin with once."""
+    """Writes the repetition with which all alternatives begin only once."""
     loop = alternatives[0][:1]
     if len(alternatives) < 2 or not all(loop and each[:1] == loop for each in alternatives):
         return alternatives

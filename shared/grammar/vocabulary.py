@@ -67,7 +67,7 @@ class Vocabulary:
 
     @property
     def _tokenizer(self) -> LLTokenizer:
-        """Raises GrammarFailed if it must be read again and has changed."""
+        """The tokenizer. Raises GrammarFailed if it must be read again and has changed."""
         with self._lock:
             if self._loaded is None:
                 assert self._read_again is not None

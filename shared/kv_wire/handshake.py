@@ -52,7 +52,7 @@ class Greeted:
 async def send_hello(
     sock: socket.socket, instance_id: bytes, link_key: LinkKey | None = None
 ) -> Greeted:
-    """The sender's part. With a key the link is sealed."""
+    """Does the sender's part of the handshake. With a key the link is sealed."""
     loop = asyncio.get_running_loop()
     hello = Hello(instance_id) if link_key is None else _sealed_hello(instance_id, link_key)
     sent = encode_record(hello)
@@ -89,8 +89,8 @@ def _sealed_hello(instance_id: bytes, link_key: LinkKey) -> Hello:
 
 
 async def read_hello(sock: socket.socket, instance_id: bytes) -> tuple[Hello, bytes]:
-    """The receiver's part: the Hello, and its bytes. Raises ProtocolError, whose message is the
-    reason to send back.
+    """Returns the Hello and its bytes: the receiver's part of the handshake. Raises ProtocolError,
+    whose message is the reason to send back.
     """
     loop = asyncio.get_running_loop()
     hello, received = await _read_record(lambda num_bytes: loop.sock_recv(sock, num_bytes))

@@ -127,7 +127,9 @@ class TcpReception:
         return ciphers.opening.open_payload(frame.frame_id, buffer[: frame.wire_bytes + TAG_BYTES])
 
     def _sum_of_frame(self, header: FrameHeader, payload_sum: int) -> int:
-        """A sealed frame is verified already, and has no checksum."""
+        """Returns the checksum of a frame. A sealed frame is verified already, and has no
+        checksum.
+        """
         return sealed_sum(header, payload_sum) if self.stream.ciphers is None else header.checksum
 
     async def _decode(self, arrival: Arrival, coded: memoryview) -> tuple[memoryview, int | None]:

@@ -190,7 +190,7 @@ class Fleet:
         return (peer.heartbeat for peer in list(self._peers.values()))
 
     def is_live(self, process_id: str) -> bool:
-        """Known and not suspect; it may be draining."""
+        """Whether the process is known and not suspect; it may be draining."""
         peer = self._peers.get(process_id)
         return peer is not None and not peer.is_suspect
 
@@ -200,7 +200,9 @@ class Fleet:
         return peer is not None and (peer.is_doubled or _is_other(heartbeat, peer))
 
     def is_lost(self, process_id: str) -> bool:
-        """Suspect. An unknown process is not lost: it may have just started."""
+        """Whether the process is suspect. An unknown process is not lost: it may have just
+        started.
+        """
         peer = self._peers.get(process_id)
         return peer is not None and peer.is_suspect
 

@@ -140,13 +140,14 @@ class RegistryAdmin:
         raise _contended(name)
 
     async def promote(self, name: str, revision: str, *, keep: bool = False) -> RegisteredModel:
-        """All new requests go to the revision, as soon as a host has loaded it once. The revisions
-        that it replaces are removed, or with `keep` stay without weight.
+        """Moves all new requests to the revision, as soon as a host has loaded it once.
+
+        The revisions that it replaces are removed, or with `keep` stay without weight.
         """
         return await self._change(name, lambda model: promoted(model, revision, keep=keep))
 
     async def set_share(self, name: str, revision: str, percent: float) -> RegisteredModel:
-        """The revision gets `percent` of new requests."""
+        """Gives the revision `percent` of new requests."""
         return await self._change(name, lambda model: with_share(model, revision, percent))
 
     async def pin(self, name: str) -> RegisteredModel:
@@ -156,15 +157,17 @@ class RegistryAdmin:
         return await self.set_fields(name, {"is_pinned": False})
 
     async def set_fields(self, name: str, settings: Mapping[str, Any]) -> RegisteredModel:
-        """Changes the given ones of SETTINGS."""
+        """Changes the given fields among SETTINGS."""
         changes = await self._checked(settings)
         return await self._change(name, lambda model: _with_settings(model, changes))
 
     async def record_digest(
         self, name: str, revision: str, digest: str, *, source: str | None = None
     ) -> str:
-        """Stores the digest if the revision has none, and returns the stored one. With `source`:
-        only if the revision still has it, as another one of that name may have been added since.
+        """Stores the digest if the revision has none, and returns the stored one.
+
+        With `source` it does so only if the revision still has this source, as another one of that
+        name may have been added since.
         """
         if not digest:
             raise ConfigError(f"the digest of {name!r}, revision {revision!r}, is empty")

@@ -83,7 +83,9 @@ class RegistryReader:
             await self._clock.sleep(POLL_S)
 
     async def refresh(self) -> None:
-        """One round trip. Raises StoreUnavailable, also for a Redis that has lost its records."""
+        """Reads the registry in one round trip. Raises StoreUnavailable, also for a Redis that has
+        lost its records.
+        """
         reply: list[Any] = await self._store.evaluate(
             READ_REGISTRY, _KEYS, [self._version, MAX_MODELS]
         )
@@ -128,7 +130,7 @@ class RegistryReader:
 
 
 def model_of(name: str, data: bytes) -> RegisteredModel:
-    """Decodes the record that stands under `name`. Raises one of UNREADABLE."""
+    """Decodes the record stored under `name`. Raises one of UNREADABLE."""
     model = msgspec.json.decode(data, type=RegisteredModel)
     names = {each.name for each in model.revisions}
     if model.name != name:

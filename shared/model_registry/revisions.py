@@ -51,7 +51,7 @@ def share_of(model: RegisteredModel, revision: RegisteredRevision) -> float:
 
 
 def revision_of(model: RegisteredModel, name: str) -> RegisteredRevision:
-    """Raises ConfigError if the model has no such revision."""
+    """Returns a revision of the model. Raises ConfigError if it has none of that name."""
     for each in model.revisions:
         if each.name == name:
             return each
@@ -60,7 +60,7 @@ def revision_of(model: RegisteredModel, name: str) -> RegisteredRevision:
 
 
 def next_revision_name(model: RegisteredModel) -> str:
-    """r and a number above those that the model has."""
+    """Returns r and a number above those that the model has."""
     numbers = (each.name[1:] for each in model.revisions if each.name.startswith("r"))
     return f"r{1 + max((int(each) for each in numbers if each.isdecimal()), default=0)}"
 
@@ -81,7 +81,9 @@ def with_revision(model: RegisteredModel, added: RegisteredRevision) -> Register
 
 
 def with_share(model: RegisteredModel, name: str, percent: float) -> RegisteredModel:
-    """The revision gets `percent` of new requests; the others share the rest in proportion."""
+    """Returns the model with `percent` of new requests for the revision; the others share the
+    rest in proportion.
+    """
     if not 0 < percent < 100:
         raise ConfigError(
             f"a canary of {percent:g} % is not between 0 and 100: the others would get "
@@ -107,7 +109,9 @@ def with_share(model: RegisteredModel, name: str, percent: float) -> RegisteredM
 
 
 def promoted(model: RegisteredModel, name: str, *, keep: bool) -> RegisteredModel:
-    """The revision serves all requests: now, or once it has a digest if another one serves."""
+    """Returns the model with all requests for the revision: now, or once it has a digest if
+    another one serves.
+    """
     revision = revision_of(model, name)
     is_served = any(each.digest and each.weight > 0 for each in model.revisions)
     if revision.digest or not is_served:
@@ -137,7 +141,9 @@ def without_revision(model: RegisteredModel, name: str) -> RegisteredModel:
 
 
 def with_digest(model: RegisteredModel, name: str, digest: str) -> RegisteredModel:
-    """Records what the revision's weights are, unless that is known; completes its promotion."""
+    """Returns the model with the digest of the revision's weights, unless it has one, and
+    completes its promotion.
+    """
     revision = revision_of(model, name)
     if revision.digest:
         return model

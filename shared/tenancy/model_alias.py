@@ -47,7 +47,9 @@ def check_model_id(text: str, what: str) -> str:
 
 
 def _problem_of(text: str) -> str | None:
-    """An id is also part of a URL's path, which must not be normalised to another one."""
+    """Returns the problem of an id, if any. An id is also part of a URL's path, which must not be
+    normalised to another one.
+    """
     if not 0 < len(text) <= MAX_ID_CHARS:
         return f"{len(text)} characters are not from 1 to {MAX_ID_CHARS}"
     if not text.isprintable() or " " in text:

@@ -24,7 +24,9 @@ _T = TypeVar("_T")
 
 
 def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
-    """Raises OSError for a file that is missing, is not a regular one or has more bytes."""
+    """Reads a file. Raises OSError for one that is missing, is not a regular one or has more
+    bytes.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -36,7 +38,7 @@ def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> by
 
 
 def read_checkpoint_json(path: Path, kind: type[_T]) -> _T:
-    """Raises CheckpointError with one line."""
+    """Reads a file of JSON. Raises CheckpointError with one line."""
     try:
         return msgspec.json.decode(read_checkpoint_file(path), type=kind)
     except OSError as error:

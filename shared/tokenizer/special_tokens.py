@@ -24,10 +24,11 @@ Fields = dict[str, Any]
 
 
 class SpecialTokens(NamedTuple):
-    """Special tokens of a tokenizer. `texts` are by names such as eos_token. The tokenizer has to
-    have `added`, in order of the ids that are given; another flag replaces that of
-    `tokenizer.json`. It has to have `needed` as special tokens, if it does not have them as added
-    ones yet.
+    """The special tokens of a tokenizer.
+
+    `texts` are by names such as eos_token. The tokenizer must have `added`, in order of the given
+    ids; another flag replaces that of `tokenizer.json`. It must have `needed` as special tokens, if
+    it does not have them as added ones yet.
     """
 
     texts: dict[str, str]
@@ -36,7 +37,7 @@ class SpecialTokens(NamedTuple):
 
 
 def read_special_tokens(model_dir: Path) -> SpecialTokens:
-    """Raises CheckpointError."""
+    """Reads the special tokens of a folder. Raises CheckpointError."""
     fields = _read(model_dir / CONFIG_FILE)
     given = fields.get("added_tokens_decoder")
     if given is None:
@@ -104,7 +105,7 @@ def _decoder(model_dir: Path, given: Any) -> list[AddedToken]:
 
 
 class _Described(msgspec.Struct, frozen=True):
-    """Has the defaults of the library, which are not those of special tokens."""
+    """A described token, with the library's defaults, which are not those of special tokens."""
 
     content: str
     special: bool = False

@@ -53,8 +53,10 @@ class AddedToken(msgspec.Struct, frozen=True):
 
 
 def read_ranks(data: bytes) -> dict[bytes, int]:
-    """Lines of a token in base64 and its rank. Raises CheckpointError for a line that is none, or
-    unless the ranks count from 0 and every byte is a token.
+    """Reads lines of a token in base64 and its rank.
+
+    Raises CheckpointError for another line, or unless the ranks count from 0 and every
+    byte is a token.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
@@ -158,7 +160,9 @@ def _last_merge(token: bytes, ranks: Ranks) -> list[bytes] | None:
 
 
 def byte_characters() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 maps to itself, other bytes to characters from U+0100."""
+    """Returns GPT-2's table: printable Latin-1 maps to itself, other bytes to
+    characters from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

@@ -38,8 +38,8 @@ VERSION = 1  # changes with the conversion
 
 
 class _TokenizerConfig(msgspec.Struct, frozen=True):
-    """Fields of `tokenizer_config.json`. `auto_map` has a class of the checkpoint's own, by the
-    kind of its use.
+    """The fields of `tokenizer_config.json`. `auto_map` names the checkpoint's own classes, by
+    use.
     """
 
     auto_map: dict[str, str | list[str | None] | None] = {}

@@ -33,7 +33,7 @@ class _File(msgspec.Struct, frozen=True):
 
     @property
     def ids(self) -> dict[str, int]:
-        """Ids of its vocabulary. Raises msgspec.MsgspecError."""
+        """The ids of the vocabulary. Raises msgspec.MsgspecError."""
         vocab = msgspec.json.decode(self.model, type=_Model).vocab
         if isinstance(vocab, dict):
             return vocab
@@ -41,7 +41,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def tokenizer_text(model_dir: Path, special: SpecialTokens) -> str:
-    """Raises CheckpointError."""
+    """Returns the text of `tokenizer.json` with the special tokens. Raises CheckpointError."""
     path = tokenizer_file(model_dir)
     try:
         text = read_checkpoint_file(path, max_bytes=MAX_TOKENIZER_BYTES).decode()
@@ -67,7 +67,9 @@ def token_id(text: str, content: str) -> int | None:
 
 
 def _with_added(text: str, special: SpecialTokens) -> str:
-    """A new token has the id of the vocabulary's token of this text, else the next one."""
+    """Returns the text with the special tokens added. A new token has the id of the vocabulary's
+    token of this text, else the next one.
+    """
     file = msgspec.json.decode(text, type=_File)
     known = {each.content: each for each in file.added_tokens}
     wanted = {token.content: token for token in special.added}

@@ -278,12 +278,12 @@ class NatsBus:
         tls_first: bool = False,
         to_clients: bool = False,
     ) -> NatsBus:
-        """Raises DependencyUnavailable if no server accepts the connection within `timeout_s`, and
-        ConfigError for an invalid URL or unreadable files. The servers of a comma list are tried in
-        order. `to_clients`: as a gateway's user in the account of the API clients.
+        """Connects to NATS. Raises DependencyUnavailable if no server accepts the connection within
+        `timeout_s`, and ConfigError for an invalid URL or unreadable files.
 
-        A tls:// URL sends its credential only to a server whose certificate is verified, with
-        `tls_first` before the server has sent anything.
+        The servers of a comma list are tried in order. With `to_clients` it is a gateway's user in
+        the account of the API clients. A tls:// URL sends its credential only to a server whose
+        certificate is verified, with `tls_first` before the server has sent anything.
         """
         servers = nats_servers(url)
         user = servers.user
@@ -487,7 +487,9 @@ class NatsBus:
         return data
 
     def _reply_payload(self, message: Message) -> bytes:
-        """A reply that cannot be encoded, or is too large, becomes a Failure: its caller waits."""
+        """Returns the encoded reply. One that cannot be encoded, or is too large, becomes a
+        Failure, as its caller waits.
+        """
         try:
             return self._payload(message)
         except BaseException as raised:

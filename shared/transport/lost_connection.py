@@ -10,7 +10,9 @@ AWAY_S = 120.0  # no server accepts the connection
 
 
 class LostConnection:
-    """Counts seconds between polls, but no more than POLL_S each: none while it is frozen."""
+    """Counts the seconds of a lost connection between polls, at most POLL_S each: none while this
+    process is frozen.
+    """
 
     def __init__(self) -> None:
         self._away_s = self._stopped_s = 0.0

@@ -47,7 +47,7 @@ SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
 
 
 class TlsRequired(Exception):
-    """A credential is not sent without TLS."""
+    """The connection has no TLS, without which a credential is not sent."""
 
 
 class DirectClient(Client):

@@ -27,7 +27,7 @@ class UserKey:
     """The key pair of a user."""
 
     def __init__(self, secret: bytes) -> None:
-        """The secret has 32 bytes."""
+        """`secret` has 32 bytes."""
         self._secret = secret
         self._private = Ed25519PrivateKey.from_private_bytes(secret)
 
@@ -37,7 +37,7 @@ class UserKey:
 
     @classmethod
     def of_seed(cls, text: str) -> UserKey:
-        """Raises ValueError."""
+        """Reads the key of a seed. Raises ValueError."""
         data = base64.b32decode(text.strip() + "=" * (-len(text.strip()) % 8))
         body, checksum = data[:-2], data[-2:]
         if checksum != _checksum(body) or len(body) != 2 + _BYTES or body[:2] != _SEED_PREFIX:
@@ -46,7 +46,7 @@ class UserKey:
 
     @classmethod
     def of_file(cls, path: Path) -> UserKey:
-        """Raises ConfigError."""
+        """Reads the key of a seed's file. Raises ConfigError."""
         try:
             return cls.of_seed(path.read_text())
         except OSError as error:

@@ -17,7 +17,9 @@ MAX_QUEUED = 4096  # while the bus is stalled; nats-py buffers a further 64 MiB
 
 
 class Outbox:
-    """A message that cannot be sent is dropped and counted: every receiver can request it again."""
+    """A queue of messages to send. One that cannot be sent is dropped and counted: every receiver
+    can request it again.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self.num_dropped = 0

@@ -22,7 +22,9 @@ MAX_PEERS = 8192  # peers with estimates; the least recently used one is dropped
 
 @dataclass(slots=True)
 class RoundTrip:
-    """Mean and mean deviation of the round trips to one peer, in seconds; None if not measured."""
+    """The mean and mean deviation of the round trips to one peer, in seconds; None if not
+    measured.
+    """
 
     mean_s: float | None = None
     deviation_s: float = 0.0
@@ -35,8 +37,9 @@ class RoundTrip:
         return self.mean_s + NUM_DEVIATIONS * self.deviation_s
 
     def add(self, measured_s: float) -> None:
-        """Does nothing for a first reply that was slower than any distance: the peer hung, and the
-        requests to its next process must not wait for as long.
+        """Adds a measurement, unless it is the first and slower than any distance.
+
+        The peer hung then, and the requests to its next process must not wait for as long.
         """
         measured_s = min(max(measured_s, 0.0), UNKNOWN_S)
         if self.mean_s is None and measured_s == UNKNOWN_S:
@@ -90,7 +93,9 @@ class RoundTrips:
         known.updated_at = now
 
     def due_for_probe(self, now: float) -> list[str]:
-        """Peers in use without a measurement for PROBE_INTERVAL_S. Each counts as probed now."""
+        """Returns peers in use without a measurement for PROBE_INTERVAL_S, and counts
+        each as probed now.
+        """
         due = []
         for peer, known in self._peers.items():
             is_in_use = now - known.used_at < IN_USE_S

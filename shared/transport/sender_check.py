@@ -33,16 +33,17 @@ class SenderCheck:
         return decode_checked
 
     def check_reply(self, subject: str, reply: Message) -> None:
-        """Raises SenderMismatch if the reply is not from the addressed process.
-
-        A reply from a group subject may come from any member.
+        """Raises SenderMismatch if the reply is not from the addressed process. A reply from a
+        group subject may come from any member.
         """
         owner_id = owner_of(subject)
         if owner_id is not None:
             self._check(reply, owner_id)
 
     def _check_announcement(self, message: Heartbeat, wire_subject: str) -> None:
-        """Roles and region are the credential's, not the process's own word."""
+        """Checks roles and region of a heartbeat, which are the credential's, not the
+        process's choice.
+        """
         roles, region = announced_by(wire_subject)
         if message.region != region or not set(roles).issuperset(message.roles):
             self.num_sender_mismatches += 1

@@ -81,8 +81,8 @@ def _identity(user: NatsUser | NkeyUser, login: Login) -> str:
 
 
 def server_options(host: str, port: int, max_payload_bytes: int) -> str:
-    """The server pings every second and disconnects after two misses, so a frozen member leaves its
-    queue group soon.
+    """Returns the options of the server. It pings every second and disconnects after two misses, so
+    a frozen member leaves its queue group soon.
     """
     return (
         f'listen: "{authority(host, port)}"\n'

@@ -13,7 +13,7 @@ import msgspec
 
 
 def examine_struct_types() -> None:
-    """Examines the types of all imported modules. Call it before the threads start."""
+    """Examines the types of all imported modules. Must be called before the threads start."""
     for kind in _subclasses(msgspec.Struct):
         with contextlib.suppress(TypeError):  # has a field of another kind: is never decoded
             msgspec.json.Decoder(kind)

@@ -27,12 +27,14 @@ class UntypedMessages:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Limit of headers and data together."""
+        """The limit of headers and data together."""
         return min(self._client.max_payload, CLIENT_PAYLOAD_BYTES)
 
     @property
     def num_reconnects(self) -> int:
-        """Increases after each loss of the connection, before it is established again."""
+        """The number of reconnections. It increases after each loss, before the connection is
+        established again.
+        """
         return self._client.stats["reconnects"]
 
     async def listen(
@@ -69,7 +71,9 @@ class UntypedMessages:
         headers: Mapping[str, str] | None = None,
         reply: str = "",
     ) -> None:
-        """Raises PayloadTooLarge before sending, and DependencyUnavailable without a connection."""
+        """Sends bytes. Raises PayloadTooLarge before sending, and DependencyUnavailable
+        without a connection.
+        """
         num_bytes = len(data) + (0 if headers is None else encoded_bytes(headers))
         if num_bytes > self.max_payload_bytes:  # the server would close the connection
             raise PayloadTooLarge(

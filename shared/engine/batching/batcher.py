@@ -358,8 +358,8 @@ class Batcher:
         return first, self.pool.blocks_for(sequence.num_tokens)
 
     def _end(self, sequence: Sequence, group: int, num_computed: int) -> int:
-        """A prefill has all its blocks from the start, if the pool holds as many: it is not
-        preempted while it is pushed.
+        """Returns the end of the blocks to hold. A prefill has all its blocks from the start, if
+        the pool holds as many: it is not preempted while it is pushed.
         """
         if sequence.is_prefill_only:
             end = self.pool.blocks_for(sequence.num_tokens)

@@ -47,8 +47,8 @@ class BlockNeeds:
         return -(-num_tokens // self.block_size) + ROUNDING_BLOCKS
 
     def longest(self, num_blocks: int) -> int:
-        """Blocks, in each group that sees all keys, of the longest sequence for which `num_blocks`
-        suffice; at most `num_blocks`.
+        """Returns the blocks, in each group that sees all keys, of the longest sequence for which
+        `num_blocks` suffice; at most `num_blocks`.
         """
         low, high = 0, num_blocks
         while low < high:

@@ -45,6 +45,6 @@ def byte_counts(plane: Bytes) -> NDArray[np.int64]:
 
 
 def entropy_bits(counts: NDArray[np.int64]) -> float:
-    """Shannon entropy of one byte: -sum p log2 p, from 0 to 8 bits."""
+    """Returns the Shannon entropy of one byte: -sum p log2 p, from 0 to 8 bits."""
     share = counts[counts > 0] / max(1, int(counts.sum()))
     return float(-(share * np.log2(share)).sum()) if len(share) else 0.0

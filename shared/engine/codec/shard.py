@@ -34,7 +34,7 @@ OnBytes = Callable[[int], None]
 
 
 def checksum(data: Bytes) -> str:
-    """xxh3-128 in hex."""
+    """Returns the xxh3-128 in hex."""
     return xxhash.xxh3_128_hexdigest(data.data)
 
 

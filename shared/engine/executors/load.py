@@ -19,8 +19,8 @@ from shared.numerics import ModeChoice
 
 
 def resolve_device(name: str) -> torch.device:
-    """'auto' is CUDA if a device is present, else the CPU. Raises ConfigError for a missing
-    device, or one that is neither.
+    """Returns the device of a name. 'auto' is CUDA if a device is present, else the CPU. Raises
+    ConfigError for a missing device, or one that is neither.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

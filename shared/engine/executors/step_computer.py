@@ -86,7 +86,7 @@ class StepComputer(KvCopies):
         return logits
 
     def hidden(self, inputs: StepInputs) -> Tensor:
-        """Hidden states of all tokens, before the final norm: [T, hidden_size]."""
+        """Returns the hidden states of all tokens, before the final norm: [T, hidden_size]."""
         return hidden_states(*self._operands(inputs))
 
     def device_inputs(

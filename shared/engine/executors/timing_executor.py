@@ -356,7 +356,7 @@ def _joined(states: tuple[bytes, ...]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _logprob(rank: int) -> float:
-    """FP32, as the logprobs of a model."""
+    """Returns a logprob in FP32, like those of a model."""
     return array("f", (-(rank + 1) * math.log(2),))[0]
 
 

@@ -49,8 +49,8 @@ def apply_formats(layer: nn.Module, formats: LayerFormats | None) -> None:
 
 
 def _linears(layer: nn.Module) -> Iterator[tuple[Quantizable, dict[str, int], int | None]]:
-    """Each GEMM with the checkpoint's linear layers that it consists of: path -> output rows;
-    and their columns, None: the GEMM's.
+    """Yields each GEMM with the checkpoint's linear layers that it consists of: path -> output
+    rows; and their columns, None: the GEMM's.
     """
     for path, parent in layer.named_modules():
         if isinstance(parent, Experts):

@@ -119,8 +119,8 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(shapes[1], lanes[1], share, dtype=dtype)
 
     def linears(self) -> list[tuple[ExpertLinear, dict[str, int], int]]:
-        """Each weight with the checkpoint's layers that it consists of, one below the other: name
-        -> output rows; and their columns.
+        """Yields each weight with the checkpoint's layers that it consists of, one below the other:
+        name -> output rows; and their columns.
         """
         inner, hidden = self.inner, self.hidden
         gate_up = {f"{e}.{name}": inner for e in self.held for name in _GATED}

@@ -34,7 +34,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1: stretches long wavelengths by `factor`, not short ones; blends in between.
+    """Returns the frequencies of Llama 3.1: stretches long wavelengths by `factor`, not short ones;
+    blends in between.
 
     With equal factors, as in Llama 4 Scout, nothing is in between.
     """
@@ -54,7 +55,8 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, rope: RopeConfig, scaling: YarnScaling) -> Tensor:
-    """YaRN (Peng et al.): stretches pairs except those with many turns in the original context.
+    """Returns the frequencies of YaRN (Peng et al.): stretches pairs except those with many turns
+    in the original context.
 
     Between `beta_fast` and `beta_slow` turns a linear ramp blends the two.
     """

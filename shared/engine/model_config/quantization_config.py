@@ -216,7 +216,7 @@ def _config_group(
 
 
 def _group_size(name: str, weights: _Weights) -> int:
-    """0 for a scale per row."""
+    """Returns the columns of a scale; 0 for a scale per row."""
     size = weights.group_size
     strategy = weights.strategy or ("group" if size and size > 0 else "channel")
     if strategy == "channel":
@@ -256,7 +256,7 @@ def _check_patterns(names: tuple[str, ...]) -> None:
 
 
 def scale_dtype(given: Mapping[str, Any]) -> Literal["BF16", "F32"]:
-    """compressed-tensors stores scales in the model's dtype."""
+    """Returns the dtype of scales. compressed-tensors stores scales in the model's dtype."""
     text = given.get("text_config")
     for fields in (given, text if isinstance(text, dict) else {}):
         for name in ("dtype", "torch_dtype"):

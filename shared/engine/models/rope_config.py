@@ -140,7 +140,9 @@ def _stretch(fields: RopeFields) -> float:
 
 
 def dynamic_theta(fields: RopeFields, context: int) -> float:
-    """NTK-aware: a larger base, so that the slowest pair turns equally far within `context`."""
+    """Returns the NTK-aware theta: a larger base, so that the slowest pair turns equally far
+    within `context`.
+    """
     factor, limit, dim = _factor(fields), fields.max_position_embeddings, fields.rotary_dim
     if dim == 2:
         raise CheckpointError("rope type 'dynamic' needs more than one pair to rotate")

@@ -19,7 +19,7 @@ EXPERTS_PER_RANK = 8  # so many experts spread tokens evenly enough over ranks
 
 
 def split_of(moe: MoeConfig, tp_size: int, asked: ExpertSplit) -> ExpertSplit:
-    """ep or tp."""
+    """Returns "ep" or "tp"."""
     if asked != "auto":
         return asked
     has_columns = all(_has_columns(moe.intermediate_size, rank, tp_size) for rank in range(tp_size))

@@ -43,7 +43,7 @@ class MeshShape:
         return (self.pp - 1) * self.tp
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(stage, tp_rank) of a rank."""
+        """Returns the (stage, tp_rank) of a rank."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} is not in [0, {self.num_ranks})")
         return divmod(rank, self.tp)

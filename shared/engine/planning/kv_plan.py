@@ -83,7 +83,7 @@ def kv_plan(config: ModelConfig, part: RankPart, item_bytes: int, block_size: in
 
 
 def _state(config: ModelConfig, reach: Reach) -> PagedKv:
-    """A reach beyond the longest context is none."""
+    """Returns the state of a layer. A reach beyond the longest context is none."""
     if reach is not None and reach.tokens >= config.max_position_embeddings:
         reach = None
     return PagedKv(config.num_kv_heads, config.head_dim, "bfloat16", reach)

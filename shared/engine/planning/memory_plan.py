@@ -167,7 +167,9 @@ def _weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
 
 
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:
-    """Hidden states before and after a layer, a layer's widest GEMMs, and all logits."""
+    """Returns the bytes of hidden states before and after a layer, a layer's widest GEMMs,
+    and all logits.
+    """
     columns = max(len(part.columns), *(_expert_columns(layer.moe) for layer in config.layers))
     widest = max(_attention_width(config, part), 3 * columns) * item_bytes
     hidden = config.hidden_size * (3 * item_bytes + FP32_BYTES)
@@ -191,7 +193,7 @@ def _expert_columns(moe: MoeConfig | None) -> int:
 
 
 def size_text(num_bytes: int) -> str:
-    """Three digits or more: `15.0 GiB`, `512 KiB`."""
+    """Returns the size in three digits or more: `15.0 GiB`, `512 KiB`."""
     unit, shift = next(each for each in _UNITS if num_bytes >> each[1] or not each[1])
     size = num_bytes / (1 << shift)
     return f"{size:,.1f} {unit}" if size < 100 and shift else f"{size:,.0f} {unit}"

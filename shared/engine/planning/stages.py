@@ -75,7 +75,7 @@ def stage_costs(costs: ModelCosts, borders: Sequence[int]) -> list[float]:
 
 
 def imbalance(costs: ModelCosts, borders: Sequence[int]) -> float:
-    """Cost of the slowest stage over the mean: 1.0 is perfect."""
+    """Returns the cost of the slowest stage over the mean: 1.0 is perfect."""
     found = stage_costs(costs, borders)
     mean = sum(found) / len(found)
     return max(found) / mean if mean > 0 else 1.0

@@ -89,7 +89,7 @@ class StepShape:
         return Traffic(halves + parts, tp.bit_length())
 
     def _logits(self, tp: int) -> Traffic:
-        """Parts are padded to the widest."""
+        """Returns the bytes of logits. Parts are padded to the widest."""
         lanes = column_lanes(self.vocab_size)
         ranges = [rank_range(lanes, rank, tp) for rank in range(tp)]
         width = max(end - first for first, end in ranges)

@@ -189,6 +189,6 @@ def _on(device: torch.device, *columns: NDArray[np.generic]) -> list[Tensor]:
 
 
 def _as_signed(column: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Contiguous, and without unsigned integers, on which torch has few operations."""
+    """Returns contiguous integers without unsigned integers, on which torch has few operations."""
     column = column.copy()
     return column.view(np.int64) if column.dtype == np.uint64 else column

@@ -30,7 +30,7 @@ class WorkerGrammars:
     def start(
         self, tenant_id: str, spec: GrammarSpec, output_ids: Sequence[int] = ()
     ) -> OutputGrammar:
-        """The grammar of one choice. Returns at once: it may still be compiled."""
+        """Starts the grammar of one choice. Returns at once: it may still be compiled."""
         return OutputGrammar(spec, self._cache.get(tenant_id, spec), self._jobs, output_ids)
 
     def record_end(self, error: HearthError | None) -> None:

@@ -19,8 +19,8 @@ class _Index(msgspec.Struct):
 
 
 def read_index(model_dir: Path) -> dict[str, str] | None:
-    """Tensor -> file; None without an index, or beside a file with all tensors, which has priority
-    as in transformers. Raises CheckpointError.
+    """Returns tensor -> file; None without an index, or beside a file with all tensors, which has
+    priority as in transformers. Raises CheckpointError.
     """
     path = model_dir / INDEX_FILE
     if not path.exists():

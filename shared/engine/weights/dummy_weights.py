@@ -70,7 +70,7 @@ class DummyTensors:
         return TensorInfo(self._codes.get(name, "F32"), self._shapes[name])
 
     def content(self, name: str) -> Content:
-        """Derived from the name, without computing the tensor."""
+        """Returns content derived from the name, without computing the tensor."""
         described = f"{self.identity}/{self._norm_weight}/{name}".encode()
         digest = xxhash.xxh3_128_hexdigest(described)
         return Content(*self.info(name), digest)

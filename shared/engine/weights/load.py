@@ -195,7 +195,8 @@ def _check_info(tensors: WeightSource, name: str, destination: Tensor) -> None:
 
 
 def weights_digest(tensors: WeightSource, config: bytes, readers: Executor | None = None) -> str:
-    """xxh3-128 in hex over the config and each tensor's name, dtype, shape and digest, by name.
+    """Returns the xxh3-128 in hex over the config and each tensor's name, dtype, shape and
+    digest, by name.
 
     Independent of the distribution of tensors over files, and of bundling.
     """

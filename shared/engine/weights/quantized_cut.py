@@ -41,7 +41,7 @@ def _check_group(name: str, form: WeightFormat, columns: Range) -> None:
 
 
 def _scaled(name: str, given: Range, unit: int, what: str) -> Range:
-    """The last unit of a weight may be partial."""
+    """Returns the cut in units. The last unit of a weight may be partial."""
     first, end = given
     if first % unit:
         raise CheckpointError(

@@ -60,11 +60,11 @@ class TensorBytes:
                 self._send(slot, start, row_bytes, dtype, part)
 
     def size(self, name: str) -> int:
-        """Bytes. Raises KeyError."""
+        """Returns the number of bytes. Raises KeyError."""
         return self._sizes[name]
 
     def digest(self, name: str) -> str:
-        """xxh3-128 in hex of the tensor's bytes. Raises like `read_into`."""
+        """Returns the xxh3-128 in hex of the tensor's bytes. Raises like `read_into`."""
         digest, at = xxhash.xxh3_128(), self._starts[name]
         end = at + self._sizes[name]
         piece = np.empty(LOCAL_BYTES, np.uint8)

@@ -31,7 +31,9 @@ def preferred_ciphers() -> tuple[str, ...]:
 
 
 def common_cipher(offered: tuple[str, ...], own: tuple[str, ...]) -> str | None:
-    """AES if it is the first choice of both ends, else ChaCha20; None if the peer has neither."""
+    """Returns AES if it is the first choice of both ends, else ChaCha20; None if the
+    peer has neither.
+    """
     if offered[:1] == own[:1] == (AES,):
         return AES
     return CHACHA if CHACHA in offered else None

@@ -39,8 +39,8 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**16
 
 
 def read_kv_scales(tensors: WeightSource, config: ModelConfig) -> Tensor:
-    """FP32 [num_layers, 2, num_kv_heads], by the model's names; 1.0 for what is not there, with a
-    warning if the checkpoint has others or declares an FP8 cache. Raises CheckpointError.
+    """Returns FP32 [num_layers, 2, num_kv_heads], by the model's names; 1.0 for what is not there,
+    with a warning if the checkpoint has others or declares an FP8 cache. Raises CheckpointError.
     """
     num_layers, num_kv_heads = config.num_layers, config.num_kv_heads
     scales = torch.ones(num_layers, 2, num_kv_heads)

@@ -37,7 +37,9 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> str:
-    """'auto' is BF16 if the hardware multiplies it natively, else FP32. Raises ConfigError."""
+    """Returns the dtype of a name. 'auto' is BF16 if the hardware multiplies it natively, else
+    FP32. Raises ConfigError.
+    """
     if dtype == "auto":
         if device.type == "cuda":
             return "bfloat16"

@@ -154,7 +154,9 @@ def _moe_layers(own: _Fields, num_layers: int) -> frozenset[int]:
 
 
 def _form(head_dim: int, own: _Fields) -> CheckpointForm:
-    """Rotary pairs are neighbours in the checkpoint, and experts of a layer are one tensor."""
+    """Returns the form of the checkpoint. Rotary pairs are neighbours in the checkpoint, and
+    experts of a layer are one tensor.
+    """
     rows = PairedRows(head=head_dim, first=0, dim=head_dim)
     return CheckpointForm(
         renames=(

@@ -140,7 +140,7 @@ class RankGroup:
         return self._watchdog.reason
 
     def fileno(self) -> int:
-        """Readable when `take` has an answer, or the group is lost."""
+        """Returns a descriptor that is readable when `take` has an answer, or the group is lost."""
         return self._answers.fileno()
 
     def submit(self, plan: bytes, budget_s: float) -> int:

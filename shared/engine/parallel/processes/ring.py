@@ -163,7 +163,7 @@ class RingReader:
         self._assembly = Assembly(first_step)
 
     def fileno(self) -> int:
-        """Readable after a write, until `take` has found nothing."""
+        """Returns a descriptor that is readable after a write, until `take` has found nothing."""
         return self._event
 
     def read(self, limit_s: float | None) -> Record | None:
