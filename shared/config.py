@@ -309,7 +309,7 @@ def device_budgets(texts: Iterable[str]) -> dict[str, int | None]:
 
 
 def expert_split(text: str) -> ExpertSplit:
-    """Raises ConfigError."""
+    """Returns how experts are split. Raises ConfigError."""
     for split in EXPERT_SPLITS:
         if text == split:
             return split
@@ -499,7 +499,7 @@ def redis_tls_of(config: GatewayConfig | KvIndexConfig | HostConfig) -> TlsFiles
 
 
 def check(config: ProcessConfig) -> None:
-    """Raises a ConfigError that lists every problem."""
+    """Checks all fields. Raises a ConfigError that lists every problem."""
     problems = list(config.problems())
     if problems:
         raise ConfigError("; ".join(problems))

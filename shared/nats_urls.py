@@ -30,7 +30,7 @@ class NatsServers(NamedTuple):
 
 
 def nats_servers(text: str) -> NatsServers:
-    """Raises ConfigError."""
+    """Returns the servers of a URL, which may be a comma list. Raises ConfigError."""
     parts = _split(text)
     _check_servers(parts)
     credentials = {_credential(each) for each in parts} - {""}

@@ -24,7 +24,7 @@ def pack_token_ids(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """Raises InvalidRequest if the length is not a multiple of 4 bytes."""
+    """Unpacks token ids. Raises InvalidRequest if the length is not a multiple of 4 bytes."""
     if len(packed) % TOKEN_ID_BYTES:
         raise InvalidRequest(f"packed token ids have {len(packed)} bytes, not a multiple of 4")
     token_ids = array("I")
@@ -39,7 +39,9 @@ def pack_hashes(hashes: Sequence[bytes]) -> bytes:
 
 
 def unpack_hashes(packed: bytes) -> list[bytes]:
-    """Raises InvalidRequest if the length is not a multiple of 16 bytes (128 bits)."""
+    """Unpacks block hashes. Raises InvalidRequest if the length is not a multiple of 16
+    bytes (128 bits).
+    """
     if len(packed) % BLOCK_HASH_BYTES:
         raise InvalidRequest(f"packed hashes have {len(packed)} bytes, not a multiple of 16")
     step = BLOCK_HASH_BYTES

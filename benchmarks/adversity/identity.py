@@ -217,7 +217,7 @@ async def _replace_often(
 
 
 async def _leave(process: Process) -> None:
-    """Raises RuntimeError if the process does not end as asked to."""
+    """Stops a process by SIGTERM. Raises RuntimeError if the process does not end as asked to."""
     process.popen.terminate()
     status = await process.ended(timeout_s=60)
     if status != 0:

@@ -39,7 +39,9 @@ _decoder = msgspec.json.Decoder(TraceRequest)
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """Raises ValueError with the line number of a request that is invalid or goes back in time."""
+    """Reads a trace. Raises ValueError with the line number of a request that is invalid or
+    goes back in time.
+    """
     last = 0.0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):

@@ -52,7 +52,9 @@ def time_text(unix_s: float) -> str:
 
 
 def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -> T:
-    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    """Runs a function with a connection to Redis. Raises ConfigError, or StoreUnavailable if Redis
+    does not reply.
+    """
     from shared.store import RedisStore  # 0.1 s, for commands that have no store
 
     url = find_redis(redis_url)

@@ -213,7 +213,9 @@ async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
 
 
 def _check(response: httpx.Response, content: bytes) -> None:
-    """Raises HearthError with the server's error message, if the response has one."""
+    """Checks a response. Raises HearthError with the server's error message, if the
+    response has one.
+    """
     if response.status_code == 200:
         return
     try:

@@ -148,7 +148,9 @@ class ActiveHandoffs:
     async def _request_prefill(
         self, placement: RunningRequest, worker_id: str, placement_id: bytes, first_token: int
     ) -> PrefillAccepted:
-        """Raises HearthError if the prefill worker rejects the command or does not reply."""
+        """Requests a prefill. Raises HearthError if the prefill worker rejects the command or
+        does not reply.
+        """
         if self._worker.health_monitor.fleet.is_lost(worker_id):
             raise WorkerBusy(f"{worker_id} is not alive")
         worker, request, prompt = self._worker, placement.request, placement.prompt

@@ -246,7 +246,9 @@ class Engine:
         self.abort(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Idempotent. The blocks become free now, or when its last step in flight ends."""
+        """Aborts a sequence. Idempotent. The blocks become free now, or when its last step
+        in flight ends.
+        """
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence.is_in_step:

@@ -92,7 +92,7 @@ class EngineLoop:
         self._on_device_lost = handler
 
     def wake(self) -> None:
-        """Call after giving the engine something to do."""
+        """Wakes the loop, after the engine was given work."""
         self._work.set()
 
     def start(self) -> None:

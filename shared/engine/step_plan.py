@@ -100,7 +100,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(numbers: Iterable[int]) -> bytes:
-    """Raises OverflowError for one that is not an int32."""
+    """Packs integers. Raises OverflowError for one that is not an int32."""
     return array("i", numbers).tobytes()
 
 
@@ -128,10 +128,10 @@ def encode(message: StepPlan | StepResult) -> bytes:
 
 
 def decode_plan(payload: bytes | memoryview) -> StepPlan:
-    """Raises msgspec.DecodeError for bytes that are not a plan."""
+    """Decodes a plan. Raises msgspec.DecodeError for bytes that are not a plan."""
     return _plan_decoder.decode(payload)
 
 
 def decode_result(payload: bytes | memoryview) -> StepResult:
-    """Raises msgspec.DecodeError for bytes that are not a result."""
+    """Decodes a result. Raises msgspec.DecodeError for bytes that are not a result."""
     return _result_decoder.decode(payload)

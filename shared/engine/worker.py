@@ -225,7 +225,7 @@ class EngineWorker:
         await serve(pins(role, worker_id), PinPrefix | KeepPins, self._on_pins)
 
     async def change_roles(self, command: ChangeRoles) -> None:
-        """Raises InvalidRequest, WorkerBusy."""
+        """Changes the roles. Raises InvalidRequest, WorkerBusy."""
         if self.roles.change(command, self.clock.now()):
             await self.health_monitor.announce_roles(self.roles.current)
 

@@ -49,8 +49,8 @@ class Dialer:
         self._dials: dict[bytes, asyncio.Task[StagedLink]] = {}
 
     async def link(self, target: DataPlaneAddress, link_key: LinkKey | None = None) -> StagedLink:
-        """Raises LinkLost. `link_key` seals the link if it is over TCP. Concurrent callers share
-        one link.
+        """Returns the link to a worker. Raises LinkLost. `link_key` seals the link if it is over
+        TCP. Concurrent callers share one link.
         """
         link = self._links.get(target.instance_id)
         if link is not None and not link.is_lost:

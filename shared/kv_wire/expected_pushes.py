@@ -68,7 +68,7 @@ class ExpectedPushes:
             await self._idle.setdefault(placement_id, asyncio.Event()).wait()
 
     def announce(self, header: FrameHeader, carrier: object) -> None:
-        """Call when a frame of this placement starts to arrive over `carrier`."""
+        """Records that a frame of this placement starts to arrive over `carrier`."""
         expected = self._expected.get(header.placement_id)
         if expected is not None:
             expected.carried_by(carrier, header)

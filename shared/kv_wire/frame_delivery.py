@@ -48,7 +48,7 @@ class FrameDelivery:
         self.task = start_awaited(self._run())
 
     def announce(self, frame: Frame) -> None:
-        """Call when a frame starts to arrive. Raises ProtocolError if the frame is invalid."""
+        """Records that a frame starts to arrive. Raises ProtocolError if the frame is invalid."""
         if (fault := fault_of_frame(frame)) is not None:
             raise ProtocolError(fault)
         self._placements.announce(frame.header, self._stream)

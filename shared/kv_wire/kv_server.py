@@ -119,7 +119,9 @@ class KvServer:
         return len(self._receptions)
 
     def expect(self, placement_id: bytes, sink: FrameSink) -> None:
-        """Raises ValueError if the placement is expected already."""
+        """Expects the push of a placement. Raises ValueError if the placement is expected
+        already.
+        """
         self._placements.expect(placement_id, sink)
 
     def forget(self, placement_id: bytes) -> None:

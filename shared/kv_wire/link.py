@@ -84,7 +84,7 @@ class KvReceiver(Protocol):
     def expect(self, placement_id: bytes, sink: FrameSink) -> None: ...
 
     def forget(self, placement_id: bytes) -> None:
-        """Idempotent. A delivery in progress completes; see `idle`."""
+        """Forgets a push. Idempotent. A delivery in progress completes; see `idle`."""
         ...
 
     async def idle(self, placement_id: bytes) -> None:

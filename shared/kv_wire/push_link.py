@@ -109,7 +109,9 @@ class StagedLink:
         return len(self._unacked)
 
     async def send(self, header: FrameHeader, fill: Fill) -> None:
-        """See `PushLink.send`. `fill` has always ended when this returns or raises."""
+        """Sends a frame: see `PushLink.send`. `fill` has always ended when this returns or
+        raises.
+        """
         if (fault := fault_of(header)) is not None:
             raise FrameRefused(fault)
         async with self._turn:

@@ -209,7 +209,7 @@ class RecordStream(asyncio.BufferedProtocol):
     # ── ending ───────────────────────────────────────────────────────────────────────────────────
 
     def end(self, error: LinkLost) -> None:
-        """Idempotent. Calls the owner's `ended` before returning."""
+        """Ends the connection. Idempotent. Calls the owner's `ended` before returning."""
         if self._phase is _Phase.ENDED:
             return
         # The payload's buffer returns to the owner; late bytes are written to the scratch buffer.

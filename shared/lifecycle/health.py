@@ -128,7 +128,9 @@ class Fleet:
         return Loss.DOUBLED
 
     def tick(self, now: float) -> list[tuple[str, Loss]]:
-        """Call every TICK_S. Returns the peers that became suspect since the last call."""
+        """Returns the peers that became suspect since the last call. Must be called every
+        TICK_S.
+        """
         if now - self._last_tick_at > TICK_S + MAX_LOOP_LAG_S:
             self._sound_since = now
         self._last_tick_at = now

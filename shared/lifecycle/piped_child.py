@@ -68,7 +68,9 @@ class _Output(asyncio.StreamReaderProtocol):
 
 
 async def start_piped(command: Sequence[str], environ: Mapping[str, str]) -> PipedChild:
-    """Raises OSError. If the caller is cancelled, the child is killed."""
+    """Starts a child with pipes. Raises OSError. If the caller is cancelled, the child is
+    killed.
+    """
     starting = start_awaited(_started(command, environ), OSError)
     try:
         return await asyncio.shield(starting)

@@ -52,7 +52,7 @@ def _shown(value: Any) -> Any:
 
 
 async def record(store: Store, *, who: str, command: str, arguments: str, outcome: str) -> None:
-    """Raises StoreUnavailable."""
+    """Appends a record to the audit log. Raises StoreUnavailable."""
     fields = ("who", who, "command", command, "arguments", arguments, "outcome", outcome)
     await store.write([("XADD", AUDIT, "MAXLEN", "~", MAX_LINES, "*", *fields)])
 

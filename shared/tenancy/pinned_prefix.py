@@ -291,7 +291,7 @@ async def save(
 
 
 async def delete(store: Store, tenant_id: str, name: str) -> None:
-    """Raises StoreUnavailable."""
+    """Deletes a prefix. Raises StoreUnavailable."""
     await store.evaluate(DELETE_LUA, _keys(tenant_id, name), [name, tenant_id])
 
 

@@ -79,6 +79,6 @@ def response_keys(tenant_id: str) -> Sequence[str]:
 
 
 async def delete_all(store: Store, tenant_id: str) -> None:
-    """Raises StoreUnavailable."""
+    """Deletes all stored responses of a tenant. Raises StoreUnavailable."""
     while await store.evaluate(DELETE_SOME_LUA, response_keys(tenant_id), []):
         pass

@@ -77,7 +77,9 @@ class Bus(Protocol):
         ...
 
     async def publish(self, subject: str, message: Message) -> None:
-        """Raises PayloadTooLarge before sending, and DependencyUnavailable without a connection."""
+        """Publishes a message. Raises PayloadTooLarge before sending, and DependencyUnavailable
+        without a connection.
+        """
         ...
 
     async def request(

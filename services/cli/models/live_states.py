@@ -45,7 +45,9 @@ async def _live_models(nats_url: str) -> list[ModelView]:
 
 @asynccontextmanager
 async def connected(nats_url: str, role: str, timeout_s: float) -> AsyncIterator[Bus]:
-    """Raises DependencyUnavailable if no server accepts the connection."""
+    """Yields a connection to NATS. Raises DependencyUnavailable if no server accepts
+    the connection.
+    """
     configure_logging("model", level="error")
     bus = await NatsBus.connect(
         nats_url,

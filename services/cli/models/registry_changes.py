@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 def with_registry(redis_url: str | None, action: Callable[[RegistryAdmin], Awaitable[T]]) -> T:
-    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    """Runs a function with the registry's admin. Raises ConfigError, or StoreUnavailable if Redis
+    does not reply.
+    """
     return with_store(redis_url, lambda store: action(RegistryAdmin(store, time.time)))
 
 

@@ -12,7 +12,9 @@ from shared.tenancy.audit import AuditLine
 
 
 def read_audit(redis_url: str | None, count: int) -> list[AuditLine]:
-    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    """Returns the audit records. Raises ConfigError, or StoreUnavailable if Redis does not
+    reply.
+    """
     return with_store(redis_url, lambda store: audit.newest(store, count))
 
 

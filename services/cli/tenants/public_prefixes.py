@@ -78,7 +78,7 @@ def remove_prefix(redis_url: str | None, name: str) -> None:
 
 
 def show_prefixes(redis_url: str | None, *, is_json: bool) -> None:
-    """Raises ConfigError, StoreUnavailable."""
+    """Prints the public prefixes. Raises ConfigError, StoreUnavailable."""
     entries = with_store(redis_url, lambda store: pinned_prefix.entries(store, PUBLIC_TENANT_ID))
     if is_json:
         rows = [{"name": name, **_row(entry)} for name, entry in entries.items()]

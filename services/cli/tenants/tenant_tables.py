@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 
 def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awaitable[T]]) -> T:
-    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
+    """Runs a function with the tenants' admin. Raises ConfigError, or StoreUnavailable if Redis
+    does not reply.
+    """
     return with_store(redis_url, lambda store: action(TenantAdmin(store, time.time)))
 
 

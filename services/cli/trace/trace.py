@@ -69,7 +69,9 @@ async def _find(nats_url: str, request_id: str) -> FoundTimeline:
 
 
 async def find_timeline(bus: Bus, request_id: str) -> FoundTimeline:
-    """Raises DependencyUnavailable if no gateway sends heartbeats."""
+    """Searches the gateways for a request's timeline. Raises DependencyUnavailable if no gateway
+    sends heartbeats.
+    """
     gateway_ids: set[str] = set()
 
     def on_heartbeat(beat: Heartbeat) -> None:

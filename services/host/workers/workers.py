@@ -92,7 +92,9 @@ class WorkerProcesses:
         self._background = Background()
 
     async def start(self, *, has_template: bool) -> None:
-        """Call on the main thread: the kernel kills children when the calling thread ends."""
+        """Starts to bound the logs and, with `has_template`, to run a template. Must be called on
+        the main thread: the kernel kills children when the calling thread ends.
+        """
         self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
         self._background.start_own(bounding)
@@ -277,8 +279,8 @@ class WorkerProcesses:
         loop.add_reader(fd, has_ended)
 
     async def _forked(self, template: _Template, spec: WorkerSpec) -> Worker:
-        """Raises _TemplateEnded if the template ends meanwhile, TimeoutError if it is not ready, or
-        does not fork.
+        """Forks a worker from the template. Raises _TemplateEnded if the template ends meanwhile,
+        TimeoutError if it is not ready, or does not fork.
         """
         async with asyncio.timeout(TEMPLATE_WAIT_S):
             await template.ready.wait()

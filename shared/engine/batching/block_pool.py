@@ -158,7 +158,9 @@ class BlockPool:
             self.ref_counts[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Raises ValueError if fewer are free: callers check `num_free_blocks` first."""
+        """Allocates blocks. Raises ValueError if fewer are free: callers check
+        `num_free_blocks` first.
+        """
         if count > self.num_free_blocks:
             raise ValueError(f"{count} blocks requested, {self.num_free_blocks} free")
         block_ids = [self._take() for _ in range(count)]

@@ -88,7 +88,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError with one line if it is no bundle, or a newer or damaged one."""
+    """Reads the manifest of a bundle. Raises CheckpointError with one line if it is no bundle, or a
+    newer or damaged one.
+    """
     path = folder / MANIFEST
     try:
         encoded = path.read_bytes()

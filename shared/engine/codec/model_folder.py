@@ -31,7 +31,9 @@ class ModelFolder:
 
 
 def list_model_folder(root: Path) -> ModelFolder:
-    """Raises ConfigError if it is not a checkpoint, or has a file that a bundle cannot contain."""
+    """Lists the files of a checkpoint. Raises ConfigError if it is not a checkpoint, or has a file
+    that a bundle cannot contain.
+    """
     if not root.is_dir():
         raise ConfigError(f"{root} is not a directory")
     if (root / MANIFEST).exists():

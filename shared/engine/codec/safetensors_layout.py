@@ -74,7 +74,7 @@ class MappedFile:
 
 
 def parse_header(encoded: bytes) -> SafetensorsHeader:
-    """Raises ValueError with a message of one line."""
+    """Parses a header. Raises ValueError with a message of one line."""
     try:
         text = encoded.decode()
         fields = msgspec.json.decode(text, type=dict[str, Any])
@@ -95,7 +95,9 @@ def parse_header(encoded: bytes) -> SafetensorsHeader:
 
 
 def map_safetensors(path: Path) -> MappedFile:
-    """Raises OSError, and CheckpointError, which names the tensor if only a tensor is cut off."""
+    """Maps a file into memory. Raises OSError, and CheckpointError, which names the tensor if only
+    a tensor is cut off.
+    """
     with path.open("rb") as file:
         start = file.read(LENGTH.size)
         length = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0

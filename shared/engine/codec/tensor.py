@@ -105,7 +105,9 @@ def _split(
 
 
 def plane_names(codec: str) -> tuple[str, ...]:
-    """Raises NotDecodable for a codec that this version does not support."""
+    """Returns the names of a tensor's planes. Raises NotDecodable for a codec that this version
+    does not support.
+    """
     if codec == AS_IS:
         return (UNSPLIT,)
     if codec not in SPLITS:

@@ -91,7 +91,9 @@ class CpuExecutor(LocalExecutor):
 
     @classmethod
     def load(cls, model_dir: Path, options: LoadOptions) -> Self:
-        """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
+        """Loads a model. Raises CheckpointError for a bad checkpoint, ConfigError for a bad
+        option.
+        """
         config = read_config(model_dir)
         is_compressed = uses_compressed(options.weights, model_dir, _CPU, options.load_format)
         dtype = resolve_dtype(options.dtype, _CPU)

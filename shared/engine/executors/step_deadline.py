@@ -40,7 +40,7 @@ class StepBudget:
         self._num_compiled = 0  # kernels compiled in the current step
 
     def seconds(self, units: float) -> float:
-        """Call before each step."""
+        """Returns the seconds that the next step may take. Must be called before each step."""
         self._num_compiled = 0
         return FLOOR_S + SLACK * self._seconds_per_unit * units
 
@@ -50,7 +50,7 @@ class StepBudget:
         return COMPILE_S * self._num_compiled
 
     def compiling(self) -> None:
-        """Call before a kernel is compiled, on any thread."""
+        """Records that a kernel is about to be compiled, on any thread."""
         self._num_compiled += 1
 
     def observe(self, units: float, elapsed_s: float) -> None:

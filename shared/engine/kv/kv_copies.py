@@ -36,7 +36,9 @@ class KvCopies:
 
     @torch.inference_mode()
     def read_kv(self, run: KvRun, out: memoryview) -> None:
-        """Raises ValueError for tokens outside of the table, or an `out` of another size."""
+        """Copies KV out of the cache. Raises ValueError for tokens outside of the table, or an
+        `out` of another size.
+        """
         if run.num_tokens == 0:
             return
         shard = self._shard_of(run)

@@ -120,7 +120,9 @@ class KvSender:
             send.cancel()
 
     async def run(self) -> bool:
-        """Raises LinkLost or FrameRefused. No copy reads the blocks after `run` has ended."""
+        """Runs the push. Raises LinkLost or FrameRefused. No copy reads the blocks after
+        `run` has ended.
+        """
         try:
             while min(self._sent) < self._sequence.num_tokens and not self._is_cancelled:
                 if min(self._sent) < self._num_computed_tokens:

@@ -98,8 +98,8 @@ class KvWriter:
             self.ended.set_result(reason)
 
     def _check(self, header: FrameHeader, part: KvShard) -> None:
-        """Raises FrameRefused unless the frame has the next tokens of a part, and the agreed format
-        and numerics.
+        """Checks a frame. Raises FrameRefused unless the frame has the next tokens of a part, and
+        the agreed format and numerics.
         """
         layout, group = self._memory.kv_layout, header.group
         if not 0 <= group < len(layout.groups):

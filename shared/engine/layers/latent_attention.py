@@ -121,7 +121,7 @@ class LatentExpansion(nn.Module):
         return self.weight.shape[0]
 
     def quantize(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
-        """See `Quantizable`."""
+        """Replaces the weights by quantized ones: see `Quantizable`."""
         assert self.weight is not None, "packed"
         width = self.weight.shape[1] if width is None else width
         self.store = quantized_store(form, rows, width, self.weight.dtype)

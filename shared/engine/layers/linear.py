@@ -71,7 +71,7 @@ class MatmulModule(MatrixModule):
             self.replace_weight(self.packed(self.weight))
 
     def quantize(self, form: WeightFormat, rows: Sequence[int], width: int | None = None) -> None:
-        """See `Quantizable`."""
+        """Replaces the weight by a quantized one: see `Quantizable`."""
         unset = self.parameter
         width = unset.shape[1] if width is None else width
         self.store = quantized_store(form, rows, width, unset.dtype)

@@ -86,7 +86,9 @@ def served_context(fields: RopeFields) -> int:
 
 
 def rope_config(fields: RopeFields) -> RopeConfig:
-    """Raises CheckpointError for a type or for values that are not supported."""
+    """Returns the rope of a model's config. Raises CheckpointError for a type or for values that
+    are not supported.
+    """
     _reject_unsupported(fields)
     rope = RopeConfig(theta=fields.rope_theta, rotary_dim=fields.rotary_dim)
     match fields.rope_type:

@@ -28,7 +28,9 @@ def split_of(moe: MoeConfig, tp_size: int, asked: ExpertSplit) -> ExpertSplit:
 
 
 def expert_part(moe: MoeConfig, tp_rank: int, tp_size: int, asked: ExpertSplit) -> ExpertPart:
-    """Raises ConfigError if the experts cannot be cut like this."""
+    """Returns a rank's part of the experts. Raises ConfigError if the experts cannot
+    be cut like this.
+    """
     experts, columns = (0, moe.num_experts), (0, moe.intermediate_size)
     if split_of(moe, tp_size, asked) == "ep":
         experts = expert_range(moe.num_experts, tp_rank, tp_size)

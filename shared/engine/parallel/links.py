@@ -64,7 +64,9 @@ class LinkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(host.num_ranks for host in self.hosts)
 
     def between(self, first: Host, second: Host) -> Link:
-        """Raises ValueError if this pair is not in the table."""
+        """Returns the link between two hosts. Raises ValueError if this pair is not in the
+        table.
+        """
         if first is second:
             return first.inside
         pair = {first.name, second.name}
@@ -97,7 +99,7 @@ def read_links(path: Path) -> LinkTable:
 
 
 def decode_links(data: bytes, *, is_toml: bool = False) -> LinkTable:
-    """Raises ValueError, which names the field."""
+    """Decodes a table of links. Raises ValueError, which names the field."""
     try:
         table = _decoded(data, is_toml=is_toml)
     except (msgspec.ValidationError, ValueError) as error:

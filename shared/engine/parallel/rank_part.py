@@ -55,7 +55,9 @@ def rank_part(
     layers: range,
     experts: ExpertSplit = "auto",
 ) -> RankPart:
-    """Raises ConfigError if the model cannot be cut for `tp_size` ranks."""
+    """Returns the part of a rank. Raises ConfigError if the model cannot be cut for
+    `tp_size` ranks.
+    """
     if config.moe is None and experts == "ep":
         raise ConfigError("the model has no experts to spread over ranks", param="experts")
     place = tp_rank, tp_size

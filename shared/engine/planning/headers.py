@@ -81,7 +81,7 @@ def stored_files(model_dir: Path) -> Iterator[list[HeaderTensor]]:
 
 
 def file_tensors(path: Path) -> list[HeaderTensor]:
-    """Raises CheckpointError."""
+    """Returns the tensors of a file, from its header. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             encoded = _header_text(file, path)

@@ -82,7 +82,9 @@ class CheckpointTensors:
 
 @contextmanager
 def open_checkpoint(model_dir: Path, reading: Reading | None = None) -> Iterator[CheckpointTensors]:
-    """Raises CheckpointError if a file is missing, truncated or contradicts the index."""
+    """Opens a checkpoint. Raises CheckpointError if a file is missing, truncated or
+    contradicts the index.
+    """
     with ExitStack() as stack:
         folder = checkpoint_folder(model_dir, stack, reading or Reading())
         files: dict[Path, TensorFile] = {}

@@ -39,7 +39,9 @@ class LinkKeys:
         return self._by_id.get(key_id)
 
     def forget(self, prefill_worker_id: str) -> None:
-        """Idempotent. Open connections continue; a new one needs a new key."""
+        """Forgets the key of a worker. Idempotent. Open connections continue; a new one
+        needs a new key.
+        """
         link_key = self._of_worker.pop(prefill_worker_id, None)
         if link_key is not None:
             del self._by_id[link_key.key_id]

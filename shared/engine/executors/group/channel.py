@@ -26,7 +26,7 @@ class Channel:
         return cls(socket.socket(fileno=descriptor))
 
     def send(self, message: Any) -> None:
-        """Raises ChannelClosed."""
+        """Sends a message. Raises ChannelClosed."""
         data = msgspec.msgpack.encode(message)
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
@@ -34,8 +34,8 @@ class Channel:
             raise ChannelClosed(str(error)) from None
 
     def receive(self, kind: type[T] | Any, timeout_s: float | None = None) -> T:
-        """Raises ChannelClosed, TimeoutError after `timeout_s` without a byte, and
-        msgspec.DecodeError for what is no `kind`.
+        """Receives a message. Raises ChannelClosed, TimeoutError after `timeout_s` without a byte,
+        and msgspec.DecodeError for what is no `kind`.
         """
         self._socket.settimeout(timeout_s)
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))

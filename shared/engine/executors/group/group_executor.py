@@ -170,7 +170,9 @@ class GroupExecutor:
 
 
 def _units(rows: list[ScheduledSequence]) -> float:
-    """See `step_units`, which counts the same in the inputs of a step."""
+    """Returns the units of a step: see `step_units`, which counts the same in the inputs of a
+    step.
+    """
     counts = [row.num_scheduled_tokens for row in rows]
     num_pairs = sum(count * (row.start + count) for row, count in zip(rows, counts, strict=True))
     ranked = [row.num_scheduled_tokens for row in rows if row.sequence.prompt_logprobs is not None]

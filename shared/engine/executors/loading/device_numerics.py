@@ -26,7 +26,9 @@ def device_numerics(
     *,
     kv_dtype: str,
 ) -> Numerics:
-    """Call on the CPU once its kernels are compiled: a host that cannot compile has others."""
+    """Returns the numerics of a device. On the CPU its kernels must be compiled before, as a host
+    that cannot compile has others.
+    """
     has_triton = IS_INTERPRETED or device.type == "cuda"
     kernels_version = TRITON_KERNELS_VERSION if has_triton else KERNELS_VERSION
     parts = [str(kernels_version), f"torch{_release('torch')}"]

@@ -119,7 +119,9 @@ class RingWriter:
         return self._slowest(num_parts) is None
 
     def write(self, record: Record) -> None:
-        """Raises RingFull; ValueError for a record of more parts than can be numbered."""
+        """Writes a record. Raises RingFull; ValueError for a record of more parts than
+        can be numbered.
+        """
         for slot in encode_parts(record, self._num_written, self._files.slot_bytes):
             self._wait_until_free()
             self._ring.slot(self._num_written)[: len(slot)] = slot

@@ -38,7 +38,9 @@ def create_memory(name: str, num_bytes: int) -> int:
 
 
 def map_memory(fd: int, num_bytes: int) -> mmap.mmap:
-    """Raises ValueError if the memory is smaller, since access would then end the process."""
+    """Maps the memory. Raises ValueError if the memory is smaller, since access would then
+    end the process.
+    """
     if os.fstat(fd).st_size < num_bytes:
         raise ValueError(f"shared memory of {os.fstat(fd).st_size} bytes: {num_bytes} are needed")
     return mmap.mmap(fd, num_bytes)
