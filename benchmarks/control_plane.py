@@ -91,7 +91,7 @@ def prompts(num_tokens: int, seed: int) -> Iterator[str]:
 
 
 def cpu_s(processes: Processes) -> dict[str, float]:
-    """User and system time of each process, and of this process as the client."""
+    """Returns the user and system time of each process, and of this process as the client."""
     everyone = {**processes, "client": psutil.Process()}
     times = {name: process.cpu_times() for name, process in everyone.items()}
     return {name: each.user + each.system for name, each in times.items()}

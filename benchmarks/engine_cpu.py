@@ -61,7 +61,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def make_cases(vocab_size: int, seed: int) -> list[Case]:
-    """Different prompts for each seed, so that no prefix cache helps."""
+    """Returns cases with different prompts for each seed, so that no prefix cache helps."""
     randomness = random.Random(seed)
     prompts = partial(random_prompts, randomness, vocab_size)
     decode = [

@@ -121,7 +121,7 @@ async def step(engine: Engine, executor: CpuExecutor) -> Times:
 
 
 async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
-    """Medians: of the parts of an unmodified step, and of the calls of a timed one."""
+    """Returns medians: of the parts of an unmodified step, and of the calls of a timed one."""
     executor = ProfiledExecutor.load(model_dir, LoadOptions(dtype="bfloat16", num_threads=1))
     engine = Engine(
         num_blocks=executor.num_blocks,
@@ -171,7 +171,7 @@ def rows_of(plain: Times, calls: Times) -> list[Row]:
 
 
 def without_crumbs(calls: Times, total: float) -> Times:
-    """Parts by their file's name; small ones are combined."""
+    """Returns the parts by their file's name; small ones are combined."""
     kept: Times = defaultdict(float)
     for part, seconds in calls.items():
         is_crumb = seconds < CRUMB * total

@@ -330,7 +330,7 @@ class Peer:
 
 
 async def over_nats(num_blocks: int, seconds: float) -> tuple[float, float]:
-    """(lookups, blocks in events) per CPU second of the index process."""
+    """Returns (lookups, blocks in events) per CPU second of the index process."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nats, redis = NatsServer(folder), RedisServer()

@@ -246,7 +246,9 @@ def push_ways(num_under_way: int, source: Pool, destination: Pool) -> Iterator[d
 
 
 def measure_all(ways: dict[str, Measure], repetitions: int, total_bytes: int) -> list[Row]:
-    """The methods take turns, so that other load on the machine affects all of them."""
+    """Measures all methods. The methods take turns, so that other load on the machine
+    affects all of them.
+    """
     rows: list[Row] = []
     for num_bytes in TRANSFER_BYTES:
         num_transfers = max(4, total_bytes // num_bytes // (4 if num_bytes < MIB else 1))

@@ -192,7 +192,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def summary() -> str:
-    """Markdown: the six rows of README.md, each with the command that measures it."""
+    """Returns Markdown: the six rows of README.md, each with the command that measures it."""
     lines = ["| what | measured | command |", "| --- | --- | --- |"]
     for what, name, measured in SUMMARY_ROWS:
         found = result(name)
@@ -201,7 +201,7 @@ def summary() -> str:
 
 
 def tables() -> str:
-    """Markdown: one block of rows per result file, each with its command and commit."""
+    """Returns Markdown: one block of rows per result file, each with its command and commit."""
     parts = [block(result(name), *of) for name, of in TABLES.items()]
     for name, title in BARS.items():
         found = result(name)
@@ -265,7 +265,7 @@ def _shown(value: Any) -> str:
 
 
 def _row(found: dict[str, Any], key: str, value: object) -> dict[str, Any]:
-    """The row, or the bar, whose `key` is `value`."""
+    """Returns the row, or the bar, whose `key` is `value`."""
     return next(each for each in [*found["rows"], *found["bars"]] if each.get(key) == value)
 
 
@@ -281,7 +281,9 @@ def _ttft(found: dict[str, Any]) -> str:
 
 
 def _beside_peer(found: dict[str, Any]) -> str:
-    """Requests per second over the peer's, by shape: the lowest and the highest of all loads."""
+    """Returns the requests per second over the peer's, by shape: the lowest and the
+    highest of all loads.
+    """
     rates: dict[tuple[str, int, str], dict[str, float]] = {}
     for row in found["rows"]:
         load = (row["shape"], row["concurrency"], row["client"])

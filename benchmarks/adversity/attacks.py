@@ -46,7 +46,9 @@ class Attack(msgspec.Struct, frozen=True):
 
 
 def chats() -> list[Attack]:
-    """Larger than a body may be; as large; and large ones of which the prompt nearly fits."""
+    """Returns chats larger than a body may be; as large; and large ones of which the
+    prompt nearly fits.
+    """
     texts = ("x" * (8 * MIB), "word " * (MAX_BODY_BYTES // 5 - 50), "a b c " * 50_000)
     turns = [{"role": "user", "content": "word " * 12}] * 4000
     return [
@@ -56,7 +58,9 @@ def chats() -> list[Attack]:
 
 
 def nested() -> list[Attack]:
-    """Wide and deep values in each field, as large as a body may be, inline or not."""
+    """Returns bodies with wide and deep values in each field, as large as a body may
+    be, inline or not.
+    """
     attacks = []
     for size in (MAX_BODY_BYTES - 100, INLINE_BYTES):
         for path, field in FIELDS:
@@ -75,14 +79,16 @@ def marks() -> list[Attack]:
 
 
 def stops() -> list[Attack]:
-    """Many choices, of which each output is the start of many long stop strings."""
+    """Returns requests with many choices, of which each output is the start of many
+    long stop strings.
+    """
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
     sampling = {"n": NUM_CHOICES, "max_tokens": 256, "ignore_eos": True, "temperature": 1.0}
     return [_post(CHAT, {**body, **sampling, "stop": COSTLY, "logit_bias": {STEERED_TOKEN: 100}})]
 
 
 def prefixes() -> list[Attack]:
-    """More prefixes than a tenant may have, of several thousand tokens each."""
+    """Returns more prefixes than a tenant may have, of several thousand tokens each."""
     return [
         _put(f"prefix-{index}", {"system": f"{index} " + "word and word " * 1200})
         for index in range(NUM_PREFIXES)
@@ -116,7 +122,9 @@ def streams() -> list[Attack]:
 
 
 def continued() -> list[Attack]:
-    """Small bodies that refer to stored responses of megabytes: those of `stored_records`."""
+    """Returns small bodies that refer to stored responses of megabytes: those of
+    `stored_records`.
+    """
     last = response_id(f"stored-{NUM_STORED - 1}")
     item = item_id("rs", response_id("stored-0"), 0)
     reference = {"type": "item_reference", "id": item}
@@ -142,7 +150,7 @@ def stored_records() -> list[ResponseRecord]:
 
 
 def messages() -> list[Attack]:
-    """Many messages in a body that is small enough to be decoded by the gateway itself."""
+    """Returns many messages in a body that is small enough to be decoded by the gateway itself."""
     turns = [{"role": "user", "content": "word word word word word word word"}] * 2300
     return [_post(CHAT, {"messages": turns, "max_tokens": 1})]
 

@@ -87,7 +87,7 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
 
 
 async def connections(run: Run) -> list[Bar]:
-    """The holder's connections have each had a free request."""
+    """Measures a victim once the holder's connections have each had a free request."""
     holder = await run.new_key("C1")
     parts = urlsplit(run.target.url)
     head = f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {holder}\r\n\r\n"

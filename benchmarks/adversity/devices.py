@@ -106,7 +106,7 @@ async def _poison(fleet: FaultyCluster, gateway: Process) -> list[Bar]:
 
 
 def num_equal(expected: Sequence[Exchange], others: Sequence[Exchange]) -> int:
-    """Full responses with the same text, finish and tokens."""
+    """Returns the number of full responses with the same text, finish and tokens."""
     pairs = zip(expected, others, strict=True)
     return sum(
         is_full(a) and is_full(b) and (a.output, a.usage) == (b.output, b.usage) for a, b in pairs

@@ -116,7 +116,7 @@ def _to(server_port: int, one_way_s: float, **options: Any) -> SlowRelay:
 
 
 def _body(number: int) -> dict[str, object]:
-    """Every second prompt is long enough for a handoff."""
+    """Returns a body. Every second prompt is long enough for a handoff."""
     return completion(number, num_prompt_tokens=4 + 32 * (number % 2), max_tokens=12)
 
 

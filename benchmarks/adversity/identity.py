@@ -110,7 +110,7 @@ async def _logged(process: Process, event: str) -> None:
 
 
 def _was_refused(process: Process) -> bool:
-    """Ended with the status of a refusal and a line that names the id."""
+    """Whether the process ended with the status of a refusal and a line that names the id."""
     line = f"uses the name {process.process_id}"
     return process.popen.poll() == HEARTH_ERROR_STATUS and line in process.output()
 

@@ -44,7 +44,7 @@ async def send_every(
 
 
 def is_full(exchange: Exchange) -> bool:
-    """Answered without an error, with all tokens that it asked for."""
+    """Whether the request was answered without an error, with all tokens that it asked for."""
     return exchange.is_successful and exchange.usage[1] == exchange.body["max_tokens"]
 
 

@@ -64,7 +64,7 @@ async def renderer_and_stop_strings(run: Run) -> list[Bar]:
 
 
 async def prefix_writes(run: Run) -> list[Bar]:
-    """A burst of more prefixes than a tenant may have, at once; then the victim's bars."""
+    """Sends a burst of more prefixes than a tenant may have, at once; returns the victim's bars."""
     tenant_id = "F4-burst"
     api_key = await run.new_key(tenant_id)
     url = run.target.url
@@ -82,7 +82,7 @@ async def prefix_writes(run: Run) -> list[Bar]:
 
 
 async def rejected_requests(run: Run) -> list[Bar]:
-    """One request after the other, so that none is rejected for the number of open ones.
+    """Sends one request after the other, so that none is rejected for the number of open ones.
 
     The meter only drains between requests: if it is higher after a request, that was charged.
     """

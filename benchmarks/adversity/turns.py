@@ -143,7 +143,7 @@ class Waits:
         return percentile(self.beside_s, 99) / percentile(self.alone_s, 99)
 
     def summary(self) -> str:
-        """Number, p50 and p99 of the victim's TTFTs."""
+        """Returns the number, p50 and p99 of the victim's TTFTs."""
         pairs = (("alone", self.alone_s), ("beside", self.beside_s))
         return ", ".join(
             f"{name} {len(ttft_s)} requests {statistics.median(ttft_s) * 1e3:.1f} ms "
@@ -210,8 +210,8 @@ async def by_turns(
     warm_up_s: float = 1.0,
     smaller: Attacker | None = None,
 ) -> Waits:
-    """A turn alone, or beside the `smaller` attack, begins when the last turn's attack has been
-    answered.
+    """Measures by turns. A turn alone, or beside the `smaller` attack, begins when the last turn's
+    attack has been answered.
     """
     await asyncio.gather(victim.turn(warm_up_s), attack.turn(warm_up_s))
     waits = Waits()
@@ -252,5 +252,5 @@ async def watched(
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process, to the nanosecond (`clock_getcpuclockid`)."""
+    """Returns the CPU seconds of a process, to the nanosecond (`clock_getcpuclockid`)."""
     return time.clock_gettime((~pid << 3) | 2)

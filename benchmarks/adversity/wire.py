@@ -144,7 +144,9 @@ async def accepted_hashes(workers: LiveWorkers) -> int:
 
 
 async def accepted_targets(workers: LiveWorkers) -> int:
-    """KV for another host, port, unix socket or start of the process."""
+    """Returns how many targets are accepted: KV for another host, port, unix socket or start
+    of the process.
+    """
     num_accepted = 0
     for changes in (
         {"host": "10.0.0.7"},
@@ -161,7 +163,7 @@ async def accepted_targets(workers: LiveWorkers) -> int:
 
 
 async def accepted_prefill(workers: LiveWorkers, **changes: object) -> int:
-    """1 if the prefill worker accepts the command with the credential of decode-1."""
+    """Returns 1 if the prefill worker accepts the command with the credential of decode-1."""
     bus = workers.processes["decode-1"]._worker.bus
     command = run_prefill_of(workers, PROMPT, **changes)
     return await is_accepted(bus, run_prefill("prefill-1"), command, PrefillAccepted)

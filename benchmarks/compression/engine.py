@@ -41,7 +41,7 @@ LEAST_RATIO = 0.95
 
 
 def make_cases(vocab_size: int, seed: int, num_output_tokens: int) -> list[Case]:
-    """Different prompts for each seed, so that no prefix cache helps."""
+    """Returns cases with different prompts for each seed, so that no prefix cache helps."""
     prompts = partial(random_prompts, random.Random(seed), vocab_size)
     decode = [
         Case(f"batch {size}", prompts(size, NUM_PROMPT_TOKENS), [num_output_tokens] * size)

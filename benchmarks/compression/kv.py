@@ -141,7 +141,7 @@ async def measure_link(
 
 
 def measure_codec(kv: list[Bytes]) -> Row:
-    """CPU seconds of the fastest of several frames."""
+    """Returns a row with the CPU seconds of the fastest of several frames."""
     codec, best = Bf16FrameCodec(), {"encode": np.inf, "decode": np.inf}
     coded, plain = bytearray(kv[0].size), bytearray(kv[0].size)
     num_bytes: list[int] = []

@@ -54,7 +54,7 @@ STATISTICS = {"usual": Statistics(0.2, 6.0), "harsh": Statistics(0.5, 4.0)}
 def weights(
     shape: tuple[int, ...], statistics: Statistics, draw: np.random.Generator
 ) -> NDArray[np.uint16]:
-    """BF16 words; a one-dimensional shape is a norm: 1 + 0.1 * normal."""
+    """Returns BF16 words; a one-dimensional shape is a norm: 1 + 0.1 * normal."""
     if len(shape) == 1:
         return bf16(1 + 0.1 * draw.standard_normal(shape, np.float32))
     words = np.empty(shape, np.uint16)

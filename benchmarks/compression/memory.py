@@ -123,7 +123,7 @@ def wide_share(exponents: Tensor, group: int, window: int, num_rows: int = 1) ->
 
 
 def variants(weight: Tensor) -> Iterator[tuple[str, float, float]]:
-    """(name, bits per weight, share of wide groups)"""
+    """Yields (name, bits per weight, share of wide groups)"""
     num_rows, width = weight.shape
     exponents = fields_of(weight, 7, 0xFF)
 

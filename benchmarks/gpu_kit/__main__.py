@@ -187,7 +187,7 @@ class Kit:
 
 
 def _card() -> tuple[str, str]:
-    """Name and driver of the first device; empty where they are unknown."""
+    """Returns the name and driver of the first device; empty where they are unknown."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return "", ""
     found = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=False, timeout=20)

@@ -127,8 +127,8 @@ class Session:
             torch.cuda.synchronize()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised on a device. Elsewhere zeros in memory that the system has not given yet:
-        what indexes a tensor finds valid indices.
+        """Returns a tensor: uninitialised on a device. Elsewhere zeros in memory that the system
+        has not given yet: what indexes a tensor finds valid indices.
         """
         import torch
 
@@ -147,7 +147,9 @@ class Session:
         scale: float = 1.0,
         seed: int = 0,
     ) -> Tensor:
-        """Normal random numbers of a generator of the device; zeros where nothing is computed."""
+        """Returns normal random numbers of a generator of the device; zeros where
+        nothing is computed.
+        """
         import torch
 
         if self.is_dry:

@@ -18,7 +18,7 @@ COLUMNS = {
 
 
 def gpu_tables(results: Path = ROOT / RESULTS) -> str:
-    """Markdown: a table for each card, of the rows that have a prediction."""
+    """Returns Markdown: a table for each card, of the rows that have a prediction."""
     newest = {run.card: run for run in stored_runs(results)}
     return "\n".join(_table(run) for _, run in sorted(newest.items())) or NOTHING
 

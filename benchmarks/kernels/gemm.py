@@ -110,7 +110,9 @@ def _split(m: int, n: int, k: int) -> Row:
 
 
 def _step(m: int) -> Row:
-    """The products of a decode step, captured: with the model's dense weights, then the split."""
+    """Returns the row of a decode step's GEMMs, captured: with the model's dense weights,
+    then the split.
+    """
     shapes = [*LAYER * NUM_LAYERS, HEAD]
     dense = [random(*shape) * 0.02 for shape in shapes]
     linear_s = _graph_s(m, dense, linear_kernel)

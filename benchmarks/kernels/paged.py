@@ -23,7 +23,7 @@ def layer_cache(num_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.
 
 
 def scattered_slots(num_tokens: int) -> Tensor:
-    """Consecutive tokens in blocks in random order."""
+    """Returns slots of consecutive tokens in blocks in random order."""
     blocks = torch.randperm(-(-num_tokens // BLOCK_SIZE), device="cuda")
     slots = blocks.unsqueeze(1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")
     return slots.view(-1)[:num_tokens]

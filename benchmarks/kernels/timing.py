@@ -33,7 +33,9 @@ def seconds(launch: Callable[[], object]) -> float:
 
 @cache
 def copy_bandwidth() -> float:
-    """Bytes/s of a device-to-device copy, the upper limit of everything that only moves bytes."""
+    """Returns the bytes/s of a device-to-device copy, the upper limit of everything that
+    only moves bytes.
+    """
     if DEVICE.type == "cpu":
         return math.nan
     source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=DEVICE)

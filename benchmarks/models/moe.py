@@ -96,7 +96,7 @@ class TimedHearth(Hearth):
 
 
 def make_case(size: int, num_tokens: int, seed: int) -> Case:
-    """Different prompts for each seed, so that no prefix cache helps."""
+    """Returns cases with different prompts for each seed, so that no prefix cache helps."""
     randomness = random.Random(seed)
     prompts = random_prompts(randomness, SHAPE["vocab_size"], size, NUM_PROMPT_TOKENS)
     return Case(f"batch {size}", prompts, [num_tokens] * size)
@@ -124,7 +124,7 @@ async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
 async def rates_of(
     hearth: TimedHearth, peer: Peer, case: Case, names: Sequence[str] = IMPLEMENTATIONS
 ) -> dict[str, float]:
-    """Decoded tokens/s."""
+    """Returns the decoded tokens/s."""
     found = {"hearth": await hearth.decode_s(case)}
     for name in names:
         found[name] = await asyncio.to_thread(peer.decode_s, case, name)

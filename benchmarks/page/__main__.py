@@ -213,7 +213,7 @@ async def measure_streams(python: Path) -> Row:
 
 
 async def run_streams(target: Target) -> Tally:
-    """Until it is cancelled: each stream is longer than the measurement."""
+    """Runs streams until it is cancelled: each stream is longer than the measurement."""
     return await load(
         target,
         itertools.repeat("Go on."),

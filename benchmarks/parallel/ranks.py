@@ -112,7 +112,7 @@ class Drive:
 
 
 async def decode_rate(drive: Drive) -> tuple[float, list[list[int]]]:
-    """Drawn tokens/s of a full batch, and the tokens of each row."""
+    """Returns the sampled tokens/s of a full batch, and the tokens of each row."""
     rows = [drive.add(n, 32, 8 + NUM_STEPS) for n in range(BATCH)]
     while min(each.num_output_tokens for each in rows) < 4:
         await drive.advance()
@@ -126,7 +126,7 @@ async def decode_rate(drive: Drive) -> tuple[float, list[list[int]]]:
 
 
 async def prefill_rate(drive: Drive) -> float:
-    """Prompt tokens/s of one prompt."""
+    """Returns the prompt tokens/s of one prompt."""
     drive.add(BATCH, PROMPT_TOKENS, 1)
     began_at = time.perf_counter()
     while not drive.engine.is_idle:

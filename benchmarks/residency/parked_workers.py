@@ -80,7 +80,7 @@ class Worker:
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """Milliseconds."""
+    """Returns the milliseconds that the work takes."""
     began_at = time.monotonic()
     await work
     return (time.monotonic() - began_at) * 1e3
@@ -112,7 +112,7 @@ async def measure(workers: list[Worker], template: int | None) -> tuple[list[Row
 
 
 async def grow(workers: list[Worker]) -> Row:
-    """The first worker gets the KV of all."""
+    """Resizes caches: the first worker gets the KV of all."""
     first = workers[0]
     await first.client.wake(KV_BYTES)
     before = await first.until_blocks(lambda count: count > 0)
@@ -174,7 +174,7 @@ async def start_alone(
 async def start_forked(
     host: WorkerProcesses, nats: NatsServer, model_dir: Path, names: list[str]
 ) -> AsyncIterator[int]:
-    """The same of workers of a host."""
+    """Starts workers that are forked like those of a host."""
     for name in names:
         config = WorkerConfig(
             nats_url=nats.url(name),

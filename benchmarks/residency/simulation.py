@@ -91,7 +91,7 @@ class Outcome:
     num_decisions: int = 0
 
     def goodput_per_s(self, *, ttft_s: float, itl_s: float) -> float:
-        """Requests per second that met both targets."""
+        """Returns the requests per second that met both targets."""
         is_good = (np.array(self.ttft_s) <= ttft_s) & (np.array(self.itl_s) <= itl_s)
         return float(is_good.sum() / self.duration_s)
 

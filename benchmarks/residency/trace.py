@@ -45,7 +45,9 @@ def steady(
     s: float = 1.0,
     seed: int = 0,
 ) -> Trace:
-    """Poisson arrivals; each request draws its model by Zipf's law. Lengths are constant."""
+    """Returns Poisson arrivals; each request draws its model by Zipf's law. Lengths are
+    constant.
+    """
     random = np.random.default_rng(seed)
     num = random.poisson(rate_per_s * duration_s)
     at_s = np.sort(random.uniform(0.0, duration_s, num))

@@ -136,7 +136,9 @@ async def load(
     num_events: int,
     kind: ClientKind = ClientKind(),
 ) -> Tally:
-    """Each client sends its next request when the response to the last one has ended."""
+    """Runs clients. Each client sends its next request when the response to the last one has
+    ended.
+    """
     tally = Tally(num_events)
     until = time.perf_counter() + duration_s
 

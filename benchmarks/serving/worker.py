@@ -44,7 +44,7 @@ class IdleExecutor(DemoTimingExecutor):
         )
 
     def _top_tokens(self, count: int | None) -> TokenLogprobs | None:
-        """The same for every position."""
+        """Returns the top tokens, the same for every position."""
         if count is None:
             return None
         return TokenLogprobs(-1.0, tuple(self._tokens[:count]), (-1.0,) * count)

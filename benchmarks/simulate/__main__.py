@@ -63,7 +63,9 @@ def hearth() -> Hearth:
 
 
 def run_spread(scale: float) -> tuple[Case, list[Bar]]:
-    """1,000 workers, prompts of 256 to 25,600 tokens at four fifths of the prefill capacity."""
+    """Simulates 1,000 workers, prompts of 256 to 25,600 tokens at four fifths of the
+    prefill capacity.
+    """
     case, shape = Case("spread"), FleetShape(500, 500)
     for policy in (hearth(), LeastLoaded(), PrefixOnly(), RoundRobin()):
         case.run(policy.name, shape, policy, spread(round(200_000 * scale), 850))
@@ -139,7 +141,7 @@ CASES = {
 
 
 def run_trace(path: Path, per_site_rate: float) -> Case:
-    """A recorded trace on as many sites as its rate requires."""
+    """Simulates a recorded trace on as many sites as its rate requires."""
     requests = list(read_trace(path))
     lasted_s = max(1.0, requests[-1].at_s - requests[0].at_s)
     num_sites = max(1, round(len(requests) / lasted_s / per_site_rate))

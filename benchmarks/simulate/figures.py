@@ -30,7 +30,7 @@ class Figures:
     heartbeat_us: float
 
     def row(self) -> Row:
-        """Names with units, rounded for display."""
+        """Returns names with units, rounded for display."""
         return {
             "requests": self.num_requests,
             "refused": self.num_refused,

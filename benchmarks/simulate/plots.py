@@ -34,5 +34,5 @@ def plot(name: str, cases: dict[str, dict[str, Outcome]]) -> None:
 
 
 def _shown(outcome: Outcome) -> np.ndarray:
-    """TTFTs without the flooder's requests, which are meant to wait."""
+    """Returns the TTFTs without the flooder's requests, which are meant to wait."""
     return np.array(outcome.ttft_s)[np.array(outcome.is_normal, dtype=bool)]

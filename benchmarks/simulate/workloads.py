@@ -27,7 +27,7 @@ def log_uniform(draw: Random, low: float, high: float) -> int:
 
 
 def spread(num_requests: int, per_s: float, *, seed: int = 1) -> Iterator[TraceRequest]:
-    """Prompts of 256 to 25,600 tokens, log-uniform; none share a prefix."""
+    """Yields prompts of 256 to 25,600 tokens, log-uniform; none share a prefix."""
     draw, blocks, at_s = Random(seed), Blocks(), 0.0
     for _ in range(num_requests):
         at_s += draw.expovariate(per_s)
@@ -36,8 +36,8 @@ def spread(num_requests: int, per_s: float, *, seed: int = 1) -> Iterator[TraceR
 
 
 def hot_prefix(num_requests: int, per_s: float, *, seed: int = 2) -> Iterator[TraceRequest]:
-    """Four of five requests begin with one of 4 prompts of 8,192 tokens, the first by far the
-    hottest; the others with one of 400 different ones.
+    """Yields requests. Four of five requests begin with one of 4 prompts of 8,192 tokens, the first
+    by far the hottest; the others with one of 400 different ones.
     """
     draw, blocks, at_s = Random(seed), Blocks(), 0.0
     hot = [blocks.new(8192) for _ in range(4)]
@@ -123,8 +123,8 @@ def conversations(num_requests: int, per_s: float, *, seed: int = 5) -> Iterator
 def flood(
     num_normal: int, normal_per_s: float, flood_per_s: float, *, flooder: str, seed: int = 4
 ) -> Iterator[TraceRequest]:
-    """Normal requests of 20 tenants, of 256 to 4,096 tokens; and a flooder's of 2,048, during the
-    same time. Without a flood the normal ones are identical.
+    """Yields normal requests of 20 tenants, of 256 to 4,096 tokens; and a flooder's of 2,048,
+    during the same time. Without a flood the normal ones are identical.
     """
     draw, others = Random(seed), Random(seed + 1)
     blocks, at_s, flood_at_s = Blocks(), 0.0, 0.0

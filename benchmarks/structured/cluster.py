@@ -76,7 +76,7 @@ class Served:
         )
 
     async def run(self, body: Body) -> Answer:
-        """The same over Workers AI, whose path holds the model."""
+        """Requests the answer over Workers AI, whose path holds the model."""
         fields = {name: value for name, value in body.items() if name != "model"}
         account = f"/client/v4/accounts/{self.cluster.tenant_id}"
         began = time.perf_counter()
@@ -102,7 +102,7 @@ class Served:
         return Answer(response.status_code, response.text, time.perf_counter() - began)
 
     async def stream(self, body: Body) -> Exchange:
-        """Times of all events. Raises ValueError if it is not answered in full."""
+        """Returns the times of all events. Raises ValueError if it is not answered in full."""
         streamed = {**body, "stream": True}
         exchange = await send(self.cluster.url, self.cluster.api_key, CHAT, streamed)
         if not exchange.is_successful:
@@ -161,7 +161,9 @@ async def at_most_at_once(
 
 
 def gaps_s(exchanges: Sequence[Exchange], *, skip: int = 2) -> list[float]:
-    """Times between consecutive events of each, without the first ones, which hold no text."""
+    """Returns the times between consecutive events of each, without the first ones,
+    which hold no text.
+    """
     found: list[float] = []
     for each in exchanges:
         times = each.arrivals[skip:]

@@ -114,7 +114,9 @@ async def _attack(target: Served, cases: list[Hostile]) -> list[tuple[Hostile, A
 
 
 def _is_expected(case: Hostile, answer: Answer) -> bool:
-    """A client with many expensive requests may also be told to wait."""
+    """Whether the answer is expected. A client with many expensive requests may also
+    be told to wait.
+    """
     return answer.status in ((400, 413, 429) if case.is_refused else (200, 400, 413, 429))
 
 

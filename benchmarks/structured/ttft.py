@@ -24,7 +24,7 @@ NUM_WARM_UPS = 24  # warm-ups of each kind: each process of the gateway imports 
 
 
 def schema(number: int) -> dict[str, Any]:
-    """About 2 KB; another grammar for each number."""
+    """Returns a schema of about 2 KB; another grammar for each number."""
     properties: dict[str, Any] = {
         f"field_{index}_{number}": {
             "type": ("string", "integer", "boolean")[index % 3],
@@ -72,7 +72,7 @@ async def measure(num_rounds: int) -> tuple[list[Row], list[Bar]]:
 
 
 async def _ttft_ms(target: Served, schema: dict[str, Any] | None) -> float:
-    """Until the first event with text."""
+    """Returns the milliseconds until the first event with text."""
     fields = {} if schema is None else {"guided_json": schema}
     exchange = await target.stream(target.chat(max_tokens=MAX_TOKENS, **fields))
     return (exchange.text_arrivals[0] - exchange.started) * 1e3

@@ -78,7 +78,7 @@ async def clusters(shape: str, endpoint: str) -> AsyncIterator[Servers]:
 
 
 async def run(options: argparse.Namespace) -> dict[str, list[Row]]:
-    """Rows of each mode, one a round. The rounds begin with another mode each."""
+    """Returns the rows of each mode, one a round. The rounds begin with another mode each."""
     seeds = itertools.count(1)
     taken: dict[str, list[Row]] = {mode: [] for mode in MODES}
     async with collector() as endpoint, clusters(options.shape, endpoint) as servers:
@@ -101,7 +101,9 @@ def in_turns(modes: Sequence[str], num_rounds: int) -> Iterator[str]:
 
 
 def bars_of(taken: Mapping[str, Sequence[Row]]) -> list[Bar]:
-    """A ratio is the median over the rounds, since the speed of the machine changes."""
+    """Returns the bars. A ratio is the median over the rounds, since the speed of the
+    machine changes.
+    """
     bars = [
         at_least(
             f"requests/s, {mode} traced over off", ratio(taken[mode], taken["off"]), least, "x"

@@ -214,7 +214,9 @@ class ConnectionPool:
         self._idle: list[Connection] = []
 
     async def request(self, message: bytes) -> Sample:
-        """As of `Connection`. Raises DependencyUnavailable."""
+        """Sends a request over an idle or a new connection: see `Connection.request`. Raises
+        DependencyUnavailable.
+        """
         while self._idle and not self._idle[-1].is_open:
             self._idle.pop()
         connection = self._idle.pop() if self._idle else await Connection.open(self._url)

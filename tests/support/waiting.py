@@ -57,7 +57,9 @@ async def until_changed(
     timeout_s: float = LIMIT_S,
     seen: Seen = lambda: "",
 ) -> Any:
-    """The same for a condition that may become true each time `changed` is set; clears that."""
+    """Waits like `until`, for a condition that may become true each time `changed` is
+    set; clears that.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             while not (value := condition()):
@@ -75,7 +77,7 @@ def wait_until(
     poll_s: float = POLL_S,
     seen: Seen = lambda: "",
 ) -> Any:
-    """The same without an event loop."""
+    """Waits like `until`, without an event loop."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline:

@@ -25,7 +25,9 @@ class Prompt:
     options: dict[str, Any]
 
     def attended(self, session: Session, first: int, end: int, num_others: int = 0) -> Tensor:
-        """Tokens [first, end) of the prompt, beside as many first tokens of a second one."""
+        """Returns the attention of tokens [first, end) of the prompt, beside as many first tokens
+        of a second one.
+        """
         from kernels.gpu.attention.prefill_attention import prefill_attention
 
         rows = torch.cat([self.query[first:end], self.query[:num_others]])

@@ -94,7 +94,7 @@ class Steps:
         slots: NDArray[np.int64],
         tables: NDArray[np.int64],
     ) -> StepInputs:
-        """Every token has logits."""
+        """Returns a step in which every token has logits."""
         import msgspec
 
         from shared.engine.executors.loading.warm_up import idle_step

@@ -58,7 +58,7 @@ def run_tests(session: Session, *arguments: str) -> None:
 
 
 def workers() -> list[str]:
-    """Several processes compile kernels concurrently."""
+    """Returns the options of pytest-xdist: several processes compile kernels concurrently."""
     if find_spec("xdist") is None:
         return []
     number = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))

@@ -73,7 +73,7 @@ def _verdict(found: dict[str, bool]) -> dict[str, list[str]]:
 
 
 def product(session: Session, a: Tensor, b: Tensor, tile: Tile) -> tuple[Tensor, str]:
-    """a · bᵀ in FP32, and the instruction's shape, "" if unknown."""
+    """Returns a · bᵀ in FP32, and the instruction's shape, "" if unknown."""
     out = session.empty(SIZE, SIZE, dtype=torch.float32)
     first, second = (b, a) if tile.is_swapped else (a, b)
     compiled = _product_kernel[(SIZE // tile.rows, SIZE // tile.columns)](

@@ -88,7 +88,7 @@ def _batches(session: Session, mixture: Mixture, num_tokens: int) -> list[expert
 
 
 def _library_grouped(own: experts.Operands, rows: experts.Routed) -> Callable[[], object] | None:
-    """torch's product of sorted rows; None where this torch has none."""
+    """Returns torch's product of sorted rows; None where this torch has none."""
     product = getattr(torch.nn.functional, "grouped_mm", None)
     if product is None:
         return None

@@ -42,7 +42,7 @@ def add_time(
 
 
 def at_ceilings(session: Session, num_bytes: float, flops: float) -> float:
-    """Seconds: the longer of the two. NaN where the ceilings are unknown."""
+    """Returns the seconds: the longer of the two. NaN where the ceilings are unknown."""
     by_bytes = num_bytes / session.ceiling("copy_bytes_s")
     return max(by_bytes, flops / session.ceiling("matmul_flops"))
 

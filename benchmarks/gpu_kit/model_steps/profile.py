@@ -60,7 +60,7 @@ def add_table(session: Session, case: str, step: Callable[[], object]) -> None:
 
 
 def profiled(session: Session, step: Callable[[], object]) -> list[dict[str, Any]]:
-    """Name, calls and device microseconds of each kernel, a step."""
+    """Returns the name, calls and device microseconds of each kernel, a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(STEPS):
             step()

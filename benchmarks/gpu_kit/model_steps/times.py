@@ -37,7 +37,9 @@ def device_time(session: Session, call: Call, repetitions: int = 20) -> dict[str
 
 
 def captured(call: Call) -> torch.cuda.CUDAGraph:
-    """Other threads may use the device meanwhile. Raises RuntimeError if something waits."""
+    """Captures a step in a graph. Other threads may use the device meanwhile. Raises RuntimeError
+    if something waits.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -50,8 +52,9 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
 
 
 def host_time(session: Session, call: Call, num_launches: int) -> dict[str, Any]:
-    """Columns in which the device is idle before each step, so that its queue never holds the host
-    back: the host's time, that of host and device, and the host's for a launch. Nothing is run dry.
+    """Returns columns of steps before each of which the device is idle, so that its queue never
+    holds the host back: the host's time, that of host and device, and the host's for a launch.
+    Nothing is run dry.
     """
     if session.is_dry:
         return {}
@@ -75,7 +78,9 @@ def _eager(session: Session, call: Call) -> tuple[float, float]:
 
 
 def count_launches(call: Call) -> dict[str, int]:
-    """Columns: launches of Triton and of torch in one call, which also compiles new kernels."""
+    """Returns the columns: launches of Triton and of torch in one call, which also
+    compiles new kernels.
+    """
     from triton.runtime.jit import JITFunction
 
     run, by_torch, num_by_triton = JITFunction.run, _Launches(), 0

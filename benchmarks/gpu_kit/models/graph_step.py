@@ -67,7 +67,9 @@ def run(session: Session) -> None:
 
 
 def decode_cases(shapes: Shapes) -> list[tuple[int, int]]:
-    """Batch and context. The largest batch has half of the context first, which fits any card."""
+    """Returns pairs of batch and context. The largest batch has half of the context first,
+    which fits any card.
+    """
     largest = max(shapes.batches)
     halves = [(largest, shapes.context // 2)]
     cases = [(batch, shapes.context) for batch in shapes.batches]
@@ -107,15 +109,15 @@ def _dense(session: Session) -> None:
 
 
 def reason_left_out(session: Session, num_tokens: int, room: int) -> str:
-    """Why a case with so many tokens of KV is not measured; empty if it is."""
+    """Returns why a case with so many tokens of KV is not measured; empty if it is."""
     if num_tokens > room and not session.is_dry:
         return "too few KV blocks"
     return "no time left" if session.left_s < LEAST_S else ""
 
 
 def kv_room(session: Session, cases: Sequence[tuple[int, int]]) -> int:
-    """Tokens of the largest case that fits the device beside the weights; of the smallest in a dry
-    run, where nothing reads them.
+    """Returns the tokens of the largest case that fits the device beside the weights; of the
+    smallest in a dry run, where nothing reads them.
     """
     tokens = [batch * context for batch, context in cases]
     if session.is_dry:

@@ -147,7 +147,7 @@ class Measurement:
 
 
 def medians(took: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Columns: of each stage, and of their sum."""
+    """Returns the columns: of each stage, and of their sum."""
     if not took[0]:
         return {}
     sums = statistics.median(sum(stages.values()) for stages in took)

@@ -97,7 +97,7 @@ class ChaosCluster:
         return [name for name, each in self.services.items() if each == role]
 
     def num_more_ranks(self, role: str) -> int:
-        """Rank processes of these workers beyond one each."""
+        """Returns the number of rank processes of these workers beyond one each."""
         named = self.named(role)
         return sum(int(self._options_of.get(name, {}).get("tp", 1)) - 1 for name in named)
 
@@ -142,7 +142,7 @@ class ChaosCluster:
                 await asyncio.sleep(POLL_S)
 
     async def _missing(self, client: httpx.AsyncClient) -> set[str]:
-        """Names of processes that some gateway does not know."""
+        """Returns the names of processes that some gateway does not know."""
         wanted = {name for name, role in self.services.items() if role != "gateway"}
         missing: set[str] = set()
         for url in self.urls.values():

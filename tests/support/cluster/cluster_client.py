@@ -32,7 +32,7 @@ class ClusterClient:
         return self.state.url
 
     def complete(self, question: str, **options: object) -> dict:
-        """One chat completion, not streamed; greedy by default."""
+        """Requests one chat completion, not streamed; greedy by default."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
@@ -43,7 +43,7 @@ class ClusterClient:
         return response.json()
 
     def stream(self, question: str, **options: object) -> Iterator[dict]:
-        """The chunks of one streamed chat completion as they arrive; greedy by default."""
+        """Yields the chunks of one streamed chat completion as they arrive; greedy by default."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],

@@ -98,7 +98,7 @@ class ProcessTemplate:
 
 @cache
 def template() -> ProcessTemplate:
-    """That of this process."""
+    """Returns the template of this process."""
     return ProcessTemplate(MODULE, {})
 
 

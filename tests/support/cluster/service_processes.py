@@ -37,7 +37,7 @@ def start_python(
 
 
 def process_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """That of `start_python`."""
+    """Returns the environment of `start_python`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
     return {**clean, **thread_environ(1), "PYTHONPATH": str(ROOT), **environ}
 

@@ -22,7 +22,9 @@ UNKNOWN = -1  # a token that a step in flight draws
 
 
 def plain_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
-    """Shapes as in `StepInputs`; sequences keep the order of `rows`."""
+    """Returns the inputs of a step. Shapes are as in `StepInputs`; sequences keep the
+    order of `rows`.
+    """
     chunks = [range(row.start, row.start + row.num_scheduled_tokens) for row in rows]
     groups = range(len(rows[0].sequence.block_tables))
     tables = [[row.sequence.block_tables[group] for row in rows] for group in groups]
@@ -83,7 +85,7 @@ def _sampling(rows: list[ScheduledSequence], last: np.ndarray) -> SamplingInputs
 
 
 def _num_output_tokens(row: ScheduledSequence) -> int:
-    """Once the steps before this one have drawn."""
+    """Returns the number of output tokens once the earlier steps have sampled."""
     return row.start + row.num_scheduled_tokens - row.sequence.num_prompt_tokens
 
 
@@ -119,8 +121,8 @@ def _prompt_logprobs(
 
 
 def _pooling(rows: list[ScheduledSequence]) -> dict[int, PoolingInputs]:
-    """A mean needs every chunk; the last token is in the last chunk. The sum before it is known
-    if no step in flight computes it.
+    """Returns the pooling of rows. A mean needs every chunk; the last token is in the last chunk.
+    The sum before it is known if no step in flight computes it.
     """
     return {
         index: PoolingInputs(row.sequence.pooling, _pooled_before(row))

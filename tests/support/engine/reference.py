@@ -68,7 +68,7 @@ def _gap(values: Tensor, num_chosen: int) -> float:
 def _continuation(
     model: PreTrainedModel, prompt: list[int], num_sampled: int
 ) -> tuple[list[int], float]:
-    """Greedy tokens, and the smallest difference between the two largest logits."""
+    """Returns greedy tokens, and the smallest difference between the two largest logits."""
     token_ids, margin = list(prompt), float("inf")
     with torch.inference_mode():
         out = model(torch.tensor([prompt]), use_cache=True)

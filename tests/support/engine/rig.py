@@ -57,7 +57,7 @@ def inputs_of(rows: list[ScheduledSequence], block_size: int = BLOCK_SIZE) -> St
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Result of a coroutine that never suspends."""
+    """Returns the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -337,14 +337,16 @@ def solo(
     choice_index: int = 0,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[int]:
-    """Output of a sequence that runs alone in an engine, its prompt computed in one step."""
+    """Returns the output of a sequence that runs alone in an engine, its prompt
+    computed in one step.
+    """
     rig = Rig(max_batch_tokens=4096, vocab_size=vocab_size)
     return rig.complete(new_sequence(prompt_ids, sampling, stop=stop, choice_index=choice_index))
 
 
 @cache
 def prefilled(token_ids: tuple[int, ...]) -> tuple[Rig, Sequence]:
-    """Another engine and its finished prefill of these tokens, ready to push their KV."""
+    """Returns another engine and its finished prefill of these tokens, ready to push their KV."""
     rig = Rig(max_batch_tokens=4096)
     sequence = rig.add(new_sequence(token_ids, None))
     rig.run()

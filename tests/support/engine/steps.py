@@ -110,7 +110,7 @@ def prefill(executor: LocalExecutor, line: Line, chunk: int) -> torch.Tensor:
 
 
 def generate(executor: LocalExecutor, line: Line, num_tokens: int) -> list[int]:
-    """Greedy continuation of `num_tokens`. The line must have blocks for it."""
+    """Returns the greedy continuation of `num_tokens`. The line must have blocks for it."""
     start = len(line.token_ids)
     logits = prefill(executor, line, 512)
     while len(line.token_ids) < start + num_tokens:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 
 def random(*shape: int, like: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers from a generator of the device: a host takes seconds for a large weight."""
+    """Returns normal numbers from a generator of the device: a host takes seconds for
+    a large weight.
+    """
     generator = torch.Generator(like).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=like).to(dtype)
 

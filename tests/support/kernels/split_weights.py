@@ -31,7 +31,7 @@ def bits_of(weight: Tensor) -> Tensor:
 
 
 def empty_split(num_rows: int, width: int) -> SplitWeight:
-    """Uninitialised planes with the right types and sizes, on the default device."""
+    """Returns uninitialised planes with the right types and sizes, on the default device."""
     num_groups = -(-width // GROUP)
     return SplitWeight(
         sign_mantissa=torch.empty(num_rows, width, dtype=torch.uint8),

@@ -66,7 +66,7 @@ def worker_process(
 
 
 def memory_bytes(pid: int, field: str) -> int:
-    """Rss, Pss, … of a process."""
+    """Returns Rss, Pss, … of a process."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -74,7 +74,7 @@ def memory_bytes(pid: int, field: str) -> int:
 
 
 def mapped_pss_bytes(pid: int, suffix: str) -> int:
-    """PSS of the mapped files with this suffix."""
+    """Returns the PSS of the mapped files with this suffix."""
     total, is_wanted = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         words = line.split()

@@ -60,7 +60,8 @@ def run_hearth(
 
 
 def processes_of(state_home: Path) -> dict[int, str]:
-    """Command lines, by pid, of the live processes that were started with this state directory.
+    """Returns command lines, by pid, of the live processes that were started with this
+    state directory.
 
     redis-server overwrites its environment with its title; its working directory identifies it.
     """
@@ -128,7 +129,7 @@ class NoModel(Exception):
 
 
 def complete(url: str, api_key: str) -> dict[str, Any]:
-    """One chat completion of 8 tokens, not streamed. Raises OSError or NoModel."""
+    """Requests one chat completion of 8 tokens, not streamed. Raises OSError or NoModel."""
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     models = urllib.request.Request(f"{url}/v1/models", headers=headers)
     with urllib.request.urlopen(models, timeout=10) as response:

@@ -113,7 +113,7 @@ class MemoryStore:
         pass
 
     def now(self) -> float:
-        """Redis's time, which is the loop's clock."""
+        """Returns Redis's time, which is the loop's clock."""
         return asyncio.get_running_loop().time()
 
     def _check(self) -> None:
@@ -233,7 +233,9 @@ class ProcessStore:
         return reply
 
     async def _in_time(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """A command stays in the socket of a hanging Redis after its caller gives up."""
+        """Runs a command with a timeout. A command stays in the socket of a hanging Redis after its
+        caller gives up.
+        """
         loop = asyncio.get_running_loop()
         served = loop.create_task(self._shared.once_resumed(question), context=Context())
         over: asyncio.Future[None] = loop.create_future()

@@ -49,7 +49,7 @@ class Inputs:
     def random(
         self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, seed: int = 0
     ) -> Tensor:
-        """Normal numbers in the dtype of the sizes, or in `dtype`."""
+        """Returns normal numbers in the dtype of the sizes, or in `dtype`."""
         dtype = dtype or self.sizes.dtype
         if not self.is_computed:
             return torch.empty(shape, dtype=dtype, device=self.device)

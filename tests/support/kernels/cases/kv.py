@@ -74,7 +74,7 @@ def rotate_and_store_fp8(inputs: Inputs, rows: str, has_norms: bool) -> Results:
 def _new_tokens(
     inputs: Inputs, rows: str
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, dict[str, Tensor | float]]:
-    """Heads, cosines and sines, slots, and norms."""
+    """Returns heads, cosines and sines, slots, and norms."""
     sizes, num_tokens = inputs.sizes, inputs.sizes.rows[rows]
     heads = inputs.random(num_tokens, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
     num_slots = (-(-num_tokens // sizes.block_size) + 2) * sizes.block_size
