@@ -346,6 +346,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     zero_freed_blocks: bool = False
     max_pinned_share: float = 0.25  # share of the cache for pinned prefixes
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
+    data_plane_port: int = 0  # of the first rank, the others have the next ones; 0: free ports
     data_plane_advertised_host: str = ""  # address that prefill workers dial; default: the same
     kv_compression: str = (
         "auto"  # auto: compresses BF16 KV to other hosts if it is faster; or "off"
@@ -402,6 +403,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
                 "nats_url must be tls:// off this host, because NATS carries the keys of the KV "
                 "data plane; or data_plane_security must be none"
             )
+        if not 0 <= self.data_plane_port < 65536:
+            yield f"data_plane_port {self.data_plane_port} is not in [0, 65536)"
         if self.num_threads < 0:
             yield f"num_threads {self.num_threads} is negative"
         if self.tp not in TP_SIZES:

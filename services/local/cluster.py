@@ -30,6 +30,7 @@ from services.local.redis_acl import REDIS_ROLES, acl_line
 from services.local.servers import (
     LOOPBACK,
     choose_http_port,
+    chosen_port,
     find_server,
     free_port,
     nats_environ,
@@ -258,7 +259,7 @@ class LocalCluster:
         own_redis = f"redis://:{self._redis_password}@{LOOPBACK}:{self._redis_port}/0"
         return Endpoints(
             nats_host=options.advertise_host,
-            nats_port=free_port(options.advertise_host),
+            nats_port=chosen_port(options.advertise_host, options.nats_port),
             nats_url=options.nats_url,
             redis_url=own_redis if options.redis_url is None else options.redis_url,
             redis_urls={

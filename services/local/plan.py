@@ -61,6 +61,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int | None = None  # None: 8000, or a free port if 8000 is in use
     nats_url: str | None = None
     redis_url: str | None = None
+    nats_port: int | None = None  # None: a free one
     advertise_host: str = LOOPBACK  # NATS and the KV data plane listen here
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -150,6 +151,8 @@ def check_options(options: UpOptions) -> None:
     if options.kv_dtype not in KV_DTYPES:
         names = ", ".join(KV_DTYPES)
         problems.append(f"--kv-dtype {options.kv_dtype!r} is none of {names}")
+    if options.nats_port is not None and options.nats_url is not None:
+        problems.append("--nats-port is of the NATS that is started: --nats names a running one")
     problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))

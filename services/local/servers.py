@@ -66,6 +66,18 @@ def free_port(host: str) -> int:
         raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
 
 
+def chosen_port(host: str, port: int | None) -> int:
+    """Returns `port`, or a free port for None. Raises ConfigError if `port` is taken, or if this
+    machine does not have the address.
+    """
+    if port is None:
+        return free_port(host)
+    try:
+        return _bind(host, port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {authority(host, port)}: {error.strerror}") from None
+
+
 def choose_http_port(host: str, port: int | None) -> int:
     """Returns `port`, or a free port for 0. For None, returns the default port, or a free port if
     the default is taken. Raises ConfigError if `port` is taken.

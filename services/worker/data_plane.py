@@ -91,6 +91,7 @@ class GroupDataPlane:
             self._links,
             self._randomness,
             bind_host=self._config.data_plane_host,
+            bind_port=self._config.data_plane_port,
             advertised_host=_advertised_host(self._config),
             kv_compression=self._config.kv_compression,
             link_keys=link_keys_of(self._security, self._randomness),
@@ -110,12 +111,14 @@ async def receive_kv(
         return await KvServer.start(
             instance_id=instance_id,
             bind_host=config.data_plane_host,
+            bind_port=config.data_plane_port,
             advertised_host=_advertised_host(config),
             codec=codec,
             link_keys=link_keys,
         )
     except OSError as error:
-        reason = f"cannot receive KV on {config.data_plane_host!r}: {error}"
+        at = f"{config.data_plane_host!r}, port {config.data_plane_port or 'any'}"
+        reason = f"cannot receive KV on {at}: {error}"
         raise ConfigError(f"data_plane_host: {reason}") from error
 
 

@@ -79,17 +79,18 @@ class KvServer:
         *,
         instance_id: bytes,
         bind_host: str = "127.0.0.1",
+        bind_port: int = 0,
         advertised_host: str | None = None,
         codec: FrameCodec | None = None,
         clock: Clock | None = None,
         link_keys: LinkKeys | None = None,
     ) -> KvServer:
-        """Listens for peers, which dial `advertised_host`, by default `bind_host`. `codec` decodes
-        frames that peers on TCP compress. Peers on TCP must use `link_keys`; None: links are not
-        sealed. Raises OSError.
+        """Listens for peers, which dial `advertised_host`, by default `bind_host`, at `bind_port`
+        or, if that is 0, at a free port. `codec` decodes frames that peers on TCP compress. Peers
+        on TCP must use `link_keys`; None: links are not sealed. Raises OSError.
         """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)
+        found = await loop.getaddrinfo(bind_host, bind_port, type=socket.SOCK_STREAM)
         family, _, _, _, bind_address = found[0]
         directory = make_socket_directory("hearth-kv-", name_bytes=len(SOCKET))
         unix_path = directory / SOCKET[1:]
@@ -228,6 +229,7 @@ def _listener(family: int, address: object) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)  # type: ignore[arg-type]
         listener.listen(128)
     except OSError:

@@ -153,6 +153,7 @@ HELP = {
     "data_plane_security": "KV over TCP: aead (encrypted and authenticated), mac (authenticated) "
     "or none.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
+    "data_plane_port": "Its TCP port; further ranks take the next ones (default: free ports).",
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",
 }

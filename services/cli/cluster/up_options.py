@@ -57,6 +57,15 @@ Redis = Annotated[
     str | None,
     typer.Option(metavar="URL", envvar="HEARTH_REDIS_URL", help="A running Redis."),
 ]
+NatsPort = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT",
+        min=1,
+        max=65535,
+        help="Port of the NATS that is started, for workers on other hosts (default: a free one).",
+    ),
+]
 Advertise = Annotated[
     str,
     typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),

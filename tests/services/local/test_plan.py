@@ -91,6 +91,11 @@ def test_gateway_starts_after_workers_and_workers_after_index(tmp_path: Path) ->
     assert order["decode"] < order["gateway"]
 
 
+def test_port_of_a_running_nats_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--nats names a running one"):
+        check_options(options(tmp_path, nats_url="nats://host:4222", nats_port=4222))
+
+
 def test_error_lists_all_problems(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--prefill -1 is negative.*not a directory"):
         check_options(UpOptions(model_dir=tmp_path / "none", num_prefill=-1))

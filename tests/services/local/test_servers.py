@@ -6,6 +6,7 @@ import pytest
 from services.local import servers
 from services.local.servers import (
     choose_http_port,
+    chosen_port,
     find_server,
     free_port,
     nats_environ,
@@ -100,3 +101,11 @@ def test_redis_has_a_password_and_an_append_only_file(tmp_path: Path) -> None:
 def test_redis_has_a_memory_limit_and_evicts_no_key(tmp_path: Path) -> None:
     lines = redis_config(port=1234, password="word", directory=tmp_path).splitlines()
     assert "maxmemory 1gb" in lines and "maxmemory-policy noeviction" in lines
+
+
+def test_port_that_is_taken_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use"):
+            chosen_port("127.0.0.1", port)
+    assert chosen_port("127.0.0.1", port) == port

@@ -88,11 +88,14 @@ class GroupReceivePort:
         randomness: Randomness,
         *,
         bind_host: str,
+        bind_port: int,
         advertised_host: str | None,
         kv_compression: str,
         link_keys: LinkKeys | None,
     ) -> GroupReceivePort:
-        """Raises ConfigError for an address that is not this host's."""
+        """Opens a receiver of each rank. They listen at `bind_port` and the ports after it, or at
+        free ones if it is 0. Raises ConfigError for an address that is not this host's or in use.
+        """
         await links.open()
         calls = [
             links.call(
@@ -100,12 +103,13 @@ class GroupReceivePort:
                 OpenReceiver(
                     randomness.bytes(16),
                     bind_host,
+                    bind_port + index if bind_port else 0,
                     advertised_host,
                     kv_compression,
                     is_sealed=link_keys is not None,
                 ),
             )
-            for rank in links.ranks
+            for index, rank in enumerate(links.ranks)
         ]
         await asyncio.wait(calls)
         addresses = [each.result() for each in calls]

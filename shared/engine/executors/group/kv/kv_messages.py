@@ -21,6 +21,7 @@ class OpenReceiver(msgspec.Struct, frozen=True, tag=True):
 
     instance_id: bytes
     bind_host: str
+    bind_port: int
     advertised_host: str | None
     kv_compression: str
     is_sealed: bool

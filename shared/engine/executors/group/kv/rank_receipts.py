@@ -44,12 +44,14 @@ class RankReceipts:
             receiver = await KvServer.start(
                 instance_id=command.instance_id,
                 bind_host=command.bind_host,
+                bind_port=command.bind_port,
                 advertised_host=command.advertised_host,
                 codec=load_codec(command.kv_compression, memory.kv_layout.dtype),
                 link_keys=link_keys,
             )
         except OSError as error:
-            reason = f"cannot receive KV on {command.bind_host!r}: {error}"
+            at = f"{command.bind_host!r}, port {command.bind_port or 'any'}"
+            reason = f"cannot receive KV on {at}: {error}"
             raise ConfigError(f"data_plane_host: {reason}") from None
         port = LocalReceivePort(
             receiver, memory, link_keys, counts=receiver.counts, shard=memory.shard

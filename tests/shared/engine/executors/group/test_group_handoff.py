@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
+import socket
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ from tests.shared.engine.executors.group.test_groups import OPTIONS, PROMPT, SHA
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.rig import new_sequence
 from tests.support.engine.steps import Blocks, Line
+from tests.support.servers import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,7 +69,8 @@ class Worker:
             return cls(single, LocalPushPort(Dialer(), single, clock), receive)
         group = await asyncio.to_thread(load_group, folder, "cpu", shape, **OPTIONS)
         push = await GroupPushPort.open(group.kv_links, kv_compression="off", security="none")
-        return cls(group, push, await open_receive(group, keys))
+        port = two_free_ports() if shape == TP_2 else 0
+        return cls(group, push, await open_receive(group, keys, bind_port=port))
 
     async def close(self) -> None:
         await self.push.close()
@@ -86,13 +90,22 @@ class Worker:
         return await executor.result(executor.submit([row]))
 
 
+def two_free_ports() -> int:
+    """Returns the first of two adjacent ports that are free."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", first + 1)):
+            return first
+
+
 async def open_receive(
-    group: GroupExecutor, keys: LinkKeys, bind_host: str = "127.0.0.1"
+    group: GroupExecutor, keys: LinkKeys, bind_host: str = "127.0.0.1", bind_port: int = 0
 ) -> GroupReceivePort:
     return await GroupReceivePort.open(
         group.kv_links,
         SystemRandomness(),
         bind_host=bind_host,
+        bind_port=bind_port,
         advertised_host=None,
         kv_compression="off",
         link_keys=keys,
@@ -274,6 +287,11 @@ async def test_address_of_another_host_is_a_configuration_error(fleet: Fleet) ->
     assert isinstance(group, GroupExecutor)
     with pytest.raises(ConfigError, match=r"data_plane_host: cannot receive KV on '192\.0\.2\.1'"):
         await open_receive(group, LinkKeys("aead", SystemRandomness()), "192.0.2.1")
+
+
+async def test_ranks_listen_at_adjacent_ports(fleet: Fleet) -> None:
+    first, second = (await fleet.of(TP_2)).receive.targets
+    assert second.address.port == first.address.port + 1
 
 
 async def test_zeroed_blocks_are_zero_on_all_ranks(fleet: Fleet) -> None:
