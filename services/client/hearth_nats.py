@@ -60,7 +60,9 @@ class HearthClient:
         await self._connection.close()
 
     async def request(self, endpoint: str, body: Any, *, gateway: str = "", **options: Any) -> Any:
-        """Returns the response's body. `options`: see `_headers`. Raises ApiError, ResponseLost."""
+        """Returns the response's body. For `options`, see `_headers`. Raises
+        ApiError, ResponseLost.
+        """
         headers = {**_headers(**options), "Hearth-Checks": "true"}
         async with aclosing(self._replies(endpoint, body, headers, gateway)) as replies:
             while (reply := await anext(replies)).reply:

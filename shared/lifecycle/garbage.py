@@ -58,8 +58,8 @@ class CollectionPolicy:
 
 
 def freeze_heap() -> None:
-    """Excludes modules and tables from collections: they live as long as the process. From now on
-    Python collects young objects alone.
+    """Excludes modules and tables from collections, as they live as long as the process. Later
+    collections cover young objects alone.
     """
     gc.collect()
     gc.freeze()

@@ -31,11 +31,12 @@ Text = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 class RegisteredRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A revision of a model. `source` is a directory, a bundle or a hub id, as hosts see it.
+
     `digest` is that of its weights, as workers announce it (`ModelCard.revision`): the first host
     that loads the source records it, and any other content of the source is refused from then on.
-    `weight` is the share of new requests, relative to the other revisions. `promotion`: it takes
-    over once it has a digest; the revisions that it replaces are then removed, or kept without
-    weight.
+    `weight` is the share of new requests, relative to the other revisions. With `promotion` it
+    takes over once it has a digest; the revisions that it replaces are then removed, or kept
+    without weight.
     """
 
     name: Text

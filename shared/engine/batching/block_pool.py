@@ -249,8 +249,10 @@ class BlockPool:
         return 0 if max_blocks is None else max_blocks // len(self.reaches) * self.block_size
 
     def resize(self, num_blocks: int) -> None:
-        """Changes the number of blocks; the highest ones come and go. Of those that go, cached ones
-        are evicted, and referenced ones retire once they are released: see `take_retired`.
+        """Changes the number of blocks; the highest ones are added or removed.
+
+        Of the removed blocks, cached ones are evicted, and referenced ones retire once they are
+        released: see `take_retired`.
         """
         before, self.num_blocks = self.num_blocks, num_blocks
         num_missing = num_blocks - len(self.ref_counts)

@@ -134,8 +134,8 @@ class LatentExpansion(nn.Module):
             self.weight = None
 
     def matrices(self) -> tuple[HeadWeights, HeadWeights]:
-        """W_UKᵀ [L, nope] and W_UV [value, L] of each head. Copies until `pack`: steps that only
-        compile kernels run before.
+        """Returns W_UKᵀ [L, nope] and W_UV [value, L] of each head. They are copies until `pack`:
+        steps that only compile kernels run before.
         """
         if self._packed is not None:
             return self._packed

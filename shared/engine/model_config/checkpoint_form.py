@@ -47,11 +47,12 @@ class StackedExperts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Patterns are regular expressions.
+    """The names and form of a checkpoint's tensors. Patterns are regular expressions.
 
-    `renames`: pattern in a checkpoint's name -> its replacement, one after the other.
-    `dropped`: tensors that the model does not use, by the start of the checkpoint's name.
-    `paired`: by the model's full name. `experts`: those of all layers, None: one tensor of each.
+    `renames` maps a pattern in a checkpoint's name to its replacement; they apply one after the
+    other. `dropped` are tensors that the model does not use, by the start of the checkpoint's name.
+    `paired` has paired rows by the model's full name. `experts` describes stacked experts, or is
+    None if each expert has a tensor.
     """
 
     renames: tuple[tuple[str, str], ...] = ()

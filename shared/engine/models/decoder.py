@@ -65,9 +65,8 @@ class DecoderLayer(nn.Module):
         return x, self.mlp(normed)
 
     def join(self, mesh: Mesh, output: SumLanes, down: SumLanes) -> None:
-        """The layer is one rank's part, which holds these lanes of its row-parallel GEMMs.
-
-        `down`: of a dense MLP.
+        """Joins the layer, one rank's part, to its mesh. It holds the lanes `output` of `o_proj`
+        and, if its MLP is dense, the lanes `down` of `down_proj`.
         """
         self.self_attn.o_proj.join(mesh, output)
         if isinstance(self.mlp, MoeMlp):

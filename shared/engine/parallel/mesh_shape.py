@@ -1,4 +1,4 @@
-"""The ranks of a group, and the loss of one. Without torch, which a leader may not need."""
+"""The ranks of a group, and the loss of one. It needs no torch, as a leader may have none."""
 
 from __future__ import annotations
 

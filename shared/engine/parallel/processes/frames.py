@@ -32,7 +32,9 @@ class ConnectionLost(Exception):
 
 
 class FrameSocket:
-    """A connection of its own thread each for sending and receiving. `limit_s`: of a send."""
+    """A connection with a thread each for sending and receiving. `limit_s` is the limit of a
+    send.
+    """
 
     def __init__(self, connection: socket.socket, limit_s: float) -> None:
         connection.settimeout(None)  # Python's own limit would hold for `take`, too

@@ -25,7 +25,8 @@ Backend = Literal["gloo", "nccl"]
 
 
 class DistributedTransport:
-    """See Transport. `rendezvous`: where ranks meet, `file:///PATH` or `tcp://HOST:PORT`.
+    """A `Transport` over torch.distributed. Ranks meet at `rendezvous`: `file:///PATH` or
+    `tcp://HOST:PORT`.
 
     The limit is given to torch explicitly: its own is 30 minutes. A killed peer raises at once over
     Gloo; a stopped one only after the limit. With NCCL, `device` is the rank's own GPU.
@@ -86,10 +87,10 @@ class DistributedTransport:
 
 
 class GlooTransport:
-    """See Transport. Gloo between processes of several hosts, without torch's global group.
+    """A `Transport` over Gloo between processes of several hosts, without torch's global group.
 
-    `store`: where ranks find each other's addresses; `host`: the address of this host by which the
-    others reach it. Several such groups may live in one process.
+    Ranks find each other's addresses in `store`; the others reach this host at the address `host`.
+    Several such groups may live in one process.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""The memory in which the ranks of one host exchange tensors. Without torch: the leader creates it.
+"""The memory in which the ranks of one host exchange tensors. It needs no torch: the
+leader creates it.
 
-words | boards: 2 slots for each rank | mailboxes: 2 slots for each ordered pair of ranks
+    words | boards: 2 slots for each rank | mailboxes: 2 slots for each ordered pair of ranks
 """
 
 from __future__ import annotations
