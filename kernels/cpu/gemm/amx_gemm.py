@@ -6,19 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.gemm_common import (
-    BLOCK,
-    SUM_BYTES,
-    num_blocks,
-    num_steps,
-    open_block,
-    sum_steps,
-)
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, add_form, is_packed, is_whole
 from kernels.cpu.simd.amx_tiles import (
     TILE_ROWS,
     tile_config,
@@ -48,8 +39,7 @@ _CONFIGS = np.stack(
 
 def can_pack_for_amx(weight: Tensor) -> bool:
     """Whether a weight [N, K] is in host memory with full BF16 blocks and the CPU has AMX."""
-    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
-    return is_whole and weight.dtype == torch.bfloat16 and has_amx()
+    return is_whole(weight, torch.bfloat16) and has_amx()
 
 
 def is_packed_for_amx(weight: Tensor) -> bool:
@@ -61,44 +51,6 @@ def pack_for_amx(weight: Tensor) -> Tensor:
     num_rows, num_columns = weight.shape
     blocks = weight.view(num_rows // BLOCK, BLOCK, num_columns // BLOCK, BLOCK // 2, 2)
     return blocks.permute(0, 2, 3, 1, 4).contiguous()
-
-
-def _is_packed(weight: Any) -> bool:
-    return isinstance(weight, types.Array) and weight.ndim == NUM_DIMS
-
-
-@overload(num_blocks, strict=False)
-def _num_blocks(weight: Any) -> Any:
-    return (lambda weight: weight.shape[0]) if _is_packed(weight) else None
-
-
-@overload(num_steps, strict=False)
-def _num_steps(weight: Any) -> Any:
-    return (lambda weight: weight.shape[1]) if _is_packed(weight) else None
-
-
-@overload(open_block, strict=False)
-def _open_block(weight: Any, block: Any) -> Any:
-    return (lambda weight, block: block) if _is_packed(weight) else None
-
-
-@overload(sum_steps, strict=False)
-def _sum_steps(
-    rows: Any,
-    num_rows: Any,
-    weight: Any,
-    block: Any,
-    opened: Any,
-    first: Any,
-    end: Any,
-    cursor: Any,
-    sums_at: Any,
-) -> Any:
-    if not _is_packed(weight):
-        return None
-    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum(
-        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
-    )
 
 
 @compiled()
@@ -148,6 +100,14 @@ def _sum(
             ahead_at += piece_steps * num_ahead * LINE_BYTES
     tile_release()
     return cursor
+
+
+add_form(
+    is_packed(NUM_DIMS),
+    _sum,
+    blocks=lambda weight: weight.shape[0],
+    steps=lambda weight: weight.shape[1],
+)
 
 
 @compiled()

@@ -13,18 +13,11 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.gemm_common import (
-    BLOCK,
-    SUM_BYTES,
-    num_blocks,
-    num_steps,
-    open_block,
-    sum_steps,
-)
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, add_form, is_packed, is_whole
 from kernels.cpu.simd.cpu_features import has_pair_products
 from kernels.cpu.simd.intrinsics import Strided, in_groups
 
@@ -43,8 +36,7 @@ _HALVES = 0, SUM_BYTES // 2
 
 def can_pack_pairs(weight: Tensor) -> bool:
     """Whether a weight [N, K] is in host memory with full BF16 blocks and a CPU with VDPBF16PS."""
-    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
-    return is_whole and weight.dtype == torch.bfloat16 and has_pair_products()
+    return is_whole(weight, torch.bfloat16) and has_pair_products()
 
 
 def is_packed_pairs(weight: Tensor) -> bool:
@@ -55,44 +47,6 @@ def pack_pairs(weight: Tensor) -> Tensor:
     """weight [N, K] -> [N / 32, K / 2, 32, 2]: pairs along K are adjacent."""
     pairs = weight.view(len(weight) // BLOCK, BLOCK, -1, 2)
     return pairs.transpose(1, 2).contiguous()
-
-
-def _is_packed(weight: Any) -> bool:
-    return isinstance(weight, types.Array) and weight.ndim == NUM_DIMS
-
-
-@overload(num_blocks, strict=False)
-def _num_blocks(weight: Any) -> Any:
-    return (lambda weight: weight.shape[0]) if _is_packed(weight) else None
-
-
-@overload(num_steps, strict=False)
-def _num_steps(weight: Any) -> Any:
-    return (lambda weight: weight.shape[1] // PAIRS) if _is_packed(weight) else None
-
-
-@overload(open_block, strict=False)
-def _open_block(weight: Any, block: Any) -> Any:
-    return (lambda weight, block: block) if _is_packed(weight) else None
-
-
-@overload(sum_steps, strict=False)
-def _sum_steps(
-    rows: Any,
-    num_rows: Any,
-    weight: Any,
-    block: Any,
-    opened: Any,
-    first: Any,
-    end: Any,
-    cursor: Any,
-    sums_at: Any,
-) -> Any:
-    if not _is_packed(weight):
-        return None
-    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum(
-        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
-    )
 
 
 @compiled()
@@ -113,6 +67,14 @@ def _sum(
         columns_at = block_at + step * STEP_BYTES
         multiply_piece(rows, num_rows, step, columns_at, piece_steps, sums_at, step == first)
     return cursor
+
+
+add_form(
+    is_packed(NUM_DIMS),
+    _sum,
+    blocks=lambda weight: weight.shape[0],
+    steps=lambda weight: weight.shape[1] // PAIRS,
+)
 
 
 @compiled()

@@ -6,19 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.gemm_common import (
-    BLOCK,
-    SUM_BYTES,
-    num_blocks,
-    num_steps,
-    open_block,
-    sum_steps,
-)
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, add_form, is_packed, is_whole
 from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.cpu.simd.f32x32 import same, store_floats
 from kernels.cpu.simd.intrinsics import add_chains
@@ -32,8 +23,7 @@ MOST_ROWS = 12  # 24 of the 32 registers hold sums
 
 def can_pack_floats(weight: Tensor) -> bool:
     """Whether a weight [N, K] is in host memory with full FP32 blocks and the CPU has AVX-512."""
-    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
-    return is_whole and weight.dtype == torch.float32 and has_avx512()
+    return is_whole(weight, torch.float32) and has_avx512()
 
 
 def is_packed_floats(weight: Tensor) -> bool:
@@ -43,44 +33,6 @@ def is_packed_floats(weight: Tensor) -> bool:
 def pack_floats(weight: Tensor) -> Tensor:
     """weight [N, K] -> [N / 32, K, 32]."""
     return weight.view(len(weight) // BLOCK, BLOCK, -1).transpose(1, 2).contiguous()
-
-
-def _is_packed(weight: Any) -> bool:
-    return isinstance(weight, types.Array) and weight.ndim == NUM_DIMS
-
-
-@overload(num_blocks, strict=False)
-def _num_blocks(weight: Any) -> Any:
-    return (lambda weight: weight.shape[0]) if _is_packed(weight) else None
-
-
-@overload(num_steps, strict=False)
-def _num_steps(weight: Any) -> Any:
-    return (lambda weight: weight.shape[1] // BLOCK) if _is_packed(weight) else None
-
-
-@overload(open_block, strict=False)
-def _open_block(weight: Any, block: Any) -> Any:
-    return (lambda weight, block: block) if _is_packed(weight) else None
-
-
-@overload(sum_steps, strict=False)
-def _sum_steps(
-    rows: Any,
-    num_rows: Any,
-    weight: Any,
-    block: Any,
-    opened: Any,
-    first: Any,
-    end: Any,
-    cursor: Any,
-    sums_at: Any,
-) -> Any:
-    if not _is_packed(weight):
-        return None
-    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum(
-        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
-    )
 
 
 @compiled()
@@ -106,3 +58,11 @@ def _sum(
         length = min(PIECE, end * BLOCK - column)
         add_chains(sums, factors, columns, length, num_rows, BLOCK, MOST_ROWS, False)
     return cursor
+
+
+add_form(
+    is_packed(NUM_DIMS),
+    _sum,
+    blocks=lambda weight: weight.shape[0],
+    steps=lambda weight: weight.shape[1] // BLOCK,
+)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import overload
-
 from kernels.cpu.codec.bf16_codec import RECORD_BYTES, decode_block
 from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.amx_gemm import (
@@ -29,14 +27,7 @@ from kernels.cpu.gemm.compressed_weight import (
     Planes,
     spread_bases,
 )
-from kernels.cpu.gemm.gemm_common import (
-    BLOCK,
-    SUM_BYTES,
-    num_blocks,
-    num_steps,
-    open_block,
-    sum_steps,
-)
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, add_form
 from kernels.cpu.simd.amx_tiles import TILE_ROWS, aligned, tile_release
 from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import expect_load
@@ -52,44 +43,6 @@ _ROW_OF_LANE = ROW_OF_LANE["tiles"]
 def planes_for_tiles(weight: CompressedWeight) -> Any:
     """The planes for `sum_products`; None if the order is not that of a packed weight."""
     return weight.planes if weight.order == "tiles" else None
-
-
-@overload(num_blocks, strict=False)
-def _num_blocks(weight: Any) -> Any:
-    return (lambda weight: len(weight.bases)) if _is_planes(weight) else None
-
-
-@overload(num_steps, strict=False)
-def _num_steps(weight: Any) -> Any:
-    return (lambda weight: weight.records.shape[1]) if _is_planes(weight) else None
-
-
-@overload(sum_steps, strict=False)
-def _sum_steps(
-    rows: Any,
-    num_rows: Any,
-    weight: Any,
-    block: Any,
-    opened: Any,
-    first: Any,
-    end: Any,
-    cursor: Any,
-    sums_at: Any,
-) -> Any:
-    if not _is_planes(weight):
-        return None
-    if has_amx():
-        return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: (
-            _sum_on_tiles(rows, num_rows, weight, block, opened, first, end, cursor, sums_at)
-        )
-    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum_by_pairs(
-        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
-    )
-
-
-@overload(open_block, strict=False)
-def _open_block(weight: Any, block: Any) -> Any:
-    return _opened if _is_planes(weight) else None
 
 
 def _opened(weight: Any, block: Any) -> Any:
@@ -237,3 +190,12 @@ def _decode_and_multiply(
             tile_at = scratch_at + (step - 1) % PIECE_STEPS * STEP_BYTES
             multiply_step(rows_at + (step - 1) * step_bytes, row_bytes, tile_at, is_tall)
     return verbatim_at
+
+
+add_form(
+    _is_planes,
+    _sum_on_tiles if has_amx() else _sum_by_pairs,
+    blocks=lambda weight: len(weight.bases),
+    steps=lambda weight: weight.records.shape[1],
+    opened=_opened,
+)

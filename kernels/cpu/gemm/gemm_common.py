@@ -1,10 +1,12 @@
 """GEMMs of rows with a packed weight, a block of 32 columns at a time, summed in FP32.
 
-`num_blocks`, `num_steps`, `open_block` and `sum_steps` have one overload for each form of a weight:
+`num_blocks`, `num_steps`, `open_block` and `sum_steps` have one overload for each form of a weight,
+which `add_form` makes:
 
     amx_gemm           BF16 on AMX tiles
     avx512_bf16_gemm   BF16 on AVX-512, without AMX
     compressed_gemm    BF16 that is decoded for either of the two
+    quantized_gemm     4 or 8 bits that are decoded for either of the two
     avx512_fp32_gemm   FP32 on AVX-512
 
 Each sums a block over steps of K in one order: a row's bits depend neither on the other rows nor on
@@ -13,9 +15,14 @@ the number of threads. (oneDNN cuts K by the number of rows.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor
 
 from kernels.cpu.compile import compiled
 from kernels.cpu.simd.amx_tiles import TILE_BYTES
@@ -71,6 +78,61 @@ def sum_steps(
     call before.
     """
     raise NotImplementedError("compiled code only")
+
+
+def add_form(
+    is_form: Callable[[Any], bool],
+    sums: Callable[..., int],
+    *,
+    blocks: Callable[[Any], int],
+    steps: Callable[[Any], int],
+    opened: Callable[[Any, int], Any] = lambda weight, block: block,
+) -> None:
+    """Adds a form of a weight, told by its numba type. `sums` is a compiled function; the others
+    are compiled into their callers.
+    """
+
+    @overload(num_blocks, strict=False)
+    def _num_blocks(weight: Any) -> Any:
+        return blocks if is_form(weight) else None
+
+    @overload(num_steps, strict=False)
+    def _num_steps(weight: Any) -> Any:
+        return steps if is_form(weight) else None
+
+    @overload(open_block, strict=False)
+    def _open_block(weight: Any, block: Any) -> Any:
+        return opened if is_form(weight) else None
+
+    @overload(sum_steps, strict=False)
+    def _sum_steps(
+        rows: Any,
+        num_rows: Any,
+        weight: Any,
+        block: Any,
+        opened: Any,
+        first: Any,
+        end: Any,
+        cursor: Any,
+        sums_at: Any,
+    ) -> Any:
+        if not is_form(weight):
+            return None
+        return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: sums(
+            rows, num_rows, weight, block, opened, first, end, cursor, sums_at
+        )
+
+
+def is_packed(num_dims: int) -> Callable[[Any], bool]:
+    """Returns whether a numba type is that of a dense packed weight with so many dimensions."""
+    return lambda weight: isinstance(weight, types.Array) and weight.ndim == num_dims
+
+
+def is_whole(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a weight [N, K] has this dtype, full blocks, and is in host memory."""
+    return (
+        weight.is_cpu and weight.dtype == dtype and all(size % BLOCK == 0 for size in weight.shape)
+    )
 
 
 @compiled()

@@ -20,14 +20,7 @@ from kernels.cpu.gemm.amx_gemm import (
     multiply_block,
 )
 from kernels.cpu.gemm.avx512_bf16_gemm import multiply_piece
-from kernels.cpu.gemm.gemm_common import (
-    BLOCK,
-    SUM_BYTES,
-    num_blocks,
-    num_steps,
-    open_block,
-    sum_steps,
-)
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, add_form
 from kernels.cpu.gemm.quantized.decode_fp8 import MAGNITUDES, TABLE_BYTES, decode_fp8, fill_table
 from kernels.cpu.gemm.quantized.decode_int4 import decode_int4
 from kernels.cpu.gemm.quantized.planes import FP8_STEPS, Fp8Planes, Int4Planes
@@ -41,9 +34,9 @@ AHEAD = 4  # tiles that are prefetched before they are decoded
 
 def planes_for_gemm(weight: QuantizedWeight) -> Int4Planes | Fp8Planes | None:
     """Returns the planes, or None if this CPU, or the compiled loops, cannot decode the weight."""
-    is_whole = all(size % BLOCK == 0 for size in weight.shape)
+    has_whole_blocks = all(size % BLOCK == 0 for size in weight.shape)
     has_gemm = has_amx() or has_pair_products()
-    if not (is_whole and has_gemm and weight.dtype == torch.bfloat16):
+    if not (has_whole_blocks and has_gemm and weight.dtype == torch.bfloat16):
         return None
     planes = {name: array(plane) for name, plane in weight.planes.items()}
     layout = weight.layout
@@ -60,43 +53,6 @@ def _class_of(weight: Any) -> Any:
     """The class of planes; None for any other form of a weight."""
     found = getattr(weight, "instance_class", None)
     return found if found in (Int4Planes, Fp8Planes) else None
-
-
-@overload(num_blocks, strict=False)
-def _num_blocks(weight: Any) -> Any:
-    return (lambda weight: len(weight.codes)) if _class_of(weight) else None
-
-
-@overload(num_steps, strict=False)
-def _num_steps(weight: Any) -> Any:
-    return (lambda weight: weight.codes.shape[1]) if _class_of(weight) else None
-
-
-@overload(open_block, strict=False)
-def _open_block(weight: Any, block: Any) -> Any:
-    """Memory for decoded tiles, and for a table."""
-    if not _class_of(weight):
-        return None
-    return lambda weight, block: aligned(PIECE_STEPS * STEP_BYTES + TABLE_BYTES)
-
-
-@overload(sum_steps, strict=False)
-def _sum_steps(
-    rows: Any,
-    num_rows: Any,
-    weight: Any,
-    block: Any,
-    opened: Any,
-    first: Any,
-    end: Any,
-    cursor: Any,
-    sums_at: Any,
-) -> Any:
-    if not _class_of(weight):
-        return None
-    return lambda rows, num_rows, weight, block, opened, first, end, cursor, sums_at: _sum(
-        rows, num_rows, weight, block, opened, first, end, cursor, sums_at
-    )
 
 
 @compiled()
@@ -120,6 +76,16 @@ def _sum(
             _decode_tile(weight, block, start + step, step == 0, table_at, at)
         _multiply(rows, num_rows, start, scratch_at, piece_steps, sums_at, start == first)
     return cursor
+
+
+add_form(
+    lambda weight: _class_of(weight) is not None,
+    _sum,
+    blocks=lambda weight: len(weight.codes),
+    steps=lambda weight: weight.codes.shape[1],
+    # memory for decoded tiles, and for a table
+    opened=lambda weight, block: aligned(PIECE_STEPS * STEP_BYTES + TABLE_BYTES),
+)
 
 
 def _decode_tile(
