@@ -23,7 +23,7 @@ def decode_attention(
     value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """Like kernels.reference.decode_attention; a token's bits are those of `prefill_attention`."""
+    """Computes kernels.reference.decode_attention with the bits of `prefill_attention`."""
     query_lens = torch.ones_like(context_lens)
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
         return dequantized_attention(

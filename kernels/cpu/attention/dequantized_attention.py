@@ -24,7 +24,9 @@ def dequantized_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Like `vector_attention`. One sequence is dequantized at a time: memory for one context."""
+    """Computes `vector_attention` over a quantized cache, of which one sequence is dequantized at
+    a time: the memory is that of one context.
+    """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     block_size, start = kv_cache.shape[3], 0
     for index, (num_tokens, context_len) in enumerate(

@@ -24,7 +24,7 @@ def prefill_attention(
     value_dim: int | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """Like kernels.reference.prefill_attention; a token's bits are those of `decode_attention`."""
+    """Computes kernels.reference.prefill_attention with the bits of `decode_attention`."""
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
         return dequantized_attention(
             *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),

@@ -1,4 +1,4 @@
-"""Like the reference, with the compiled norm, whose bits do not depend on the number of rows."""
+"""Computes the reference with the compiled norm: bits do not depend on the number of rows."""
 
 from __future__ import annotations
 

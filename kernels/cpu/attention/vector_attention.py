@@ -62,7 +62,7 @@ def vector_attention(
     lower: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Like kernels.cpu.attention.amx_attention, for any dtype, head_dim and block_size."""
+    """Computes kernels.cpu.attention.amx_attention for any dtype, head_dim and block_size."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -51,7 +51,7 @@ def pack_experts(weight: Tensor, *, has_kernels: bool) -> Tensor:
 def grouped_linear(
     x: Tensor, rows: Tensor | None, offsets: Tensor, weight: LaneWeight, *, lanes: SumLanes
 ) -> Tensor:
-    """Like kernels.reference.grouped_linear; `weight` also packed or compressed."""
+    """Computes kernels.reference.grouped_linear; `weight` may also be packed or compressed."""
     own = x if rows is None else x.index_select(0, rows)
     packed = _packed(weight, lanes)
     if packed is None:
@@ -70,7 +70,7 @@ def grouped_sums(
     lanes: SumLanes,
     num_sums: int = 1,
 ) -> Tensor:
-    """Like kernels.reference.grouped_sums."""
+    """Computes kernels.reference.grouped_sums."""
     lanes.check(x.shape[1], num_sums)
     own = x if rows is None else x.index_select(0, rows)
     packed = _packed(weight, lanes)
@@ -162,7 +162,7 @@ def multiply_expert(
     memory: Any,
     sums: Any,
 ) -> None:
-    """Like `multiply_lanes`, for the expert whose blocks of columns begin at `base`."""
+    """Computes `multiply_lanes` for the expert whose blocks of columns begin at `base`."""
     row_bytes, memory_at = sums.strides[1], memory.ctypes.data
     width = (len(borders) - 1) // len(sums)  # lanes of a subtree
     for block in range(first, end):

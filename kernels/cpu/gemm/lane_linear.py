@@ -80,7 +80,7 @@ def pack_lanes(weight: Tensor, lanes: SumLanes, *, has_kernels: bool) -> Tensor 
 def lane_linear(
     x: Tensor, weight: LaneWeight, bias: Tensor | None = None, *, lanes: SumLanes
 ) -> Tensor:
-    """Like kernels.reference.lane_linear; `weight` also packed or compressed."""
+    """Computes kernels.reference.lane_linear; `weight` may also be packed or compressed."""
     lanes.check(x.shape[1], 1)
     packed = _packed(weight, lanes)
     if packed is None:
@@ -92,7 +92,7 @@ def lane_linear(
 
 
 def lane_sums(x: Tensor, weight: LaneWeight, *, lanes: SumLanes, num_sums: int = 1) -> Tensor:
-    """Like kernels.reference.lane_sums."""
+    """Computes kernels.reference.lane_sums."""
     lanes.check(x.shape[1], num_sums)
     packed = _packed(weight, lanes)
     if packed is None:

@@ -171,7 +171,7 @@ def gate_products(
 
 @compiled(is_inlined=True)
 def gated_floats(gate: Any, up: Any, is_gelu: bool) -> Any:
-    """Like `gated`."""
+    """Returns `gated` in FP32."""
     if is_gelu:
         exponent = (gate * gate * GELU_CUBIC + _f32(1.0)) * gate * GELU_FACTOR
     else:

@@ -20,7 +20,7 @@ _f32 = np.float32
 
 
 def sort_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
-    """Like kernels.torch_ops.expert_rows.sort_by_expert."""
+    """Computes kernels.torch_ops.expert_rows.sort_by_expert."""
     tokens = torch.empty(ids.numel(), dtype=torch.int64)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int64)
     places = torch.empty_like(ids)
@@ -46,7 +46,7 @@ def _sort(ids: Any, tokens: Any, offsets: Any, places: Any) -> None:
 def add_experts(
     y: Tensor, places: Tensor, weights: Tensor | None, shared: Tensor | None, width: int
 ) -> Tensor:
-    """Like kernels.torch_ops.expert_rows.add_experts."""
+    """Computes kernels.torch_ops.expert_rows.add_experts."""
     out = y.new_empty(len(places), width)
     factors = torch.ones(places.shape) if weights is None else weights
     added = out[:0] if shared is None else shared.contiguous()

@@ -22,7 +22,7 @@ _LEAST_EXPONENT, _MOST_EXPONENT = _f32(-126.0), _f32(126.0)
 def route(
     logits: Tensor, bias: Tensor | None, num_chosen: int, routing: ExpertRouting
 ) -> ExpertChoice:
-    """Like kernels.torch_ops.route."""
+    """Computes kernels.torch_ops.route."""
     num_tokens = len(logits)
     ids = torch.empty((num_tokens, num_chosen), dtype=torch.int64)
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32)

@@ -219,7 +219,7 @@ def total(_: Any, x: Any) -> Any:
 
 @intrinsic
 def exp2_floats(_: Any, x: Any) -> Any:
-    """Like `intrinsics.exp2`."""
+    """Returns 2^x of each lane, as `intrinsics.exp2` computes it."""
 
     def generate(builder: Any, x: Any) -> Any:
         x = builder.select(builder.fcmp_ordered(">", x, _all(-127.0)), x, _all(-127.0))

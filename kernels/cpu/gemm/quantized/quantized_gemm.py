@@ -146,7 +146,7 @@ def _multiply(
     sums_at: int,
     is_first: bool,
 ) -> None:
-    """Like `multiply_piece`, with this CPU's GEMMs."""
+    """Computes `multiply_piece` with this CPU's GEMM."""
     raise NotImplementedError("compiled code only")
 
 
