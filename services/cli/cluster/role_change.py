@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Mapping
 
 from services.cli.cluster.status import find_nats
 from services.local.credentials import process_id_for
@@ -17,60 +18,97 @@ from shared.subjects import HEARTBEATS, lifecycle
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
 
-LISTEN_S = 6 * HEARTBEAT_INTERVAL_S  # waits for the worker's heartbeat
+LISTEN_S = 6 * HEARTBEAT_INTERVAL_S  # waits for the heartbeats of the worker and of others
 CHANGE_TIMEOUT_S = 5.0
 
 
-def run_role(nats_url: str | None, worker_id: str, name: str) -> None:
+def run_role(nats_url: str | None, worker_id: str, name: str, *, is_forced: bool) -> None:
     """Changes the roles of a worker and prints the change. Raises ConfigError, the worker's
     refusal, or DependencyUnavailable.
     """
     command = ChangeRoles(roles=roles_named(name, "ROLE"))
     configure_logging("role", level="error")  # not that the connection has been closed
-    print(asyncio.run(_change(find_nats(nats_url, "operator"), worker_id, command)))
+    url = find_nats(nats_url, "operator")
+    print(asyncio.run(_change(url, worker_id, command, is_forced=is_forced)))
 
 
-async def _change(nats_url: str, worker_id: str, command: ChangeRoles) -> str:
+async def _change(nats_url: str, worker_id: str, command: ChangeRoles, *, is_forced: bool) -> str:
     bus = await NatsBus.connect(
         nats_url,
         process_id=process_id_for("operator", nats_url),
         tls=TlsFiles.of_environ("NATS", os.environ),
     )
     try:
-        return await change_roles(bus, worker_id, command)
+        return await change_roles(bus, worker_id, command, is_forced=is_forced)
     finally:
         await bus.close()
 
 
-async def change_roles(bus: Bus, worker_id: str, command: ChangeRoles) -> str:
-    """Returns the line to print. Raises ConfigError for an unknown worker, the worker's refusal, or
-    DependencyUnavailable if it does not reply.
+async def change_roles(
+    bus: Bus, worker_id: str, command: ChangeRoles, *, is_forced: bool = False
+) -> str:
+    """Returns the line to print. Raises ConfigError for an unknown worker and, unless `is_forced`,
+    for the last one that decodes its model; the worker's refusal; or DependencyUnavailable if it
+    does not reply.
     """
-    heartbeat = await _heartbeat_of(bus, worker_id)
+    heard = await _heard_workers(bus, worker_id, command, is_forced=is_forced)
+    heartbeat = heard[worker_id]
+    if not is_forced and _takes_decode(heartbeat, command) and not _others(heartbeat, heard):
+        name = "its model" if heartbeat.model is None else heartbeat.model.name
+        raise ConfigError(
+            f"{worker_id} is the last worker that decodes {name}: without it no request is served;"
+            " --force changes it all the same"
+        )
     subject = lifecycle(heartbeat.roles[0], worker_id)
     await bus.request(subject, command, Done, timeout_s=CHANGE_TIMEOUT_S)
     return f"{worker_id}: {'+'.join(heartbeat.roles)} → {'+'.join(command.roles)}"
 
 
-async def _heartbeat_of(bus: Bus, worker_id: str) -> Heartbeat:
-    known: dict[str, Heartbeat] = {}
-    has_it = asyncio.Event()
+async def _heard_workers(
+    bus: Bus, worker_id: str, command: ChangeRoles, *, is_forced: bool
+) -> dict[str, Heartbeat]:
+    """Listens until the change can be decided, or for LISTEN_S. Returns the last heartbeat of each
+    process, that of the worker among them.
+    """
+    heard: dict[str, Heartbeat] = {}
+    is_enough = asyncio.Event()
 
     def on_heartbeat(beat: Heartbeat) -> None:
-        known[beat.process_id] = beat
-        if beat.process_id == worker_id:
-            has_it.set()
+        heard[beat.process_id] = beat
+        own = heard.get(worker_id)
+        if own is not None and (
+            is_forced or not _takes_decode(own, command) or _others(own, heard)
+        ):
+            is_enough.set()
 
     leave = await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LISTEN_S):
-            await has_it.wait()
+            await is_enough.wait()
     await leave()
-    if not known:
+    if not heard:
         raise DependencyUnavailable(f"no heartbeat within {LISTEN_S:g} s: is the cluster running?")
-    if worker_id not in known:
-        raise ConfigError(_unknown(worker_id, known))
-    return known[worker_id]
+    if worker_id not in heard:
+        raise ConfigError(_unknown(worker_id, heard))
+    return heard
+
+
+def _takes_decode(worker: Heartbeat, command: ChangeRoles) -> bool:
+    return "decode" in worker.roles and "decode" not in command.roles
+
+
+def _others(worker: Heartbeat, heard: Mapping[str, Heartbeat]) -> list[Heartbeat]:
+    """Returns the other workers that decode the same model."""
+    name = worker.model and worker.model.name
+    return [
+        each
+        for each in heard.values()
+        if each.process_id != worker.process_id
+        and each.state == "ready"
+        and "decode" in each.roles
+        and each.model is not None
+        and each.model.name == name
+    ]
 
 
 def _unknown(worker_id: str, known: dict[str, Heartbeat]) -> str:

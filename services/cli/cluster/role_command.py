@@ -26,8 +26,11 @@ def role(
             help="NATS URL with an operator's credential (default: local cluster).",
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also of the last worker that decodes its model.")
+    ] = False,
 ) -> None:
     """Change the roles of a worker that has the handlers of both. Its streams go on."""
     from services.cli.cluster.role_change import run_role
 
-    run_role(nats_url, worker, roles)
+    run_role(nats_url, worker, roles, is_forced=force)

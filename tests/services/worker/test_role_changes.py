@@ -77,9 +77,11 @@ class Rig:
         bus = await NatsBus.connect(self.nats.url(process_id), process_id=process_id)
         self.buses[process_id] = bus
 
-    async def change(self, worker_id: str, *roles: WorkerRole, min_s: float = 0.0) -> str:
-        command = ChangeRoles(roles=roles, min_s=min_s)
-        return await change_roles(self.buses["operator-1"], worker_id, command)
+    async def change(
+        self, worker_id: str, *roles: WorkerRole, min_s: float = 0.0, is_forced: bool = False
+    ) -> str:
+        command, bus = ChangeRoles(roles=roles, min_s=min_s), self.buses["operator-1"]
+        return await change_roles(bus, worker_id, command, is_forced=is_forced)
 
     async def place(self, worker_id: str, number: int, *candidates: str) -> bytes:
         request = request_of(prompt_of(number))
@@ -178,7 +180,10 @@ async def test_peers_reach_a_worker_under_both_roles_whatever_it_announces(rig: 
     await rig.start("worker-2", BOTH, "prefill")
     fleet = rig.processes["worker-2"]._worker.health_monitor.fleet
     for roles in (("decode",), ("prefill",), BOTH):
-        await rig.change("worker-1", *roles)  # type: ignore[arg-type]
+        if "decode" not in roles:
+            with pytest.raises(ConfigError, match="worker-1 is the last worker that decodes timing"):
+                await rig.change("worker-1", *roles)  # type: ignore[arg-type]
+        await rig.change("worker-1", *roles, is_forced=True)  # type: ignore[arg-type]
         async with asyncio.timeout(DEADLINE_S):
             while (beat := fleet.heartbeat_of("worker-1")) is None or beat.roles != roles:
                 await asyncio.sleep(0.01)
