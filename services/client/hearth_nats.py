@@ -28,9 +28,7 @@ MAX_BODY_BYTES = 4 << 20  # the server closes the connection of a client that se
 
 
 class ApiError(Exception):
-    """The gateway's error, with the `status` that it has over HTTP, and the `code` and `param` of
-    its body.
-    """
+    """The gateway's error: its HTTP `status`, and the `code` and `param` of its body."""
 
     def __init__(self, status: int, message: str, body: Any = None) -> None:
         super().__init__(f"{status}: {message}")
@@ -60,9 +58,7 @@ class HearthClient:
         await self._connection.close()
 
     async def request(self, endpoint: str, body: Any, *, gateway: str = "", **options: Any) -> Any:
-        """Returns the response's body. For `options`, see `_headers`. Raises
-        ApiError, ResponseLost.
-        """
+        """Returns the body of the response. Raises ApiError, ResponseLost. Options: `_headers`."""
         headers = {**_headers(**options), "Hearth-Checks": "true"}
         async with aclosing(self._replies(endpoint, body, headers, gateway)) as replies:
             while (reply := await anext(replies)).reply:

@@ -109,8 +109,11 @@ class _Models:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Lifts the memory limit for files that a process with limits of its own has loaded before."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    """Lifts the memory limit, if there is one, for files that another process has loaded before."""
+    limit, most = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == most:
+        yield
+        return
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
         yield

@@ -163,7 +163,7 @@ def test_chat_finds_the_cluster_and_answers_twice(running: Up) -> None:
     text = "Hello\n/new\nHello\n/quit\n"
     result = call_hearth(("chat",), environ_for(running.state_home), text)
     assert result.returncode == 0, result.stderr
-    times = re.findall(r"first token [\d.]+ ms .* decode decode-1", result.stdout)
+    times = re.findall(r"first token [\d.]+ ms .* decode decode-1", result.stderr)
     assert len(times) == 2
 
 

@@ -5,6 +5,7 @@ the preparation of large bodies need.
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -221,7 +222,9 @@ def test_large_body_of_the_dialect_is_prepared(model_files: ModelFiles) -> None:
     setup = ProcessSetup(model_files.chat_template, str(model_files.model_dir))
     prepare = partial(body_handler, setup, None)
     job = BodyJob("poem", json.dumps({"about": "hello " * 100}).encode())
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     prepared = prepare(WITH_POEMS)(job)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits  # of a process that has none
     assert json.loads(prepared.body)["about"] == ""
     num_tokens = len(model_files.tokenizer.encode(["hello " * 100]))
     assert len(prepared.prompts[0].token_ids) == num_tokens * TOKEN_ID_BYTES
