@@ -51,7 +51,7 @@ async def change_roles(
     for the last one that decodes its model; the worker's refusal; or DependencyUnavailable if it
     does not reply.
     """
-    heard = await _heard_workers(bus, worker_id, command, is_forced=is_forced)
+    heard = await _heard_processes(bus, worker_id, command, is_forced=is_forced)
     heartbeat = heard[worker_id]
     if not is_forced and _takes_decode(heartbeat, command) and not _others(heartbeat, heard):
         name = "its model" if heartbeat.model is None else heartbeat.model.name
@@ -64,7 +64,7 @@ async def change_roles(
     return f"{worker_id}: {'+'.join(heartbeat.roles)} → {'+'.join(command.roles)}"
 
 
-async def _heard_workers(
+async def _heard_processes(
     bus: Bus, worker_id: str, command: ChangeRoles, *, is_forced: bool
 ) -> dict[str, Heartbeat]:
     """Listens until the change can be decided, or for LISTEN_S. Returns the last heartbeat of each
