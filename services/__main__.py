@@ -76,48 +76,28 @@ def _run_gateway(config: GatewayConfig) -> int:
     from services.gateway.service import build_gateway
     from shared.lifecycle.process import run_service
 
-    return run_service(
-        config.process_id,
-        lambda: build_gateway(config),
-        drain_timeout_s=config.leave_timeout_s,
-        metrics=config.metrics_address,
-    )
+    return run_service(config, lambda: build_gateway(config))
 
 
 def _run_scheduler(config: SchedulerConfig) -> int:
     from services.scheduler.service import build_scheduler
     from shared.lifecycle.process import run_service
 
-    return run_service(
-        config.process_id,
-        lambda: build_scheduler(config),
-        drain_timeout_s=config.drain_timeout_s,
-        metrics=config.metrics_address,
-    )
+    return run_service(config, lambda: build_scheduler(config))
 
 
 def _run_kv_index(config: KvIndexConfig) -> int:
     from services.kv_index.service import build_kv_index
     from shared.lifecycle.process import run_service
 
-    return run_service(
-        config.process_id,
-        lambda: build_kv_index(config),
-        drain_timeout_s=config.drain_timeout_s,
-        metrics=config.metrics_address,
-    )
+    return run_service(config, lambda: build_kv_index(config))
 
 
 def _run_host(config: HostConfig) -> int:
     from services.host.service import build_host
     from shared.lifecycle.process import run_service
 
-    return run_service(
-        config.process_id,
-        lambda: build_host(config),
-        drain_timeout_s=config.drain_timeout_s,
-        metrics=config.metrics_address,
-    )
+    return run_service(config, lambda: build_host(config))
 
 
 def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
@@ -125,12 +105,7 @@ def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
     from services.worker.worker import build_worker
     from shared.lifecycle.process import run_service
 
-    return run_service(
-        config.process_id,
-        lambda: build_worker(config, roles),
-        drain_timeout_s=config.drain_timeout_s,
-        metrics=config.metrics_address,
-    )
+    return run_service(config, lambda: build_worker(config, roles))
 
 
 def _set_thread_environ(config: WorkerConfig) -> None:

@@ -36,6 +36,8 @@ RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
 DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 TOOL_FORMATS = ("template", "hermes")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("auto", "json", "text")
 DEVICES = "auto, cpu, cuda or cuda:N"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _BUDGET_DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
@@ -66,6 +68,13 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 60.0  # requests still running then are returned or end with an error
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # port of probes and metrics; 0: none
+    log_level: str = "info"
+    log_format: str = "auto"  # text on a terminal, JSON lines elsewhere
+
+    @property
+    def leave_timeout_s(self) -> float:
+        """The seconds from SIGTERM to the stop."""
+        return self.drain_timeout_s
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
@@ -83,6 +92,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         yield from positive_problems(self, "drain_timeout_s")
         if not 0 <= self.metrics_port < 65536:
             yield f"metrics_port {self.metrics_port} is not in [0, 65536)"
+        yield from log_problems(self.log_level, self.log_format)
         yield from self.nats_tls.problems("nats")
         if (
             self.is_nats_tls_first or self.nats_tls != TlsFiles()
@@ -95,6 +105,13 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.region and not _SUBJECT_TOKEN.fullmatch(self.region):
             yield f"region {self.region!r} must be a name without spaces . * >"
+
+
+def log_problems(level: str, log_format: str) -> Iterator[str]:
+    if level not in LOG_LEVELS:
+        yield f"log_level {level!r} is none of {', '.join(LOG_LEVELS)}"
+    if log_format not in LOG_FORMATS:
+        yield f"log_format {log_format!r} is none of {', '.join(LOG_FORMATS)}"
 
 
 class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
@@ -168,7 +185,6 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
 
     @property
     def leave_timeout_s(self) -> float:
-        """The seconds from SIGTERM to the stop."""
         return self.lame_duck_s + self.drain_timeout_s
 
     def problems(self) -> Iterator[str]:

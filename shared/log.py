@@ -1,4 +1,4 @@
-"""Structured logs on standard error: readable on a terminal, JSON lines elsewhere.
+"""Structured logs on standard error: by default text on a terminal, JSON lines elsewhere.
 
 No call raises or blocks: see `telemetry.line_writer`.
 """
@@ -10,22 +10,45 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import structlog
 
+from shared.config import ProcessConfig
 from shared.telemetry.line_writer import LineWriter
+from shared.telemetry.log_text import FIRST_KEYS, text_of
 
+LEVEL_VARIABLE, FORMAT_VARIABLE = "HEARTH_LOG_LEVEL", "HEARTH_LOG_FORMAT"
 _encode = msgspec.json.Encoder().encode
 
 
-def configure_logging(process_id: str, *, level: str = "info") -> None:
-    """Adds the process id to every line. Prompts and tokens are never logged."""
+def configure_service_logging(config: ProcessConfig) -> None:
+    """Configures the logs of a service, and of the processes that it starts."""
+    os.environ[LEVEL_VARIABLE], os.environ[FORMAT_VARIABLE] = config.log_level, config.log_format
+    configure_logging(config.process_id, level=config.log_level, log_format=config.log_format)
+
+
+def configure_child_logging(process_id: str) -> None:
+    """Configures logs as those of the service that has started this process."""
+    configure_logging(
+        process_id,
+        level=os.environ.get(LEVEL_VARIABLE, "info"),
+        log_format=os.environ.get(FORMAT_VARIABLE, "auto"),
+    )
+
+
+def configure_logging(process_id: str, *, level: str = "info", log_format: str = "auto") -> None:
+    """Adds the process id to every line. Prompts and tokens are never logged.
+
+    `level` and `log_format` are among LOG_LEVELS and LOG_FORMATS of `shared.config`.
+    """
     fd = _error_fd()
+    is_text = log_format == "text" or (log_format == "auto" and os.isatty(fd))
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer()
-        if os.isatty(fd)
+        _text_renderer(has_colors=os.isatty(fd) and not os.environ.get("NO_COLOR"))
+        if is_text
         else structlog.processors.JSONRenderer(serializer=json_line)
     )
     chain = (
@@ -33,6 +56,7 @@ def configure_logging(process_id: str, *, level: str = "info") -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        _in_order,
         renderer,
     )
 
@@ -48,6 +72,15 @@ def configure_logging(process_id: str, *, level: str = "info") -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process_id)
+
+
+def _text_renderer(*, has_colors: bool) -> structlog.typing.Processor:
+    return lambda logger, method, event: text_of(event, has_colors=has_colors)
+
+
+def _in_order(logger: Any, method: str, event: Any) -> Any:
+    """Returns the event with the keys first by which people look for lines."""
+    return {key: event[key] for key in FIRST_KEYS if key in event} | event
 
 
 class LineLogger:
@@ -86,7 +119,13 @@ def _rendered(
             event = processor(logger, method, event)
         return event
     except Exception as error:
-        failed = {"event": "log_line_failed", "of": str(name), "error": type(error).__name__}
+        failed = {
+            "timestamp": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+            "level": "error",
+            "event": "log_line_failed",
+            "of": str(name),
+            "error": type(error).__name__,
+        }
         return json.dumps(failed)
 
 

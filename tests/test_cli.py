@@ -114,6 +114,8 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["scheduler", "--nats-url", "nats://h:1", "--max-queued-tokens", "0"], "must be positive"),
         (["decode", "--nats-url", "nats://h:1", "--role", "all"], "--role"),
         (["up", "--model", "/no"], "--model /no is not a directory"),
+        (["scheduler", "--nats-url", "nats://h:1", "--log-level", "loud"], "log_level 'loud' is"),
+        (["up", "--log-format", "xml"], "--log-format 'xml' is none of auto, json, text"),
         (["up", "--http", "8000"], "--http '8000' is not HOST:PORT"),
         (["up", "--http", "h:70000"], "is not HOST:PORT"),
         (["up", "--model", "/tmp", "--decode", "0"], "nothing could answer"),

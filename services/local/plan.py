@@ -22,6 +22,7 @@ from shared.config import (
     WEIGHT_FORMS,
     is_device_name,
     is_loopback,
+    log_problems,
 )
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import python_path
@@ -78,6 +79,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1  # pipeline stages of every worker
     activations: str = "plain"  # or "bf16-exchange"; for every worker
     experts: str = "auto"  # ep or tp, of every worker of several ranks
+    log_level: str = "info"
+    log_format: str = "auto"
     models: tuple[NamedModel, ...] = ()  # several: a host runs their workers, by the model registry
 
     def tp_of(self, role: CredentialRole) -> int:
@@ -153,6 +156,8 @@ def check_options(options: UpOptions) -> None:
         problems.append(f"--kv-dtype {options.kv_dtype!r} is none of {names}")
     if options.nats_port is not None and options.nats_url is not None:
         problems.append("--nats-port is of the NATS that is started: --nats names a running one")
+    log_fields = log_problems(options.log_level, options.log_format)
+    problems += [f"--{each.replace('_', '-', 1)}" for each in log_fields]
     problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
@@ -324,6 +329,7 @@ def _service(
     """Returns the process of a service. `device` is None without an engine."""
     arguments = ["--process-id", credential.process_id, "--instance", NO_INSTANCE]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
+    arguments += ["--log-level", options.log_level, "--log-format", options.log_format]
     if options.models and credential.role == "gateway":
         arguments += ["--model-dir", ""]
     elif device is not None or credential.role == "gateway":

@@ -13,7 +13,7 @@ from shared.engine.executors.group.other_host import run_host_ranks
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.errors import ConfigError, HearthError, NoResponders, RequestTimeout
-from shared.log import configure_logging
+from shared.log import configure_service_logging
 from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks
 from shared.telemetry.line_writer import replace_standard_streams
@@ -31,7 +31,7 @@ def run_rank(config: RankConfig) -> int:
     or 2 after a HearthError.
     """
     replace_standard_streams()
-    configure_logging(config.process_id)
+    configure_service_logging(config)
     try:
         check(config)
         assigned = asyncio.run(_assigned(config))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PASSED = (
     *("PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LANGUAGE", "TERM", "VIRTUAL_ENV"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "COVERAGE_PROCESS_START"),
-    *("HEARTH_CACHE_DIR", "XDG_CACHE_HOME"),
+    *("HEARTH_CACHE_DIR", "XDG_CACHE_HOME", "HEARTH_LOG_LEVEL", "HEARTH_LOG_FORMAT"),
 )
 PASSED_PREFIXES = ("LC_", "PYTHON", "MALLOC_", "OMP_")
 # Further variables of processes that compute: for devices, compilers and math libraries.

@@ -22,10 +22,11 @@ import uvloop
 
 from shared.background import TASK_FAILED, Background, start_awaited
 from shared.clock import MonotonicClock
+from shared.config import ProcessConfig
 from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.lifecycle.garbage import collect_garbage, freeze_heap
-from shared.log import configure_logging
+from shared.log import configure_service_logging
 from shared.metrics.process_report import ProcessReport
 from shared.telemetry.line_writer import replace_standard_streams
 
@@ -53,23 +54,17 @@ class Service(Protocol):
         ...
 
 
-def run_service(
-    process_id: str,
-    build: Callable[[], Awaitable[Service]],
-    *,
-    drain_timeout_s: float,
-    metrics: tuple[str, int] | None = None,
-) -> int:
+def run_service(config: ProcessConfig, build: Callable[[], Awaitable[Service]]) -> int:
     """Runs a service until it stops. Returns the exit status: 0, or 2 after a HearthError, which is
-    printed in one line. `metrics` is the host and port of its probes and metrics.
+    printed in one line.
     """
     replace_standard_streams()
-    configure_logging(process_id)
+    configure_service_logging(config)
     raise_descriptor_limit()
     try:
-        uvloop.run(_live(build, drain_timeout_s, metrics))
+        uvloop.run(_live(build, config.leave_timeout_s, config.metrics_address))
     except HearthError as error:
-        print(f"{process_id}: {error.message}", file=sys.stderr, flush=True)
+        print(f"{config.process_id}: {error.message}", file=sys.stderr, flush=True)
         return HEARTH_ERROR_STATUS
     return 0
 

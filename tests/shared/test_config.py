@@ -75,6 +75,8 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
         (3, {"max_batch_tokens": -1}, "max_batch_tokens"),
         (3, {"max_reserved_share": 0.0}, "max_reserved_share"),
         (3, {"block_size": 0}, "block_size"),
+        (0, {"log_level": "loud"}, "log_level 'loud' is none of debug, info, warning, error"),
+        (0, {"log_format": "xml"}, "log_format 'xml' is none of auto, json, text"),
     ],
 )
 def test_error_names_invalid_field(

@@ -1,11 +1,68 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from shared.log import json_line
+from shared.telemetry.log_text import text_of
+
+SCRIPT = """
+import sys, structlog
+from shared.config import ProcessConfig
+from shared.log import configure_child_logging, configure_service_logging
+
+level, log_format = sys.argv[1:]
+config = ProcessConfig(
+    nats_url="nats://h", process_id="p-1", log_level=level, log_format=log_format
+)
+configure_service_logging(config)
+structlog.get_logger().info("seen", own=1)
+structlog.reset_defaults()
+configure_child_logging("rank-1")
+try:
+    raise ValueError("odd")
+except ValueError:
+    structlog.get_logger().error("failed", own="two words", exc_info=True)
+"""
+
+
+def lines_of(*arguments: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stderr.splitlines()
+
+
+def test_json_lines_begin_with_time_level_and_event() -> None:
+    seen, failed = map(json.loads, lines_of("info", "auto"))
+    assert [*seen] == ["timestamp", "level", "event", "own", "process"]
+    assert (seen["event"], seen["process"]) == ("seen", "p-1")
+    assert (failed["level"], failed["process"]) == ("error", "rank-1")
+    assert "ValueError: odd" in failed["exception"]
+
+
+def test_level_and_format_are_those_of_child_processes() -> None:
+    line, *trace = lines_of("error", "text")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z error   rank-1 failed own=\"two words\"", line
+    )
+    assert trace[-1] == "    ValueError: odd"
+
+
+def test_no_logged_text_commands_a_terminal() -> None:
+    odd = {"event": "a\x1b[2Jb", "k\n": "\x07\u202e", "exception": "x\n\x1b]0;y"}
+    text = text_of(odd, has_colors=False)
+    assert not [each for each in text if each != "\n" and not each.isprintable()]
+    assert "a\\x1b[2Jb" in text
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ def up(
     decode_tp: given.DecodeTp = None,
     experts: given.Experts = "auto",
     activations: given.Activations = "plain",
+    log_level: given.LogLevel = "info",
+    log_format: given.LogFormat = "auto",
     check: given.Check = False,
 ) -> None:
     """Start a cluster on this machine, send a first request, and run until Ctrl-C.
@@ -109,6 +111,8 @@ def up(
         pp=pp,
         activations=activations,
         experts=experts,
+        log_level=log_level,
+        log_format=log_format,
     )
     run_up(options, is_check=check)
 

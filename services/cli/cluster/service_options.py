@@ -37,6 +37,8 @@ HELP = {
     "metrics_host": "Listen address of --metrics-port.",
     "metrics_port": "Port with /healthz, /ready and /metrics of this process, without a token "
     "(default: none).",
+    "log_level": "Least level of log lines: debug, info, warning or error.",
+    "log_format": "Of log lines: json, text, or auto (text on a terminal, else JSON).",
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
     "redis_read_url": "Near replica of that Redis, for API keys (default: none). A key that it "
     "lacks is looked up in the Redis server.",

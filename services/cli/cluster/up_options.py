@@ -131,6 +131,16 @@ Activations = Annotated[
         help="plain, or bf16-exchange: ranks send half the bytes; other bits.",
     ),
 ]
+LogLevel = Annotated[
+    str,
+    typer.Option(
+        envvar="HEARTH_LOG_LEVEL", help="Of its processes: debug, info, warning or error."
+    ),
+]
+LogFormat = Annotated[
+    str,
+    typer.Option(envvar="HEARTH_LOG_FORMAT", help="Of their logs: auto (JSON in files) or text."),
+]
 Check = Annotated[bool, typer.Option("--check", help="Send one request, then stop.")]
 
 

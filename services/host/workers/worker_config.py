@@ -48,6 +48,8 @@ def worker_config(
         process_id=worker_id,
         region=host.region,
         drain_timeout_s=DRAIN_S,
+        log_level=host.log_level,
+        log_format=host.log_format,
         model_dir=Path(hosted.source.model_dir),
         model_name=hosted.key.name,
         weights=hosted.model.weights,

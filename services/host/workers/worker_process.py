@@ -52,11 +52,7 @@ def run_worker(config: WorkerConfig) -> int:
     from services.worker.worker import build_worker
     from shared.lifecycle.process import run_service
 
-    return run_service(
-        config.process_id,
-        lambda: build_worker(config, ("prefill", "decode")),
-        drain_timeout_s=config.drain_timeout_s,
-    )
+    return run_service(config, lambda: build_worker(config, ("prefill", "decode")))
 
 
 def main() -> None:

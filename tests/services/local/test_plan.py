@@ -119,6 +119,13 @@ def test_numbers_of_ranks_are_passed_to_workers(tmp_path: Path) -> None:
         assert "--pp 3" in lines[role]
 
 
+def test_log_options_are_passed_to_every_service(tmp_path: Path) -> None:
+    chosen = options(tmp_path, log_level="debug", log_format="text")
+    specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
+    words = "--log-level debug --log-format text"
+    assert specs and all(words in " ".join(spec.argv) for spec in specs)
+
+
 def test_cluster_without_decode_worker_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing could answer"):
         check_options(options(tmp_path, num_decode=0))

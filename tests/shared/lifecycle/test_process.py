@@ -14,6 +14,7 @@ from shared.lifecycle.descriptors import MAX_DESCRIPTORS
 SCRIPT = """
 import asyncio, resource, sys, time
 from shared.background import Background
+from shared.config import ProcessConfig
 from shared.errors import ConfigError
 from shared.lifecycle.process import run_service
 
@@ -46,7 +47,10 @@ async def build():
         await asyncio.to_thread(time.sleep, 60)
     return Service()
 
-sys.exit(run_service("process-1", build, drain_timeout_s=float(sys.argv[2])))
+config = ProcessConfig(
+    nats_url="nats://h:1", process_id="process-1", drain_timeout_s=float(sys.argv[2])
+)
+sys.exit(run_service(config, build))
 """
 
 

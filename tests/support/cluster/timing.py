@@ -89,11 +89,7 @@ def run_worker(role: str, load: Callable[[WorkerConfig], TimingExecutor]) -> Non
 
     def run(config: WorkerConfig) -> int:
         config = msgspec.structs.replace(config, device="cpu")
-        return run_service(
-            config.process_id,
-            lambda: build_worker(config, ROLES[role], load),
-            drain_timeout_s=config.drain_timeout_s,
-        )
+        return run_service(config, lambda: build_worker(config, ROLES[role], load))
 
     app = typer.Typer(add_completion=False)
     app.command()(service_command(WorkerConfig, role, run))

@@ -23,7 +23,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 
 from services.gateway.observability.telemetry.spans import SpanBatch
 from services.gateway.observability.telemetry.traced_request import SETTLED, SIZE, TracedRequest
-from shared.log import configure_logging
+from shared.log import configure_child_logging
 from shared.telemetry.line_writer import replace_standard_error
 
 MAX_READ_BYTES = 1 << 20  # the frames of one message to the collector
@@ -60,7 +60,7 @@ class Collector:
 
 def main(process_id: str) -> None:
     replace_standard_error()
-    configure_logging(process_id)
+    configure_child_logging(process_id)
     logging.disable()  # the SDK would log one line a batch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends when the gateway closes stdin
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

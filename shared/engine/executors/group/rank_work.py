@@ -26,7 +26,7 @@ from shared.engine.executors.rank_state import RankState
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.processes.rank_process import RankContext
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
-from shared.log import configure_logging
+from shared.log import configure_child_logging
 from shared.numerics import exchange_of
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -37,7 +37,7 @@ class ModelWork:
 
     def __init__(self, context: RankContext) -> None:
         """Raises CheckpointError, ConfigError."""
-        configure_logging(f"rank-{context.rank}")
+        configure_child_logging(f"rank-{context.rank}")
         setup = msgspec.msgpack.decode(context.config, type=RankSetup)
         torch.set_num_threads(setup.num_threads)
         self._mesh = context.mesh(exchange=exchange_of(setup.options.activations))
