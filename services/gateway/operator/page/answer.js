@@ -71,8 +71,9 @@ export class Answer {
     this.badges.append(make("span", { class: `badge ${kind}` }, text));
   }
 
-  // As the next request needs it.
+  // As the next request needs it; undefined without any.
   get message() {
+    if (!this.text && !this.calls.length) return undefined;
     const message = { role: "assistant", content: this.text || null };
     if (this.calls.length) {
       message.tool_calls = this.calls.map(({ id, name, args }) => (

@@ -86,9 +86,20 @@ function settingsOrNull() {
 }
 
 function bodyOf({ model, system, ...others }, column = 0) {
-  const messages = turns.map(({ messages: all }) => (all.length > 1 ? all[column] : all[0])).filter(Boolean);
+  const messages = messagesOf(column);
   if (system.trim()) messages.unshift({ role: "system", content: system });
   return { model, messages, stream: true, stream_options: { include_usage: true }, ...others };
+}
+
+// A question whose answer failed is left out: many templates demand that roles alternate.
+function messagesOf(column) {
+  const messages = [];
+  for (const { messages: all } of turns) {
+    const message = all.length > 1 ? all[column] : all[0];
+    if (message?.role === "user" && messages.at(-1)?.role === "user") messages.pop();
+    if (message) messages.push(message);
+  }
+  return messages;
 }
 
 function addUser(text) {
@@ -104,13 +115,20 @@ function add(turn) {
   turn.element.scrollIntoView({ block: "end" });
 }
 
-// Puts a turn into the composer and drops it with all that followed.
+// Puts a turn into the composer, above what is written there, and drops it with all that followed.
 function rerunFrom(element) {
   running?.abort();
   const index = turns.findIndex((turn) => turn.element === element);
-  byId("prompt").value = turns[index].messages[0].content;
+  byId("prompt").value = [turns[index].messages[0].content, byId("prompt").value].filter(Boolean).join("\n");
   truncate(index);
   byId("prompt").focus();
+}
+
+// Drops an answer without a word, and its question, which can be sent again.
+function takeBack(turn) {
+  truncate(turns.indexOf(turn));
+  const asked = turns.at(-1);
+  if (asked?.messages[0]?.role === "user") rerunFrom(asked.element);
 }
 
 function truncate(length) {
@@ -129,16 +147,16 @@ async function stream(bodies, askForKeys) {
   read();
   add(turn);
   begin(controller);
-  const haveFailed = await Promise.all(answers.map((answer, column) => (
+  const areEmpty = await Promise.all(answers.map((answer, column) => (
     !answer || fill(answer, bodies[column], controller.signal, askForKeys))));
   finish(controller);
   read();
   if (!turns.includes(turn)) return;
-  if (haveFailed.every(Boolean)) truncate(turns.indexOf(turn));
+  if (areEmpty.every(Boolean)) takeBack(turn);
   else answers.forEach((answer, column) => answer?.calls.length && offerResults(answer, column, turn, askForKeys));
 }
 
-// Returns whether the answer failed before its first word.
+// Returns whether the answer ended before its first word.
 async function fill(answer, body, signal, askForKeys) {
   let note = "";
   try {
@@ -148,7 +166,7 @@ async function fill(answer, body, signal, askForKeys) {
     if (note === "failed") show(error, askForKeys);
   }
   answer.end(note, Boolean(body.response_format));
-  return note === "failed" && !answer.text && !answer.calls.length;
+  return ["stopped", "failed"].includes(note) && !answer.message && !answer.reasoning;
 }
 
 // The settings in which a column differs from the other.
