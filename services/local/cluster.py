@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import secrets
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +13,17 @@ import msgspec
 
 from services.local.credentials import Credential, nats_config
 from services.local.hosted_models import store_models, wait_until_served
+from services.local.identity import (
+    ClusterIdentity,
+    choose_ports,
+    key_file,
+    read_identity,
+    read_key,
+    save_identity,
+    save_key,
+    with_kept_passwords,
+    with_other_kept,
+)
 from services.local.plan import (
     OPERATOR_VARIABLE,
     ROLES_WITH_PROCESS,
@@ -26,13 +37,10 @@ from services.local.plan import (
     plan_warming,
 )
 from services.local.processes.child_processes import Child, ProcessSpec, kill_children, start_child
-from services.local.redis_acl import REDIS_ROLES, acl_line
+from services.local.redis_acl import acl_line
 from services.local.servers import (
     LOOPBACK,
-    choose_http_port,
-    chosen_port,
     find_server,
-    free_port,
     nats_environ,
     redis_config,
 )
@@ -40,14 +48,22 @@ from services.local.state import LocalClusterState, StateDir
 from services.local.supervisor import Report, Supervisor
 from shared.background import start_awaited
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable
+from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
+from shared.store import StoreUnavailable
+from shared.tenancy.tenant_admin import (
+    KeyStanding,
+    new_api_key,
+    save_api_key,
+    save_client,
+    standing_of,
+)
 from shared.transport.wire_errors import UNREADABLE
 
 START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
 GRACE_S = 15.0
 START_GRACE_S = 0.3
+REDIS_LOAD_TIMEOUT_S = 120.0  # of the file of a kept cluster
 READY_POLL_S = 0.1  # each poll takes 2.5 ms of CPU from processes that start
 OBSERVER_ID = "observer-1"
 OPERATOR_ID = "operator-1"
@@ -69,29 +85,69 @@ class LocalCluster:
     ) -> None:
         """Raises ConfigError for invalid options; does not start any process."""
         check_options(options)
-        self.api_key = new_api_key()
         self._options = options
         self._clock = clock
         self._report = report
         self._nats = find_server("nats-server") if options.nats_url is None else None
         self._redis = find_server("redis-server") if options.redis_url is None else None
-        self._redis_password = secrets.token_hex(16)
-        self._redis_passwords = {role: secrets.token_hex(16) for role in REDIS_ROLES}
-        self._redis_port = free_port(LOOPBACK)
+        if options.state_dir is None:
+            self._state = StateDir.create(state_parent)
+        else:
+            self._state = StateDir.open(options.state_dir, state_parent)
+        try:
+            self._identity = self._choose_identity(state_parent)
+        except BaseException:
+            self._state.close(retain_logs=False)
+            raise
         self._endpoints = self._choose_endpoints()
-        self._credentials = plan_credentials(options)
-        self._observer = Credential("observer", OBSERVER_ID)  # used by `hearth status`
-        self._operator = Credential("operator", OPERATOR_ID)  # sends commands to hosts and workers
-        self._client = Credential("client", CLIENT_ID)  # the tenant's, for requests over NATS
-        self._state = StateDir.create(state_parent)
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
         self._warming: Child | None = None
+        self._has_client = False
+        self.api_key = self._identity.api_key
         self.url = self._endpoints.http_url
         self.operator_token = self._endpoints.operator_token
+
+    def _choose_identity(self, state_parent: Path) -> ClusterIdentity:
+        """Returns the identity of the last start with the options of this one, or a new one, and
+        keeps it for the next start. Raises ConfigError.
+        """
+        options = self._options
+        kept = read_identity(self._state.path) or ClusterIdentity()
+        own = (
+            Credential("observer", OBSERVER_ID),  # used by `hearth status`
+            Credential("operator", OPERATOR_ID),  # sends commands to hosts and workers
+            Credential("client", CLIENT_ID),  # the tenant's, for requests over NATS
+        )
+        planned = with_kept_passwords((*plan_credentials(options), *own), kept.credentials)
+        *credentials, self._observer, self._operator, self._client = planned
+        self._credentials = tuple(credentials)
+        self._key_file = None
+        if options.redis_url is not None and not self._state.is_kept:
+            self._key_file = key_file(state_parent, options.redis_url)
+        identity = ClusterIdentity(
+            api_key=options.api_key or read_key(self._key_file) or kept.api_key,
+            operator_token=os.environ.get(OPERATOR_VARIABLE) or kept.operator_token,
+            cluster_secret=os.environ.get(SECRET_VARIABLE) or kept.cluster_secret,
+            redis_password=kept.redis_password,
+            redis_passwords=kept.redis_passwords,
+            credentials=with_other_kept(planned, kept.credentials) if self._nats else (),
+            **choose_ports(options, kept, is_kept=self._state.is_kept),
+        )
+        self._keep(identity)
+        return identity
+
+    def _keep(self, identity: ClusterIdentity) -> None:
+        if self._state.is_kept:
+            save_identity(self._state.path, identity)
 
     @property
     def state_dir(self) -> Path:
         return self._state.path
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the state outlives the cluster."""
+        return self._state.is_kept
 
     @property
     def process_ids(self) -> tuple[str, ...]:
@@ -128,8 +184,10 @@ class LocalCluster:
 
     @property
     def client_url(self) -> str | None:
-        """The NATS URL of a client of the tenant, or None with an external NATS."""
-        return None if self._nats is None else self._endpoints.nats_url_of(self._client)
+        """The NATS URL of a client of the tenant, or None with an external NATS, and for a client
+        that an operator has revoked.
+        """
+        return self._endpoints.nats_url_of(self._client) if self._has_client else None
 
     def pid_of(self, process_id: str) -> int:
         return self._supervisor.pid_of(process_id)
@@ -249,33 +307,59 @@ class LocalCluster:
                 self._report(each.process_id, "ready", "")
 
     async def _store_key(self) -> None:
+        """Stores the tenant's API key, unless Redis has it. A key that was revoked is replaced."""
         tenant_id, redis_url = self._options.tenant_id, self._endpoints.redis_url
-        await save_api_key(redis_url, self.api_key, tenant_id)
+        standing = await self._standing_of_key()
+        if standing == "ended" and self._options.api_key:
+            raise ConfigError("the key of --api-key was revoked, or has expired: give another one")
+        if standing == "ended":
+            self.api_key = new_api_key()
+        # Kept first: no key that nobody knows is left in Redis by a crash in between.
+        self._keep(msgspec.structs.replace(self._identity, api_key=self.api_key))
+        if self._key_file is not None:
+            save_key(self._key_file, self.api_key)
+        if standing != "valid":
+            await save_api_key(redis_url, self.api_key, tenant_id)
         if self._nats is not None:
-            await save_client(redis_url, self._client.process_id, tenant_id)
+            with contextlib.suppress(ConfigError):  # revoked
+                await save_client(redis_url, self._client.process_id, tenant_id)
+                self._has_client = True
+
+    async def _standing_of_key(self) -> KeyStanding:
+        """Raises StoreUnavailable. A Redis of this cluster reads its file first."""
+        deadline = self._clock.now() + (0.0 if self._redis is None else REDIS_LOAD_TIMEOUT_S)
+        while True:
+            try:
+                return await standing_of(
+                    self._endpoints.redis_url, self.api_key, self._options.tenant_id
+                )
+            except StoreUnavailable:
+                if self._clock.now() >= deadline:
+                    raise
+            await self._clock.sleep(READY_POLL_S)
 
     def _choose_endpoints(self) -> Endpoints:
-        options = self._options
-        own_redis = f"redis://:{self._redis_password}@{LOOPBACK}:{self._redis_port}/0"
+        options, identity = self._options, self._identity
+        own_redis = f"{LOOPBACK}:{identity.redis_port}/0"
         return Endpoints(
             nats_host=options.advertise_host,
-            nats_port=chosen_port(options.advertise_host, options.nats_port),
+            nats_port=identity.nats_port,
             nats_url=options.nats_url,
-            redis_url=own_redis if options.redis_url is None else options.redis_url,
+            redis_url=options.redis_url or f"redis://:{identity.redis_password}@{own_redis}",
             redis_urls={
-                role: f"redis://{role}:{password}@{LOOPBACK}:{self._redis_port}/0"
-                for role, password in self._redis_passwords.items()
+                role: f"redis://{role}:{password}@{own_redis}"
+                for role, password in identity.redis_passwords.items()
                 if options.redis_url is None
             },
             http_host=options.http_host,
-            http_port=choose_http_port(options.http_host, options.http_port),
-            cluster_secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32),
-            operator_token=os.environ.get(OPERATOR_VARIABLE) or secrets.token_urlsafe(16),
+            http_port=identity.http_port,
+            cluster_secret=identity.cluster_secret,
+            operator_token=identity.operator_token,
         )
 
     def _nats_spec(self, binary: str) -> ProcessSpec:
         host, port = self._endpoints.nats_host, self._endpoints.nats_port
-        text = nats_config(self._all_credentials, host=host, port=port)
+        text = nats_config(self._identity.credentials, host=host, port=port)
         path = self._state.write_secret("nats.conf", text)
         return ProcessSpec(
             process_id="nats",
@@ -284,14 +368,10 @@ class LocalCluster:
             listens_on=(host, port),
         )
 
-    @property
-    def _all_credentials(self) -> tuple[Credential, ...]:
-        return (*self._credentials, self._observer, self._operator, self._client)
-
     def _redis_spec(self, binary: str) -> ProcessSpec:
-        port = self._redis_port
-        text = redis_config(port=port, password=self._redis_password, directory=self.state_dir)
-        users = (acl_line(role, each) for role, each in self._redis_passwords.items())
+        port, password = self._identity.redis_port, self._identity.redis_password
+        text = redis_config(port=port, password=password, directory=self.state_dir)
+        users = (acl_line(role, each) for role, each in self._identity.redis_passwords.items())
         text += "".join(f"{each}\n" for each in users)
         path = self._state.write_secret("redis.conf", text)
         return ProcessSpec(
@@ -299,6 +379,8 @@ class LocalCluster:
             argv=(binary, str(path)),
             environ=os.environ,
             listens_on=(LOOPBACK, port),
+            umask=0o077,
+            inherited=(self._state.lock,),  # no other Redis writes its files while it runs
         )
 
     def _description(self) -> LocalClusterState:
@@ -315,7 +397,7 @@ class LocalCluster:
             description,
             nats_host=self._endpoints.nats_host,
             nats_port=self._endpoints.nats_port,
-            credentials=self._all_credentials,
+            credentials=self._identity.credentials,
         )
 
 

@@ -17,6 +17,7 @@ from services.local.credentials import (
     random_process_id,
     role_of,
 )
+from services.local.identity import save_credentials
 from services.local.state import (
     LocalClusterState,
     changing,
@@ -66,6 +67,7 @@ def _grant(credential: Credential, directory: Path, state: LocalClusterState) ->
     grown = msgspec.structs.replace(state, credentials=(*state.credentials, credential))
     text = nats_config(grown.credentials, host=state.nats_host, port=state.nats_port)
     write_secret(directory / "nats.conf", text)
+    save_credentials(directory, grown.credentials)
     save(directory, grown)
     _reload(directory)
 

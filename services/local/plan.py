@@ -43,6 +43,7 @@ _COMMANDS: dict[CredentialRole, str] = {
 # -48 % at 1,024); a longer prompt would delay every token that its decode worker generates.
 MAX_LOCAL_PREFILL_TOKENS = 512
 DRAIN_TIMEOUT_S = 10.0  # limit of a service; less than the grace period before SIGKILL
+MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
 SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
 METRICS_VARIABLE = "HEARTH_METRICS_PORT"
 REDIS_VARIABLE = "HEARTH_REDIS_URL"
@@ -73,6 +74,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None  # None means the worker's default
     max_batch_tokens: int | None = None
     tenant_id: str = "default"
+    api_key: str = ""  # of the tenant; empty: a new one, or that of the last start
+    state_dir: Path | None = None  # outlives the cluster; None: a folder that ends with it
     tp: int = 1  # ranks that share each layer, of workers for both roles
     prefill_tp: int = 1
     decode_tp: int = 1
@@ -158,9 +161,19 @@ def check_options(options: UpOptions) -> None:
         problems.append("--nats-port is of the NATS that is started: --nats names a running one")
     log_fields = log_problems(options.log_level, options.log_format)
     problems += [f"--{each.replace('_', '-', 1)}" for each in log_fields]
+    if options.api_key:
+        problems += key_problems(options.api_key)
     problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def key_problems(api_key: str) -> list[str]:
+    """Returns what is wrong with an API key, without the key in it."""
+    is_word = api_key.isascii() and api_key.isprintable() and " " not in api_key
+    if is_word and MIN_KEY_CHARS <= len(api_key) <= MAX_KEY_CHARS:
+        return []
+    return [f"--api-key is not a word of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} ASCII characters"]
 
 
 def _several_models_problems(options: UpOptions) -> list[str]:

@@ -6,6 +6,7 @@ import errno
 import shutil
 import socket
 import sysconfig
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from shared.nats_urls import authority
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_HTTP_PORT = 8000
+DEFAULT_NATS_PORT = 4222
+KEPT_PORT_WAIT_S, KEPT_PORT_POLL_S = 5.0, 0.05  # processes of a killed cluster leave their ports
 FEW_CORES = 4
 REDIS_MEMORY = "1gb"
 
@@ -82,17 +85,39 @@ def choose_http_port(host: str, port: int | None) -> int:
     """Returns `port`, or a free port for 0. For None, returns the default port, or a free port if
     the default is taken. Raises ConfigError if `port` is taken.
     """
-    if port == 0:
-        return free_port(host)
-    requested = DEFAULT_HTTP_PORT if port is None else port
+    if port is None:
+        return default_or_free_port(host, DEFAULT_HTTP_PORT)
+    return chosen_port(host, port)
+
+
+def kept_port(host: str, port: int, option: str) -> int:
+    """Returns the port of an earlier start, once that cluster's processes have left it. Raises
+    ConfigError, which names the `option` for another one, if it stays in use.
+    """
+    deadline = time.monotonic() + KEPT_PORT_WAIT_S
+    while True:
+        try:
+            return _bind(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                where = authority(host, port)
+                raise ConfigError(
+                    f"cannot listen on {where}, as before: {error.strerror} ({option} gives "
+                    "another port)"
+                ) from None
+        time.sleep(KEPT_PORT_POLL_S)
+
+
+def default_or_free_port(host: str, default: int) -> int:
+    """Returns the default port, or a free one if that is in use. Raises ConfigError."""
     try:
-        _bind(host, requested)
+        return _bind(host, default)
     except OSError as error:
-        if port is None and error.errno == errno.EADDRINUSE:
+        if error.errno == errno.EADDRINUSE:
             return free_port(host)
-        where = authority(host, requested)
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
-    return requested
+        raise ConfigError(
+            f"cannot listen on {authority(host, default)}: {error.strerror}"
+        ) from None
 
 
 def _bind(host: str, port: int) -> int:

@@ -2,11 +2,14 @@
 
 $XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
     lock            held by the running `hearth up`; a free lock means a dead cluster
-    cluster.json    URL, API key, NATS address, credentials, Redis URL
+    cluster.json    URL, API key, NATS address, credentials, Redis URL; of a running cluster alone
     nats.conf redis.conf nats.pid
     appendonly.aof appendonlydir       the tenants, keys and usage of the cluster's Redis
     logs/<process_id>.log
     tmp             symlink to the processes' temporary directory, where socket paths are short
+
+The folder of `hearth up --state` has the same files, and `kept.json` (`identity.py`). It outlives
+the cluster with its Redis files; a symlink in `clusters` leads commands to it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
@@ -34,6 +39,10 @@ _CLUSTER = "cluster.json"
 _TMP = "tmp"
 _SOCKET_NAME_BYTES = 32  # names of sockets that the processes make below it
 _REDIS_DIR = "appendonlydir"  # Redis 7's; Redis 6 has a file
+_OF_ONE_RUN = (_CLUSTER, "nats.conf", "redis.conf", "nats.pid")
+LOCK_POLL_S = 0.05
+LOCK_WAIT_S = 0.5  # commands that look for clusters hold locks for microseconds
+END_WAIT_S = 5.0  # then the Redis of a cluster that was killed has ended, too
 
 
 class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +73,23 @@ def clusters_dir(environ: Mapping[str, str] = os.environ) -> Path:
 class StateDir:
     """One cluster's directory, locked while this object is open."""
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
+    def __init__(self, path: Path, lock: IO[str], link: Path | None = None) -> None:
+        """`link`: of a folder that outlives the cluster, what leads commands to it."""
         self.path = path
         self.logs = path / "logs"
         self.scratch = (path / _TMP).resolve()
         self._lock = lock
+        self._link = link
+
+    @property
+    def lock(self) -> int:
+        """The descriptor of the lock, which a child that inherits it holds, too."""
+        return self._lock.fileno()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the folder outlives the cluster."""
+        return self._link is not None
 
     @classmethod
     def create(cls, parent: Path) -> StateDir:
@@ -83,8 +104,31 @@ class StateDir:
             raise ConfigError(f"cannot store state in {parent}: {error.strerror}") from None
         _remove_dead(parent, retained=path)
         (path / "logs").mkdir(mode=0o700)
-        (path / _TMP).symlink_to(make_socket_directory("hearth-", name_bytes=_SOCKET_NAME_BYTES))
+        _make_scratch(path)
         return cls(path, lock)
+
+    @classmethod
+    def open(cls, folder: Path, parent: Path) -> StateDir:
+        """Opens a folder that outlives its cluster, or makes it. Raises ConfigError, also if
+        another process uses it, or if it is a folder of something else.
+        """
+        path = folder.expanduser().resolve()
+        try:
+            _check_kept(path)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.chmod(0o700)
+            lock = _lock_kept(path)
+            _remove_run(path)  # of a cluster that was killed
+            (path / "logs").mkdir(mode=0o700, exist_ok=True)
+            _make_scratch(path)
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            link = parent / f"kept-{sha256(os.fsencode(path)).hexdigest()[:12]}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+        except OSError as error:
+            raise ConfigError(f"cannot store state in {path}: {error.strerror}") from None
+        _remove_dead(parent, retained=link)
+        return cls(path, lock, link)
 
     def write_secret(self, name: str, text: str) -> Path:
         return write_secret(self.path / name, text)
@@ -93,8 +137,13 @@ class StateDir:
         save(self.path, state)
 
     def close(self, *, retain_logs: bool) -> None:
-        """Removes the directory, or all its files except the logs."""
-        if retain_logs:
+        """Removes the directory, or all its files except the logs. Of a kept folder, only what
+        belongs to one run is removed.
+        """
+        if self._link is not None:
+            self._link.unlink(missing_ok=True)
+            _remove_run(self.path)
+        elif retain_logs:
             shutil.rmtree(self.scratch, ignore_errors=True)
             for each in self.path.iterdir():
                 if each.is_file() and each.name != _LOCK:
@@ -112,6 +161,16 @@ def write_secret(path: Path, text: str) -> Path:
         file.write(text)
     Path(temporary).replace(path)
     return path
+
+
+def read_secret(path: Path) -> bytes | None:
+    """Returns None if there is no such file. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def save(directory: Path, state: LocalClusterState) -> None:
@@ -190,5 +249,45 @@ def _remove_dead(parent: Path, *, retained: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
+    if directory.is_symlink():  # to a folder that outlives its cluster
+        directory.unlink(missing_ok=True)
+        return
     shutil.rmtree((directory / _TMP).resolve(), ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _make_scratch(path: Path) -> None:
+    (path / _TMP).symlink_to(make_socket_directory("hearth-", name_bytes=_SOCKET_NAME_BYTES))
+
+
+def _remove_run(path: Path) -> None:
+    """Removes what belongs to one run from a folder that outlives it."""
+    for name in _OF_ONE_RUN:
+        (path / name).unlink(missing_ok=True)
+    if (path / _TMP).is_symlink():
+        shutil.rmtree((path / _TMP).resolve(), ignore_errors=True)
+        (path / _TMP).unlink()
+
+
+def _check_kept(path: Path) -> None:
+    """Raises ConfigError for a folder with files of something else, which would become private."""
+    if path.is_dir() and not (path / _LOCK).exists() and any(path.iterdir()):
+        raise ConfigError(f"--state {path} has other files: give a new or an empty folder")
+
+
+def _lock_kept(path: Path) -> IO[str]:
+    """Returns the lock, with this process's id in its file. Raises ConfigError if another process
+    holds it.
+    """
+    started = time.monotonic()
+    while (lock := _locked(path)) is None:
+        holder = (path / _LOCK).read_text().strip()
+        wait_s = LOCK_WAIT_S if Path("/proc", holder or "-").exists() else END_WAIT_S
+        if time.monotonic() > started + wait_s:
+            raise ConfigError(f"--state {path} is in use by `hearth up` (process {holder})")
+        time.sleep(LOCK_POLL_S)
+    os.fchmod(lock.fileno(), 0o600)
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,6 +48,7 @@ from shared.tenancy.tenant import (
 from shared.tls import TlsFiles
 from shared.transport.wire_errors import UNREADABLE
 
+KeyStanding = Literal["unknown", "valid", "ended"]
 KEY_ID_CHARS = 12
 FORGET_S = 30 * 86_400  # retention of the record of an ended key
 MAX_SWAPS = 16
@@ -82,6 +83,14 @@ async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
     """Stores an API key of a tenant over a new connection. Raises StoreUnavailable."""
     async with _connected(redis_url) as store:
         await store_api_key(store, api_key, tenant_id)
+
+
+async def standing_of(redis_url: str, api_key: str, tenant_id: str) -> KeyStanding:
+    """Returns an API key's standing over a new connection. Raises StoreUnavailable, and ConfigError
+    for a key of another tenant.
+    """
+    async with _connected(redis_url) as store:
+        return await TenantAdmin(store, time.time).standing(tenant_id, api_key)
 
 
 async def save_client(redis_url: str, client_id: str, tenant_id: str) -> None:
@@ -183,6 +192,18 @@ class TenantAdmin:
         digests = await self._digests(tenant_id)
         found = [await self._key(key_id, digest) for key_id, digest in digests.items()]
         return sorted((each for each in found if each is not None), key=lambda k: k.created_at)
+
+    async def standing(self, tenant_id: str, api_key: str) -> KeyStanding:
+        """Returns whether Redis has never known the key for this tenant, accepts it, or does no
+        more. Raises ConfigError for a key of another tenant.
+        """
+        key_id = key_id_of(api_key)
+        key = await self._key(key_id, digest_of(api_key))
+        if key is None:
+            return "ended" if key_id in await self._digests(tenant_id) else "unknown"
+        if key.tenant_id != tenant_id:
+            raise ConfigError(f"the API key {key_id} belongs to another tenant than {tenant_id!r}")
+        return "valid" if self._is_valid(key) else "ended"
 
     async def add_key(self, tenant_id: str, api_key: str) -> str:
         """Returns the key's id."""

@@ -34,7 +34,7 @@ app = typer.Typer()
     epilog="Examples:  hearth up  ·  hearth up --prefill 2 --decode 2  ·  "
     "hearth up --model ~/models/tiny --http 0.0.0.0:8000  ·  "
     "hearth up --model meta-llama/Llama-3.2-1B"
-    "  ·  hearth up --role both --check",
+    "  ·  hearth up --state ~/hearth  ·  hearth up --role both --check",
 )
 def up(
     model: given.Model = None,
@@ -47,6 +47,8 @@ def up(
     nats: given.Nats = None,
     redis: given.Redis = None,
     nats_port: given.NatsPort = None,
+    state: given.State = None,
+    api_key: given.ApiKey = "",
     advertise: given.Advertise = "127.0.0.1",
     dtype: given.Dtype = "auto",
     kv_dtype: given.KvDtype = "auto",
@@ -67,7 +69,8 @@ def up(
 ) -> None:
     """Start a cluster on this machine, send a first request, and run until Ctrl-C.
 
-    Also starts NATS and Redis, unless their URLs are given. Removes its processes and state.
+    Also starts NATS and Redis, unless their URLs are given. Removes its processes, and its state
+    without --state.
     """
     from services.cli.cluster.up import run_up
 
@@ -97,6 +100,8 @@ def up(
         redis_url=redis,
         nats_port=nats_port,
         advertise_host=advertise.strip("[]"),
+        state_dir=state,
+        api_key=api_key,
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,

@@ -145,6 +145,8 @@ def _show_gateway(cluster: LocalCluster, console: Console) -> None:
     console.print(f"page     {cluster.url}/   operator token {cluster.operator_token}")
     console.print(f"API key  {cluster.api_key}")
     console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
+    if cluster.is_kept:
+        console.print(f"state    {_short(cluster.state_dir)}: the next start with it goes on")
     console.print(f"chat     {own_command()} chat")
     for title, command in _examples(cluster):
         console.print(title, style="dim")

@@ -66,6 +66,22 @@ NatsPort = Annotated[
         help="Port of the NATS that is started, for workers on other hosts (default: a free one).",
     ),
 ]
+State = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder that keeps tenants, keys, usage, models, passwords and ports for the next "
+        "start with it (default: one that is removed at the end).",
+    ),
+]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        metavar="KEY",
+        envvar="HEARTH_API_KEY",
+        help="API key of the tenant default (default: that of the last start, else a new one).",
+    ),
+]
 Advertise = Annotated[
     str,
     typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),

@@ -26,6 +26,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     environ: Mapping[str, str]  # the full environment, which contains secrets; argv never does
     listens_on: tuple[str, int] | None = None  # if set, it is up once this port accepts connections
+    umask: int = -1  # -1: this process's
+    inherited: tuple[int, ...] = ()  # descriptors
     start_order: int = 0  # equal numbers start and stop together; stopped in reverse
 
 
@@ -59,6 +61,8 @@ async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            umask=spec.umask,
+            pass_fds=spec.inherited,
             preexec_fn=die_with_parent(os.getpid()),
         )
     except OSError as error:

@@ -241,6 +241,8 @@ def test_sizes_and_formats_are_passed_only_to_workers(tmp_path: Path) -> None:
         ({"load_format": "gguf"}, "--load-format 'gguf' is none of auto, dummy"),
         ({"kv_cache_bytes": 0}, "--kv-cache-bytes 0 is not positive"),
         ({"max_batch_tokens": -1}, "--max-batch-tokens -1 is not positive"),
+        ({"api_key": "two words"}, "--api-key is not a word of 8 to 512 ASCII characters"),
+        ({"api_key": "short"}, "--api-key is not a word"),
     ],
 )
 def test_invalid_sizes_and_formats_are_rejected(

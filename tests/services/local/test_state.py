@@ -109,6 +109,34 @@ def test_only_the_logs_remain_after_a_failure(tmp_path: Path) -> None:
     assert left == {"lock", "decode-1.log"}
 
 
+def test_kept_folder_outlives_clusters_and_is_found_by_commands(tmp_path: Path) -> None:
+    folder, parent = tmp_path / "kept", tmp_path / "clusters"
+    directory = StateDir.open(folder, parent)
+    directory.publish(state("http://kept"))
+    directory.write_secret("kept.json", "{}")
+    assert (mode(folder), running_cluster(parent)[1].url) == (0o700, "http://kept")
+    with pytest.raises(ConfigError, match=rf"in use .*process {os.getpid()}"):
+        StateDir.open(folder, parent)
+    directory._lock.close()  # as the kernel does after a crash
+    scratch = directory.scratch
+    StateDir.create(parent).close(retain_logs=False)  # removes the link, and nothing behind it
+    again = StateDir.open(folder, parent)
+    assert not scratch.exists() and (folder / "kept.json").exists()
+    with pytest.raises(ConfigError, match="hearth up"):  # starts, and is not ready
+        running_cluster(parent)
+    again.close(retain_logs=False)
+    assert sorted(each.name for each in folder.iterdir()) == ["kept.json", "lock", "logs"]
+    assert list(parent.iterdir()) == []
+
+
+def test_folder_with_other_files_is_no_state(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="other files"):
+        StateDir.open(tmp_path, tmp_path / "clusters")
+    assert mode(tmp_path) == 0o755
+
+
 def test_unwritable_state_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot store state"):

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from services.cli.cluster import status, up
 from services.client.first_answers import first_requests
+from services.local.identity import read_key
 from services.local.servers import free_port
 from services.local.state import LocalClusterState, StateDir
 from services.worker.worker import build_worker
@@ -27,6 +28,7 @@ from shared.engine.executors.timing_executor import TimingExecutor
 from shared.errors import DependencyUnavailable
 from shared.fleet.fleet_view import FleetView
 from shared.subjects import credential_of
+from tests.services.cli.cluster.running_up import Up
 from tests.services.cli.in_process import call_hearth
 from tests.services.local.hub_home import MODEL, offline, write_hub_home
 from tests.support.servers import RedisServer, Server, find_binary
@@ -44,42 +46,6 @@ from tests.support.services.running import (
     start_hearth,
 )
 from tests.support.waiting import until
-
-
-class Up:
-    """A running `hearth up`."""
-
-    def __init__(self, state_home: Path, *arguments: str, **environ: str) -> None:
-        self.state_home = state_home
-        self.environ = environ
-        arguments = ("up", "--http", "127.0.0.1:0", *arguments)
-        self.process = start_hearth(state_home, *arguments, **environ)
-        self.directory, self.state = self._wait()
-
-    def _wait(self) -> tuple[Path, LocalClusterState]:
-        found = eventually(
-            lambda: cluster_of(self.state_home) or self.process.poll() is not None, "up"
-        )
-        assert isinstance(found, tuple), self.process.communicate()[0]
-        return found
-
-    def pid_of(self, command: str) -> int:
-        """The pid of the only process of this `hearth` command, or of this server."""
-        (pid,) = self.pids_of(command)
-        return pid
-
-    def pids_of(self, command: str) -> list[int]:
-        words = {pid: line.split("\0") for pid, line in processes_of(self.state_home).items()}
-        return [
-            pid
-            for pid, line in words.items()
-            if command in line[3:4] or Path(line[0].split(" ")[0]).name == command
-        ]
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> str:
-        self.process.send_signal(number)
-        output, _ = self.process.communicate(timeout=60)
-        return output
 
 
 @pytest.fixture(scope="module")
@@ -404,6 +370,9 @@ def test_children_of_a_killed_up_end_and_external_servers_go_on(
     assert complete(cluster.state.url, cluster.state.api_key)["usage"]["completion_tokens"] == 8
     ((prefill,), (decode,)) = ready(cluster.state)["workers"].values()
     assert prefill == decode and re.fullmatch(r"worker-\w{12}", decode)
+    (kept_key,) = (tmp_path / "hearth" / "keys").iterdir()  # the next start takes the same one
+    assert read_key(kept_key) == cluster.state.api_key
+    assert stat.S_IMODE(kept_key.stat().st_mode) == 0o600
     directory, _ = cluster_of(tmp_path) or pytest.fail("the cluster is not running")
     scratch = (directory / "tmp").resolve()
     output = cluster.stop(signal.SIGKILL)

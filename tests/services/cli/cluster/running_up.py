@@ -1,0 +1,50 @@
+"""`hearth up` in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from services.local.state import LocalClusterState
+from tests.support.services.running import (
+    cluster_of,
+    eventually,
+    processes_of,
+    start_hearth,
+)
+
+
+class Up:
+    """A running `hearth up`."""
+
+    def __init__(self, state_home: Path, *arguments: str, **environ: str) -> None:
+        self.state_home = state_home
+        self.environ = environ
+        arguments = ("up", "--http", "127.0.0.1:0", *arguments)
+        self.process = start_hearth(state_home, *arguments, **environ)
+        self.directory, self.state = self._wait()
+
+    def _wait(self) -> tuple[Path, LocalClusterState]:
+        found = eventually(
+            lambda: cluster_of(self.state_home) or self.process.poll() is not None, "up"
+        )
+        assert isinstance(found, tuple), self.process.communicate()[0]
+        return found
+
+    def pid_of(self, command: str) -> int:
+        """The pid of the only process of this `hearth` command, or of this server."""
+        (pid,) = self.pids_of(command)
+        return pid
+
+    def pids_of(self, command: str) -> list[int]:
+        words = {pid: line.split("\0") for pid, line in processes_of(self.state_home).items()}
+        return [
+            pid
+            for pid, line in words.items()
+            if command in line[3:4] or Path(line[0].split(" ")[0]).name == command
+        ]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> str:
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=60)
+        return output
