@@ -42,6 +42,7 @@ from shared.messages import Role
 
 # Typer bundles click or uses the installed one, by its version; this finds the one in use.
 UsageError: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "UsageError")
+VALIDATION_PREFIX = "Value error, "  # pydantic's, by which newer typers check values
 SERVICES = "One process of a cluster"
 
 app = typer.Typer(
@@ -207,7 +208,7 @@ def main() -> None:
     try:
         status = _command().main(arguments, prog_name="hearth", standalone_mode=False)
     except UsageError as error:
-        _exit_with_error(error.format_message())
+        _exit_with_error(error.format_message().replace(VALIDATION_PREFIX, ""))
     except HearthError as error:
         _exit_with_error(error.message)
     except (KeyboardInterrupt, typer.Abort):

@@ -24,6 +24,7 @@ from shared.numerics import (
     KvDtype,
     ModeChoice,
 )
+from shared.sizes import parse_size
 from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
@@ -41,8 +42,6 @@ LOG_FORMATS = ("auto", "json", "text")
 DEVICES = "auto, cpu, cuda or cuda:N"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _BUDGET_DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(GiB|MiB|GB|MB|B)?", re.IGNORECASE)
-_SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 _SUBJECT_TOKEN = re.compile(r"[^\s.*>]+")
 _PROCESS_ID = re.compile(rf"{_SUBJECT_TOKEN.pattern}(\.{_SUBJECT_TOKEN.pattern})?")
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
@@ -317,10 +316,12 @@ def device_budgets(texts: Iterable[str]) -> dict[str, int | None]:
         if not separator:
             budgets[device] = None
             continue
-        found = _SIZE.fullmatch(size.strip())
-        if found is None or float(found[1]) == 0:
-            raise ConfigError(f"budget {text!r} has no size such as 12GiB or 16000000000")
-        budgets[device] = int(float(found[1]) * _SIZE_UNITS[(found[2] or "").upper()])
+        try:
+            budgets[device] = parse_size(size)
+        except ConfigError as error:
+            raise ConfigError(f"budget {text!r}: {error.message}") from None
+        if budgets[device] == 0:
+            raise ConfigError(f"budget {text!r} is no memory: leave {device} out")
     return budgets
 
 

@@ -116,6 +116,10 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["up", "--model", "/no"], "--model /no is not a directory"),
         (["scheduler", "--nats-url", "nats://h:1", "--log-level", "loud"], "log_level 'loud' is"),
         (["up", "--log-format", "xml"], "--log-format 'xml' is none of auto, json, text"),
+        (["up", "--kv-cache-bytes", "8 gigs"], "'8 gigs' is not a size such as 8GiB"),
+        (["gateway", "--max-body-bytes", "x"], "--max-body-bytes"),
+        (["plan", "--memory", "much"], "'--memory': 'much' is not a size such as 8GiB"),
+        (["decode", "--role", "all"], "'--role': 'all' is not one of 'own', 'both'"),
         (["up", "--http", "8000"], "--http '8000' is not HOST:PORT"),
         (["up", "--http", "h:70000"], "is not HOST:PORT"),
         (["up", "--model", "/tmp", "--decode", "0"], "nothing could answer"),
@@ -195,6 +199,20 @@ def test_option_overrides_its_environment_variable(
         app, ["--nats-url", "nats://d-1:w@127.0.0.1:1", *arguments], env=variables
     )
     assert (result.exit_code, seen) == (0, [expected])
+
+
+def test_sizes_have_units_on_the_command_line_and_in_variables() -> None:
+    seen: list[tuple[int | None, int | None]] = []
+
+    def run(config: WorkerConfig) -> int:
+        seen.append((config.kv_cache_bytes, config.kv_ceiling_bytes))
+        raise typer.Exit
+
+    app = typer.Typer()
+    app.command()(service_command(WorkerConfig, "decode", run))
+    arguments = ["--nats-url", "nats://d-1:w@127.0.0.1:1", "--kv-cache-bytes", "1.5g"]
+    result = CliRunner().invoke(app, arguments, env={"HEARTH_KV_CEILING_BYTES": "2GB"})
+    assert (result.exit_code, seen) == (0, [(3 << 29, 2 * 10**9)])
 
 
 def test_environment_variables_set_options() -> None:

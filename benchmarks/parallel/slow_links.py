@@ -49,8 +49,8 @@ from shared.engine.planning.parallel_plan import (
     plan_of,
 )
 from shared.engine.planning.step_bytes import SUMS_PER_LAYER
-from shared.log import configure_logging
 from shared.numerics import Activations, exchange_of
+from shared.telemetry.log import configure_logging
 from tests.support.relay import SlowRelay
 
 GBIT_PER_S = 125e6

@@ -41,8 +41,8 @@ from benchmarks.roles.step_costs import OverlapCost
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, run_fleet
 from services.client.load_test import percentile
 from shared.engine.executors.timing_executor import StepCost
-from shared.log import configure_logging
 from shared.messages import Role
+from shared.telemetry.log import configure_logging
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 SPLIT: tuple[tuple[Role, ...], ...] = (("prefill",), ("decode",))

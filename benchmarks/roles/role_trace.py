@@ -32,8 +32,8 @@ from benchmarks.report import Row, at_least, at_most, write_result
 from benchmarks.roles.virtual_fleet import Arrival, FleetOptions, FleetRun, Timeline, run_fleet
 from services.client.load_test import percentile
 from shared.engine.executors.timing_executor import StepCost
-from shared.log import configure_logging
 from shared.messages import Role
+from shared.telemetry.log import configure_logging
 
 DEVICE = StepCost(base_s=23e-3, per_token_s=226e-6, per_context_token_s=54e-9)
 RATE = 11.0  # requests/s

@@ -1,15 +1,32 @@
-"""Shared parts of options: panels of the help, words of values, files that they name."""
+"""Shared parts of options: panels of the help, words of values, sizes, files that they name."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from shared.errors import ConfigError
+from shared.sizes import parse_size, shortest_size
 
 OPERATE = "Operate"  # a panel of the help
 UNLIMITED, ALL = "unlimited", "all"
 MAX_BYTES = 4 << 20
+
+
+def size_option(*, default: int | None = None, **settings: Any) -> Any:
+    """Returns the option of a size in bytes, which may have a unit. `default` is shown in short."""
+    shown = shortest_size(default) if default else False
+    return typer.Option(parser=_size, metavar="SIZE", show_default=shown, **settings)
+
+
+def _size(given: str | int) -> int:
+    try:
+        return parse_size(str(given))
+    except ConfigError as error:
+        raise typer.BadParameter(error.message) from None
 
 
 def read_given_file(path: Path, *, what: str) -> bytes:

@@ -13,10 +13,10 @@ from shared.engine.executors.group.other_host import run_host_ranks
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.errors import ConfigError, HearthError, NoResponders, RequestTimeout
-from shared.log import configure_service_logging
 from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks
 from shared.telemetry.line_writer import replace_standard_streams
+from shared.telemetry.log import configure_service_logging
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
@@ -31,7 +31,9 @@ def run_rank(config: RankConfig) -> int:
     or 2 after a HearthError.
     """
     replace_standard_streams()
-    configure_service_logging(config)
+    configure_service_logging(
+        config.process_id, level=config.log_level, log_format=config.log_format
+    )
     try:
         check(config)
         assigned = asyncio.run(_assigned(config))

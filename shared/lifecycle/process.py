@@ -26,9 +26,9 @@ from shared.config import ProcessConfig
 from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.lifecycle.garbage import collect_garbage, freeze_heap
-from shared.log import configure_service_logging
 from shared.metrics.process_report import ProcessReport
 from shared.telemetry.line_writer import replace_standard_streams
+from shared.telemetry.log import configure_service_logging
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +59,9 @@ def run_service(config: ProcessConfig, build: Callable[[], Awaitable[Service]]) 
     printed in one line.
     """
     replace_standard_streams()
-    configure_service_logging(config)
+    configure_service_logging(
+        config.process_id, level=config.log_level, log_format=config.log_format
+    )
     raise_descriptor_limit()
     try:
         uvloop.run(_live(build, config.leave_timeout_s, config.metrics_address))

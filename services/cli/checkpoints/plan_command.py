@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
-from services.cli.options import OPERATE
+from services.cli.options import OPERATE, size_option
 from services.local.hub_download import local_copy
 from shared.config import default_block_size, expert_split
 from shared.errors import ConfigError
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from services.cli.checkpoints.links_table import LinksPlan
     from shared.engine.model_config.model_config import ModelConfig
 
-UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6}
-UNITS |= {"GB": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LINKS_HELP = (
     "Hosts, their ranks and the links between them, JSON or TOML: "
     '{"hosts": [{"name": "a", "num_ranks": 4}, {"name": "b", "num_ranks": 4}], "links": '
@@ -62,11 +59,11 @@ def plan(
         typer.Option(help="ep: a rank holds whole experts; tp: columns of all; auto."),
     ] = "auto",
     memory: Annotated[
-        str | None, typer.Option(help="Memory of each rank, such as 80GiB (default: not checked).")
+        int | None, size_option(help="Memory of each rank, such as 80GiB (default: not checked).")
     ] = None,
     kv_memory: Annotated[
-        str | None,
-        typer.Option(help="Of it for KV, such as 28GiB (default: 90% of what the rest leaves)."),
+        int | None,
+        size_option(help="Of it for KV, such as 28GiB (default: 90% of what the rest leaves)."),
     ] = None,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens of the sequences that are counted.")
@@ -111,7 +108,7 @@ def plan(
         item_bytes=ITEM_BYTES[dtype],
         kv_item_bytes=kv_item_bytes(config, kv_dtype, dtype),
         block_size=block_size,
-        limit=MemoryLimit(memory_bytes=_bytes(memory), kv_bytes=_bytes(kv_memory)),
+        limit=MemoryLimit(memory_bytes=memory, kv_bytes=kv_memory),
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
         experts=expert_split(experts),
     )
@@ -152,15 +149,3 @@ def plan_links(
         return LinksPlan(plans, chosen, plan_of(plans, tp, pp or 1), batch)
     except ValueError as error:
         raise ConfigError(str(error), param="links") from None
-
-
-def _bytes(text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text)
-
-
-def parse_bytes(text: str) -> int:
-    """Parses a size: `80GiB` -> bytes. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if found is None or found[2].upper() not in UNITS:
-        raise ConfigError(f"memory {text!r} is not a size such as 80GiB or 24GB", param="memory")
-    return int(float(found[1]) * UNITS[found[2].upper()])

@@ -70,7 +70,7 @@ def quality(
     from shared.engine.models.checkpoint_config import read_config
     from shared.engine.quantize.compare import compare, summary
     from shared.engine.quantize.variants import Comparisons
-    from shared.log import configure_logging
+    from shared.telemetry.log import configure_logging
 
     configure_logging("quality", level="warning")
     found, needs_weights = read_prompts(prompts), load_format is not LoadFormat.DUMMY

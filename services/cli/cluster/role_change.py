@@ -12,9 +12,9 @@ from services.local.credentials import process_id_for
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.lifecycle.worker_roles import roles_named
-from shared.log import configure_logging
 from shared.messages import ChangeRoles, Done, Heartbeat
 from shared.subjects import HEARTBEATS, lifecycle
+from shared.telemetry.log import configure_logging
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
 

@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 import shared
+from services.cli.options import size_option
 from services.local.credentials import process_id_for
 from services.local.hub_download import is_hub_id, local_copy
 from shared.config import ProcessConfig, RankConfig, WorkerConfig, check
@@ -261,12 +262,15 @@ def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     option_type = _OPTION_TYPES.get(name, field.type)
     if name == "model_dir" and not field.required:
         option_type = str  # a Path would make the current directory of an empty text
+    settings: dict[str, Any] = {
+        "help": HELP.get(name, ""),
+        "envvar": f"HEARTH_{name.removeprefix('is_').upper()}",
+    }
     option = typer.Option(
-        _flag(name, is_switch=field.type is bool),
-        help=HELP.get(name, ""),
-        envvar=f"HEARTH_{name.removeprefix('is_').upper()}",
-        show_default=name != "process_id",
+        _flag(name, is_switch=field.type is bool), show_default=name != "process_id", **settings
     )
+    if name.endswith("_bytes"):
+        option = size_option(default=None if field.required else field.default, **settings)
     default = _DEFAULTS.get(name, inspect.Parameter.empty if field.required else field.default)
     return inspect.Parameter(
         name,

@@ -28,10 +28,10 @@ from shared.errors import ConfigError, DependencyUnavailable
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.lifecycle.host_models import ReceivedModels
-from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.nats_urls import without_password
 from shared.subjects import HEARTBEATS, CredentialRole
+from shared.telemetry.log import configure_logging
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 

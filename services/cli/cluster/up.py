@@ -23,8 +23,8 @@ from services.local.state import clusters_dir
 from services.local.supervisor import Event
 from shared.background import start_awaited
 from shared.clock import Clock, MonotonicClock
-from shared.log import configure_logging
 from shared.telemetry.line_writer import replace_standard_streams
+from shared.telemetry.log import configure_logging
 
 
 def run_up(options: UpOptions, *, is_check: bool) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
+from services.cli.options import size_option
 from services.local.hub_download import local_copy
 from services.local.model_list import NamedModel, named_models
 from services.local.plan import worker_counts
@@ -117,7 +118,7 @@ Weights = Annotated[
 ]
 KvCacheBytes = Annotated[
     int | None,
-    typer.Option(
+    size_option(
         envvar="HEARTH_KV_CACHE_BYTES",
         help="KV cache of each worker (default: 256 MiB on the CPU, free memory on CUDA).",
     ),

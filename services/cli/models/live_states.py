@@ -16,9 +16,9 @@ from shared.fleet.fleet_view import FleetView
 from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.lifecycle.host_models import ReceivedModels
-from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
+from shared.telemetry.log import configure_logging
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
 

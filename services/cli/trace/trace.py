@@ -14,9 +14,9 @@ from services.cli.trace.timeline_table import timeline_parts
 from services.local.credentials import process_id_for
 from shared.errors import ConfigError, DependencyUnavailable, HearthError
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.log import configure_logging
 from shared.messages import Heartbeat, ReadTimeline, TimelineRead
 from shared.subjects import HEARTBEATS, trace
+from shared.telemetry.log import configure_logging
 from shared.telemetry.timeline import Timeline
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus

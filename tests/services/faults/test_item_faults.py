@@ -368,7 +368,7 @@ WITHOUT_NATIVE_CODE = {
     "services/gateway/preparation/template_process.py",
     "services/gateway/text/chat_template.py",
     "services/gateway/text/history/content_parts.py",
-    "shared/log.py",
+    "shared/telemetry/log.py",
 }
 
 

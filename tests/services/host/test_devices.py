@@ -18,9 +18,9 @@ def test_budgets_have_units() -> None:
     ("text", "problem"),
     [
         ("tpu=1GiB", "is not DEVICE=SIZE with the device cpu or cuda:N"),
-        ("cpu=", "has no size such as 12GiB"),
-        ("cpu=0", "has no size such as 12GiB"),
-        ("cpu=12 parsecs", "has no size such as 12GiB"),
+        ("cpu=", "'' is not a size such as 8GiB"),
+        ("cpu=0", "is no memory"),
+        ("cpu=12 parsecs", "'12 parsecs' is not a size such as 8GiB"),
     ],
 )
 def test_invalid_budgets_are_named(text: str, problem: str) -> None:

@@ -93,7 +93,7 @@ def test_stream_writes_any_text(pipe: tuple[int, int]) -> None:
 SCRIPT = """
 import asyncio, logging, os, sys, threading, warnings
 import structlog
-from shared.log import configure_logging
+from shared.telemetry.log import configure_logging
 from shared.telemetry.line_writer import replace_standard_streams
 
 class Broken:

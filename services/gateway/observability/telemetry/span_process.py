@@ -23,8 +23,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 
 from services.gateway.observability.telemetry.spans import SpanBatch
 from services.gateway.observability.telemetry.traced_request import SETTLED, SIZE, TracedRequest
-from shared.log import configure_child_logging
 from shared.telemetry.line_writer import replace_standard_error
+from shared.telemetry.log import configure_child_logging
 
 MAX_READ_BYTES = 1 << 20  # the frames of one message to the collector
 DRAIN_S = 1.5  # the remaining spans are sent after the gateway has closed its end

@@ -26,8 +26,8 @@ from shared.engine.executors.rank_state import RankState
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.processes.rank_process import RankContext
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
-from shared.log import configure_child_logging
 from shared.numerics import exchange_of
+from shared.telemetry.log import configure_child_logging
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 

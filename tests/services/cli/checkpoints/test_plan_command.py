@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.checkpoints.plan_command import parse_bytes
-from shared.errors import ConfigError
 from tests.services.cli.in_process import call_hearth
 
 
@@ -90,16 +88,3 @@ def test_plan_over_links_that_cannot_be_is_one_line(
     shown = call_hearth(("plan", "--links", links, *arguments), {})
     assert shown.returncode == 2
     assert shown.stderr.startswith(f"hearth: {error}") and shown.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("80GiB", 80 << 30), ("1.5 gb", 1_500_000_000), ("4096", 4096)]
-)
-def test_sizes_are_read(text: str, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "much", "80GiBs", "-1GiB", "1e9"])
-def test_other_sizes_are_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a size such as 80GiB"):
-        parse_bytes(text)

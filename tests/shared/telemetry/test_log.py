@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 
-from shared.log import json_line
+from shared.telemetry.log import json_line
 from shared.telemetry.log_text import text_of
 
 SCRIPT = """
 import sys, structlog
-from shared.config import ProcessConfig
-from shared.log import configure_child_logging, configure_service_logging
+from shared.telemetry.log import configure_child_logging, configure_service_logging
 
 level, log_format = sys.argv[1:]
-config = ProcessConfig(
-    nats_url="nats://h", process_id="p-1", log_level=level, log_format=log_format
-)
-configure_service_logging(config)
+configure_service_logging("p-1", level=level, log_format=log_format)
 structlog.get_logger().info("seen", own=1)
 structlog.reset_defaults()
 configure_child_logging("rank-1")

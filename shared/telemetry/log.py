@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from shared.config import ProcessConfig
 from shared.telemetry.line_writer import LineWriter
 from shared.telemetry.log_text import FIRST_KEYS, text_of
 
@@ -24,10 +23,10 @@ LEVEL_VARIABLE, FORMAT_VARIABLE = "HEARTH_LOG_LEVEL", "HEARTH_LOG_FORMAT"
 _encode = msgspec.json.Encoder().encode
 
 
-def configure_service_logging(config: ProcessConfig) -> None:
+def configure_service_logging(process_id: str, *, level: str, log_format: str) -> None:
     """Configures the logs of a service, and of the processes that it starts."""
-    os.environ[LEVEL_VARIABLE], os.environ[FORMAT_VARIABLE] = config.log_level, config.log_format
-    configure_logging(config.process_id, level=config.log_level, log_format=config.log_format)
+    os.environ[LEVEL_VARIABLE], os.environ[FORMAT_VARIABLE] = level, log_format
+    configure_logging(process_id, level=level, log_format=log_format)
 
 
 def configure_child_logging(process_id: str) -> None:
