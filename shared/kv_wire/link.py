@@ -101,12 +101,13 @@ Fill = Callable[[memoryview], Awaitable[None]]
 class PushLink(Protocol):
     """Prefill's end of one connection."""
 
-    async def send(self, header: FrameHeader, fill: Fill) -> None:
+    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
         """Returns once the receiver has acknowledged the frame.
 
         Raises FrameRefused if the receiver rejects it (unknown placement, bad checksum, sink
         raised), LinkLost if the connection ended. Sends may be concurrent; `fill` runs when a slot
-        is free, in the order of the calls. `fill` has always ended when this returns or raises.
+        is free, in the order of a tenant's calls and by turns of the tenants. `fill` has always
+        ended when this returns or raises.
         """
         ...
 

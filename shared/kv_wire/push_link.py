@@ -1,13 +1,16 @@
 """Prefill's end of one connection, the same for both transports.
 
-Frames are filled, summed and sent one at a time in the order of the calls. Each holds its slot
-until the receiver has replied or the connection has ended.
+Frames are filled, summed and sent one at a time: those of a tenant in the order of the calls, and
+one of each tenant in turn, so that many pushes of one do not delay another's. Each frame holds its
+slot until the receiver has replied or the connection has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,6 +47,50 @@ class Staging(Protocol):
     ) -> None: ...
 
     def close(self) -> None: ...
+
+
+class TenantTurns:
+    """Admits one holder at a time. Callers of one tenant hold it in the order of their calls, and a
+    tenant waits for at most one holder of each other tenant.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+        # in the order of their turns; each has waited since its last one
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
+        await self._acquire(tenant_id)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _acquire(self, tenant_id: str) -> None:
+        if not self._is_held:
+            self._is_held = True
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant_id, deque()).append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():  # it was this caller's turn already
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            tenant_id = next(iter(self._waiting))
+            waiters = self._waiting.pop(tenant_id)
+            waiter = waiters.popleft()
+            if waiters:
+                self._waiting[tenant_id] = waiters
+            if not waiter.done():  # else its caller was cancelled
+                waiter.set_result(None)
+                return
+        self._is_held = False
 
 
 class Slots:
@@ -94,7 +141,7 @@ class StagedLink:
         self._on_end = on_end
         self._compression = compression
         self._slots = Slots(staging.num_slots)
-        self._turn = asyncio.Lock()
+        self._turns = TenantTurns()
         self._unacked: dict[int, _Unacked] = {}
         self._num_frames = 0
         self._lost: str | None = None
@@ -108,13 +155,13 @@ class StagedLink:
     def num_unacked(self) -> int:
         return len(self._unacked)
 
-    async def send(self, header: FrameHeader, fill: Fill) -> None:
+    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
         """Sends a frame: see `PushLink.send`. `fill` has always ended when this returns or
         raises.
         """
         if (fault := fault_of(header)) is not None:
             raise FrameRefused(fault)
-        async with self._turn:
+        async with self._turns.turn(tenant_id):
             answered = await self._fill_and_transmit(header, fill)
         await answered
 

@@ -38,7 +38,7 @@ from shared.engine.kv.kv_dtype import resolve_kv_dtype
 from shared.engine.layers.linear import MatmulModule
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
-from shared.engine.step import StepInputs, StepOutput
+from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import (
     compress_weights,
@@ -49,6 +49,9 @@ from shared.engine.weights.weight_form import uses_compressed
 from shared.numerics import Activations, Mode
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+# Larger copies run on the copy thread. While steps run, nine of ten copies of 36 KiB take under
+# 0.1 ms here and 2 ms there: each of the two ways waits for the interpreter lock.
+MAX_INLINE_BYTES = 256 << 10
 _CPU = torch.device("cpu")
 
 
@@ -135,6 +138,18 @@ class CpuExecutor(LocalExecutor):
         if self._row_kernels is not None:
             await self._row_kernels.close()
         await super().close()
+
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        if out.nbytes <= MAX_INLINE_BYTES:
+            self.computer.read_kv(run, out)
+        else:
+            await super().read_kv(run, out)
+
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        if payload.nbytes <= MAX_INLINE_BYTES:
+            self.computer.write_kv(run, payload)
+        else:
+            await super().write_kv(run, payload)
 
     def _resize_kv(self, num_blocks: int) -> None:
         if num_blocks == 0:

@@ -50,6 +50,9 @@ class PushedSequence(Protocol):
     """
 
     @property
+    def tenant_id(self) -> str: ...
+
+    @property
     def num_tokens(self) -> int: ...
 
     @property
@@ -150,7 +153,7 @@ class KvSender:
     async def _send(self, link: PushLink, header: FrameHeader) -> None:
         self._counts.begin(self._clock.now())
         try:
-            await link.send(header, self._fill(header))
+            await link.send(header, self._fill(header), self._sequence.tenant_id)
             self.num_bytes += header.payload_bytes
             self._counts.num_bytes += header.payload_bytes
             self._counts.num_tokens += header.num_tokens * self._shares[header.group]

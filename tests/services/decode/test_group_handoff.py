@@ -27,7 +27,7 @@ class DirectLink:
         self.headers: list[FrameHeader] = []
         self._fails_at = fails_at
 
-    async def send(self, header: FrameHeader, fill: Fill) -> None:
+    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
         if len(self.headers) == self._fails_at:
             raise FrameRefused("the link says no")
         self.headers.append(header)

@@ -23,7 +23,7 @@ class FailingLink:
         self.num_failed = 0
         self.is_lost = asyncio.Event()
 
-    async def send(self, header: FrameHeader, fill: object) -> None:
+    async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
         await self.is_lost.wait()
         self.num_failed += 1
         raise LinkLost(f"frame {header.sequence_number}")

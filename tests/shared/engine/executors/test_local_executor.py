@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from array import array
 from pathlib import Path
 
@@ -71,6 +72,25 @@ async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
     assert (by_token(after)[:, 13:34] == by_token(payload)).all()
     assert (by_token(after)[:, :13] == by_token(before)[:, :13]).all()
     assert (by_token(after)[:, 34:] == by_token(before)[:, 34:]).all()
+
+
+async def test_small_copies_do_not_wait_for_large_ones(model_dir: Path) -> None:
+    """The copy thread has one copy at a time, which is in the hands of another push."""
+    executor = load_executor(model_dir, kv_cache_bytes=2 << 20)
+    blocks = list(range(64))
+    num_large = 64 * executor.kv_layout.block_size
+    large = memoryview(bytearray(num_large * executor.kv_layout.bytes_per_token))
+    may_end = threading.Event()
+    executor._copy_thread.submit(may_end.wait, 10)
+    waiting = asyncio.create_task(executor.read_kv(KvRun(blocks, 0, num_large), large))
+    async with asyncio.timeout(5):
+        small = memoryview(bytearray(16 * executor.kv_layout.bytes_per_token))
+        await executor.write_kv(KvRun(blocks, 0, 16), small)
+        await executor.read_kv(KvRun(blocks, 0, 16), small)
+    assert not waiting.done()
+    may_end.set()
+    await waiting
+    await executor.close()
 
 
 async def test_kv_of_wrong_length_or_range_is_rejected(model_dir: Path) -> None:

@@ -68,7 +68,7 @@ class Link:
     sent: Counter[bytes]
     name: bytes
 
-    async def send(self, header: FrameHeader, fill: Fill) -> None:
+    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
         payload = memoryview(bytearray(header.payload_bytes))
         await fill(payload)
         await self.writer.frame(header, payload)

@@ -92,7 +92,9 @@ class GroupPushPort:
         targets: KvTargets,
         link_key: LinkKey | None,
     ) -> GroupPush:
-        command = StartPush(placement_id, sequence.num_tokens, first_token, targets, link_key)
+        command = StartPush(
+            placement_id, sequence.tenant_id, sequence.num_tokens, first_token, targets, link_key
+        )
         ranks = [
             rank
             for rank, shard in enumerate(self._sent)

@@ -38,6 +38,7 @@ class StartPush(msgspec.Struct, frozen=True, tag=True):
     """
 
     placement_id: bytes
+    tenant_id: str
     num_tokens: int
     first_token: int
     targets: KvTargets

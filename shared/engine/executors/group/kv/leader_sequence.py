@@ -11,6 +11,7 @@ class LeaderSequence:
 
     num_tokens: int
     num_cached_tokens: int = 0
+    tenant_id: str = ""  # of a push, whose frames take turns with those of other tenants
     block_tables: list[list[int]] = field(default_factory=list)
 
     @property

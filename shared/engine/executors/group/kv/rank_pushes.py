@@ -28,7 +28,7 @@ class RankPushes:
 
     def start(self, command: StartPush) -> Push:
         """The caller awaits `run` of the push."""
-        sequence = LeaderSequence(command.num_tokens)
+        sequence = LeaderSequence(command.num_tokens, tenant_id=command.tenant_id)
         push = self.port.start(
             command.placement_id,
             sequence,
