@@ -22,6 +22,7 @@ from shared.engine.executors.timing_executor import StepCost
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import BOTH
 from shared.messages import Finish, Request, Role, Served, TokenLogprobs
+from shared.telemetry.timeline import Move
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import run
 from tests.support.world.kv_link import HARMLESS, DataPlane
@@ -74,6 +75,9 @@ class Timeline:
         return True
 
     def on_served(self, choice_index: int, served: Served) -> None:
+        """Not recorded."""
+
+    def on_moved(self, move: Move) -> None:
         """Not recorded."""
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:

@@ -166,7 +166,7 @@ class GatewayService:
             self._models,
             self.metrics,
             readiness=self.readiness,
-            find_timeline=self.telemetry.find,
+            telemetry=self.telemetry,
             num_open=lambda: len(self._driver),
             clock=self._clock,
             wall_clock=self._wall_clock,

@@ -43,6 +43,18 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_steps: int = 0
 
 
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """The continuation of a request after tries that did not finish it. `from_workers` are those of
+    the tries since its last token, `cause` is why it left the first of them; `pause_s` counts from
+    that token, or from the submission, to the first token of `worker`.
+    """
+
+    from_workers: tuple[str, ...]
+    cause: str
+    worker: str
+    pause_s: float
+
+
 class Try(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One placement. `outcome` is a finish reason, an error code, or the reason for the next
     try.
@@ -54,6 +66,7 @@ class Try(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     worker_id: str = ""
     prefill_worker_id: str = ""  # empty: the decode worker computed the prompt
     outcome: str
+    move: Move | None = None  # None: it continued nothing, or gave no token
     phases: tuple[Phase, ...] = ()
 
 

@@ -78,7 +78,11 @@ def _summary(timeline: Timeline) -> str:
 
 def _title(each: Try) -> str:
     prefill = f", prefill {each.prefill_worker_id}" if each.prefill_worker_id else ""
-    return f"try {each.number}: {each.worker_id or 'not placed'}{prefill}: {each.outcome}"
+    title = f"try {each.number}: {each.worker_id or 'not placed'}{prefill}: {each.outcome}"
+    if each.move is None:
+        return title
+    workers = " and ".join(each.move.from_workers)
+    return f"{title}; continued the answer of {workers} after a pause of {each.move.pause_s:.2f} s"
 
 
 def _amounts(phase: Phase) -> str:

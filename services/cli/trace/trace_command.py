@@ -15,7 +15,11 @@ app = typer.Typer()
 )
 def trace(
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID", help="From the header x-request-id.")
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="From the header x-request-id, or the id of the response, such as chatcmpl-….",
+        ),
     ],
     nats_url: Annotated[
         str | None,

@@ -15,6 +15,7 @@ from services.gateway.request.endpoint import GeneratingEndpoint
 from services.gateway.request.submission import Submission
 from shared.clock import Clock
 
+MOVES_HEADER = "x-hearth-moves"  # requests comments about moves to other workers in a stream
 HttpRequest = Request[Any, Any, Any]
 
 
@@ -56,4 +57,9 @@ class HttpParts:
         )
         ids = dict.fromkeys(request_id_headers, request.state.request_id)
         opened = dataclasses.replace(opened, headers={**opened.headers, **ids})
-        return GenerationResponse(opened, clock=self.clock, keep_alive_s=self.keep_alive_s)
+        return GenerationResponse(
+            opened,
+            clock=self.clock,
+            keep_alive_s=self.keep_alive_s,
+            shows_moves=MOVES_HEADER in request.headers,
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import chain
 
 import msgspec
 from litestar.types import Receive, Scope, Send
@@ -51,12 +52,19 @@ def error_headers(error: HearthError) -> dict[str, str]:
 
 class GenerationResponse:
     """An ASGI application that sends one response and cancels the request when the response ends.
-    `keep_alive_s` is the silence after which a stream sends a keep-alive event.
+    `keep_alive_s` is the silence after which a stream sends a keep-alive event. If `shows_moves`, a
+    stream has a comment `: moved {…}` before the tokens with which another worker continues it.
     """
 
     def __init__(
-        self, opened: OpenResponse, *, clock: Clock, keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        opened: OpenResponse,
+        *,
+        clock: Clock,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        shows_moves: bool = False,
     ) -> None:
+        self._shows_moves = shows_moves
         self.merger = opened.merger
         self.encoder = opened.encoder
         self.is_streamed = opened.is_streamed
@@ -139,7 +147,7 @@ class GenerationResponse:
         ending = b""
         try:
             while events and not connection.is_lost:
-                parts = joined(self.encoder.events(events))
+                parts = joined(chain(self._moves(), self.encoder.events(events)))
                 last = next(parts)
                 for following in parts:
                     await self._send(send, last, more_body=True)
@@ -154,6 +162,10 @@ class GenerationResponse:
         except HearthError as error:
             ending = self.encoder.error_event(error)
         await self._send(send, ending, more_body=False)
+
+    def _moves(self) -> Iterator[bytes]:
+        moves = self.merger.take_moves() if self._shows_moves else ()
+        return (b": moved %b\n\n" % _encode(each) for each in moves)
 
     async def _send_early_error(self, send: Send, error: HearthError) -> None:
         """Sends an error that no output precedes."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from litestar import get
 from litestar.handlers import HTTPRouteHandler
 
-from services.gateway.http.openapi import SECURITY, described
 from services.gateway.models.gateway_models import GatewayModels
 from services.gateway.models.live_models import Readiness
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.metrics.rendered import RenderedMetrics
+from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.cluster.routes import ClusterRoutes
 from services.gateway.operator.page_handlers import page_handlers
 from services.gateway.operator.server_info import ServerInfoRoutes, server_info
@@ -22,12 +21,11 @@ from services.gateway.tenancy.tenancy import Tenancy
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.lifecycle.health import Fleet
-from shared.telemetry.timeline import Timeline
 
 
 class OperatorRoutes:
-    """Builds the routes of one gateway. `find_timeline` returns a timeline by its request's id,
-    `num_open` the number of running requests, and `wall_clock` Unix seconds.
+    """Builds the routes of one gateway. `num_open` returns the number of running requests, and
+    `wall_clock` Unix seconds.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class OperatorRoutes:
         metrics: GatewayMetrics,
         *,
         readiness: Callable[[], Readiness],
-        find_timeline: Callable[[str], Timeline | None],
+        telemetry: RequestTelemetry,
         num_open: Callable[[], int],
         clock: Clock,
         wall_clock: Callable[[], float],
@@ -50,7 +48,9 @@ class OperatorRoutes:
         )
         self.feed = self._cluster.feed
         is_operator = self._cluster.is_operator
-        self._timelines = TimelineRoutes(find_timeline, tenancy.api_keys, is_operator)
+        self._timelines = TimelineRoutes(
+            telemetry.find, telemetry.recent.of, tenancy.api_keys, is_operator
+        )
         self._state = StateRoutes(
             tenancy.api_keys,
             readiness,
@@ -68,15 +68,9 @@ class OperatorRoutes:
         """Returns the route handlers. `error` is the type of a rejection in the OpenAPI
         document.
         """
-        timeline = get(
-            "/v1/requests/{request_id:str}/timeline",
-            guards=[self._timelines.authorize],
-            security=SECURITY,
-            responses=described(Timeline, error, 401, 404),
-        )
         info = READS("/server_info", include_in_schema=False, guards=[self._info.authorize])
         return [
-            timeline(self._timelines.timeline),
+            *self._timelines.handlers(error),
             *self._state.handlers(error),
             info(self._info.server_info),
             *page_handlers(

@@ -95,6 +95,7 @@ class Endpoint:
 class GeneratingEndpoint(Endpoint):
     """Declares an endpoint whose bodies become requests, and their output its response.
 
+    `response_id`: makes the id of a response, if it does not end with that of its request.
     `without_prompts`: returns the body with a number of empty prompts. `merge`: returns the body
     with the state that it refers to. `is_for_session`: the session that a client's headers name
     overrides the body's user, who may have several.
@@ -111,4 +112,5 @@ class GeneratingEndpoint(Endpoint):
         generations
     )
     merge: Callable[[bytes, bytes], bytes] | None = None
+    response_id: Callable[[str], str] | None = None
     is_for_session: bool = False

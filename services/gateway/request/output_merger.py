@@ -10,6 +10,7 @@ from services.gateway.output.events import Event, Finished, TextDelta, Usage
 from services.gateway.request.request_output import MAX_TAKEN_TOKENS, RequestOutput
 from services.gateway.request.unsent_output import UnsentOutput, UnsentResponse
 from shared.errors import HearthError
+from shared.telemetry.timeline import Move
 
 MAX_OUTPUTS = 64  # outputs whose events `next` returns: 5 ms of encoding
 # Tokens with logprobs in those events and echoed prompts, unless one output has more.
@@ -58,6 +59,10 @@ class OutputMerger:
     def warnings(self) -> tuple[str, ...]:
         """Schema keywords that the grammar does not enforce."""
         return tuple(dict.fromkeys(text for each in self.outputs for text in each.warnings))
+
+    def take_moves(self) -> list[Move]:
+        """Returns the moves to other workers since the last call."""
+        return [move for each in self.outputs for move in each.take_moves()]
 
     @property
     def is_complete(self) -> bool:

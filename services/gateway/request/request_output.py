@@ -19,6 +19,7 @@ from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
 from shared.packed_logprobs import PackedLogprobs
+from shared.telemetry.timeline import Move
 
 MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # tokens of all choices together
 
@@ -99,6 +100,7 @@ class RequestOutput:
         self.first_choice_index = 0
         self.on_update: Callable[[], None] = lambda: None
         self.num_buffered_bytes = 0  # bytes of the texts that `take` would return
+        self._moves: list[Move] = []
         self._texts = [_Choice(each) for each in assemblers]
         self.has_more = False
         self._first_taken = 0  # the choice that `take` returns first
@@ -168,6 +170,11 @@ class RequestOutput:
         self._count_taken(taken)
         return taken
 
+    def take_moves(self) -> list[Move]:
+        """Returns the moves to other workers since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
     # ── stream.Receiver ──────────────────────────────────────────────────────────────────────────
 
     def on_tokens(
@@ -189,6 +196,9 @@ class RequestOutput:
 
     def on_served(self, choice_index: int, served: Served) -> None:
         self._texts[choice_index].served = served
+
+    def on_moved(self, move: Move) -> None:
+        self._moves.append(move)
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         if self._awaits_prompt_logprobs:

@@ -172,7 +172,10 @@ class Submission:
         gateway's). `affinity_key` overrides the body's, `session_key` is for a body without one;
         `timeout_s` shortens the gateway's. Raises the HearthError that rejects the request.
         """
-        reservation.record.is_streamed = is_streamed = endpoint.is_streamed(body)
+        record = reservation.record
+        record.is_streamed = is_streamed = endpoint.is_streamed(body)
+        if endpoint.response_id is not None:
+            record.response_id = endpoint.response_id(record.request_id)
         default_model = self._models.default_name if model is None else model
         generations = endpoint.generations(body, default_model)
         named = generations[0].model

@@ -16,6 +16,7 @@ from services.gateway.streams.try_record import TryRecord
 from shared.background import item_error
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
+from shared.telemetry.timeline import Move
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +50,10 @@ class Receiver(Protocol):
         """Called once per placement, before its first tokens."""
         ...
 
+    def on_moved(self, move: Move) -> None:
+        """Called before the first tokens of a placement that continues the request."""
+        ...
+
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Called before the first tokens, and again for each new placement."""
         ...
@@ -79,6 +84,9 @@ class GuardedReceiver:
 
     def on_served(self, choice_index: int, served: Served) -> None:
         self._try(self._receiver.on_served, choice_index, served)
+
+    def on_moved(self, move: Move) -> None:
+        self._try(self._receiver.on_moved, move)
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         self._try(self._receiver.on_prompt_logprobs, logprobs)

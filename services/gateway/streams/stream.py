@@ -21,7 +21,7 @@ import msgspec
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.queued_openings import Opening, QueuedOpenings
 from services.gateway.streams.receiver import GuardedReceiver
-from services.gateway.streams.try_record import TryRecord
+from services.gateway.streams.try_record import TryRecord, move_of
 from shared.errors import HearthError
 from shared.messages import Choice, Request
 from shared.numerics import Numerics
@@ -112,6 +112,13 @@ class Stream:
             choice.choice_index not in stopped and (choice.is_stopped or choice.finish is not None)
             for choice in self.choices.values()
         )
+
+    def record_move(self, now: float) -> None:
+        """Records and reports a move that a token of the current placement ends."""
+        move = move_of(self.tries, now)
+        if move is not None:
+            self.tries[-1].move = move
+            self.receiver.on_moved(move)
 
     def transition_to(self, state: StreamState) -> None:
         """Changes the state. Raises IllegalTransition, which means a bug in this code, not in a

@@ -474,13 +474,17 @@ class Streams:
         if fault is not None:
             self._end(stream, HearthError(fault), "failed", now)
             return
+        if entry.token_ids and stream.num_resubmissions:
+            stream.record_move(now)
         self._send(stream, choice, entry)
         if stream.receiver.failure is not None:
             self._end(stream, stream.receiver.failure, "failed", now)
             return
         served = entry.served if entry.finish is None else entry.finish.served
         if entry.token_ids or (entry.finish is not None and entry.finish.reason != "failed"):
-            stream.tries[-1].record_tokens(len(entry.token_ids), served, now)
+            stream.tries[-1].record_tokens(
+                len(entry.token_ids), served, now, is_counted=entry.finish is not None
+            )
             stream.queue.has_output = True
         if choice.finish is not None:
             self._finish(stream, choice, choice.finish, now)

@@ -107,6 +107,23 @@ async def test_operator_reads_the_timelines_of_all(cluster: LiveCluster) -> None
         assert response.status_code == status
 
 
+async def test_last_requests_are_listed_and_found_by_the_ids_of_their_responses(
+    cluster: LiveCluster,
+) -> None:
+    path, body = "/v1/responses", {"model": MODEL, "input": "hi", "max_output_tokens": 8}
+    response = await cluster.http.post(path, json=body)
+    request_id = response.headers["x-request-id"]
+    for name in (response.json()["id"], response.json()["output"][-1]["id"]):
+        found = await cluster.http.get(f"/v1/requests/{name}/timeline")
+        assert found.json()["request_id"] == request_id
+    for headers in ({}, {"authorization": f"Bearer {OPERATOR_TOKEN}"}):
+        listed = (await cluster.http.get("/v1/requests", headers=headers)).json()["requests"]
+        assert listed[0]["request_id"] == request_id
+        assert listed[0]["num_output_tokens"] == 8
+    guessed = {"authorization": "Bearer guessed"}
+    assert (await cluster.http.get("/v1/requests", headers=guessed)).status_code == 401
+
+
 async def test_rejected_request_has_a_timeline(cluster: LiveCluster) -> None:
     response = await cluster.http.post("/v1/chat/completions", json={"messages": []})
     timeline = cluster.gateway.telemetry.ring.get(response.headers["x-request-id"])

@@ -11,6 +11,7 @@ from shared import block_hash
 from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.packing import pack_hashes, pack_token_ids
+from shared.telemetry.timeline import Move
 from tests.simulation.plan import RequestPlan
 from tests.support.world.workers import BLOCK_SIZE
 
@@ -77,6 +78,10 @@ class Client:
         output = self.choices[choice_index]
         output.served.append(served)
         self._served_by = output.variants[len(output.token_ids)] = variant_of(served)
+
+    def on_moved(self, move: Move) -> None:
+        if move.pause_s < 0 or not move.from_workers:
+            self.wrongs.append(f"not a move: {move}")
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         self.prompt_logprobs.append((self._served_by, tuple(logprobs)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.gateway.dialects.paths import openai_paths
 from services.gateway.dialects.responses.encoder import ResponsesEncoder
 from services.gateway.dialects.responses.fields import RESPONSES_FIELDS, ResponsesRequest
+from services.gateway.dialects.responses.ids import response_id
 from services.gateway.dialects.responses.object import ResponseEvent, ResponseObject
 from services.gateway.dialects.responses.request import to_generation_request, without_prompt
 from services.gateway.dialects.responses.storage import references
@@ -25,4 +26,5 @@ CREATE = GeneratingEndpoint(
     encoder=ResponsesEncoder,
     without_prompts=lambda body, _: without_prompt(body, stored_items(body.items)),
     merge=references.merged,
+    response_id=response_id,
 )

@@ -70,6 +70,7 @@ def try_of(
         worker_id="" if placed is None else placed.worker_id,
         prefill_worker_id="" if served is None else served.prefill_worker_id or "",
         outcome=each.outcome,
+        move=each.move,
         phases=_phases(each, began_at, arrived_at, gateway_id, is_last=is_last),
     )
 
@@ -108,7 +109,7 @@ def _phases(
             start_s=first_token_s,
             duration_s=max(0.0, decode_end_s - first_token_s),
             num_tokens=each.num_tokens,
-            num_steps=0 if decoded is None else decoded.num_steps,
+            num_steps=decoded.num_steps if decoded is not None and each.is_counted else 0,
         )
     )
     if not is_last:

@@ -22,8 +22,10 @@ from services.gateway.observability.telemetry.phases import (
     submitted_at,
     try_of,
 )
+from services.gateway.observability.telemetry.recent_requests import RecentRequests
 from services.gateway.observability.telemetry.refusal_samples import RefusalSamples
 from services.gateway.observability.telemetry.request_record import RequestRecord
+from services.gateway.observability.telemetry.response_ids import ResponseIds
 from services.gateway.observability.telemetry.timeline_ring import TimelineRing
 from services.gateway.observability.telemetry.trace_context import caller_context
 from services.gateway.observability.telemetry.tracing import Tracing, open_tracing
@@ -90,6 +92,8 @@ class RequestTelemetry:
         self.ring = TimelineRing()
         # A separate ring: a tenant over its limits must not displace the timelines of others.
         self._refused = TimelineRing(MAX_REFUSED)
+        self.recent = RecentRequests()
+        self._response_ids = ResponseIds()
         self._samples = RefusalSamples()
         self._further = FairStarts(max_per_turn=MAX_PER_TURN)
 
@@ -142,7 +146,13 @@ class RequestTelemetry:
         return RequestRecord(request_id, self._clock.now(), dialect=dialect, trace=trace)
 
     def find(self, request_id: str) -> Timeline | None:
-        """Returns the timeline of a request, or None if it is unknown or removed."""
+        """Returns the timeline of a request, or None if it is unknown or removed. The id of its
+        response is accepted, too.
+        """
+        found = self.ring.get(request_id) or self._refused.get(request_id)
+        if found is not None:
+            return found
+        request_id = self._response_ids.request_id_of(request_id)
         return self.ring.get(request_id) or self._refused.get(request_id)
 
     def refused(self, record: RequestRecord, error: HearthError) -> None:
@@ -152,6 +162,8 @@ class RequestTelemetry:
 
     def ended(self, record: RequestRecord, model: str, outputs: Sequence[EndedOutput]) -> None:
         record.ended_at = now = self._clock.now()
+        if record.response_id:
+            self._response_ids.add(record.response_id, record.request_id)
         if not outputs:
             self.ring.open(record.request_id, partial(self._rejected, record, model, now))
         for each in outputs:
@@ -181,6 +193,7 @@ class RequestTelemetry:
         """Adds the timeline of a response's first prompt and exports its trace: a response has one
         span.
         """
+        self.recent.add(timeline)
         encoded, trace = self._add(timeline, ring), record.trace
         if self._tracing is None or trace is None or not trace.is_sampled:
             return

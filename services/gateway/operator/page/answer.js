@@ -2,11 +2,12 @@
 // While it streams, text is appended to one node a frame; Markdown is built once, at the end. With
 // probabilities each token is a node, and there is no Markdown.
 
-import { byId, make } from "./dom.js";
+import { byId, make, seconds, setText } from "./dom.js";
 import { Figures } from "./figures.js";
 import { legend, tokens } from "./heat.js";
 import { render } from "./markdown.js";
 
+const PAUSE_S = 0.5;
 const SENTENCE_END = /[.!?:。！？]\s|\n/g;
 
 export class Answer {
@@ -14,10 +15,14 @@ export class Answer {
   reasoning = "";
   calls = [];
   info = null;
+  requestId = "";
+  moves = []; // to other workers
   #pending = "";
   #frame = 0;
   #spoken = 0;
   #usage = null;
+  #pause = make("span", { class: "badge moved", hidden: true });
+  #watch = setInterval(() => this.#showPause(), 100);
   #marked = [];
   #node = document.createTextNode("");
   #thinkingNode = document.createTextNode("");
@@ -30,7 +35,7 @@ export class Answer {
     this.thinking = make("details", { class: "thinking", hidden: true },
       make("summary", {}, "Thinking"), make("div", { class: "plain" }, this.#thinkingNode));
     this.callList = make("div", { class: "calls" });
-    this.badges = make("span", { class: "badges" });
+    this.badges = make("span", { class: "badges" }, this.#pause);
     this.element = make("article", { class: "turn assistant", "aria-label": name },
       make("header", {}, make("span", {}, make("strong", {}, name), note && make("span", {}, " · ", note)), this.badges),
       this.thinking, this.content, this.callList,
@@ -53,7 +58,24 @@ export class Answer {
     if (!this.#frame) this.#frame = requestAnimationFrame(() => this.#draw());
   }
 
+  // Another worker goes on.
+  moved(move) {
+    this.moves.push(move);
+    this.#showPause();
+  }
+
+  // A pause that is long enough to be noticed, or the last move.
+  #showPause() {
+    const silence = this.figures.silence ?? 0;
+    const move = this.moves.at(-1);
+    this.#pause.hidden = silence < PAUSE_S && !move;
+    if (silence >= PAUSE_S) setText(this.#pause, `paused · ${silence.toFixed(1)} s`);
+    else if (move) setText(this.#pause, `moved to ${move.worker} · ${seconds(move.pause_s)}`);
+  }
+
   end(note, schema) {
+    clearInterval(this.#watch);
+    this.#pause.remove();
     cancelAnimationFrame(this.#frame);
     this.#draw();
     if (this.hasHeat) this.content.after(legend());
@@ -62,7 +84,8 @@ export class Answer {
       this.content.replaceChildren(render(this.text));
     }
     this.#speak(true);
-    if (this.info) this.figures.drawWorkers(this.info);
+    this.figures.end(this.requestId, this.info, this.moves);
+    if (this.moves.length) this.badge(`moved ${this.moves.length}×`, "moved");
     if (note) this.badge(note, "warn");
     if (schema) this.#badgeSchema();
   }

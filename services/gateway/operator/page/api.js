@@ -10,15 +10,14 @@ export function storeKey(who, key) {
 }
 
 export class ApiError extends Error {
-  constructor(message, status, retryAfter = 0) {
+  constructor(message, status, more = {}) {
     super(message);
-    this.status = status;
-    this.retryAfter = retryAfter;
+    Object.assign(this, { status, retryAfter: 0, param: "", requestId: "" }, more);
   }
 }
 
-export async function request(path, { who = "tenant", body, signal } = {}) {
-  const headers = { Authorization: `Bearer ${keyOf(who)}` };
+export async function request(path, { who = "tenant", key = keyOf(who), body, signal, headers: more = {} } = {}) {
+  const headers = { Authorization: `Bearer ${key}`, ...more };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
@@ -38,17 +37,21 @@ export async function request(path, { who = "tenant", body, signal } = {}) {
   return response;
 }
 
+export const idOf = (response) => response.headers.get("x-request-id") ?? "";
+
 async function errorOf(response) {
-  let message = `The gateway answered ${response.status}.`;
+  let error = {};
   try {
-    message = (await response.json()).error.message || message;
+    error = (await response.json()).error ?? {};
   } catch {
     // not JSON, such as a proxy's page
   }
-  return new ApiError(message, response.status, Number(response.headers.get("retry-after")) || 0);
+  return new ApiError(error.message || `The gateway answered ${response.status}.`, response.status, {
+    retryAfter: Number(response.headers.get("retry-after")) || 0, param: error.param ?? "", requestId: idOf(response),
+  });
 }
 
-// Yields {event, data} of each whole event; half an event at the end of the stream is dropped.
+// Yields {event, data} of each whole event, and of a comment `: moved {…}`; half an event at the end of the stream is dropped.
 export async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -72,6 +75,7 @@ function parseEvent(block) {
   let event = "message";
   const data = [];
   for (const line of block.split("\n")) {
+    if (line.startsWith(": moved ")) return { event: "moved", data: line.slice(8) };
     if (line.startsWith("event:")) event = line.slice(6).trim();
     else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
   }

@@ -4,7 +4,7 @@ import { keyOf, storeKey } from "./api.js";
 import { hideCluster, showCluster } from "./cluster.js";
 import { byId } from "./dom.js";
 import { loadModels, setUpPlay } from "./play.js";
-import { setUpTimeline, showTimeline } from "./timeline.js";
+import { hideTimeline, setUpTimeline, showTimeline } from "./timeline.js";
 
 const TITLES = { play: "Playground", cluster: "Cluster", request: "Timeline" };
 
@@ -21,6 +21,7 @@ function show() {
   if (view === "cluster") showCluster();
   else hideCluster();
   if (view === "request") showTimeline(decoded(id));
+  else hideTimeline();
 }
 
 function decoded(text) {

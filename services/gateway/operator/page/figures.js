@@ -1,8 +1,11 @@
 // The live figures of one answer, from the arrival of its chunks and from the usage at its end.
 
 import { count, make, percentile, seconds, setText } from "./dom.js";
+import { survived } from "./moves.js";
 
 const MIN_GAP_MS = 0.5;
+export const timelineLink = (id) => make("a", { href: `#request/${encodeURIComponent(id)}` }, "timeline");
+
 const NAMES = ["First token", "Between p50", "Between p99", "Tokens/s", "Tokens", "Cached"];
 
 export class Figures {
@@ -15,7 +18,7 @@ export class Figures {
   #cells = {};
 
   constructor(seed) {
-    this.seed = seed === undefined ? "" : `seed ${seed} · `;
+    this.seed = seed === undefined ? "" : `seed ${seed}`;
     this.workers = make("span", { class: "workers" }, this.seed);
     this.element = make("dl", { class: "figures", "aria-label": "Figures of this answer" });
     for (const name of NAMES) {
@@ -48,26 +51,34 @@ export class Figures {
     return this.#first === null ? null : (this.#first - this.#started) / 1000;
   }
 
+  // How long nothing has come, in seconds; null before the first token.
+  get silence() {
+    return this.#last === null ? null : (performance.now() - this.#last) / 1000;
+  }
+
+  // A call's arguments come in one piece: then there is no time between tokens to be seen.
   draw(usage = null) {
     const output = usage ? usage.completion_tokens : this.#num;
+    const isSeen = output <= 2 * this.#num;
     const span = this.#first === null ? 0 : (this.#last - this.#first) / 1000;
     const recent = this.#gaps.length > 4000 ? this.#gaps.slice(-4000) : this.#gaps;
     this.#set("First token", seconds(this.ttft));
-    this.#set("Between p50", seconds(percentile(recent, 0.5)));
-    this.#set("Between p99", seconds(percentile(recent, 0.99)));
-    this.#set("Tokens/s", span > 0 && output > 1 ? count((output - 1) / span) : "–");
+    this.#set("Between p50", seconds(isSeen ? percentile(recent, 0.5) : null));
+    this.#set("Between p99", seconds(isSeen ? percentile(recent, 0.99) : null));
+    this.#set("Tokens/s", isSeen && span > 0 && output > 1 ? count((output - 1) / span) : "–");
     this.#set("Tokens", count(output));
     if (!usage) return;
     const cached = usage.prompt_tokens_details?.cached_tokens;
     this.#set("Cached", `${count(cached)} of ${count(usage.prompt_tokens)}`);
   }
 
-  // `info`: the gateway's details beside OpenAI's fields.
-  drawWorkers(info) {
-    const prefill = info.prefill_worker ? `prefill ${info.prefill_worker}` : "prefill by decode";
-    const moves = info.num_resubmissions ? `, resubmitted ${info.num_resubmissions}×` : "";
-    const link = make("a", { href: `#request/${encodeURIComponent(info.request_id)}` }, "timeline");
-    this.workers.replaceChildren(`${this.seed}${prefill}, decode ${info.decode_worker ?? "–"}${moves} · `, link);
+  // Drops what stayed unknown. `info`: the gateway's details beside OpenAI's fields.
+  end(requestId, info, moves) {
+    for (const cell of Object.values(this.#cells)) if (cell.textContent === "–") cell.parentElement.remove();
+    const workers = info?.decode_worker && `${info.prefill_worker ? `prefill ${info.prefill_worker},` : "prefill and"} decode ${info.decode_worker}`;
+    const parts = [this.seed, workers, requestId && timelineLink(requestId)].filter(Boolean);
+    this.workers.replaceChildren(...parts.flatMap((part, index) => (index ? [" · ", part] : [part])));
+    if (moves.length) this.workers.prepend(make("strong", { class: "survived" }, `This answer ${survived(moves)}`));
   }
 
   #set(name, text) {

@@ -1,6 +1,6 @@
 // The playground: a conversation of this tab. Nothing is sent but by Send.
 
-import { ApiError, keyOf, readEvents, request } from "./api.js";
+import { ApiError, idOf, keyOf, readEvents, request } from "./api.js";
 import { Answer } from "./answer.js";
 import { byId, make, setText } from "./dom.js";
 import { clearDryRun, dryRun } from "./dry_run.js";
@@ -160,7 +160,9 @@ async function stream(bodies, askForKeys) {
 async function fill(answer, body, signal, askForKeys) {
   let note = "";
   try {
-    note = await receive(await request("/v1/chat/completions", { body, signal }), answer);
+    const response = await request("/v1/chat/completions", { body, signal, headers: { "x-hearth-moves": "1" } });
+    answer.requestId = idOf(response);
+    note = await receive(response, answer);
   } catch (error) {
     note = error.name === "AbortError" ? "stopped" : "failed";
     if (note === "failed") show(error, askForKeys);
@@ -178,7 +180,11 @@ function unlike(body, other) {
 
 async function receive(response, answer) {
   let reason = "";
-  for await (const { data } of readEvents(response)) {
+  for await (const { event, data } of readEvents(response)) {
+    if (event === "moved") {
+      answer.moved(JSON.parse(data));
+      continue;
+    }
     if (data === "[DONE]") return reason === "length" ? "cut at max tokens" : "";
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.message, 200);

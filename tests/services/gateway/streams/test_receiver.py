@@ -7,11 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from services.gateway.streams.receiver import GuardedReceiver, StreamEnd
+from shared.telemetry.timeline import Move
 from tests.services.gateway.streams.test_streams import SERVED, STOP, Recorder
 
+MOVE = Move(from_workers=("w",), cause="worker_lost", worker="v", pause_s=1.0)
 CALLS: dict[str, Callable[[GuardedReceiver], object]] = {
     "on_tokens": lambda each: each.on_tokens(0, [1], ()),
     "on_served": lambda each: each.on_served(0, SERVED),
+    "on_moved": lambda each: each.on_moved(MOVE),
     "on_prompt_logprobs": lambda each: each.on_prompt_logprobs(()),
     "on_finish": lambda each: each.on_finish(0, STOP),
 }
@@ -30,8 +33,8 @@ def test_only_the_end_follows_a_failure(failing: str, monkeypatch: pytest.Monkey
     failure = receiver.failure
     assert failure is not None
     results = [call(receiver) for call in CALLS.values()]
-    assert results == [True, None, None, None]  # the other streams of the message go on
+    assert results == [True, None, None, None, None]  # the other streams of the message go on
     receiver.on_end(StreamEnd(None, "w", 0))
     assert recorder.error is receiver.failure is failure
     assert (recorder.tokens, recorder.served) == ([], [])
-    assert (recorder.prompt_logprobs, recorder.finishes) == ([], [])
+    assert (recorder.moves, recorder.prompt_logprobs, recorder.finishes) == ([], [], [])

@@ -71,6 +71,7 @@ from shared.messages import (
 )
 from shared.packing import unpack_token_ids
 from shared.subjects import cancel, control
+from shared.telemetry.timeline import Move
 
 P1, P2, P3 = b"1" * 16, b"2" * 16, b"3" * 16
 SERVED = Served(num_cached_tokens=1, prefill_worker_id=None)
@@ -106,6 +107,7 @@ class Recorder:
         self.ends: list[StreamEnd] = []
         self.served: list[Served] = []
         self.prompt_logprobs: list[list[TokenLogprobs]] = []
+        self.moves: list[Move] = []
         self.stops_at = stops_at
 
     def on_tokens(
@@ -116,6 +118,9 @@ class Recorder:
 
     def on_served(self, choice_index: int, served: Served) -> None:
         self.served.append(served)
+
+    def on_moved(self, move: Move) -> None:
+        self.moves.append(move)
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         self.prompt_logprobs.append(list(logprobs))
@@ -144,6 +149,10 @@ class Rig:
         self.reports: list[ReportResubmission | ReportBrokenSteps] = []
         opened = request(max_tokens=max_tokens)
         self.streams.open([Opening(opened, self.client, is_queueable=is_queueable)], self.now)
+
+    @property
+    def stream(self) -> Stream:
+        return self.streams._by_request["r1"]
 
     def actions(self) -> list[Any]:
         """The actions that send a message. The others are added to `reports`."""
@@ -215,6 +224,42 @@ def failing(failure: Failure, *, attempt: int = 1, scheduler_id: str = "s1") -> 
 def abort(worker_id: str, placement_id: bytes, reason: Any) -> tuple[str, AbortRequest]:
     message = AbortRequest(placement_id=placement_id, reason=reason)
     return control("decode", worker_id), message
+
+
+def test_move_is_reported_before_the_first_token_of_the_next_worker() -> None:
+    rig = running()
+    rig.tokens(0, 5)
+    rig.now += 1.0
+    for worker_id, placement_id in (("w2", P2), ("w3", P3)):  # w2 is lost before its first token
+        rig.streams.on_worker_lost(rig.stream.last_worker_id, rig.now, is_excluded=True)
+        rig.now += 0.25
+        rig.place(placement_id, worker_id)
+    assert rig.client.moves == []
+    rig.tokens(1, 6, placement_id=P3, worker_id="w3")
+    rig.tokens(2, 7, placement_id=P3, worker_id="w3")
+    move = Move(from_workers=("w1", "w2"), cause="worker_lost", worker="w3", pause_s=1.5)
+    assert rig.client.moves == [move]
+    assert [each.move for each in rig.stream.tries] == [None, None, move]
+
+
+def test_pause_before_the_first_token_of_all_counts_from_the_submission() -> None:
+    rig = running()
+    rig.now += 0.5
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    rig.now += 0.5
+    rig.place(P2, "w2")
+    rig.tokens(0, 5, placement_id=P2, worker_id="w2")
+    assert [(each.from_workers, each.pause_s) for each in rig.client.moves] == [(("w1",), 1.0)]
+
+
+def test_try_that_was_never_placed_moves_nothing() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.streams.on_scheduler_lost("s1", rig.now)
+    rig.place(P2, "w2")
+    rig.tokens(0, 5, placement_id=P2, worker_id="w2")
+    assert rig.resubmission_causes() == ["scheduler_lost"]
+    assert rig.client.moves == []
 
 
 def test_request_runs_from_submit_to_acknowledgement() -> None:
