@@ -22,6 +22,7 @@ from services.cli.checkpoints import (
 )
 from services.cli.cluster import commands, role_command, warm_command
 from services.cli.cluster.service_options import service_command
+from services.cli.logs import logs_command
 from services.cli.models.model_commands import model_app
 from services.cli.operators import redis_commands
 from services.cli.options import OPERATE
@@ -49,7 +50,6 @@ app = typer.Typer(
     name="hearth",
     help="Serve large language models from many small GPU sites as one system.",
     epilog="Start with: hearth up",
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -57,20 +57,26 @@ app = typer.Typer(
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        try:
-            print(importlib.metadata.version("hearth"))
-        except importlib.metadata.PackageNotFoundError:
-            raise ConfigError("no version: hearth runs from a tree that is not installed") from None
+        version()
         raise typer.Exit
 
 
 @app.callback()
 def root(
-    version: Annotated[
+    is_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
     """Defines the options before a command."""
+
+
+@app.command(rich_help_panel=OPERATE, epilog="Example:  hearth version")
+def version() -> None:
+    """Print the version."""
+    try:
+        print(importlib.metadata.version("hearth"))
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError("no version: hearth runs from a tree that is not installed") from None
 
 
 def _run_gateway(config: GatewayConfig) -> int:
@@ -181,6 +187,7 @@ def _add_services() -> None:
 
 
 app.registered_commands += commands.app.registered_commands
+app.registered_commands += logs_command.app.registered_commands
 app.add_typer(model_app, name="model", rich_help_panel=OPERATE)
 app.add_typer(prefix_app, name="prefix", rich_help_panel=OPERATE)
 app.registered_commands += tenant_commands.app.registered_commands

@@ -23,7 +23,7 @@ from tests.support.grids import in_one_test
 
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
-    *("nats-config", "health", "warm"),
+    *("nats-config", "health", "warm", "logs", "version"),
     *("prefix", "compress", "decompress", "quantize", "quality"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
@@ -61,6 +61,17 @@ def test_help_lists_commands_without_heavy_imports() -> None:
         "assert not slow & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_shell_completes_commands_options_and_values() -> None:
+    for words, found in (
+        ("hearth lo", ["logs"]),
+        ("hearth logs --lev", ["--level"]),
+        ("hearth logs --level w", ["warning"]),
+    ):
+        variables = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        shown = hearth_process(_HEARTH_COMPLETE="complete_bash", **variables)
+        assert (shown.returncode, shown.stdout.split()) == (0, found), shown.stderr
 
 
 def test_demo_model_name_does_not_depend_on_its_path() -> None:

@@ -208,6 +208,17 @@ def running_cluster(parent: Path) -> tuple[Path, LocalClusterState]:
     raise ConfigError("no local cluster is running here: start one with `hearth up`")
 
 
+def newest_cluster(parent: Path) -> tuple[Path, bool]:
+    """Returns the directory of the cluster that started last, and whether it runs; one that has
+    ended has failed to start, as the others leave none. Raises ConfigError if there is none.
+    """
+    directories = _by_age(parent)
+    running = next(filter(_is_running, directories), None)
+    if running is None and not directories:
+        raise ConfigError("no local cluster is running here: start one with `hearth up`")
+    return running or directories[0], running is not None
+
+
 def _by_age(parent: Path) -> list[Path]:
     """Returns the directories of clusters, the newest first."""
     try:
