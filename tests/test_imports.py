@@ -60,6 +60,7 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex", "opentelemetry"}, excluded="shared.engine"
     ),
+    "services/guides/examples": rule("", {"openai"}),
     "services/host": rule("services.host services.local services.worker shared", BASE),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/worker": rule("services.worker services.prefill services.decode shared", BASE),

@@ -31,7 +31,7 @@ HEARTH = re.compile(r"(?:^|`)(?:HEARTH_\S+ )?hearth (\w[\w-]*)([^#\n`]*)", re.MU
 SCRIPT = re.compile(r"(?:^|`)(scripts/[\w.]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:benchmarks|tests|services)[\w.]*)")
 OPTION = re.compile(r"`(--[\w-]+)[^`]*`")
-FOREIGN_OPTIONS = {"--profile"}  # of docker compose
+FOREIGN_OPTIONS = {"--profile", "--migration-limit"}  # of docker compose and Dynamo
 
 
 def readmes() -> list[Path]:

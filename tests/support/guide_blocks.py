@@ -1,0 +1,62 @@
+"""The code blocks of README.md and of the guides, and how each is tried.
+
+A comment on the line before a block says how; without one, its commands and its syntax are checked:
+
+    <!-- run -->              tests/end_to_end/test_guides.py runs it on a cluster of the demo model
+    <!-- output -->           what the block before it printed; … stands for any text
+    <!-- clients: NAME -->    scripts/test --clients runs it in the environment NAME
+
+It imports the standard library alone: outside clients' environments use it, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "services/guides"
+ADDRESS = "http://127.0.0.1:8000"  # of `hearth up`, in the guides
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    path: Path
+    line: int  # of the fence
+    language: str
+    mark: str  # empty without a comment
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def guides() -> list[Path]:
+    return [ROOT / "README.md", *sorted(FOLDER.rglob("*.md"))]
+
+
+def blocks_of(path: Path) -> Iterator[Block]:
+    text = path.read_text()
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start()) + (2 if match["mark"] else 1)
+        yield Block(path, line, match["language"], match["mark"] or "", match["text"])
+
+
+def all_blocks() -> list[Block]:
+    return [block for path in guides() for block in blocks_of(path)]
+
+
+def client_blocks(environment: str) -> list[Block]:
+    """Returns the blocks that `scripts/test --clients` runs in this environment."""
+    return [each for each in all_blocks() if each.mark == f"clients: {environment}"]
+
+
+def filled(text: str, *, url: str, api_key: str) -> str:
+    """Returns a block with the address of a running cluster, and its API key in place of `…`."""
+    text = text.replace(ADDRESS, url)
+    return re.sub(r"(?<=_API_KEY=)…|(?<=api_key=\")…(?=\")", api_key, text)

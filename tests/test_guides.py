@@ -1,0 +1,157 @@
+"""The guides are correct without a cluster: commands, links, configurations, quoted messages."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+
+import pytest
+import typer
+import yaml
+
+from services.__main__ import app
+from tests.support import guide_blocks
+from tests.support.guide_blocks import FOLDER, ROOT, Block
+from tests.support.shell_commands import arguments_of, simple_commands
+
+MAX_LINES = 150
+MARK = re.compile(r"run|output|clients: (sdks|messages|agents|litellm)|")
+LINK = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+READERS = {
+    "python": ast.parse,
+    "toml": tomllib.loads,
+    "yaml": yaml.safe_load,
+}
+QUOTED = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
+
+
+def code_blocks(*languages: str) -> list[Block]:
+    return [each for each in guide_blocks.all_blocks() if each.language in languages]
+
+
+def test_guides_are_short():
+    long = {each.name: len(each.read_text().splitlines()) for each in FOLDER.glob("*.md")}
+    assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
+
+
+def test_list_names_every_guide():
+    listed = (FOLDER / "README.md").read_text()
+    names = [each.name for each in FOLDER.glob("*.md") if each.name != "README.md"]
+    assert [each for each in names if f"]({each})" not in listed] == []
+
+
+def test_every_mark_is_known():
+    assert [str(each) for each in guide_blocks.all_blocks() if not MARK.fullmatch(each.mark)] == []
+
+
+def test_links_to_headings_lead_to_one():
+    missing = []
+    for guide in guide_blocks.guides():
+        for name, anchor in LINK.findall(guide.read_text()):
+            target = guide.parent / name if name else guide
+            if anchor not in {anchor_of(each) for each in HEADING.findall(target.read_text())}:
+                missing.append(f"{guide.name}: {name}#{anchor}")
+    assert missing == []
+
+
+def anchor_of(heading: str) -> str:
+    """Returns GitHub's name of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_command_exists():
+    """Subcommands, options and the number of arguments are those that `hearth` takes."""
+    group = typer.main.get_command(app)
+    problems = []
+    for block in code_blocks("sh"):
+        for words in simple_commands(block.text):
+            arguments = arguments_of("hearth", words)
+            if arguments is not None:
+                problems += [f"{block}: {each}" for each in problems_of(group, arguments)]
+    assert problems == []
+
+
+def problems_of(command: typer.core.TyperCommand, arguments: list[str]) -> list[str]:
+    while hasattr(command, "commands"):
+        name, *arguments = arguments or [""]
+        if name.startswith("--"):  # an option of `hearth` itself
+            return []
+        if name not in command.commands:
+            return [f"no command {name!r}"]
+        command = command.commands[name]
+    if arguments == ["--help"]:
+        return []
+    context = command.make_context(None, [], resilient_parsing=True)
+    context.resilient_parsing = False
+    parser = command.make_parser(context)
+    try:
+        given, rest, _ = parser.parse_args(list(arguments))
+    except Exception as error:  # of the parser's own kinds
+        return [f"{command.name}: {error}"]
+    required = {each.name for each in command.params if each.param_type_name == "argument"}
+    required &= {each.name for each in command.params if each.required}
+    missing = sorted(name for name in required if not given.get(name))
+    return [f"{command.name}: {each!r} is too much" for each in rest] + [
+        f"{command.name}: no {each}" for each in missing
+    ]
+
+
+def test_wrong_commands_are_found():
+    group = typer.main.get_command(app)
+    assert problems_of(group, ["sttaus"]) == ["no command 'sttaus'"]
+    assert problems_of(group, ["status", "--onec"]) != []
+    assert problems_of(group, ["status", "extra"]) == ["status: 'extra' is too much"]
+    assert problems_of(group, ["role", "worker-1"]) == ["role: no roles"]
+    assert problems_of(group, ["tenant", "add", "team-a", "--concurrency", "16"]) == []
+
+
+def test_programs_and_files_exist():
+    missing = [
+        f"{block}: {word}"
+        for block in code_blocks("sh")
+        for words in simple_commands(block.text)
+        for word in words
+        if word.startswith(("scripts/", "services/", "shared/", "tests/"))
+        and not (ROOT / word).exists()
+    ]
+    assert missing == []
+
+
+def test_shell_blocks_have_the_syntax_of_bash():
+    for block in code_blocks("sh"):
+        done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+        assert done.returncode == 0, f"{block}: {done.stderr}"
+
+
+@pytest.mark.parametrize(("language", "read"), list(READERS.items()))
+def test_blocks_have_the_syntax_of_their_language(language, read):
+    blocks = code_blocks(language)
+    assert blocks
+    for block in blocks:
+        try:
+            read(block.text)
+        except (SyntaxError, ValueError, yaml.YAMLError) as error:
+            pytest.fail(f"{block}: {error}")
+
+
+def test_quoted_messages_occur_in_the_source():
+    """In troubleshooting.md, … stands for what differs from case to case."""
+    source = " ".join(
+        _joined(path.read_text())
+        for folder in ("services", "shared", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    quoted = QUOTED.findall((FOLDER / "troubleshooting.md").read_text())
+    assert len(quoted) > 30
+    missing = [
+        each for each in quoted if not all(part.strip() in source for part in each.split("…"))
+    ]
+    assert missing == []
+
+
+def _joined(code: str) -> str:
+    """Returns code whose adjacent strings are one."""
+    return re.sub(r'"\s*\n\s*f?"', "", code)
