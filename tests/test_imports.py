@@ -29,7 +29,7 @@ BASE = {
     "cryptography",
 }
 TENSORS = {"torch", "triton", "numpy", "numba", "safetensors", "transformers", "zstandard"}
-WEB = {"litestar", "uvicorn", "granian", "jinja2", "tiktoken", "tokenizers", "httpx"}
+WEB = {"litestar", "uvicorn", "granian", "jinja2", "markupsafe", "tiktoken", "tokenizers", "httpx"}
 TERMINAL = {"typer", "rich", "click", "httpx"}
 HUB = {"huggingface_hub"}
 
@@ -145,7 +145,7 @@ LAYERS = {
         "__main__ | host | cli worker | client decode gateway kv_index local prefill scheduler"
     ),
     "services/gateway": (
-        "service | app nats_api | dialects operator | http | request | models | "
+        "service | app nats_api | reference | dialects operator | http | request | models | "
         "structured | output preparation tenancy | observability text | schemas streams"
     ),
     "services/scheduler/residency": (

@@ -75,14 +75,16 @@ class OpenDialect:
 class Dialect:
     """Declares what is particular to the clients of one API.
 
-    `name`: in metrics. `owns`: whether the errors of a path have this form and count under this
-    name. `error`: the type of what `encode_error` returns. `request_id_headers`: the headers of
-    each response that hold the id of its request. `jobs`: large bodies that preparation processes
-    take besides those of endpoints that generate, by their kind. `open`: makes what the dialect
-    needs in one gateway.
+    `name`: in metrics. `title`, `about`: in the OpenAPI document, for all of its routes. `owns`:
+    whether the errors of a path have this form and count under this name. `error`: the type of what
+    `encode_error` returns. `request_id_headers`: the headers of each response that hold the id of
+    its request. `jobs`: large bodies that preparation processes take besides those of endpoints
+    that generate, by their kind. `open`: makes what the dialect needs in one gateway.
     """
 
     name: str
+    title: str = ""
+    about: str = ""
     endpoints: tuple[Endpoint, ...]
     encode_error: EncodeError
     error: type[Any]

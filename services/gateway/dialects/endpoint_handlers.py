@@ -16,7 +16,7 @@ from services.gateway.dialects.http_parts import HttpParts, HttpRequest
 from services.gateway.dialects.paths import check_account
 from services.gateway.dialects.route_options import BODY_KIND, RAW
 from services.gateway.http.body import RawBody, StrictBody
-from services.gateway.http.openapi import described
+from services.gateway.http.openapi import ENDPOINT, described
 from services.gateway.http.response import GenerationResponse
 from services.gateway.request.endpoint import Endpoint, GeneratingEndpoint
 
@@ -65,7 +65,8 @@ def _handler(
     route = post(
         list(endpoint.paths),
         dto=dto,
-        opt={BODY_KIND: kind},
+        opt={BODY_KIND: kind, ENDPOINT: endpoint},
+        summary=endpoint.summary or None,
         responses=described(endpoint.response, dialect.error, *endpoint.errors),
         guards=[check_account],
         status_code=200,

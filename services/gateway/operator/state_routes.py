@@ -60,9 +60,14 @@ class StateRoutes:
         """
         metrics = READS("/metrics", include_in_schema=False, guards=[self._authorize_metrics])
         return [
-            READS("/health")(self.health),
-            READS("/version")(self.version),
-            READS("/ready", responses=described(PublicReadiness, error))(self.ready),
+            READS("/health", summary="Whether the process is alive")(self.health),
+            READS("/version", summary="The release")(self.version),
+            READS(
+                "/ready",
+                summary="Whether a request would be served",
+                description="503 with the same body if not; the operator's token shows more.",
+                responses=described(PublicReadiness, error),
+            )(self.ready),
             metrics(self.metrics),
         ]
 

@@ -63,9 +63,19 @@ class TimelineRoutes:
         document.
         """
         read = partial(get, guards=[self.authorize], security=SECURITY)
-        requests = read("/v1/requests", responses=described(RequestList, error, 401))
+        requests = read(
+            "/v1/requests",
+            summary="Lists the last requests",
+            description="Of this gateway: the tenant's, or all to the operator's token.",
+            responses=described(RequestList, error, 401),
+        )
         timeline = read(
             "/v1/requests/{request_id:str}/timeline",
+            summary="Says where the time of a request went",
+            description=(
+                "By the id of the request or of its response. 404 from a gateway that did not serve "
+                "the request, or has forgotten it."
+            ),
             responses=described(Timeline, error, 401, 404),
         )
         return [requests(self.requests), timeline(self.timeline)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,14 +74,17 @@ class Endpoint:
     """Declares an endpoint: its paths over HTTP, and its subject of NATS.
 
     `name`: names the subject, and the bodies in preparation processes. `paths`: take POST; empty if
-    the dialect has a handler of its own. `operation`, `description`: in the OpenAPI document.
+    the dialect has a handler of its own. `operation`, `summary`, `description`: in the OpenAPI
+    document. `example`: a body that it shows.
     `event`: the type of a streamed event, or several types. `errors`: the statuses of rejections
     over HTTP. `is_free`: a request costs nothing.
     """
 
     name: str
     operation: str = ""
+    summary: str = ""
     description: str = ""
+    example: Mapping[str, Any] | None = None
     paths: Sequence[str] = ()
     request: type[Any]
     response: type[Any]

@@ -36,20 +36,37 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    """Scales the logits before sampling; 0: always the most likely token. By default as the model's
+    files say, else 1.
+    """
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Samples from the most likely tokens whose probabilities add up to this."""
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    """Samples from this many most likely tokens; 0 or -1: from all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Excludes tokens less likely than this share of the most likely one."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """The same seed and request give the same tokens; by default it is random."""
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """Tokens before which neither an end token nor a stop string ends the output."""
     ignore_eos: bool | None = None
+    """Whether generation goes on after the end-of-sequence token."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    """A text or texts that end the output and are not part of it."""
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    """Tokens that end the output."""
     frequency_penalty: Penalty | None = None
+    """Lowers the logit of a token by this for each time that the output has it."""
     presence_penalty: Penalty | None = None
+    """Lowers the logit of a token by this if the output has it."""
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    """Divides the logits of tokens that the prompt or the output has; 1 changes nothing."""
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    """Added to the logits of tokens, by their ids."""
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    """Texts that the output never has."""
     logprobs_mode: LogprobsMode | None = None
+    """The distribution of `logprobs`: `raw`: of the model; `processed`: the one that is sampled."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

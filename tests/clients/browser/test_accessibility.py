@@ -60,6 +60,14 @@ class TestColors:
             report = {each["id"]: [node["html"] for node in each["nodes"]] for each in found}
             assert report == {}, view
 
+    def test_axe_finds_nothing_in_the_reference(self, tab: HearthPage) -> None:
+        page = tab.page
+        page.set_viewport_size({"width": 320, "height": 640})
+        tab.open("docs", has_keys=False)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+        found = Axe().run(page).response["violations"]
+        assert {each["id"]: [node["html"] for node in each["nodes"]] for each in found} == {}
+
 
 def test_keyboard_alone_asks_stops_and_changes_views(tab: HearthPage) -> None:
     tab.open(has_keys=False)

@@ -14,52 +14,68 @@ from services.gateway.structured.tools.call_fields import CallId, Name
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
+    """The text."""
 
 
 class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
     """Always rejected: no model has vision yet."""
 
     source: Any = None
+    """The image; every one is rejected, since no model takes images."""
 
 
 class AnthropicSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a document. `data`: of the type `text`; `content`: of the type `content`."""
+    """The source of a document."""
 
     type: str
+    """The kind of the source: `text` or `content`; others are rejected."""
     data: str | None = None
+    """The text of a source of the type `text`."""
     content: str | list[TextBlock] | None = None
+    """A text, or blocks of text, of a source of the type `content`."""
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
     source: AnthropicSource
+    """The text of the document."""
     title: str | None = None
+    """The title, which the model reads before the text."""
     context: str | None = None
+    """Remarks about the document, which the model reads before the text."""
 
 
 class SearchResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="search_result"):
     """Of the client's own search."""
 
     source: str
+    """Where the result comes from, for example a URL."""
     title: str
+    """The title of the result."""
     content: list[TextBlock]
+    """The text of the result."""
 
 
 class ToolReferenceBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
     """A tool that a search of the client found."""
 
     tool_name: str
+    """The name of the tool that the client's search found."""
 
 
 class CompactionBlock(msgspec.Struct, frozen=True, tag_field="type", tag="compaction"):
     """The summary of the turns before it."""
 
     content: str | None = None
+    """The summary; null: the block is left out."""
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: CallId
+    """The id of the call, which its result repeats."""
     name: Name
+    """The name of the called tool."""
     input: dict[str, Any]
+    """The arguments of the call."""
 
 
 class _OfServer(msgspec.Struct, frozen=True, tag_field="type", tag=True):
@@ -124,21 +140,27 @@ ResultContent = str | list[ResultBlock]
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
     tool_use_id: CallId
+    """The id of the call that this answers."""
     content: ResultContent | None = None
+    """The result: a text, or blocks."""
     is_error: bool | None = None
+    """Whether the call failed; the model then reads "Error: " before the result."""
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """`signature`: not checked, so that a conversation may come from another server."""
+    """The thinking of an earlier answer."""
 
     thinking: str
+    """The text of the thinking."""
     signature: str | None = None
+    """Not checked, so that a conversation may come from another server."""
 
 
 class RedactedThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
     """Left out: no other server can read it."""
 
     data: str | None = None
+    """Encrypted thinking, which is left out."""
 
 
 Block = (
@@ -160,7 +182,9 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     """A `system` message is among the others, unlike the field of that name."""
 
     role: Literal["user", "assistant", "system"]
+    """Who speaks; a `system` message keeps its place in the conversation."""
     content: str | list[Block]
+    """A text, or blocks."""
 
 
 Messages = Annotated[list[AnthropicMessage], Meta(min_length=1)]

@@ -27,7 +27,13 @@ PATH = "/v1/messages"
 MESSAGES = GeneratingEndpoint(
     name="messages",
     operation="messages",
-    description="Anthropic's Messages. With `stream`, its server-sent events.",
+    summary="Answers a conversation",
+    description="With `stream`, the response is the server-sent events of Anthropic's API.",
+    example={
+        "model": "hearth-demo",
+        "max_tokens": 100,
+        "messages": [{"role": "user", "content": "What is the KV cache?"}],
+    },
     paths=(PATH,),
     request=MessagesRequest,
     response=MessageResponse,
@@ -43,7 +49,12 @@ MESSAGES = GeneratingEndpoint(
 COUNT = Endpoint(
     name=COUNT_TOKENS,
     operation="count_tokens",
-    description=f"The tokens of the prompt that the same request to `{PATH}` would have.",
+    summary="Counts the tokens of a prompt",
+    description=f"The prompt that the same request to `{PATH}` would have. No model runs.",
+    example={
+        "model": "hearth-demo",
+        "messages": [{"role": "user", "content": "What is the KV cache?"}],
+    },
     paths=(f"{PATH}/count_tokens",),
     request=PromptFields,
     response=TokenCount,
@@ -62,6 +73,11 @@ def _open(parts: DialectParts) -> OpenDialect:
 
 DIALECT = Dialect(
     name="anthropic",
+    title="Anthropic: Messages",
+    about=(
+        "Anthropic's SDKs and Claude Code work with the address of a gateway, without `/v1`, as "
+        "their base URL, and the API key in `x-api-key` or as a bearer."
+    ),
     endpoints=(MESSAGES, COUNT),
     encode_error=encode_error,
     error=AnthropicErrorEnvelope,

@@ -70,54 +70,77 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """`user_id`: with Claude Code also of the session. Requests of one prefer one worker."""
-
     user_id: str | None = None
+    """Requests of one id prefer one worker; clients such as Claude Code put the session into it."""
 
 
 class ThinkingField(msgspec.Struct, frozen=True, kw_only=True):
-    """`budget_tokens`: of thinking, after which it ends. `display`: "omitted" hides it."""
-
     type: Literal["enabled", "adaptive", "disabled"]
+    """`enabled` and `adaptive` turn thinking on, `disabled` turns it off."""
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    """Most tokens of thinking, less than `max_tokens`."""
     display: str | None = None
+    """`omitted` hides the thinking in the response."""
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["json_schema"]
+    """The kind of the format."""
     schema: dict[str, Any]
+    """The JSON Schema that the answer matches: enforced exactly, or refused."""
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model thinks, as the chat template understands it."""
     format: OutputFormat | None = None
+    """Constrains the answer to a JSON Schema."""
 
 
 class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
     """What the prompt depends on: the body of `/v1/messages/count_tokens`."""
 
     model: str
+    """Name or alias of a model of `GET /v1/models`."""
     messages: Messages
+    """The conversation, whose last message must not be the assistant's."""
     system: SystemField | None = None
+    """The system prompt: a text, or blocks of text."""
     tools: Tools | None = None
+    """The tools that the model may call; those that Anthropic's servers run are left out with a
+    warning.
+    """
     tool_choice: AnthropicChoiceField | None = None
+    """Which tools the model may or must call; by default `auto`."""
     thinking: ThinkingField | None = None
+    """Whether the model thinks first; by default the chat template decides."""
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older place of `output_config.format`
+    """The effort, and the format of the answer."""
+    output_format: OutputFormat | None = None
+    """The older place of `output_config.format`."""
 
 
 class MessagesRequest(PromptFields, frozen=True, kw_only=True):
-    """Anthropic's fields, `seed` and `ignore_eos`. `max_tokens`: cut to the room in the context."""
+    """Anthropic's fields, `seed` and `ignore_eos`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)]
+    """Most tokens of the answer, cut to the room that the prompt leaves in the context."""
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    """Texts that end the answer; `stop_sequence` in the response names the one that matched."""
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    """Scales the logits before sampling; 0: always the most likely token."""
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Samples from the most likely tokens whose probabilities add up to this."""
     top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """Samples from this many most likely tokens; 0: from all."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """The same seed and request give the same tokens; by default it is random. An extension."""
     ignore_eos: bool | None = None
+    """Whether generation goes on after the end-of-sequence token. An extension."""
     stream: bool | None = None
+    """Whether the response is sent as server-sent events while it is generated."""
     metadata: Metadata | None = None
+    """About the request."""
 
 
 MESSAGES_FIELDS = SupportedFields(MessagesRequest, NEUTRAL_VALUES)

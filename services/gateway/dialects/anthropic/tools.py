@@ -30,18 +30,26 @@ CUSTOM = (None, "custom")
 
 class AnthropicToolField(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
+    """`custom` or nothing for a tool of the client; other types are tools of Anthropic's servers,
+    which are left out.
+    """
     name: str | None = None
+    """The name by which the model calls the tool."""
     description: str | None = None
+    """What the tool does, for the model."""
     input_schema: dict[str, Any] | None = None
+    """The JSON Schema of the arguments, which every call matches."""
     strict: bool | None = None
+    """Refuses a schema with keywords that cannot be enforced, instead of a warning."""
 
 
 class AnthropicChoiceField(msgspec.Struct, frozen=True, kw_only=True):
-    """`name`: of the type `tool`."""
-
     type: Literal["auto", "any", "tool", "none"]
+    """`auto`: may call; `any`: must call; `tool`: must call `name`; `none`: must not call."""
     name: str | None = None
+    """The tool to call, with the type `tool`."""
     disable_parallel_tool_use: bool | None = None
+    """Whether an answer has one call at most."""
 
 
 Tools = Annotated[list[AnthropicToolField], Meta(max_length=MAX_TOOLS)]

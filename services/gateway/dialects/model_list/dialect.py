@@ -30,6 +30,8 @@ def _open(parts: DialectParts) -> OpenDialect:
 
 DIALECT = Dialect(
     name="openai",
+    title="Models",
+    about="In a form for OpenAI's and Anthropic's clients.",
     endpoints=(MODELS,),
     encode_error=encode_error,
     error=ErrorEnvelope,

@@ -13,33 +13,38 @@ from shared.tenancy.tenant import TenantRecord
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_input_tokens`, `max_tokens`: Anthropic's, both the context."""
-
     id: str
+    """The name to send as `model`."""
     object: str = "model"
     created: int
+    """When the gateway started, in seconds since 1970."""
     owned_by: str = "hearth"
     type: str = "model"
     display_name: str
     lifecycle: str = "active"
-    created_at: str  # RFC 3339
+    created_at: str
+    """The same time in RFC 3339."""
     max_input_tokens: int
+    """The context in tokens; Anthropic's name."""
     max_tokens: int
+    """The context in tokens; Anthropic's name."""
     max_context: int
+    """The context in tokens."""
     revision: str
+    """The revision of the weights that most live decode workers serve."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """Always complete: there is no next page. `models`: of Codex, whose entries hold its prompts:
-    an empty list leaves it its own.
-    """
+    """All models that the tenant may use."""
 
     object: str = "list"
     data: list[ModelEntry]
     has_more: bool = False
+    """Always false: there is no next page."""
     first_id: str | None
     last_id: str | None
     models: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    """Empty; for Codex alone."""
 
 
 class TenantModels:

@@ -14,7 +14,7 @@ from services.gateway.dialects.model_list.model_list import ModelEntry, ModelLis
 from services.gateway.dialects.openai.errors import ErrorEnvelope
 from services.gateway.dialects.paths import check_account, openai_paths
 from services.gateway.dialects.route_options import IS_FREE
-from services.gateway.http.openapi import described
+from services.gateway.http.openapi import QUERY, described
 
 
 class ModelRoutes:
@@ -25,24 +25,28 @@ class ModelRoutes:
         read = partial(
             route,
             http_method=[HttpMethod.GET, HttpMethod.HEAD],
-            opt={IS_FREE: True},
             guards=[check_account],
             **http.options,
         )
         models = read(
             path=openai_paths("/models"),
+            summary="Lists models",
+            opt={
+                IS_FREE: True,
+                QUERY: {"client_version": "Of Codex: adds the empty list `models`."},
+            },
             responses=described(ModelList, ErrorEnvelope, 401, 403, 503),
         )
         model = read(
             path=openai_paths("/models/{model_id:path}"),
+            summary="Describes a model",
+            opt={IS_FREE: True},
             responses=described(ModelEntry, ErrorEnvelope, 401, 403, 404, 503),
         )
         return [models(self.models), model(self.model)]
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
-        """Lists the models that the tenant may use, each by its name and then by its aliases.
-        `client_version`: adds the empty list `models`.
-        """
+        """Lists the models that the tenant may use, each by its name and then by its aliases."""
         models = await self._models.all(request.state.tenant)
         if "client_version" in request.query_params:  # sent by Codex alone
             models = msgspec.structs.replace(models, models=[])

@@ -36,20 +36,34 @@ CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class ChatCompletionRequest(RequestFields, frozen=True, kw_only=True):
-    """`include_reasoning`: whether the response has it, by default true."""
+    """A conversation to answer."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    """The conversation so far."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    """Most tokens of the output, cut to the room that the prompt leaves in the context."""
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    """The newer name of `max_tokens`."""
     logprobs: bool | None = None
+    """Whether the response has the log probability of each output token."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """How many of the most likely tokens are reported for each place; needs `logprobs`."""
     tools: ToolFields | None = None
+    """The tools that the model may call."""
     tool_choice: ToolChoiceField | None = None
+    """Which tools the model may or must call: `auto`, `none`, `required`, one tool, or
+    `allowed_tools`.
+    """
     parallel_tool_calls: bool | None = None
+    """Whether one answer may call several tools; by default true."""
     reasoning_effort: Effort | None = None
+    """How much the model thinks, as its chat template understands it; `none` turns thinking off."""
     include_reasoning: bool | None = None
+    """Whether the response has the reasoning; by default true."""
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """Most tokens of thinking, after which the thinking is ended; at most `max_tokens`."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, such as `enable_thinking`."""
 
 
 CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
@@ -110,10 +124,9 @@ def _num_logprobs(body: ChatCompletionRequest) -> int | None:
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`arguments`: JSON, or a part of it in a delta."""
-
     name: str | None = None
     arguments: str
+    """A JSON object as text, or a part of it in a stream."""
 
 
 class CustomCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -122,30 +135,37 @@ class CustomCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A function or a custom tool. `index`, and later deltas without `id`: only in a stream."""
+    """A call of a function or of a custom tool."""
 
     index: int | None = None
+    """The place of the call among those of the answer; only in a stream."""
     id: str | None = None
+    """The id that the message with the result repeats; in a stream only in the first delta."""
     type: Literal["function", "custom"] | None = None
     function: FunctionCall | None = None
     custom: CustomCall | None = None
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """`content`: null beside calls alone. Reasoning has two names, since clients read either."""
+    """The answer. Reasoning has two names, since clients read either."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    """The text of the answer; null beside calls alone."""
     refusal: str | None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """The thinking before the answer, if the model thinks."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """The same as `reasoning_content`, under the name that other clients read."""
     tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
+    """The calls of tools, if there are any."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
     finish_reason: str
+    """Why the output ended: `stop`, `length` or `tool_calls`."""
     logprobs: ChatLogprobs | None = None
 
 
@@ -153,6 +173,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
+    """When the request arrived, in seconds since 1970."""
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage

@@ -38,13 +38,20 @@ COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class CompletionRequest(RequestFields, frozen=True, kw_only=True):
-    """`prompt`: a text, tokens, or a list of either; each prompt has separate choices."""
+    """Prompts to continue."""
 
     prompt: Prompts
+    """A text, a list of tokens, or a list of either; each prompt has its own choices."""
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """Most tokens of the output, cut to the room in the context; 0 with `echo` only scores the
+    prompt.
+    """
     echo: bool | None = None
+    """Whether the output begins with the prompt."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool | None = None  # default: true
+    """How many of the most likely tokens are reported for each place."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens around the text; by default true."""
 
 
 COMPLETION_FIELDS = SupportedFields(CompletionRequest, COMPLETION_NEUTRAL_VALUES)

@@ -14,8 +14,11 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One Struct for all kinds, so that the error for another kind than text says what is wrong."""
 
     type: str = "text"
+    """The kind of the part: `text`, or `refusal` of an assistant; others are refused."""
     text: str | None = None
+    """The text of a part of the type `text`."""
     refusal: str | None = None
+    """The text of a part of the type `refusal`."""
 
 
 def text_part(place: str, part: ContentPart) -> TextPart:

@@ -28,7 +28,12 @@ def _without_prompts(body: Any, count: int, *, field: str) -> Any:
 CHAT = GeneratingEndpoint(
     name="chat",
     operation="chat_completions",
-    description="With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`.",
+    summary="Answers a conversation",
+    description=(
+        "With `stream`, the response is server-sent events of `chat.completion.chunk`, and then "
+        "`[DONE]`."
+    ),
+    example={"messages": [{"role": "user", "content": "What is the KV cache?"}], "max_tokens": 100},
     paths=openai_paths("/chat/completions"),
     request=chat.ChatCompletionRequest,
     response=chat.ChatCompletion,
@@ -42,7 +47,12 @@ CHAT = GeneratingEndpoint(
 COMPLETIONS = GeneratingEndpoint(
     name="completions",
     operation="completions",
-    description="With `stream`, server-sent events of `text_completion`, then `[DONE]`.",
+    summary="Continues a text",
+    description=(
+        "Without chat template. With `stream`, the response is server-sent events of "
+        "`text_completion`, and then `[DONE]`."
+    ),
+    example={"prompt": "The KV cache stores", "max_tokens": 20},
     paths=openai_paths("/completions"),
     request=completions.CompletionRequest,
     response=completions.Completion,
@@ -56,9 +66,9 @@ COMPLETIONS = GeneratingEndpoint(
 EMBEDDINGS = GeneratingEndpoint(
     name="embeddings",
     operation="embeddings",
-    description=(
-        "Embeddings of the model's last hidden state: of the last token or the mean of all."
-    ),
+    summary="Turns texts into vectors",
+    description="Of the model's last hidden state: of the last token, or the mean of all.",
+    example={"input": ["a text", "another one"]},
     paths=openai_paths("/embeddings"),
     request=embeddings.EmbeddingRequest,
     response=embeddings.EmbeddingList,
@@ -70,6 +80,8 @@ EMBEDDINGS = GeneratingEndpoint(
 )
 DIALECT = Dialect(
     name="openai",
+    title="OpenAI: completions and embeddings",
+    about="OpenAI's SDKs work with the address of a gateway and `/v1` as their base URL.",
     endpoints=(CHAT, COMPLETIONS, EMBEDDINGS),
     encode_error=encode_error,
     error=ErrorEnvelope,

@@ -22,18 +22,28 @@ MAX_INPUTS = 1000  # clients send so many by default
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`input`: a text, tokens, or a list of either. `pooling`, `normalize`: Hearth extensions."""
+    """Texts to embed. `pooling`, `normalize` and the fields after them are extensions."""
 
-    model: str | None = None  # default: the gateway's own model
+    model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     input: Prompts
+    """A text, a list of tokens, or a list of either; each has one vector."""
     encoding_format: Literal["float", "base64"] | None = None
+    """`float`: a list of numbers; `base64`: packed 32-bit floats."""
     dimensions: int | None = None
+    """The length of the vectors, which can only be the model's hidden size."""
     pooling: Pooling | None = None
+    """The hidden state that becomes the vector: of the `last` token, or the `mean` of all."""
     normalize: bool | None = None
-    add_special_tokens: bool | None = None  # default: true
+    """Whether vectors have the length 1; by default true."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens around the text; by default true."""
     user: str | None = None
+    """Accepted for compatibility; it has no effect."""
     cache_salt: str | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
+    """Separates the cached prefixes of this request from the tenant's others."""
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    """Higher goes first; a request can lower its tenant's priority, not raise it."""
 
 
 EMBEDDING_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {

@@ -34,20 +34,26 @@ MAX_NAME_CHARS = 128
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """`tool_calls`, `reasoning_content`, or `reasoning` as others name it: of an assistant.
-    `tool_call_id`: of a tool. `function_call`, the role `function`: the older form of a call and
-    its result, which name the function alone.
-    """
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """Who speaks; `developer` is `system`, and `function` the older form of `tool`."""
     content: str | list[ContentPart] | None = None
+    """A text, or parts of text; null beside calls."""
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    """The name of the participant, or of the function in the role `function`."""
     tool_calls: CallFields | None = None
+    """The calls that this message of the assistant made."""
     tool_call_id: CallId | None = None
+    """The call whose result this message of the role `tool` has."""
     function_call: CalledFunction | None = None
+    """The older form of one call in `tool_calls`."""
     reasoning_content: str | None = None
+    """The thinking of this message of the assistant, for templates that show it again."""
     reasoning: str | None = None
+    """Another name of `reasoning_content`."""
     refusal: str | None = None
+    """The refusal of this message of the assistant, read as its text."""
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:

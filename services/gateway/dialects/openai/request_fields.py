@@ -22,22 +22,33 @@ NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`continuous_usage_stats`: vLLM's: with `include_usage`, each chunk has the usage so far."""
-
     include_usage: bool | None = None
+    """Whether the stream ends with an event that has `usage` and `hearth`."""
     continuous_usage_stats: bool | None = None
+    """With `include_usage`: whether each event has the usage so far."""
 
 
 class RequestFields(SamplingFields, frozen=True, kw_only=True):
-    model: str | None = None  # None: the gateway's only model
+    model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     stream: bool | None = None
+    """Whether the response is sent as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
+    """What the events of a stream have besides; only with `stream`."""
     n: NumChoices | None = None
+    """How many choices are generated for each prompt."""
     best_of: NumChoices | None = None
+    """How many choices are generated, of which the `n` most likely are returned."""
     user: str | None = None
+    """Accepted for compatibility; it has no effect."""
     cache_salt: str | None = None
+    """Separates the cached prefixes of this request from the tenant's others."""
     prompt_cache_key: Annotated[str, Meta(max_length=MAX_CACHE_KEY_CHARS)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
+    """Requests with the same key prefer the worker that served the last of them, whose cache has
+    their prefix.
+    """
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    """Higher goes first; a request can lower its tenant's priority, not raise it."""
 
     @property
     def num_choices(self) -> int:

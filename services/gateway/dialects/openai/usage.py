@@ -16,33 +16,43 @@ T = TypeVar("T")
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
+    """Tokens of the prompt that a cache held, so that they were not computed again."""
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int
+    """Tokens of the output that are thinking."""
 
 
 class OpenAIUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    # null if a stop string ended the run before the worker reported the number
     prompt_tokens_details: PromptTokensDetails | None
-    # missing without reasoning
+    """Null if a stop string ended the run before the worker reported the number."""
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    """Missing without reasoning."""
 
 
 class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Details beside OpenAI's fields. Of several prompts: sums; a worker that served them all."""
+    """Details beside the fields of the API. Of several prompts: sums; a worker that served them
+    all.
+    """
 
     request_id: str
+    """The id of the request in logs, traces and its timeline."""
     decode_worker: str | None
+    """The worker that generated the output; null if several did."""
     prefill_worker: str | None
+    """The worker that computed the prompt and pushed its KV; null if the decode worker did."""
     num_pushed_tokens: int | None
+    """Tokens whose KV moved from the prefill to the decode worker."""
     num_preemptions: int | None
+    """How often the request gave its memory to others and was computed again."""
     num_resubmissions: int
-    # schema keywords that the grammar does not enforce; missing if there are none
+    """How often the request went on elsewhere after the loss of a worker."""
     warnings: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What was not enforced, was cut, or is unknown; missing if there is nothing."""
 
 
 def to_usage(usage: events.Usage) -> OpenAIUsage:

@@ -21,29 +21,30 @@ MAX_TTL_S = 366 * 86_400
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`system` precedes `messages`; `tools` as in chat completions. Without `ttl_s` the prefix
-    remains until it is deleted.
-    """
+    """The start of prompts, to compute ahead and to keep in caches."""
 
-    model: str | None = None  # default: the gateway's own model
+    model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     system: str | None = None
+    """The system prompt, before `messages`."""
     messages: list[ChatMessage] | None = None
+    """The messages that the prefix begins with, as of chat completions."""
     tools: ToolFields | None = None
+    """The tools that the prefix has, as of chat completions."""
     ttl_s: Annotated[int, Meta(ge=1, le=MAX_TTL_S)] | None = None
+    """Seconds until the prefix is deleted; by default it remains."""
     cache_salt: str | None = None
+    """Separates the cached prefixes of this request from the tenant's others."""
 
 
 class WorkerPrefix(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     cached_tokens: int
+    """Tokens of the prompt, from its start, that the worker holds."""
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """`pinned_tokens`: the tokens of full blocks, which a request can hit. `state`: `warm` if all
-    allowed workers hold them, `warming`, or `unknown` if the index does not reply; `reason`: why it
-    cannot become warm, if so. `messages` have
-    no names of participants, and `tools` the keys that templates expect.
-    """
+    """A named prefix and the workers that hold it."""
 
     object: Literal["prefix"] = "prefix"
     name: str
@@ -51,17 +52,28 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     is_public: bool
     num_tokens: int
     pinned_tokens: int
+    """The tokens of full blocks, which a request can hit."""
     state: Literal["warm", "warming", "unknown"]
+    """`warm`: all allowed workers hold it; `unknown`: the index does not reply."""
     reason: str | None
+    """Why the prefix cannot become warm, if so."""
     workers: list[WorkerPrefix]
     hits: int
+    """Requests that used the prefix."""
     saved_tokens: int
+    """Tokens that those requests did not compute."""
     bytes: int
+    """Bytes of the stored text."""
     last_used_at: int | None
+    """Seconds since 1970."""
     created_at: int
+    """Seconds since 1970."""
     expires_at: int | None
+    """Seconds since 1970; null: never."""
     messages: list[dict[str, Any]]
+    """The messages without the names of participants."""
     tools: list[dict[str, Any]]
+    """The tools with the keys that templates expect."""
 
 
 class PrefixEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +85,7 @@ class PrefixEntry(msgspec.Struct, frozen=True, kw_only=True):
     is_public: bool
     num_tokens: int
     expires_at: int | None
+    """Seconds since 1970; null: never."""
 
 
 class PrefixList(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,36 +114,48 @@ class DryRunRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [("request", self.request), *other]
 
     request: msgspec.Raw
+    """A body of chat completions if it has `messages`, else of completions."""
     other: msgspec.Raw = msgspec.field(default_factory=lambda: NULL)
+    """Another such body, to find the token at which the two prompts diverge; may be null."""
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """`cached_tokens`: length of the longest cached prefix of the prompt on any worker."""
+    """The tokens of a prompt that would not be computed."""
 
     prompt_tokens: int
     cached_tokens: int
+    """Length of the longest cached prefix of the prompt on any worker."""
     public_tokens: int
+    """Length of the public prefix that the prompt begins with."""
     index_state: IndexState | Literal["unknown"]
+    """Whether the index of caches is complete."""
     workers: list[WorkerPrefix]
+    """The workers that hold a part of the prompt."""
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The first token at which two prompts differ, from 0. A text is null if its prompt ended."""
+    """The first place at which two prompts differ."""
 
     token_index: int
+    """The first token that differs, from 0."""
     common_blocks: int
+    """Full blocks that both prompts share."""
     text_before: str
+    """The text right before that token."""
     request_text: str | None
+    """The text of `request` from that token on; null if its prompt ended."""
     other_text: str | None
+    """The text of `other` from that token on; null if its prompt ended."""
 
 
 class DryRunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`divergence` is null for equal prompts and for a single prompt."""
+    """What would be cached, and where two prompts diverge."""
 
     object: Literal["prefix.dry_run"] = "prefix.dry_run"
     request: DryRun
     other: DryRun | None = None
     divergence: Divergence | None = None
+    """Null for equal prompts and for a single prompt."""
 
 
 class PrefixBody(StrictBody):

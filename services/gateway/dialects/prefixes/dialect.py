@@ -61,6 +61,8 @@ def _open(parts: DialectParts) -> OpenDialect:
 
 DIALECT = Dialect(
     name="openai",
+    title="Prefixes",
+    about="System prompts that are computed ahead and pinned in the workers' caches.",
     endpoints=(),
     encode_error=encode_error,
     error=ErrorEnvelope,

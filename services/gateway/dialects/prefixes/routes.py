@@ -52,20 +52,34 @@ class PrefixRoutes:
         pin = put(
             dto=PrefixBody,
             opt={BODY_KIND: PREFIX},
+            summary="Pins a prefix",
             responses=described(Prefix, ErrorEnvelope, *ERRORS, 409),
             **one,
         )
-        read = get(responses=described(Prefix, ErrorEnvelope, *READS, 404), **one)
+        read = get(
+            summary="Returns a prefix",
+            description="With the workers that hold it, its hits, and the tokens that it saved.",
+            responses=described(Prefix, ErrorEnvelope, *READS, 404),
+            **one,
+        )
         removal = delete(
-            responses=described(DeletedPrefix, ErrorEnvelope, *READS, 404), status_code=200, **one
+            summary="Deletes a prefix",
+            description="Workers no longer pin it.",
+            responses=described(DeletedPrefix, ErrorEnvelope, *READS, 404),
+            status_code=200,
+            **one,
         )
         listing = get(
-            "/v1/prefixes", responses=described(PrefixList, ErrorEnvelope, *READS), **known
+            "/v1/prefixes",
+            summary="Lists prefixes",
+            responses=described(PrefixList, ErrorEnvelope, *READS),
+            **known,
         )
         trial = post(
             "/v1/prefixes/dry_run",
             dto=DryRunBody,
             opt={BODY_KIND: DRY_RUN},
+            summary="Says what a cache would hold of a prompt",
             return_dto=None,
             status_code=200,
             responses=described(DryRunReport, ErrorEnvelope, *ERRORS),

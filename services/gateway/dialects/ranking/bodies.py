@@ -36,22 +36,30 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 class Document(msgspec.Struct, frozen=True):
     text: str
+    """The text of the document."""
 
 
 class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`top_n`: results, the best first (default: all). `instruction`: for a reranking model,
-    what makes a document relevant.
-    """
+    """Documents to order by a query."""
 
-    model: str | None = None  # default: the gateway's own model
+    model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     query: str
+    """What the documents are compared with."""
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
+    """The texts to rank."""
     top_n: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    """How many results are returned, the best first; by default all."""
     return_documents: bool | None = None
+    """Whether each result has its document; by default false."""
     instruction: Instruction | None = None
+    """For a reranking model: what makes a document relevant."""
     user: str | None = None
+    """Accepted for compatibility; it has no effect."""
     cache_salt: str | None = None
-    priority: Priority | None = None  # higher goes first
+    """Separates the cached prefixes of this request from the tenant's others."""
+    priority: Priority | None = None
+    """Higher goes first; a request can lower its tenant's priority, not raise it."""
 
     @property
     def pairs(self) -> Pairs:
@@ -64,15 +72,22 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`text_1`: one text for all of `text_2`, or as many."""
+    """Pairs of texts to compare."""
 
     model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     text_1: Texts
+    """One text for all of `text_2`, or as many."""
     text_2: Texts
+    """A text or texts that are compared with `text_1`."""
     instruction: Instruction | None = None
+    """For a reranking model: what makes a text relevant."""
     user: str | None = None
+    """Accepted for compatibility; it has no effect."""
     cache_salt: str | None = None
+    """Separates the cached prefixes of this request from the tenant's others."""
     priority: Priority | None = None
+    """Higher goes first; a request can lower its tenant's priority, not raise it."""
 
     @property
     def pairs(self) -> Pairs:
@@ -126,7 +141,9 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     """`index`: of the document in the request."""
 
     index: int
+    """The place of the document in the request, from 0."""
     relevance_score: float
+    """From 0 to 1 of a reranking model; a cosine from -1 to 1 of others."""
     document: Document | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -47,7 +47,9 @@ def _for_model(
 RERANK = GeneratingEndpoint(
     name="rerank",
     operation="rerank",
-    description="Documents, sorted by what a query has to do with them.",
+    summary="Ranks documents",
+    description="The documents, sorted by what a query has to do with them; as Cohere and Jina do.",
+    example={"query": "a fruit", "documents": ["an apple", "a hammer"], "top_n": 1},
     paths=("/v1/rerank", "/rerank", "/v2/rerank"),
     request=RerankRequest,
     response=RerankResponse,
@@ -61,7 +63,9 @@ RERANK = GeneratingEndpoint(
 SCORE = GeneratingEndpoint(
     name="score",
     operation="score",
-    description="The score of each pair of texts.",
+    summary="Scores pairs of texts",
+    description="The score of each pair, in the order of `text_2`.",
+    example={"text_1": "a fruit", "text_2": ["an apple", "a hammer"]},
     paths=("/v1/score", "/score"),
     request=ScoreRequest,
     response=ScoreResponse,
@@ -74,5 +78,10 @@ SCORE = GeneratingEndpoint(
     without_prompts=score_without_prompts,
 )
 DIALECT = Dialect(
-    name="openai", endpoints=(RERANK, SCORE), encode_error=encode_error, error=ErrorEnvelope
+    name="openai",
+    title="Rerank and score",
+    about="By a reranking model, or by the embeddings of any model.",
+    endpoints=(RERANK, SCORE),
+    encode_error=encode_error,
+    error=ErrorEnvelope,
 )

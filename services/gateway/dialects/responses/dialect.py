@@ -45,6 +45,8 @@ def _open(parts: DialectParts) -> OpenDialect:
 
 DIALECT = Dialect(
     name="openai",
+    title="OpenAI: Responses",
+    about="Conversations that continue a stored response; Codex works with this API.",
     endpoints=(CREATE,),
     encode_error=encode_error,
     error=ErrorEnvelope,

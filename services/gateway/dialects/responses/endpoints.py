@@ -15,7 +15,12 @@ from services.gateway.request.endpoint import GeneratingEndpoint
 CREATE = GeneratingEndpoint(
     name="responses",
     operation="create",
-    description="With `stream`, server-sent events that end with `response.completed`.",
+    summary="Creates a response",
+    description=(
+        "With `stream`, the response is server-sent events, of which the last is "
+        "`response.completed`, `response.incomplete` or `response.failed`."
+    ),
+    example={"input": "What is the KV cache?", "max_output_tokens": 100},
     paths=openai_paths("/responses"),
     request=ResponsesRequest,
     response=ResponseObject,

@@ -49,42 +49,64 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 
 class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str = ""
+    """The kind of the part: `input_text`, `output_text`, `refusal`, `reasoning_text` and others
+    with text.
+    """
     text: str | None = None
+    """The text of the part."""
     refusal: str | None = None
+    """The text of a part of the type `refusal`."""
 
 
 Content = str | list[InputPart]
 
 
 class ResponseTool(ToolBody, frozen=True, kw_only=True):
-    """`function`, `custom`: the nested forms of chat completions. `tools`: of a namespace."""
-
     type: str = "function"
+    """`function`, `custom` or `namespace`; hosted tools such as `web_search` are left out with a
+    warning.
+    """
     function: ToolBody | None = None
+    """The function in the nested form of chat completions."""
     custom: ToolBody | None = None
+    """The custom tool in the nested form of chat completions."""
     tools: ToolFields | None = None
+    """The tools of a namespace."""
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`call_id`, `name`, `namespace`: of calls. `arguments`: of a function call, `input`: of a
-    custom one. `output`: of either. `text`: of kinds that have no `content`. `tools`: of kinds that
-    bring tools. An object as `output`: of kinds that are left out.
-    """
+    """An item of a conversation. Kinds of other servers are read as their text, or left out."""
 
     type: str = "message"
+    """The kind of the item, such as `message`, `function_call`, `function_call_output` or
+    `reasoning`.
+    """
     id: ItemId | None = None
+    """The id of the item; of an `item_reference`, that of a stored one."""
     role: str | None = None
+    """Who speaks, of a message."""
     content: Content | None = None
+    """A text, or parts of text."""
     text: str | None = None
+    """The text of kinds that have no `content`."""
     call_id: CallId | None = None
+    """The id of a call, which its output repeats."""
     name: Name | None = None
+    """The name of the called tool."""
     namespace: Name | None = None
+    """The namespace of the called tool."""
     arguments: str | dict[str, Any] | None = None
+    """The arguments of a function call."""
     input: str | None = None
+    """The input of a custom call."""
     output: Content | dict[str, Any] | None = None
+    """The result of a call: a text, or parts of text."""
     summary: list[InputPart] | None = None
+    """The summary of reasoning."""
     encrypted_content: str | None = None
+    """Reasoning that this server sealed; that of other servers is left out."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """The tools that an item such as `additional_tools` brings."""
 
 
 PlacedTool = tuple[str, ResponseTool]  # and its place in the request
@@ -92,62 +114,99 @@ PlacedTool = tuple[str, ResponseTool]  # and its place in the request
 
 class NamedChoice(msgspec.Struct, frozen=True, kw_only=True):
     type: str
+    """The kind of the tool, or `allowed_tools`."""
     name: str | None = None
+    """The name of the tool."""
     namespace: str | None = None
+    """The namespace of the tool."""
 
 
 class ToolChoice(NamedChoice, frozen=True, kw_only=True):
-    """`mode`, `tools`: of `allowed_tools`."""
-
     mode: Literal["auto", "required"] = "auto"
+    """Of `allowed_tools`: whether one of them may or must be called."""
     tools: Annotated[list[NamedChoice], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    """Of `allowed_tools`: the tools."""
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str
+    """`text`, `json_object` or `json_schema`."""
     name: str | None = None
+    """A name of the schema, which changes nothing."""
     description: str | None = None
+    """A description of the schema, which changes nothing."""
     schema: Any = None
+    """The JSON Schema of the answer."""
     strict: bool | None = None
+    """Enforces the schema exactly or refuses it; else a warning names what is not enforced."""
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`verbosity` has no effect."""
-
     format: TextFormat | None = None
+    """Constrains the answer to JSON."""
     verbosity: Literal["low", "medium", "high"] | None = None
+    """Accepted for compatibility; it has no effect."""
 
 
 class ResponsesReasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """`summary` has no effect: reasoning is returned as it is."""
-
     effort: Effort | None = None
+    """How much the model thinks, as its chat template understands it; `none` turns thinking off."""
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    """Accepted for compatibility: reasoning is returned as it is."""
 
 
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
-    model: str | None = None  # None: the gateway's only model
+    model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     input: str | list[InputItem] | None = None
+    """A text, or items: messages, calls, their outputs, reasoning and references."""
     instructions: str | None = None
+    """The system prompt, which a later response does not inherit."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """The tools that the model may call: functions, custom tools, namespaces."""
     tool_choice: str | ToolChoice | None = None
+    """Which tools the model may or must call: `auto`, `none`, `required`, one tool, or
+    `allowed_tools`.
+    """
     parallel_tool_calls: bool | None = None
+    """Whether one answer may call several tools; by default true."""
     text: TextOptions | None = None
+    """The format of the answer."""
     reasoning: ResponsesReasoning | None = None
+    """How much the model thinks."""
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    """Most tokens of the output with its thinking, cut to the room in the context."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """How many of the most likely tokens are reported for each place."""
     include: Annotated[list[str], Meta(max_length=MAX_INCLUDES)] | None = None
+    """What the response has besides: `message.output_text.logprobs`, `reasoning.encrypted_content`.
+    """
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    """Up to 16 pairs of texts, which the response repeats."""
     store: bool | None = None
+    """Whether the response is stored, for 24 hours by default; by default true, where the tenant
+    allows it.
+    """
     previous_response_id: ItemId | None = None
+    """The stored response that this one continues."""
     stream: bool | None = None
+    """Whether the response is sent as server-sent events while it is generated."""
     truncation: Literal["disabled", "auto"] | None = None
+    """`auto` has no effect: a prompt beyond the context is refused."""
     prompt_cache_key: Annotated[str, Meta(max_length=MAX_CACHE_KEY_CHARS)] | None = None
+    """Requests with the same key prefer the worker that served the last of them, whose cache has
+    their prefix.
+    """
     safety_identifier: str | None = None
+    """Accepted for compatibility; it has no effect."""
     user: str | None = None
+    """Accepted for compatibility; it has no effect."""
     cache_salt: str | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
+    """Separates the cached prefixes of this request from the tenant's others."""
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    """Higher goes first; a request can lower its tenant's priority, not raise it."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, such as `enable_thinking`."""
 
     @property
     def items(self) -> list[InputItem]:

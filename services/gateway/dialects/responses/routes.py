@@ -25,7 +25,7 @@ from services.gateway.dialects.responses.storage.record import (
 from services.gateway.dialects.responses.storage.store import ResponseStore
 from services.gateway.dialects.route_options import BODY_KIND
 from services.gateway.http.body import StrictBody
-from services.gateway.http.openapi import described
+from services.gateway.http.openapi import QUERY, described
 from services.gateway.models.gateway_models import GatewayModels
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.prompt import ChatPrompt
@@ -35,6 +35,11 @@ from shared.packing import TOKEN_ID_BYTES
 STORED = (401, 403, 404, 429, 503)  # statuses of the routes of a stored response
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
+ITEMS_QUERY = {
+    "limit": f"Most items, from 1 to {MAX_LISTED}; by default {DEFAULT_LISTED}.",
+    "order": "`desc`, which is the default, or `asc`.",
+    "after": "The id of the item after which the list begins.",
+}
 
 
 class ResponsesBody(StrictBody):
@@ -77,18 +82,28 @@ class ResponsesRoutes:
             dto=ResponsesBody,
             opt={BODY_KIND: CREATE.name},
             status_code=200,
+            summary="Counts the tokens of a prompt",
             responses=described(InputTokens, ErrorEnvelope, *CREATE.errors),
             **options,
         )
-        read = get(one, responses=described(ResponseObject, ErrorEnvelope, *STORED, 400), **options)
+        read = get(
+            one,
+            summary="Returns a stored response",
+            responses=described(ResponseObject, ErrorEnvelope, *STORED, 400),
+            **options,
+        )
         removal = delete(
             one,
             status_code=200,
+            summary="Deletes a stored response",
+            description="Responses that continue it can no longer be continued.",
             responses=described(DeletedResponse, ErrorEnvelope, *STORED),
             **options,
         )
         items = get(
             openai_paths("/responses/{response_id:str}/input_items"),
+            summary="Lists the input of a stored response",
+            opt={QUERY: ITEMS_QUERY},
             responses=described(ItemList, ErrorEnvelope, *STORED, 400),
             **options,
         )
@@ -150,7 +165,7 @@ class ResponsesRoutes:
         )
 
     async def input_items(self, request: Request[Any, Any, Any]) -> Response[ItemList]:
-        """Lists the items of the response's own input: `limit`, `order` (desc, asc), `after`."""
+        """The items of the response's own input, without those of the responses before it."""
         query = request.query_params
         items = input_items_of(await self._read(request))
         order = query.get("order", "desc")

@@ -25,19 +25,24 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Either `prompt` or `messages`. `add_special_tokens`: those that the tokenizer puts around a
-    prompt, by default true; a chat template writes its own. `add_generation_prompt`: the start of
-    an answer after the messages, by default true; without effect on a prompt.
-    """
+    """A prompt, or messages, to turn into tokens."""
 
-    model: str | None = None  # the gateway's only model
+    model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     prompt: str | None = None
+    """A text; either this or `messages`."""
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    """A conversation, which the model's chat template renders."""
     tools: ToolFields | None = None
+    """The tools that the chat template writes into the prompt."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, such as `enable_thinking`."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens around a prompt; by default true."""
     add_generation_prompt: bool | None = None
+    """Whether the start of an answer follows the messages; by default true."""
     return_token_strs: bool | None = None
+    """Whether the response has the text of each token, too."""
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,13 +52,16 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int
     max_model_len: int
+    """The context of the model in tokens."""
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
+    """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     tokens: list[TokenId]
+    """The tokens."""
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,10 +26,14 @@ def _open(parts: DialectParts) -> OpenDialect:
 
 DIALECT = Dialect(
     name="openai",
+    title="Tokens",
+    about="In the form of vLLM. A request costs no tokens.",
     endpoints=(
         Endpoint(
             name=TOKENIZE,
             operation="tokenize",
+            summary="Turns a text into tokens",
+            example={"prompt": "a text"},
             description=(
                 "The tokens of a prompt, or of messages as the model's chat template renders them."
             ),
@@ -40,6 +44,8 @@ DIALECT = Dialect(
         Endpoint(
             name=DETOKENIZE,
             operation="detokenize",
+            summary="Turns tokens into a text",
+            example={"tokens": [1, 2, 3]},
             description="The text of tokens, with the texts of special tokens.",
             paths=("/detokenize", "/v1/detokenize"),
             request=DetokenizeRequest,

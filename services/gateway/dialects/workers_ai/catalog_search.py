@@ -55,11 +55,17 @@ class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a search. No model is experimental or deprecated."""
 
     search: SearchText = ""
+    """A text that the name or the description has."""
     task: SearchText = ""
+    """The name or the id of a task."""
     author: SearchText = ""
+    """The name of an author."""
     source: int | None = None
+    """The number of a source; every model has 1."""
     page: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 1
+    """The page, from 1."""
     per_page: Annotated[int, Meta(ge=1, le=MAX_PER_PAGE)] = DEFAULT_PER_PAGE
+    """Most results of a page, from 1 to 1000; by default 50."""
     hide_experimental: bool = False
     include_deprecated: bool = False
     format: Literal["default"] = "default"

@@ -20,6 +20,11 @@ def _open(parts: DialectParts) -> OpenDialect:
 
 DIALECT = Dialect(
     name="workers_ai",
+    title="Workers AI",
+    about=(
+        "The calls of Cloudflare's documentation work with another host. `{account}` is the tenant "
+        "of the key."
+    ),
     endpoints=(RUN,),
     encode_error=encode_error,
     error=WorkersAIErrorEnvelope,

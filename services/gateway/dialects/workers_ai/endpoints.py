@@ -66,6 +66,8 @@ def _encoder(body: RunRequest, context: ResponseContext) -> Encoder:
 
 RUN = GeneratingEndpoint(
     name="workers_ai",
+    errors=(400, 401, 403, 404, 405, 408, 413, 429),
+    example={"messages": [{"role": "user", "content": "What is the KV cache?"}]},
     request=RunRequest,
     response=Success,
     is_on_nats=False,

@@ -27,16 +27,20 @@ MAX_NAME_CHARS = 128
 
 
 class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """`tool_call_id`: of a tool; without it, the message answers the first open call, of its `name`
-    if it has one.
-    """
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who speaks."""
     content: str | ContentPart | list[ContentPart] | None = None
+    """A text, or parts of text; null beside calls."""
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    """The name of the participant, or of the called function in the role `tool`."""
     tool_calls: CallFields | None = None
+    """The calls that this message of the assistant made."""
     tool_call_id: CallId | None = None
+    """The call whose result this has; without it the message answers the first open call."""
     reasoning_content: str | None = None
+    """The thinking of this message of the assistant."""
 
 
 def turns_of(messages: Sequence[RunMessage]) -> tuple[Turn, ...]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import msgspec
-
 from services.gateway.dialects.workers_ai.embedding_response import EmbeddingResult
 from services.gateway.dialects.workers_ai.rerank_response import WorkersAIRerankResult
 from services.gateway.dialects.workers_ai.run_request import RunRequest
 from services.gateway.dialects.workers_ai.run_response import RunFrame
+from services.gateway.schemas.struct_schemas import described_schemas
 
 REF_TEMPLATE = "#/$defs/{name}"
 
@@ -30,7 +29,7 @@ def model_schema() -> dict[str, Any]:
 
 
 def _schema(types: tuple[type[Any], ...], description: str) -> dict[str, Any]:
-    references, components = msgspec.json.schema_components(types, ref_template=REF_TEMPLATE)
+    references, components = described_schemas(types, REF_TEMPLATE)
     named = [each.__name__ for each in types]
     if len(types) == 1:
         shape = components.pop(named[0])

@@ -23,14 +23,19 @@ from services.gateway.dialects.workers_ai.catalog_search import (
 )
 from services.gateway.dialects.workers_ai.endpoints import RUN
 from services.gateway.dialects.workers_ai.envelope import Success
-from services.gateway.dialects.workers_ai.errors import MissingBody
+from services.gateway.dialects.workers_ai.errors import MissingBody, WorkersAIErrorEnvelope
 from services.gateway.dialects.workers_ai.model_id import parse_model_id
 from services.gateway.dialects.workers_ai.model_schema import model_schema
 from services.gateway.dialects.workers_ai.paths import model_part
+from services.gateway.http.openapi import ENDPOINT, QUERY, described
 from services.gateway.http.response import GenerationResponse
 from services.gateway.models.gateway_models import GatewayModels
+from services.gateway.schemas.struct_schemas import field_descriptions
 from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
+
+SEARCH_QUERY = field_descriptions(SearchQuery)
+SCHEMA_QUERY = {"model": "The name or alias of the model."}
 
 Search = Callable[[list[WorkersAIModel], SearchQuery], Success]
 
@@ -53,20 +58,30 @@ class WorkersAIRoutes:
         run = post(
             _paths("/run", "/run/{model:path}"),
             status_code=200,
-            opt={BODY_KIND: RUN.name, MODEL_OF: run_model},
+            summary="Runs a model",
+            opt={BODY_KIND: RUN.name, MODEL_OF: run_model, ENDPOINT: RUN},
+            responses=described(Success, WorkersAIErrorEnvelope, *RUN.errors),
             **options,
         )
         searches = {
-            "/models/search": self.models,
-            "/models/schema": self.schema,
-            "/tasks/search": self.tasks,
-            "/authors/search": self.authors,
+            "/models/search": (self.models, "Finds models", SEARCH_QUERY),
+            "/models/schema": (self.schema, "Returns JSON Schemas of a model", SCHEMA_QUERY),
+            "/tasks/search": (self.tasks, "Finds tasks", SEARCH_QUERY),
+            "/authors/search": (self.authors, "Finds authors", SEARCH_QUERY),
         }
         methods = [HttpMethod.GET, HttpMethod.HEAD]
-        read = partial(route, http_method=methods, opt={IS_FREE: True}, **options)
+        read = partial(
+            route,
+            http_method=methods,
+            responses=described(Success, WorkersAIErrorEnvelope, 400, 401, 403),
+            **options,
+        )
         return [
             run(self.run),
-            *(read(path=_paths(path))(search) for path, search in searches.items()),
+            *(
+                read(path=_paths(path), summary=summary, opt={IS_FREE: True, QUERY: query})(search)
+                for path, (search, summary, query) in searches.items()
+            ),
         ]
 
     async def run(self, request: Request[Any, Any, Any]) -> GenerationResponse:
@@ -84,9 +99,11 @@ class WorkersAIRoutes:
         return await self._searched(request, search_models)
 
     async def tasks(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        """The tasks of the models."""
         return await self._searched(request, search_tasks)
 
     async def authors(self, request: Request[Any, Any, Any]) -> Response[Success]:
+        """The authors of the models, by their names."""
         return await self._searched(request, search_authors)
 
     async def schema(self, request: Request[Any, Any, Any]) -> Response[Success]:

@@ -78,10 +78,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
     reject_if_busy: bool | None = None
+    """Answers 429 instead of waiting for room on a worker."""
 
 
 class RankedContext(msgspec.Struct, frozen=True):
     text: str
+    """The text to rank."""
 
 
 RankedContexts = Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
@@ -91,35 +93,56 @@ EmbeddedText = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXT
 
 
 class RunRequest(SamplingFields, frozen=True, kw_only=True):
-    """Cloudflare's options beside those of all dialects. Of `temperature` and `top_p`, its bounds
-    are wider; a `top_p` above 1 excludes no token, as 1. `top_k`: with a query, the number of
-    results.
-    """
+    """One of `messages`, `input`, `prompt`, `text`, or `query` with `contexts`; and options."""
 
     messages: Annotated[list[RunMessage], Meta(min_length=1)] | None = None
+    """A conversation, which the model's chat template renders."""
     prompt: str | None = None
+    """A text to answer; with `raw` to continue."""
     raw: bool | None = None
+    """Whether `prompt` goes to the model without the chat template."""
     input: str | list[InputItem] | None = None
+    """A text, or items of the Responses API."""
     instructions: str | None = None
+    """The system prompt beside `input`."""
     text: EmbeddedText | None = None
+    """A text or texts to embed."""
     query: str | None = None
+    """What `contexts` are ranked by."""
     contexts: (
         Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)] | None
     ) = None
+    """The texts to rank; `top_k` limits the results."""
     pooling: Pooling | None = None
+    """Of `text`: the hidden state of the `last` token, or the `mean` of all."""
     normalize: bool | None = None
+    """Of `text`: whether vectors have the length 1; by default true."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    """Most tokens of the output; by default 256."""
     stream: bool | None = None
+    """Whether the response is sent as server-sent events while it is generated."""
     temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
+    """Scales the logits before sampling; 0: always the most likely token."""
     top_p: Annotated[float, Meta(ge=0, le=2)] | None = None
+    """Samples from the most likely tokens whose probabilities add up to this; above 1 as 1."""
     lora: str | None = None
+    """Refused: LoRA adapters are not supported."""
     tools: ToolFields | None = None
+    """The tools that the model may call, as of chat completions or flat."""
     tool_choice: ToolChoiceField | None = None
+    """Which tools the model may or must call: `auto`, `none`, `required`, one tool, or
+    `allowed_tools`.
+    """
     parallel_tool_calls: bool | None = None
+    """Whether one answer may call several tools; by default true."""
     reasoning_effort: Effort | None = None
+    """How much the model thinks, as its chat template understands it; `none` turns thinking off."""
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """Most tokens of thinking, after which the thinking is ended; at most `max_tokens`."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, such as `enable_thinking`."""
     options: RunOptions | None = None
+    """How the request is queued."""
 
     @property
     def is_embedding(self) -> bool:

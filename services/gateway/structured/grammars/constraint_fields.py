@@ -28,39 +28,60 @@ _WRAPPER_KEYS = ("name", "description", "schema", "strict")  # a `json_schema` h
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`disable_fallback`: of vLLM's choice of library, which changes no answer."""
-
     json: Any = None
+    """The JSON Schema of the output, as an object or as text."""
     regex: str | None = None
+    """The regular expression that the whole output matches."""
     choice: Choices | None = None
+    """The texts of which the output is one."""
     grammar: str | None = None
+    """The grammar of the output, in Lark or GBNF."""
     json_object: bool | None = None
+    """Whether the output is any JSON object."""
     whitespace_pattern: str | None = None
+    """The regular expression of the whitespace between JSON tokens."""
     disable_any_whitespace: bool | None = None
+    """Whether the output has no whitespace between JSON tokens."""
     disable_additional_properties: bool | None = None
+    """Whether objects have the properties of the schema alone."""
     disable_fallback: bool | None = None
+    """Accepted for compatibility; it has no effect."""
     structural_tag: Any = None
+    """Refused: it is not supported."""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
+    """`text`, `json_object` or `json_schema`."""
     json_schema: Any = None
-    schema: Any = None  # the schema of a `json_object`, as in other servers
+    """An object with `schema` and maybe `name`, `strict`; or the JSON Schema itself."""
+    schema: Any = None
+    """The JSON Schema of a `json_object`, as other servers take it."""
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of all dialects; at most one of them may have a constraint."""
 
     response_format: ResponseFormat | None = None
+    """Constrains the output to JSON; one constraint at most."""
     structured_outputs: StructuredOutputs | None = None
+    """Constrains the output in the form of vLLM."""
     guided_json: Any = None
+    """The JSON Schema of the output, in the older form of vLLM."""
     guided_regex: str | None = None
+    """The regular expression of the output, in the older form of vLLM."""
     guided_choice: Choices | None = None
+    """The texts of which the output is one, in the older form of vLLM."""
     guided_grammar: str | None = None
+    """The grammar of the output, in the older form of vLLM."""
     guided_whitespace_pattern: str | None = None
+    """The whitespace between JSON tokens, in the older form of vLLM."""
     regex: str | None = None
+    """The regular expression of the output, in the form of SGLang."""
     ebnf: str | None = None
+    """The grammar of the output, in the form of SGLang."""
     json_schema: Any = None
+    """The JSON Schema of the output, in the form of SGLang."""
 
 
 _JSON_KINDS = ("json_schema", "json_object")

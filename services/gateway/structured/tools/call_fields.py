@@ -21,26 +21,34 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """`arguments`: a JSON object, as text or as it is."""
-
     name: Name
+    """The name of the function."""
     arguments: str | dict[str, Any] | None = None
+    """A JSON object, as text or as it is."""
 
 
 class CalledCustom(msgspec.Struct, frozen=True, kw_only=True):
     name: Name
+    """The name of the custom tool."""
     input: str = ""
+    """The text that the tool was called with."""
 
 
 class CallField(msgspec.Struct, frozen=True, kw_only=True):
-    """`name`, `arguments`: of the flat form."""
+    """A call of a tool."""
 
     id: CallId | None = None
+    """The id of the call, which its result repeats."""
     type: Literal["function", "custom"] = "function"
+    """The kind of the tool."""
     function: CalledFunction | None = None
+    """The called function."""
     custom: CalledCustom | None = None
+    """The called custom tool."""
     name: Name | None = None
+    """The name of the function, in the flat form."""
     arguments: str | dict[str, Any] | None = None
+    """The arguments of the function, in the flat form."""
 
 
 CallFields = Annotated[list[CallField], Meta(max_length=MAX_CALLS)]

@@ -22,32 +22,46 @@ MODES = ("auto", "none", "required")
 
 class NameField(msgspec.Struct, frozen=True):
     name: str
+    """The name of the tool."""
 
 
 class NamedField(msgspec.Struct, frozen=True, kw_only=True):
     """A tool by its name, nested or flat."""
 
     type: Literal["function", "custom"] = "function"
+    """The kind of the tool."""
     function: NameField | None = None
+    """The function, nested."""
     custom: NameField | None = None
+    """The custom tool, nested."""
     name: str | None = None
+    """The name of the tool, flat."""
 
 
 class AllowedField(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["auto", "required"] = "auto"
+    """Whether one of the tools may or must be called."""
     tools: Annotated[list[NamedField], Meta(min_length=1, max_length=MAX_TOOLS)]
+    """The tools that may be called."""
 
 
 class ChoiceField(msgspec.Struct, frozen=True, kw_only=True):
-    """`mode`, `tools`: of `allowed_tools` in its flat form."""
+    """The tool or tools to call."""
 
     type: Literal["function", "custom", "allowed_tools"]
+    """A kind of tool, which must be called, or `allowed_tools`."""
     function: NameField | None = None
+    """The function to call, nested."""
     custom: NameField | None = None
+    """The custom tool to call, nested."""
     name: str | None = None
+    """The tool to call, flat."""
     allowed_tools: AllowedField | None = None
+    """The tools that may be called, nested."""
     mode: Literal["auto", "required"] = "auto"
+    """Of flat `allowed_tools`: whether one of them may or must be called."""
     tools: Annotated[list[NamedField], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    """Of flat `allowed_tools`: the tools."""
 
 
 ToolChoiceField = str | ChoiceField

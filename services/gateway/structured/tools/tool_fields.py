@@ -29,34 +29,46 @@ Definition = Annotated[str, Meta(max_length=MAX_DEFINITION_CHARS)]
 
 class GrammarField(msgspec.Struct, frozen=True, kw_only=True):
     syntax: Syntax
+    """The language of the grammar."""
     definition: Definition
+    """The grammar."""
 
 
 class FormatField(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar in an object of its own, or flat."""
 
     type: Literal["text", "grammar"] = "text"
+    """`text`: any input; `grammar`: an input that matches the grammar."""
     grammar: GrammarField | None = None
+    """The grammar in an object of its own."""
     syntax: Syntax | None = None
+    """The language of the grammar, flat."""
     definition: Definition | None = None
+    """The grammar, flat."""
 
 
 class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`parameters`, `strict`: of a function. `format`: of a custom tool."""
-
     name: str | None = None
+    """The name by which the model calls the tool."""
     description: str | None = None
+    """What the tool does, for the model."""
     parameters: dict[str, Any] | None = None
+    """The JSON Schema of a function's arguments, which every call matches."""
     strict: bool | None = None
+    """Refuses a schema with keywords that cannot be enforced, instead of a warning."""
     format: FormatField | None = None
+    """The format of a custom tool's input."""
 
 
 class ToolField(ToolBody, frozen=True, kw_only=True):
     """One tool. Its body is `function`, `custom`, or the object itself."""
 
     type: Literal["function", "custom"] = "function"
+    """The kind of the tool."""
     function: ToolBody | None = None
+    """The function, nested."""
     custom: ToolBody | None = None
+    """The custom tool, nested."""
 
 
 ToolFields = Annotated[list[ToolField], Meta(max_length=MAX_TOOLS)]
