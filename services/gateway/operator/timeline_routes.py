@@ -73,8 +73,8 @@ class TimelineRoutes:
             "/v1/requests/{request_id:str}/timeline",
             summary="Says where the time of a request went",
             description=(
-                "By the id of the request or of its response. 404 from a gateway that did not serve "
-                "the request, or has forgotten it."
+                "By the id of the request or of its response. 404 from a gateway that did not "
+                "serve the request, or has forgotten it."
             ),
             responses=described(Timeline, error, 401, 404),
         )
