@@ -22,6 +22,7 @@ from services.cli.checkpoints import (
 )
 from services.cli.cluster import commands, role_command, warm_command
 from services.cli.cluster.service_options import service_command
+from services.cli.help import ServiceHelpCommand, use_plain_help
 from services.cli.logs import logs_command
 from services.cli.models.model_commands import model_app
 from services.cli.operators import redis_commands
@@ -50,7 +51,7 @@ app = typer.Typer(
     name="hearth",
     help="Serve large language models from many small GPU sites as one system.",
     epilog="Start with: hearth up",
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # `services.cli.help`
     pretty_exceptions_enable=False,
 )
 
@@ -70,7 +71,6 @@ def root(
     """Defines the options before a command."""
 
 
-@app.command(rich_help_panel=OPERATE, epilog="Example:  hearth version")
 def version() -> None:
     """Print the version."""
     try:
@@ -139,13 +139,19 @@ def _run_rank(config: RankConfig) -> int:
     return run_rank(config)
 
 
+_VARIABLES = "Each option is also a variable: --metrics-port is HEARTH_METRICS_PORT."
 _EXAMPLE = "Example:  HEARTH_NATS_URL=nats://ID:PASSWORD@HOST:4222 hearth"
 
 
 def _add_services() -> None:
     def add(name: str, command: Callable[..., None], about: str) -> None:
-        epilog = f"{_EXAMPLE} {name}    Every option can be an environment variable."
-        app.command(name, help=about, epilog=epilog, rich_help_panel=SERVICES)(command)
+        app.command(
+            name,
+            help=about,
+            epilog=f"{_EXAMPLE} {name}\n\n{_VARIABLES}",
+            rich_help_panel=SERVICES,
+            cls=ServiceHelpCommand,
+        )(command)
 
     worker = WorkerConfig
     add("gateway", service_command(GatewayConfig, "gateway", _run_gateway), "HTTP gateway.")
@@ -201,6 +207,8 @@ app.registered_commands += role_command.app.registered_commands
 app.registered_commands += redis_commands.app.registered_commands
 _add_services()
 app.registered_commands += trace_command.app.registered_commands
+app.command(rich_help_panel=OPERATE, epilog="Example:  hearth version")(version)
+use_plain_help(app)
 
 
 @cache

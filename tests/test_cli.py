@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from services.cli.cluster.option_texts import HELP, PANEL_OF
 from services.cli.cluster.service_options import (
     DEMO_MODEL_DIR,
     DEMO_MODEL_NAME,
-    HELP,
     model_name_for,
     service_command,
 )
@@ -109,7 +109,9 @@ def test_every_command_has_help_with_an_example() -> None:
 
 @pytest.mark.parametrize("config", [GatewayConfig, SchedulerConfig, KvIndexConfig, WorkerConfig])
 def test_every_config_field_has_help_text(config: type) -> None:
-    assert {field.name for field in msgspec.structs.fields(config)} <= set(HELP)
+    names = {field.name for field in msgspec.structs.fields(config)}
+    assert names <= set(HELP)
+    assert names <= set(PANEL_OF)
 
 
 @in_one_test(

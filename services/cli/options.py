@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from shared.sizes import parse_size, shortest_size
 OPERATE = "Operate"  # a panel of the help
 UNLIMITED, ALL = "unlimited", "all"
 MAX_BYTES = 4 << 20
+
+
+def among(*values: str) -> Callable[[str], list[str]]:
+    """Returns a completion of these values."""
+    return lambda incomplete: [each for each in values if each.startswith(incomplete)]
 
 
 def size_option(*, default: int | None = None, **settings: Any) -> Any:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from services.cli.cluster import up_options as given
 from services.cli.cluster.service_options import model_name_for
 from services.cli.operators.audited import audited
-from services.cli.options import OPERATE
+from services.cli.options import OPERATE, among
 from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions, worker_counts
 from shared.errors import ConfigError
+from shared.subjects import CredentialRole
 
 if TYPE_CHECKING:
     from services.local.join import NewCredential
@@ -294,7 +295,8 @@ def credential(
         str,
         typer.Argument(
             help="gateway, scheduler, prefill, decode, kv_index, host, worker, observer, operator: "
-            "commands hosts and workers, or client: an application that sends requests over NATS."
+            "commands hosts and workers, or client: an application that sends requests over NATS.",
+            autocompletion=among(*get_args(CredentialRole)),
         ),
     ],
     process_id: Annotated[

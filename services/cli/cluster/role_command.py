@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from services.cli.operators.audited import audited
+from services.cli.options import among
 
 app = typer.Typer()
 
@@ -18,7 +19,14 @@ app = typer.Typer()
 @audited("role")
 def role(
     worker: Annotated[str, typer.Argument(help="Process id, as in `hearth status`.")],
-    roles: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or both.")],
+    roles: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROLE",
+            help="prefill, decode or both.",
+            autocompletion=among("prefill", "decode", "both"),
+        ),
+    ],
     nats_url: Annotated[
         str | None,
         typer.Option(

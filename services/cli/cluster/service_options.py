@@ -14,7 +14,8 @@ import msgspec
 import typer
 
 import shared
-from services.cli.options import size_option
+from services.cli.cluster.option_texts import HELP, PANEL_OF, VALUES
+from services.cli.options import among, size_option
 from services.local.credentials import process_id_for
 from services.local.hub_download import is_hub_id, local_copy
 from shared.config import ProcessConfig, RankConfig, WorkerConfig, check
@@ -23,148 +24,13 @@ DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 WITH_WEIGHTS = (WorkerConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
 
-HELP = {
-    "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT; or a "
-    "comma list of the servers of a cluster, the nearest first.",
-    "nats_ca": "PEM file of the authorities that may sign NATS's certificate, for tls:// URLs "
-    "(default: those of the system).",
-    "nats_cert": "PEM file of this process's certificate, if NATS requires one.",
-    "nats_key": "PEM file of its private key.",
-    "is_nats_tls_first": "Start with the TLS handshake (NATS: handshake_first).",
-    "process_id": "Name of this process's credential (default: the NATS URL's user, or "
-    "ROLE-<6 hex digits>).",
-    "region": "Region of this process, for requests with allowed regions (data residency).",
-    "drain_timeout_s": "Seconds that a stop waits for running requests.",
-    "metrics_host": "Listen address of --metrics-port.",
-    "metrics_port": "Port with /healthz, /ready and /metrics of this process, without a token "
-    "(default: none).",
-    "log_level": "Least level of log lines: debug, info, warning or error.",
-    "log_format": "Of log lines: json, text, or auto (text on a terminal, else JSON).",
-    "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
-    "redis_read_url": "Near replica of that Redis, for API keys (default: none). A key that it "
-    "lacks is looked up in the Redis server.",
-    "redis_ca": "PEM file of the authorities that may sign Redis's certificate, for rediss:// URLs "
-    "(default: those of the system).",
-    "redis_cert": "PEM file of this process's certificate, if Redis requires one.",
-    "redis_key": "PEM file of its private key.",
-    "model_dir": "Checkpoint directory in Hugging Face layout, or a hub id such as org/name; for a "
-    "gateway also empty: it serves the models of the catalogue alone.",
-    "max_loaded_models": "Models of the catalogue whose tokenizers stay loaded, beside those that "
-    "requests use.",
-    "model_name": "Model name for clients (default: the hub id, or the directory's name).",
-    "http_host": "HTTP listen address.",
-    "http_port": "HTTP listen port.",
-    "http_cert": "PEM file of the gateway's certificate with its chain, for HTTPS (default: HTTP). "
-    "It is loaded again when it changes.",
-    "http_key": "PEM file of its private key.",
-    "request_timeout_s": "Maximum duration of a request, in seconds.",
-    "max_body_bytes": "Maximum size of a request body.",
-    "preparations_per_tenant": "Requests of a tenant that are decoded, rendered and tokenized at "
-    "once; its further requests wait.",
-    "max_requests": "Maximum concurrent requests; further requests are rejected with 429.",
-    "default_max_tokens": "Tokens to generate for a request without max_tokens.",
-    "lame_duck_s": "Seconds after SIGTERM in which /ready is 503 and requests are still served.",
-    "write_timeout_s": "Seconds that a client may take no byte of its response.",
-    "response_ttl_s": "Seconds for which responses of the Responses API are stored.",
-    "max_stored_response_bytes": "Maximum memory of Redis for stored responses of all tenants; 0: "
-    "half of its maxmemory.",
-    "max_stored_prefix_bytes": "The same for named prefixes; 0: a quarter of its maxmemory.",
-    "keep_alive_s": "Seconds of silence before a stream sends its head, or a comment.",
-    "max_unsent_bytes": "Maximum output of one stream that its client has not read.",
-    "max_tenant_unsent_bytes": "Maximum output that waits for all clients of a tenant.",
-    "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
-    "operator_token": "Bearer token of operators, for /v1/cluster and its view on the page; empty: "
-    "closed. Give it as HEARTH_OPERATOR_TOKEN.",
-    "page": "Serve the page with playground, cluster and timelines at /.",
-    "tool_format": "template (a chat template without tools rejects requests that have them) or "
-    "hermes: such a template gets tools, calls and results as text.",
-    "response_template": "How the model writes tool calls and reasoning: a file in the format of "
-    "Hugging Face's response_template, the name of a family such as hermes, or off (default: by "
-    "tokenizer_config.json, else by the chat template).",
-    "cors_origin": "Origin such as https://app.example whose pages may call the gateway, or * for "
-    "all; repeatable (default: none).",
-    "padding": "Random padding in the events of Workers AI's streams, so that sizes of encrypted "
-    "records do not show the lengths of tokens.",
-    "max_queued_requests": "Maximum requests in the queue; further requests are rejected with 429.",
-    "max_queued_tokens": "Maximum tokens of queued requests: prompts and max_tokens.",
-    "local_prefill_tokens": "Uncached prompt tokens up to which decode always computes a prompt.",
-    "max_local_prefill_tokens": "Above it, decode computes a prompt only if no prefill worker can.",
-    "automatic_roles": "on: workers with the handlers of both roles change between prefill and "
-    "decode as the work of a model asks for; off.",
-    "min_role_workers": "Workers that automatic changes leave in each role, at least 1.",
-    "role_change_min_s": "Seconds between two automatic changes of a model's workers.",
-    "target_itl_s": "Seconds between two tokens that a decode worker shall not exceed: with longer "
-    "steps it counts as full, when roles change and in the advice for an autoscaler.",
-    "residency": "demand: hosts keep the models hot whose use is expected soonest; lru: those used "
-    "last.",
-    "wake_ttft_s": "Seconds to the first token within which requests of a parked model gather, if "
-    "waking it parks another one in use.",
-    "cluster_secret": "Secret of all gateways and the index, not of workers: it keys the names of "
-    "cached KV blocks, so that no worker can guess those of a tenant. Give it as "
-    "HEARTH_CLUSTER_SECRET.",
-    "max_prefixes_per_tenant": "Maximum prefix records per tenant in Redis.",
-    "prefix_ttl_s": "Seconds from the last use of a prefix to the expiry of its record.",
-    "announce": "Roles that a worker with both starts in: prefill, decode or both (default: all "
-    "that it has). `hearth role` changes them.",
-    "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
-    "kv_dtype": "Of stored KV: auto (fp8 if the checkpoint declares it, else as activations), "
-    "bf16, or fp8: e4m3 with the checkpoint's scales (1 without any), twice the tokens in equal "
-    "memory.",
-    "device": "auto (CUDA if there is a device), cpu, cuda or cuda:N.",
-    "load_format": "auto (as in the directory) or dummy: seeded weights from config.json alone, "
-    "for measurements.",
-    "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in about "
-    "11.4 bits per weight instead of 16, without loss.",
-    "num_threads": "Math threads; 0 shares the cores of this host.",
-    "worker_nats_url": "NATS server with the credential that all workers of the host share.",
-    "budget": "DEVICE=SIZE: memory that the models on a device may use, such as cpu=12GiB or "
-    "cuda:0=70GiB; repeatable (default: half of this machine's memory, or on CUDA 0.9 of what is "
-    "free).",
-    "state_dir": "Folder for what is known of the models, and for the workers' logs (default: "
-    "$XDG_STATE_HOME/hearth/hosts/ID).",
-    "tp": "Tensor parallelism: rank processes that share each layer; 1, 2, 4 or 8.",
-    "pp": "Pipeline parallelism: stages of consecutive layers, with TP ranks each.",
-    "remote_ranks": "How many of those ranks, the last ones, `hearth rank` runs on other hosts.",
-    "rank_host": "This host's address, at which ranks of other hosts join.",
-    "is_trusted_network": "Let ranks of several hosts exchange activations and KV, which are not "
-    "encrypted, over a network whose hosts may all read them.",
-    "worker": "Process id of the worker (default: the NATS URL's user).",
-    "ranks": "Number of its ranks on this host.",
-    "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
-    "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV. "
-    "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
-    "experts": "How ranks share a layer's experts. ep: each holds some of them; tp: each holds "
-    "columns of all; auto: ep for 8 experts a rank and more. All give equal bits.",
-    "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "
-    "slow links; other bits, equal at every number of ranks, also one.",
-    "block_size": "Tokens in a KV block (default: 16 on the CPU, 64 on CUDA; "
-    "a model that has workers on both needs one size).",
-    "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
-    "what is free after weights and the largest step).",
-    "kv_floor_bytes": "Memory that the KV cache has at least while the worker serves; it limits "
-    "the context (default: what the context that the worker announces needs).",
-    "kv_ceiling_bytes": "Memory to which the KV cache may grow (default: --kv-cache-bytes).",
-    "is_parked": "Start in standby: with weights and kernels, but without a KV cache.",
-    "max_context_tokens": "Tokens of a sequence, at most (default: the model's context).",
-    "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "
-    "8192 for prefill alone).",
-    "max_sequences": "Maximum concurrent sequences.",
-    "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
-    "zero_freed_blocks": "Zero the KV of blocks that are no longer cached or in use.",
-    "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
-    "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
-    "data_plane_security": "KV over TCP: aead (encrypted and authenticated), mac (authenticated) "
-    "or none.",
-    "data_plane_host": "Address that this worker's KV data plane listens on.",
-    "data_plane_port": "Its TCP port; further ranks take the next ones (default: free ports).",
-    "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
-    "this host's name if that is 0.0.0.0 or ::).",
-}
 REPEATABLE = {"budget", "cors_origin"}
 _OPTION_TYPES: dict[str, Any] = {
     "process_id": str | None,
     **dict.fromkeys(REPEATABLE, list[str]),
 }
+_SHOWN_DEFAULTS: dict[str, bool | str] = {"process_id": False, "model_dir": "the demo model"}
+_FILE_ENDINGS = ("_ca", "_cert", "_key")
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
 C = TypeVar("C", bound=ProcessConfig)
@@ -265,9 +131,15 @@ def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     settings: dict[str, Any] = {
         "help": HELP.get(name, ""),
         "envvar": f"HEARTH_{name.removeprefix('is_').upper()}",
+        "rich_help_panel": PANEL_OF.get(name),
     }
+    if name in VALUES:
+        settings["autocompletion"] = among(*VALUES[name])
     option = typer.Option(
-        _flag(name, is_switch=field.type is bool), show_default=name != "process_id", **settings
+        _flag(name, is_switch=field.type is bool),
+        metavar=_metavar(name, field.type),
+        show_default=_SHOWN_DEFAULTS.get(name, True),
+        **settings,
     )
     if name.endswith("_bytes"):
         option = size_option(default=None if field.required else field.default, **settings)
@@ -278,6 +150,15 @@ def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
         default=default,
         annotation=Annotated[option_type, option],
     )
+
+
+def _metavar(name: str, kind: Any) -> str | None:
+    """Returns what stands for the value in the help; None: by its type."""
+    if name.endswith(_FILE_ENDINGS):
+        return "FILE"
+    if name.endswith("_url"):
+        return "URL"
+    return "NAME" if name in VALUES and kind is str else None
 
 
 def _flag(name: str, *, is_switch: bool) -> str:
@@ -292,6 +173,7 @@ def _instance_parameter() -> inspect.Parameter:
         "only one.",
         envvar="HEARTH_INSTANCE",
         show_default=False,
+        rich_help_panel=PANEL_OF["instance"],
     )
     return inspect.Parameter(
         "instance",
@@ -303,7 +185,9 @@ def _instance_parameter() -> inspect.Parameter:
 
 def _role_parameter(role: str) -> inspect.Parameter:
     option = typer.Option(
-        "--role", help=f"own: {role} only; both: prefill and decode over one engine."
+        "--role",
+        help=f"own: {role} only; both: prefill and decode over one engine.",
+        rich_help_panel=PANEL_OF["role"],
     )
     return inspect.Parameter(
         "role",

@@ -10,8 +10,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from services.cli.cluster.option_texts import VALUES
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
-from services.cli.options import size_option
+from services.cli.options import among, size_option
 from services.local.hub_download import local_copy
 from services.local.model_list import NamedModel, named_models
 from services.local.plan import worker_counts
@@ -23,44 +24,71 @@ class UpRole(StrEnum):
     both = "both"
 
 
+_MODEL, _WORKERS, _RANKS, _ADDRESSES = "Model", "Workers", "Ranks", "Addresses"
+
 Model = Annotated[
     list[str] | None,
     typer.Option(
+        rich_help_panel=_MODEL,
         metavar="[NAME=]DIR",
         help="Checkpoint directory, or a hub id such as org/name (default: the demo model). "
         "Several: a host keeps those hot that are used, within its memory budget.",
     ),
 ]
 Name = Annotated[
-    str, typer.Option(help="Model name for clients (default: the hub id or directory name).")
+    str,
+    typer.Option(
+        rich_help_panel=_MODEL,
+        help="Model name for clients (default: the hub id or directory name).",
+    ),
 ]
-NumPrefill = Annotated[int | None, typer.Option(help="Prefill workers (default: 1).")]
-NumDecode = Annotated[int | None, typer.Option(help="Decode workers (default: 1).")]
+NumPrefill = Annotated[
+    int | None, typer.Option(rich_help_panel=_WORKERS, help="Prefill workers (default: 1).")
+]
+NumDecode = Annotated[
+    int | None, typer.Option(rich_help_panel=_WORKERS, help="Decode workers (default: 1).")
+]
 NumBoth = Annotated[
     int | None,
-    typer.Option(help="Workers that run prefill and decode (default: 0; on a single GPU 1)."),
+    typer.Option(
+        rich_help_panel=_WORKERS,
+        help="Workers that run prefill and decode (default: 0; on a single GPU 1).",
+    ),
 ]
 Role = Annotated[
     UpRole | None,
-    typer.Option(help="both: one worker for prefill and decode; apart: one of each."),
+    typer.Option(
+        rich_help_panel=_WORKERS,
+        help="both: one worker for prefill and decode; apart: one of each.",
+    ),
 ]
 Http = Annotated[
     str | None,
     typer.Option(
+        rich_help_panel=_ADDRESSES,
         metavar="HOST:PORT",
         help="HTTP listen address (default: 127.0.0.1:8000, or a free port).",
     ),
 ]
 Nats = Annotated[
-    str | None, typer.Option(metavar="URL", envvar="HEARTH_NATS_URL", help="A running NATS.")
+    str | None,
+    typer.Option(
+        rich_help_panel=_ADDRESSES, metavar="URL", envvar="HEARTH_NATS_URL", help="A running NATS."
+    ),
 ]
 Redis = Annotated[
     str | None,
-    typer.Option(metavar="URL", envvar="HEARTH_REDIS_URL", help="A running Redis."),
+    typer.Option(
+        rich_help_panel=_ADDRESSES,
+        metavar="URL",
+        envvar="HEARTH_REDIS_URL",
+        help="A running Redis.",
+    ),
 ]
 NatsPort = Annotated[
     int | None,
     typer.Option(
+        rich_help_panel=_ADDRESSES,
         metavar="PORT",
         min=1,
         max=65535,
@@ -85,12 +113,25 @@ ApiKey = Annotated[
 ]
 Advertise = Annotated[
     str,
-    typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),
+    typer.Option(
+        rich_help_panel=_ADDRESSES,
+        metavar="HOST",
+        help="This machine's address for workers on other hosts.",
+    ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        autocompletion=among(*VALUES["dtype"]),
+        rich_help_panel=_MODEL,
+        help="auto, bfloat16, float16 or float32.",
+    ),
+]
 KvDtype = Annotated[
     str,
     typer.Option(
+        autocompletion=among(*VALUES["kv_dtype"]),
+        rich_help_panel=_MODEL,
         envvar="HEARTH_KV_DTYPE",
         help="Of stored KV: auto (fp8 if the checkpoint declares it), bf16 or fp8 (half the size).",
     ),
@@ -98,6 +139,8 @@ KvDtype = Annotated[
 Device = Annotated[
     str,
     typer.Option(
+        autocompletion=among(*VALUES["device"]),
+        rich_help_panel=_WORKERS,
         envvar="HEARTH_DEVICE",
         help="auto (one GPU per worker, else the CPU), cpu, cuda or cuda:N.",
     ),
@@ -105,6 +148,8 @@ Device = Annotated[
 LoadFormat = Annotated[
     str,
     typer.Option(
+        autocompletion=among(*VALUES["load_format"]),
+        rich_help_panel=_MODEL,
         envvar="HEARTH_LOAD_FORMAT",
         help="auto, or dummy: seeded weights from config.json alone.",
     ),
@@ -112,6 +157,8 @@ LoadFormat = Annotated[
 Weights = Annotated[
     str,
     typer.Option(
+        autocompletion=among(*VALUES["weights"]),
+        rich_help_panel=_MODEL,
         envvar="HEARTH_WEIGHTS",
         help="Weight format in memory: auto, dense or compressed (lossless).",
     ),
@@ -119,6 +166,7 @@ Weights = Annotated[
 KvCacheBytes = Annotated[
     int | None,
     size_option(
+        rich_help_panel=_WORKERS,
         envvar="HEARTH_KV_CACHE_BYTES",
         help="KV cache of each worker (default: 256 MiB on the CPU, free memory on CUDA).",
     ),
@@ -126,17 +174,31 @@ KvCacheBytes = Annotated[
 MaxBatchTokens = Annotated[
     int | None,
     typer.Option(
+        rich_help_panel=_WORKERS,
         envvar="HEARTH_MAX_BATCH_TOKENS",
         help="Tokens per step (default: 512; on CUDA 2048, prefill alone 8192).",
     ),
 ]
-Tp = Annotated[int, typer.Option(help="Ranks of each worker that share its layers: 1, 2, 4 or 8.")]
-Pp = Annotated[int, typer.Option(help="Pipeline stages of each worker.")]
-PrefillTp = Annotated[int | None, typer.Option(help="The same of prefill workers (default: --tp).")]
-DecodeTp = Annotated[int | None, typer.Option(help="The same of decode workers (default: --tp).")]
+Tp = Annotated[
+    int,
+    typer.Option(
+        rich_help_panel=_RANKS, help="Ranks of each worker that share its layers: 1, 2, 4 or 8."
+    ),
+]
+Pp = Annotated[int, typer.Option(rich_help_panel=_RANKS, help="Pipeline stages of each worker.")]
+PrefillTp = Annotated[
+    int | None,
+    typer.Option(rich_help_panel=_RANKS, help="The same of prefill workers (default: --tp)."),
+]
+DecodeTp = Annotated[
+    int | None,
+    typer.Option(rich_help_panel=_RANKS, help="The same of decode workers (default: --tp)."),
+]
 Experts = Annotated[
     str,
     typer.Option(
+        autocompletion=among(*VALUES["experts"]),
+        rich_help_panel=_RANKS,
         envvar="HEARTH_EXPERTS",
         help="ep: each rank holds whole experts; tp: columns of all of them; auto.",
     ),
@@ -144,6 +206,8 @@ Experts = Annotated[
 Activations = Annotated[
     str,
     typer.Option(
+        autocompletion=among(*VALUES["activations"]),
+        rich_help_panel=_RANKS,
         envvar="HEARTH_ACTIVATIONS",
         help="plain, or bf16-exchange: ranks send half the bytes; other bits.",
     ),
@@ -151,12 +215,18 @@ Activations = Annotated[
 LogLevel = Annotated[
     str,
     typer.Option(
-        envvar="HEARTH_LOG_LEVEL", help="Of its processes: debug, info, warning or error."
+        autocompletion=among(*VALUES["log_level"]),
+        envvar="HEARTH_LOG_LEVEL",
+        help="Of its processes: debug, info, warning or error.",
     ),
 ]
 LogFormat = Annotated[
     str,
-    typer.Option(envvar="HEARTH_LOG_FORMAT", help="Of their logs: auto (JSON in files) or text."),
+    typer.Option(
+        autocompletion=among(*VALUES["log_format"]),
+        envvar="HEARTH_LOG_FORMAT",
+        help="Of their logs: auto (JSON in files) or text.",
+    ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Send one request, then stop.")]
 

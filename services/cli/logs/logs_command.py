@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import OPERATE
+from services.cli.options import OPERATE, among
 from shared.config import LOG_LEVELS
 from shared.errors import HearthError
 
@@ -22,10 +22,6 @@ def _complete_process(incomplete: str) -> list[str]:
     except HearthError:
         return []
     return [each for each in names if each.startswith(incomplete)]
-
-
-def _complete_level(incomplete: str) -> list[str]:
-    return [each for each in LOG_LEVELS if each.startswith(incomplete)]
 
 
 @app.command(
@@ -48,7 +44,7 @@ def logs(
     level: Annotated[
         str,
         typer.Option(
-            help="Least level: debug, info, warning or error.", autocompletion=_complete_level
+            help="Least level: debug, info, warning or error.", autocompletion=among(*LOG_LEVELS)
         ),
     ] = "debug",
     lines: Annotated[
