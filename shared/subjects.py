@@ -28,8 +28,9 @@ PREFIX = "hearth.v1"
 ANY = "any"
 
 # A credential's role: a `worker` has prefill and decode handlers over one engine; an `observer`
-# receives heartbeats and may only read timelines from gateways; an `operator` also commands hosts
-# and workers; a `client` sends API requests of one tenant and is no process of the cluster.
+# receives heartbeats and may only read timelines and the fleet from gateways; an `operator` also
+# commands hosts and workers; a `client` sends API requests of one tenant and is no process of the
+# cluster.
 CredentialRole = Literal[
     "gateway",
     "scheduler",
@@ -130,6 +131,11 @@ def placement(gateway_id: str) -> str:
 def trace(gateway_id: str) -> str:
     """Carries ReadTimeline."""
     return command("gateway", gateway_id, "trace")
+
+
+def fleet(gateway_id: str) -> str:
+    """Carries ReadFleet."""
+    return command("gateway", gateway_id, "fleet")
 
 
 # API clients. Their subjects end with the client alone: it has no instance.
@@ -256,6 +262,7 @@ class Permissions(msgspec.Struct, frozen=True):
 
 _LIFECYCLE = (f"{PREFIX}.prefill.*.*.lifecycle", f"{PREFIX}.decode.*.*.lifecycle")
 _TRACE = f"{PREFIX}.gateway.*.*.trace"
+_FLEET = f"{PREFIX}.gateway.*.*.fleet"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
 _LIST_MODELS = f"{PREFIX}.host.*.*.list_models"
 _PUBLISH: dict[str, tuple[str, ...]] = {
@@ -301,7 +308,7 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     """Returns the minimal permissions that the credential's processes need."""
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
-        commands: tuple[str, ...] = (_TRACE, _LIST_MODELS)
+        commands: tuple[str, ...] = (_TRACE, _FLEET, _LIST_MODELS)
         if role == "operator":
             commands = (*commands, *_LIFECYCLE, _HOST_MODELS)
         sent = (sent_by(subject, f"{credential}.*") for subject in commands)

@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
@@ -35,7 +34,7 @@ def table_console() -> Console:
     return console
 
 
-def show(*parts: Table | str) -> None:
+def show(*parts: RenderableType) -> None:
     console = table_console()
     for part in parts:
         console.print(part)

@@ -161,7 +161,8 @@ class GatewayService:
     def _operator_routes(self) -> OperatorRoutes:
         return OperatorRoutes(
             self._config,
-            self._health_monitor.fleet,
+            self._bus,
+            self._health_monitor,
             self.tenancy,
             self._models,
             self.metrics,
@@ -212,11 +213,13 @@ class GatewayService:
         self._limits.start()
         self._usage.start(self.submission.count_usage)
         await self.telemetry.serve(self._bus)
+        await self._operator.fleet_reads.serve()
         await self._health_monitor.start()
         await self.telemetry.open()
         await self._models.read_registry()
         self._background.start_own(self._models.registry.run())
         self._background.start_own(self.tenancy.redis_memory.run())
+        self._background.start_own(self._operator.servers.watch())
         for dialect in self.dialects.opened:
             for task in dialect.tasks:
                 self._background.start_own(task())

@@ -1,7 +1,8 @@
 """The state of a fleet as people see it: processes, their speeds, lost processes. No I/O.
 
-Speeds are differences of the counters in heartbeats over the last WINDOW_S. A silent, stuck or
-stopped process is shown as such for SHOW_LOST_S.
+Speeds are differences of the counters in heartbeats over the last WINDOW_S. A process that stopped
+in order is shown for SHOW_STOPPED_S. One that was lost is shown until it returns, until a new
+process of its credential takes its place, or for SHOW_LOST_S.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from shared.fleet.host_view import HostView, ModelView, host_view, in_order, mod
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import Heartbeat, IndexState, Role, RoleDemand, WorkerLoad
 from shared.metrics.role_demands import total_demands
+from shared.subjects import credential_of
 
 WINDOW_S = 2.0
 HITS_WINDOW_S = 60.0
 HITS_SAMPLE_S = 5.0  # time between two readings of the counters of hits
-SHOW_LOST_S = 10.0
+SHOW_STOPPED_S = 10.0
+SHOW_LOST_S = 3600.0  # who looks at night looks late
+_LOST_STATES = {loss.value for loss in Loss}
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
 _ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index", "host")
 
@@ -33,6 +37,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     process_id: str
     role: str
     state: str  # announced state, or the kind of loss: silent, stuck, stopped
+    state_age_s: int | None = None  # full seconds in a state other than ready and standby
     region: str = ""
     model: str = ""
     num_running: int | None = None
@@ -63,7 +68,12 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def is_lost(self) -> bool:
-        return self.state in {loss.value for loss in Loss}
+        return self.state in _LOST_STATES
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it left in order, which is no loss."""
+        return self.state == Loss.STOPPED.value
 
 
 @dataclass(slots=True)
@@ -71,7 +81,7 @@ class _KnownProcess:
     heartbeat: Heartbeat
     loads: deque[tuple[float, WorkerLoad]] = field(default_factory=deque)
     loss: Loss | None = None
-    lost_at: float = 0.0
+    changed_at: float = 0.0  # time since which it has this state
     step: int = -1
     stepped_at: float = 0.0
     prompts: deque[tuple[float, WorkerLoad]] = field(default_factory=deque)  # samples for hits
@@ -80,6 +90,16 @@ class _KnownProcess:
     def state(self) -> str:
         """Returns the state that the process announced, or the kind of its loss."""
         return self.heartbeat.state if self.loss is None else self.loss.value
+
+    def transition_to(self, heartbeat: Heartbeat, loss: Loss | None, now: float) -> None:
+        before = self.state
+        self.heartbeat, self.loss = heartbeat, loss
+        if self.state != before:
+            self.changed_at = now
+
+    def is_shown(self, now: float) -> bool:
+        shown_s = SHOW_STOPPED_S if self.loss is Loss.STOPPED else SHOW_LOST_S
+        return self.loss is None or now - self.changed_at <= shown_s
 
 
 class FleetView:
@@ -100,14 +120,24 @@ class FleetView:
             return
         if known is None and not self._is_known(heartbeat.process_id):  # the peer limit is exceeded
             return
+        if known is None:
+            self._replace_lost(heartbeat.process_id)
         if known is None or loss is Loss.RESTARTED or known.heartbeat.epoch != heartbeat.epoch:
-            known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
-        known.heartbeat = heartbeat
-        if self._fleet.is_lost(heartbeat.process_id):  # it sends, so it is not silent
-            known.loss, known.lost_at = Loss.STUCK, now
-        else:
-            known.loss = None
+            known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat, changed_at=now)
+        is_stuck = self._fleet.is_lost(heartbeat.process_id)  # it sends, so it is not silent
+        known.transition_to(heartbeat, Loss.STUCK if is_stuck else None, now)
         _record_load(known, now)
+
+    def _replace_lost(self, process_id: str) -> None:
+        """A new process takes the place of one of its credential that was lost: the first one."""
+        credential = credential_of(process_id)
+        lost = {
+            name: known.changed_at
+            for name, known in self._known.items()
+            if known.loss is not None and credential_of(name) == credential
+        }
+        if lost:
+            del self._known[min(lost, key=lost.__getitem__)]
 
     def echo(self, now: float) -> None:
         """Records a reply of the server: silence since then is a peer's, not the network's."""
@@ -122,17 +152,12 @@ class FleetView:
         self.forget(now)
 
     def forget(self, now: float) -> None:
-        """Drops the processes that were lost more than SHOW_LOST_S ago."""
-        for process_id, known in list(self._known.items()):
-            if known.loss is not None and now - known.lost_at > SHOW_LOST_S:
-                del self._known[process_id]
+        """Drops the processes that were lost, or have stopped, too long ago."""
+        self._known = {name: each for name, each in self._known.items() if each.is_shown(now)}
 
     def rows(self, now: float | None = None) -> list[ProcessView]:
-        """Returns the workers, then the other processes, by role and name. Ages of
-        steps need `now`.
-        """
-        views = (_view(known, now) for known in self._known.values())
-        return sorted(views, key=lambda view: (_rank(view), view.process_id))
+        """Returns the workers, then the other processes, by role and name. Ages need `now`."""
+        return in_order_of_roles(_view(known, now) for known in self._known.values())
 
     def hosts(self) -> list[HostView]:
         """Returns the hosts by name. They are in `rows`, too."""
@@ -167,8 +192,13 @@ class FleetView:
     def lose(self, process_id: str, loss: Loss, now: float) -> None:
         known = self._known.get(process_id)
         if known is not None and known.loss is not loss:
-            known.loss, known.lost_at = loss, now
+            known.transition_to(known.heartbeat, loss, now)
             known.loads.clear()
+
+
+def in_order_of_roles(views: Iterable[ProcessView]) -> list[ProcessView]:
+    """Sorts by role, workers first, and by name."""
+    return sorted(views, key=lambda view: (_rank(view), view.process_id))
 
 
 def _record_load(known: _KnownProcess, now: float) -> None:
@@ -205,6 +235,7 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
         process_id=heartbeat.process_id,
         role="+".join(heartbeat.roles),
         state=known.state,
+        state_age_s=None if now is None else _state_age(known, now),
         region=heartbeat.region,
         model="" if heartbeat.model is None else heartbeat.model.name,
     )
@@ -249,6 +280,11 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
         num_handoffs_in_flight=load.num_handoffs_in_flight,
         saved_kv_bytes=load.saved_kv_bytes,
     )
+
+
+def _state_age(known: _KnownProcess, now: float) -> int | None:
+    is_at_rest = known.state in ("ready", "standby")
+    return None if is_at_rest else int(now - known.changed_at)
 
 
 def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:

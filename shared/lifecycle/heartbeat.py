@@ -143,9 +143,10 @@ class HealthMonitor:
         await self.transition_to("stopped")
 
     def _alive(self) -> Alive:
-        return Alive(epoch=self.epoch, host=gethostname(), uptime_s=self._uptime_s())
+        return Alive(epoch=self.epoch, host=gethostname(), uptime_s=self.uptime_s)
 
-    def _uptime_s(self) -> float:
+    @property
+    def uptime_s(self) -> float:
         return self._clock.now() - self._started_at
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
@@ -179,7 +180,7 @@ class HealthMonitor:
             return
         if message.sequence_number <= last.sequence_number:
             return
-        is_younger = (self._uptime_s(), self.epoch) < (message.uptime_s, message.epoch)
+        is_younger = (self.uptime_s, self.epoch) < (message.uptime_s, message.epoch)
         is_undecided = now - self._other_since > UNDECIDED_S
         if is_younger or (is_undecided and self.epoch < message.epoch):
             self.on_name_in_use(
@@ -278,7 +279,7 @@ class HealthMonitor:
             kv_targets=self._kv_targets,
             index=None if self._index is None else self._index(),
             num_impostors=self._bus.num_sender_mismatches,
-            uptime_s=self._uptime_s(),
+            uptime_s=self.uptime_s,
             gateway=None if self._gateway is None else self._gateway(),
             scheduler=None if self._scheduler is None else self._scheduler(),
             possible_roles=self._possible_roles,

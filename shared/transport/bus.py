@@ -328,7 +328,8 @@ class NatsBus:
             connecting.cancel()
             await asyncio.wait({connecting}, timeout=0.1)
         (ended,) = await asyncio.gather(connecting, return_exceptions=True)
-        reason = events.last_error or (ended if isinstance(ended, Exception) else "no answer")
+        ending = ended if isinstance(ended, Exception) else None
+        reason = str(events.last_error or ending or "") or "no answer"  # a timeout has no text
         kind = NatsRejected if events.rejected.done() else DependencyUnavailable
         raise kind(f"cannot reach NATS at {without_password(url)}: {reason}")
 

@@ -19,6 +19,7 @@ from services.gateway.nats_api.endpoints import api_endpoints
 from services.local.redis_acl import REDIS_ROLES
 from shared import config, messages, subjects
 from shared.config import ProcessConfig
+from shared.fleet import read_fleet
 from shared.metrics.families.fleet import FleetCollector
 from shared.model_registry.record import RegisteredModel
 from shared.subjects import CredentialRole, api_permissions, permissions
@@ -108,7 +109,8 @@ def _permission_lines(allowed: subjects.Permissions) -> list[str]:
 
 
 def test_messages() -> None:
-    found = [each for each in vars(messages).values() if isinstance(each, type)]
+    modules = vars(messages) | vars(read_fleet)
+    found = [each for each in modules.values() if isinstance(each, type)]
     sent = [each for each in found if issubclass(each, msgspec.Struct) and _tag(each) is not None]
     assert len(sent) > 40
     lines = []

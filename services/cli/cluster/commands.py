@@ -265,7 +265,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @app.command(
     rich_help_panel=START,
-    epilog="Examples:  hearth status  ·  hearth status --once  ·  hearth status --json | jq",
+    epilog="Exit status 1: something is lost or unavailable.\n\n"
+    "Examples:  hearth status  ·  hearth status --once  ·  hearth status --json | jq",
 )
 def status(
     nats_url: Annotated[
@@ -281,7 +282,7 @@ def status(
     """Show the workers and other processes of a cluster until Ctrl-C; once if not on a terminal."""
     from services.cli.cluster.status import run_status
 
-    run_status(nats_url, is_once=once, is_json=json, interval_s=interval_s)
+    raise typer.Exit(run_status(nats_url, is_once=once, is_json=json, interval_s=interval_s))
 
 
 @app.command(

@@ -10,10 +10,10 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.cluster.host_tables import short_digest, table_of_models
+from services.cli.fleet.host_tables import failures_of, short_digest, table_of_models
 from services.cli.models.live_states import live_models
 from services.cli.options import ALL, UNLIMITED
-from services.cli.output import print_json, show, time_text, with_store
+from services.cli.output import print_json, show, table_console, time_text, with_store
 from shared.fleet.host_view import ModelView
 from shared.model_registry.admin import RegistryAdmin
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
@@ -92,7 +92,7 @@ def show_model(redis_url: str | None, nats_url: str | None, name: str, *, is_jso
     live = [each for revision in row.revisions for each in revision.states]
     show(_table_of_settings(row), "", _table_of_revisions(row))
     if live:
-        show("", table_of_models(live))
+        show("", table_of_models(live, table_console().width), *failures_of(live))
 
 
 def _read(redis_url: str | None, nats_url: str | None, name: str | None = None) -> RegistryView:

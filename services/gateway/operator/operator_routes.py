@@ -13,14 +13,17 @@ from services.gateway.observability.metrics.gateway_metrics import GatewayMetric
 from services.gateway.observability.metrics.rendered import RenderedMetrics
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.cluster.routes import ClusterRoutes
+from services.gateway.operator.fleet_reads import FleetReads
 from services.gateway.operator.page_handlers import page_handlers
 from services.gateway.operator.server_info import ServerInfoRoutes, server_info
+from services.gateway.operator.servers import Servers
 from services.gateway.operator.state_routes import READS, StateRoutes
 from services.gateway.operator.timeline_routes import TimelineRoutes
 from services.gateway.tenancy.tenancy import Tenancy
 from shared.clock import Clock
 from shared.config import GatewayConfig
-from shared.lifecycle.health import Fleet
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.transport.bus import Bus
 
 
 class OperatorRoutes:
@@ -31,7 +34,8 @@ class OperatorRoutes:
     def __init__(
         self,
         config: GatewayConfig,
-        fleet: Fleet,
+        bus: Bus,
+        health_monitor: HealthMonitor,
         tenancy: Tenancy,
         models: GatewayModels,
         metrics: GatewayMetrics,
@@ -44,9 +48,13 @@ class OperatorRoutes:
     ) -> None:
         self._config = config
         self._cluster = ClusterRoutes.of(
-            fleet, tenancy.stores.slow, clock, wall_clock, config.operator_token
+            health_monitor.fleet, tenancy.stores.slow, clock, wall_clock, config.operator_token
         )
         self.feed = self._cluster.feed
+        self.servers = Servers(tenancy, bus, clock)
+        self.fleet_reads = FleetReads(
+            bus, self.feed.state, self.servers, readiness, lambda: health_monitor.uptime_s
+        )
         is_operator = self._cluster.is_operator
         self._timelines = TimelineRoutes(
             telemetry.find, telemetry.recent.of, tenancy.api_keys, is_operator

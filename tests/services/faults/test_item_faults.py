@@ -292,12 +292,12 @@ async def test_item_fails_and_every_process_lives(
 # Loops, and steps in the life, of a process itself: an exception of theirs ends it. All other work
 # in the background is on one item of others.
 OWN = {
-    "services/cli/cluster/status.py": ("_judge",),
+    "services/cli/fleet/fleet_poll.py": ("_judge",),
     "services/decode/service.py": ("run", "_sweep"),
     "services/gateway/operator/cluster/feed.py": ("_run",),
     "services/gateway/http/server.py": ("_serve", "watch"),
     "services/gateway/nats_api/api.py": ("run", "_join"),
-    "services/gateway/service.py": ("run", "run", "task"),
+    "services/gateway/service.py": ("run", "run", "watch", "task"),
     "services/gateway/streams/stream_driver.py": ("_tick",),
     "services/gateway/observability/telemetry/span_exporter.py": ("_run",),
     "services/gateway/tenancy/limits.py": ("_flush_endings", "_renew_leases"),

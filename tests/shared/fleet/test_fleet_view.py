@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.cli.cluster.status import tables
+from services.cli.fleet.fleet_tables import tables
+from services.cli.fleet.report import FleetReport
 from shared.fleet.fleet_view import SHOW_LOST_S, FleetView, ProcessView
-from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Loss
 from shared.messages import (
     GatewayLoad,
     Heartbeat,
@@ -24,6 +25,13 @@ from tests.support.records import model_card
 CARD = model_card(
     name="org/model", revision="r", kv_format="k", max_context_tokens=64, vocab_size=9
 )
+
+
+def printed(view: FleetView, width: int = 160) -> str:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(tables(FleetReport.of(view, None, 0.0), width, 0.0))
+    return captured.get()
 
 
 class Play:
@@ -128,10 +136,28 @@ def test_silent_worker_is_lost_until_heartbeat_or_removal() -> None:
     assert [row.process_id for row in play.view.rows()] == ["gateway-1"]
 
 
+def test_lost_replica_is_shown_until_another_takes_its_place() -> None:
+    play = Play()
+    for name in ("decode.a", "decode.b", "prefill.a"):
+        play.number += 1
+        play.send_heartbeat(name, "decode")
+    play.view.lose("decode.a", Loss.UNRESPONSIVE, play.now)
+    play.view.lose("prefill.a", Loss.UNRESPONSIVE, play.now)
+    play.now += 90.0
+    play.view.forget(play.now)
+    lost = [row for row in play.view.rows(play.now) if row.is_lost]
+    assert [(row.process_id, row.state_age_s) for row in lost] == [
+        ("decode.a", 90),
+        ("prefill.a", 90),
+    ]
+    play.send_heartbeat("decode.c", "decode")
+    assert [row.process_id for row in play.view.rows()] == ["decode.b", "decode.c", "prefill.a"]
+
+
 def test_worker_without_new_steps_remains_listed_as_stuck() -> None:
     play = Play()
     play.play(2.0)
-    play.play(SHOW_LOST_S + 5.0, is_stepping=False)
+    play.play(15.0, is_stepping=False)
     assert play.worker.state == "stuck"
     play.play(0.5)
     assert play.worker.state == "ready"
@@ -179,10 +205,7 @@ def test_index_state_and_number_of_blocks_are_shown() -> None:
     play.view.observe(heartbeat, play.now)
     (index,) = play.view.rows()
     assert (index.index_state, index.num_indexed_blocks) == ("degraded", 812)
-    console = Console(width=120)
-    with console.capture() as shown:
-        console.print(tables(play.view))
-    assert "degraded, 812 blocks" in shown.get()
+    assert "degraded, 812 blocks" in printed(play.view)
 
 
 def test_imbalance_of_experts_is_shown() -> None:
@@ -192,11 +215,9 @@ def test_imbalance_of_experts_is_shown() -> None:
         play.send_heartbeat("decode-1", "decode")
         (row,) = play.view.rows()
         assert row.expert_imbalance == cell
-        console = Console(width=160)
-        with console.capture() as shown:
-            console.print(tables(play.view))
-        assert ("experts" in shown.get()) == (cell is not None)  # no empty column
-    assert "2.47 x" in shown.get()
+        shown = printed(play.view)
+        assert ("experts" in shown) == (cell is not None)  # no empty column
+    assert "2.47 x" in shown
 
 
 def test_counts_of_unequal_numerics_are_shown_beside_their_gateway() -> None:
@@ -213,12 +234,9 @@ def test_counts_of_unequal_numerics_are_shown_beside_their_gateway() -> None:
     play.view.observe(heartbeat, play.now)
     (gateway,) = play.view.rows()
     assert (gateway.num_unlike_prefills, gateway.num_numerics_changes) == (6, 2)
-    console = Console(width=120)
-    with console.capture() as shown:
-        console.print(tables(play.view))
-    header, row = shown.get().splitlines()[-2:]
+    header, row = printed(play.view).splitlines()[2:4]
     assert header.split()[-5:] == ["unlike", "prefills", "numerics", "changes", "state"]
-    assert row.split() == ["gateway-1", "gateway", "-", "6", "2", "ready"]
+    assert row.split() == ["gateway-1", "gateway", "0", "6", "2", "ready"]
 
 
 def test_advice_of_live_schedulers_is_shown_by_model_and_role() -> None:
@@ -239,10 +257,7 @@ def test_advice_of_live_schedulers_is_shown_by_model_and_role() -> None:
         view.observe(beat, 0.0)
     view.observe(msgspec.structs.replace(beat, sequence_number=2, state="stopped"), 0.1)
     assert view.demands() == [demand]
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(tables(view))
-    assert re.search(r"^m +decode +1 +4 +3 +0 +0\.0", captured.get(), re.MULTILINE)
+    assert re.search(r"^m +decode +1 +4 +3 +0 +0\.0", printed(view), re.MULTILINE)
 
 
 def test_hits_of_the_last_minute_leave_out_earlier_prompts() -> None:

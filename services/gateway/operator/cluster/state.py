@@ -116,10 +116,14 @@ class ClusterView:
             events=tuple(self._events)[-events:] if events else (),
         )
 
-    def _processes(self) -> dict[str, Fields]:
+    def rows(self) -> list[ProcessView]:
+        """Returns all processes, and those that were lost."""
         now = self._now()
         self._view.forget(now)
-        return {each.process_id: _fields(each) for each in self._view.rows(now)}
+        return self._view.rows(now)
+
+    def _processes(self) -> dict[str, Fields]:
+        return {each.process_id: _fields(each) for each in self.rows()}
 
     def _count(self, process_id: str, load: GatewayLoad) -> None:
         before = self._loads.get(process_id)

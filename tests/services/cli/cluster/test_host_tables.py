@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from services.cli.cluster.host_tables import size_text
-from services.cli.cluster.status import print_json, tables
+from services.cli.fleet.fleet_tables import tables
+from services.cli.fleet.host_tables import size_text
+from services.cli.fleet.report import FleetReport
 from shared.fleet.fleet_view import FleetView
 from shared.lifecycle.health import SILENCE_LIMIT_S, TICK_S
 from tests.services.cli.cluster.heartbeats import GIB, host_heartbeat, hosted
@@ -28,10 +30,19 @@ def view_of(*heartbeats: object) -> FleetView:
     return view
 
 
+def report_of(view: FleetView) -> FleetReport:
+    return FleetReport.of(view, None, 50.0)
+
+
+def json_of(view: FleetView) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(report_of(view).as_json())
+    return line
+
+
 def shown(view: FleetView) -> list[list[str]]:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(tables(view))
+        console.print(tables(report_of(view), console.width, 0.0))
     return [line.split() for line in captured.get().splitlines()]
 
 
@@ -43,8 +54,9 @@ def test_host_is_shown_with_its_devices_and_models() -> None:
         "host-1 west cuda:0 1.0 GiB 4.0 GiB 1 hot, 1 standby, 1 failed ready",
         "cuda:1 1.0 GiB 4.0 GiB",
     ]
-    bad, big, small = lines[-3:]
-    assert bad[:2] == ["[bad]", "r1"] and " ".join(bad).endswith("failed: [no] config.json in /x")
+    bad, big, small, reason, *_ = lines[-6:]
+    assert bad[:2] == ["[bad]", "r1"] and bad[-1] == "failed"
+    assert " ".join(reason) == "[bad] on host-1: [no] config.json in /x"
     assert big == [
         *("big", "0123456789ab", "host-1", "cpu", "west", "worker-1.big-1", "256", "MiB", "3.0"),
         *("GiB", "0.25", "3.50", "120", "7", "pinned", "hot"),
@@ -52,9 +64,8 @@ def test_host_is_shown_with_its_devices_and_models() -> None:
     assert small[5:] == ["worker-1.small-1", "512", "B", "-", "-", "-", "-", "0", "standby"]
 
 
-def test_json_has_hosts_and_models(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json(view_of(host_heartbeat("host-1", HOT)))
-    line = json.loads(capsys.readouterr().out)
+def test_json_has_hosts_and_models() -> None:
+    line = json_of(view_of(host_heartbeat("host-1", HOT)))
     (host,), (model,) = line["hosts"], line["models"]
     assert host["models"] == {"hot": 1} and host["devices"][0]["used_bytes"] == GIB
     assert (model["name"], model["state"], model["host_id"]) == ("big", "hot", "host-1")
@@ -62,9 +73,8 @@ def test_json_has_hosts_and_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["process_id"] for row in line["services"]] == ["host-1"]
 
 
-def test_without_hosts_the_output_has_no_trace_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json(FleetView())
-    assert json.loads(capsys.readouterr().out).keys() == {"workers", "services"}
+def test_without_hosts_the_output_has_no_trace_of_them() -> None:
+    assert not {"hosts", "models", "roles"} & json_of(FleetView()).keys()
     assert shown(FleetView()) == [["no", "heartbeat", "received"]]
 
 
@@ -84,7 +94,7 @@ def test_models_of_a_silent_host_are_marked() -> None:
         now += TICK_S
         view.echo(now)
         view.tick(now)
-    assert " ".join(shown(view)[-1]).endswith("standby (host silent)")
+    assert " ".join(shown(view)[-3]).endswith("standby (host silent)")
     assert view.hosts()[0].state == "silent"
 
 

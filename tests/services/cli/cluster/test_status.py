@@ -60,6 +60,6 @@ async def test_status_waits_for_a_heartbeat(
 def test_status_without_a_server_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     status = call_hearth(("status", "--once", "--nats-url", UNREACHABLE), {})
-    assert (status.returncode, status.stdout) == (2, "")
+    assert (status.returncode, status.stdout) == (1, "")
     (line,) = status.stderr.splitlines()
     assert line.startswith("hearth: ") and "cannot reach NATS" in line

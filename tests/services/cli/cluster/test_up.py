@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.cluster import status, up
+from services.cli.fleet.report import FleetReport
 from services.client.first_answers import first_requests
 from services.local.identity import read_key
 from services.local.servers import free_port
@@ -26,7 +27,6 @@ from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.errors import DependencyUnavailable
-from shared.fleet.fleet_view import FleetView
 from shared.subjects import credential_of
 from tests.services.cli.cluster.running_up import Up
 from tests.services.cli.in_process import call_hearth
@@ -154,11 +154,39 @@ def test_status_shows_all_processes_and_an_operator_sees_the_cluster(running: Up
         return status["workers"][1]["generated_per_s"] == 0
 
     status = eventually(lambda: is_idle(found := shown_json()) and found, "an idle worker")
-    assert status.keys() == {"workers", "services", "roles"}
+    always = {"workers", "services", "servers", "gateway_id", "unready", "is_sound"}
+    assert status.keys() == {*always, "roles"}
     prefill, decode = status["workers"]
     assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
     assert 0 <= decode["hit_ratio"] <= 1
     assert decode["model"] == prefill["model"] == MODEL
+
+
+def test_status_shows_a_frozen_worker_and_a_frozen_redis(running: Up) -> None:
+    environ = environ_for(running.state_home) | {"COLUMNS": "80"}
+    pids = [running.pid_of("decode"), running.pid_of("redis-server")]
+    lost = re.compile(r"^decode-1 .* lost \(silent|gone\) since [\d:]{8}Z *$", re.MULTILINE)
+    away = re.compile(r"^redis +unavailable +[\d:]{8}Z *$", re.MULTILINE)
+
+    def seen() -> Any:
+        return call_hearth(("status", "--once"), environ)
+
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(
+            lambda: (
+                (found := seen()).returncode == 1
+                and lost.search(found.stdout)
+                and away.search(found.stdout)
+                and "gateway-1 is not ready: no live decode worker" in found.stdout
+            ),
+            "a frozen worker and a frozen Redis",
+        )
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    eventually(lambda: seen().returncode == 0, "a sound cluster")
 
 
 def test_models_are_added_and_listed(running: Up) -> None:
@@ -183,9 +211,9 @@ def json_line_of(output: str) -> Any:
 def test_status_repeats_until_interrupted(running: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     num_shown, print_json = 0, status.print_json
 
-    def print_three_times(view: FleetView) -> None:
+    def print_three_times(report: FleetReport) -> None:
         nonlocal num_shown
-        print_json(view)
+        print_json(report)
         num_shown += 1
         if num_shown == 3:
             signal.raise_signal(signal.SIGINT)

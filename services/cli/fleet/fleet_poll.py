@@ -1,0 +1,101 @@
+"""Observes a fleet: receives heartbeats, and asks the gateways what these do not show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import nats.errors
+
+from services.cli.fleet.report import FleetReport
+from shared.background import Background
+from shared.clock import Clock
+from shared.errors import HearthError
+from shared.fleet.fleet_view import FleetView
+from shared.fleet.read_fleet import FleetRead, ReadFleet
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
+from shared.lifecycle.host_models import ReceivedModels
+from shared.messages import Heartbeat
+from shared.subjects import HEARTBEATS, fleet
+from shared.transport.bus import NatsBus
+
+LISTEN_S = 1.2 * HEARTBEAT_INTERVAL_S  # a heartbeat of each process
+REPLY_TIMEOUT_S = 1.0
+MAX_ASKED = 3  # gateways
+
+
+class FleetPoll:
+    """Reports of a fleet. `received` is set by the first heartbeat."""
+
+    def __init__(self, bus: NatsBus, clock: Clock) -> None:
+        self.received = asyncio.Event()
+        self._bus = bus
+        self._clock = clock
+        self._view = FleetView()
+        self._background = Background()
+        self._models = ReceivedModels(bus, clock, self._background)
+        self._gateways: dict[str, float] = {}  # uptimes in seconds, by id
+        self._has_gateway = asyncio.Event()
+
+    async def start(self) -> None:
+        await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
+        self._background.start_own(self._judge())
+
+    async def stop(self) -> None:
+        await self._background.stop()
+
+    async def first_report(self, longest_s: float) -> FleetReport:
+        """Returns a report as soon as a gateway answers, else after `longest_s`: heartbeats show
+        speeds by then, and the models of hosts.
+        """
+        began_at = self._clock.now()
+        await self._clock.sleep(min(LISTEN_S, longest_s))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_gateway.wait(), longest_s)
+        read = await self._read()
+        if read is None or self._view.hosts():
+            await self._clock.sleep(max(0.0, longest_s - (self._clock.now() - began_at)))
+        return self._report(read)
+
+    async def report(self) -> FleetReport:
+        return self._report(await self._read())
+
+    def _report(self, read: FleetRead | None) -> FleetReport:
+        now, is_connected = self._clock.now(), self._bus.is_connected
+        return FleetReport.of(self._view, read, now, is_connected=is_connected)
+
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
+        self._view.observe(self._models.complete(beat), self._clock.now())
+        if self._view.rows():
+            self.received.set()
+        if "gateway" in beat.roles and beat.state != "stopped":
+            self._gateways[beat.process_id] = beat.uptime_s
+            self._has_gateway.set()
+
+    async def _read(self) -> FleetRead | None:
+        """Asks the gateways that have run longest, and returns the reply of the oldest one."""
+        if not self._bus.is_connected:
+            return None
+        live = [name for name in self._gateways if not self._view.is_lost(name)]
+        oldest = sorted(live, key=lambda name: -self._gateways[name])[:MAX_ASKED]
+        replies = await asyncio.gather(*map(self._ask, oldest))
+        return next((each for each in replies if each is not None), None)
+
+    async def _ask(self, gateway_id: str) -> FleetRead | None:
+        try:
+            return await self._bus.request(
+                fleet(gateway_id), ReadFleet(), FleetRead, timeout_s=REPLY_TIMEOUT_S
+            )
+        except HearthError:
+            return None
+
+    async def _judge(self) -> None:
+        """Uses server round trips instead of heartbeat echoes, as an observer sends no
+        heartbeats.
+        """
+        while True:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._bus.flush()
+                self._view.echo(self._clock.now())
+            self._view.tick(self._clock.now())
+            await self._clock.sleep(TICK_S)

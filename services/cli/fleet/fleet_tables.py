@@ -1,0 +1,166 @@
+"""The tables of `hearth status`: workers, other processes, servers, advice of schedulers, hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from services.cli.fleet.demand_table import table_of_demands
+from services.cli.fleet.fitted_table import Column, fitted_table
+from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
+from services.cli.fleet.report import FleetReport
+from shared.fleet.fleet_view import ProcessView
+from shared.fleet.read_fleet import ServerView
+
+NO_GATEWAY = (
+    "No gateway answers: this is what heartbeats show. Processes that were lost before, and "
+    "Redis, are unknown."
+)
+
+
+def tables(report: FleetReport, width: int, wall_s: float) -> Group:
+    """Returns the tables for a terminal of `width` cells at the Unix time `wall_s`."""
+    if not report.rows:
+        return Group(Text("no heartbeat received"))
+    workers = [row for row in report.rows if row.is_worker]
+    services = [row for row in report.rows if not row.is_worker]
+    shown: list[RenderableType] = [
+        _workers(workers, width, wall_s),
+        _services(services, width, wall_s),
+        _servers((("redis", report.redis), ("nats", report.nats)), width, wall_s),
+    ]
+    if report.demands:
+        shown.append(table_of_demands(report.demands, width))
+    if report.hosts:
+        shown.append(table_of_hosts(report.hosts, width))
+    if report.models:
+        shown.append(Group(table_of_models(report.models, width), *failures_of(report.models)))
+    return Group(*_spaced([*shown, *_notes(report)]))
+
+
+def _spaced(shown: Sequence[RenderableType]) -> list[RenderableType]:
+    return [part for each in shown for part in (each, Text())][:-1]
+
+
+def _notes(report: FleetReport) -> list[Text]:
+    if report.nats.state == "unavailable":
+        return [Text("NATS does not respond: the rows are outdated", style="red")]
+    if report.gateway_id is None:
+        return [Text(NO_GATEWAY, style="yellow")]
+    if report.unready:
+        return [Text(f"{report.gateway_id} is not ready: {report.unready}", style="red")]
+    return []
+
+
+def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableType:
+    has_models = len({row.model for row in rows if row.model}) > 1
+    failed_rank = 3 if any(row.num_failed_steps for row in rows) else 11
+    columns: list[Column[ProcessView]] = [
+        Column("worker", lambda row: escape(row.process_id)),
+        Column("role", lambda row: row.role, 2),
+        Column("model", lambda row: escape(row.model or "-"), 3 if has_models else 9),
+        Column("region", lambda row: escape(row.region or "-"), 10),
+        Column("running", lambda row: _count(row.num_running), 1, is_number=True),
+        Column("waiting", lambda row: _count(row.num_waiting), 4, is_number=True),
+        Column("free blocks", _free_blocks, 6, is_number=True),
+        Column("tokens/s", lambda row: _number(row.generated_per_s), 5, is_number=True),
+        Column("prompt/s", lambda row: _number(row.prefilled_per_s), 7, is_number=True),
+        Column("hits", _hits, 8, is_number=True),
+        Column("failed steps", _failed_steps, failed_rank, is_number=True),
+        Column("experts", _imbalance, 12, is_number=True),
+        Column("state", lambda row: _state(row, wall_s)),
+    ]
+    return fitted_table(columns, rows, width, style=_style)
+
+
+def _services(rows: list[ProcessView], width: int, wall_s: float) -> RenderableType:
+    columns: list[Column[ProcessView]] = [
+        Column("process", lambda row: escape(row.process_id)),
+        Column("role", lambda row: row.role, 4),
+        Column("region", lambda row: escape(row.region or "-"), 5),
+        Column("streams", lambda row: _count(row.num_open_streams), 2, is_number=True),
+        Column("queued", lambda row: _count(row.num_queued_requests), 1, is_number=True),
+        Column("longest wait", _wait, 3, is_number=True),
+        Column("index", _index, 6),
+        Column("unlike prefills", lambda row: _count(row.num_unlike_prefills), 8, is_number=True),
+        Column("numerics changes", lambda row: _count(row.num_numerics_changes), 7, is_number=True),
+        Column("state", lambda row: _state(row, wall_s)),
+    ]
+    return fitted_table(columns, rows, width, style=_style)
+
+
+def _servers(rows: Sequence[tuple[str, ServerView]], width: int, wall_s: float) -> RenderableType:
+    columns: list[Column[tuple[str, ServerView]]] = [
+        Column("server", lambda row: row[0]),
+        Column("state", lambda row: _server_state(row[1])),
+        Column("since", lambda row: since(row[1].for_s, wall_s) or "-"),
+    ]
+    return fitted_table(columns, rows, width)
+
+
+def since(age_s: float | None, wall_s: float) -> str:
+    """Returns the time of day, in UTC as in the logs, with the date before today; "" if unknown."""
+    if age_s is None:
+        return ""
+    then, now = (datetime.fromtimestamp(each, UTC) for each in (wall_s - age_s, wall_s))
+    return then.strftime("%H:%M:%SZ" if then.date() == now.date() else "%Y-%m-%d %H:%M:%SZ")
+
+
+def _style(row: ProcessView) -> str:
+    return "dim" if row.is_lost else ""
+
+
+def _server_state(server: ServerView) -> Text:
+    style = "green" if server.state == "ok" else "cyan" if server.is_sound else "red"
+    note = "new, no tenant yet: hearth tenant add" if server.state == "new" else server.state
+    return Text(note, style="yellow" if server.state == "unknown" else style)
+
+
+def _state(row: ProcessView, wall_s: float) -> Text:
+    when = since(row.state_age_s, wall_s)
+    state = f"lost ({row.state})" if row.is_lost and not row.has_stopped else row.state
+    style = "red" if row.is_lost else STYLES.get(row.state, "yellow")
+    return Text(f"{state} since {when}" if when else state, style=style)
+
+
+def _free_blocks(row: ProcessView) -> str:
+    if row.num_free_blocks is None:
+        return "-"
+    return f"{row.num_free_blocks}/{row.num_total_blocks}"
+
+
+def _hits(row: ProcessView) -> str:
+    return "-" if row.hit_ratio is None else f"{row.hit_ratio:.0%}"
+
+
+def _failed_steps(row: ProcessView) -> str:
+    return _count(row.num_failed_steps)
+
+
+def _imbalance(row: ProcessView) -> str:
+    return "-" if row.expert_imbalance is None else f"{row.expert_imbalance:.2f} x"
+
+
+def _wait(row: ProcessView) -> str:
+    return "" if row.oldest_wait_s is None else f"{row.oldest_wait_s:.1f} s"
+
+
+def _index(row: ProcessView) -> Text:
+    """Returns the number of indexed blocks, and whether the index is exact."""
+    if row.index_state is None or row.is_lost:
+        return Text()
+    style = "" if row.index_state == "exact" else "yellow"
+    return Text(f"{row.index_state}, {row.num_indexed_blocks} blocks", style=style)
+
+
+def _count(value: int | None) -> str:
+    """Formats a count; empty for a process that does not count this."""
+    return "" if value is None else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"

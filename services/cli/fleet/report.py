@@ -1,0 +1,81 @@
+"""What `hearth status` shows: the processes, Redis and NATS, as a gateway knows them or, if none
+answers, as heartbeats show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import msgspec
+
+from shared.fleet.fleet_view import FleetView, ProcessView, in_order_of_roles
+from shared.fleet.host_view import HostView, ModelView
+from shared.fleet.read_fleet import FleetRead, ServerView
+from shared.messages import RoleDemand
+
+UNKNOWN = ServerView(state="unknown")
+
+
+class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a fleet at one moment. `gateway_id` is the gateway that answered, or None.
+    `unready` is why it would reject a request now, or empty.
+    """
+
+    rows: Sequence[ProcessView]
+    demands: Sequence[RoleDemand] = ()
+    hosts: Sequence[HostView] = ()
+    models: Sequence[ModelView] = ()
+    redis: ServerView = UNKNOWN
+    nats: ServerView = UNKNOWN
+    gateway_id: str | None = None
+    unready: str = ""
+
+    @classmethod
+    def of(
+        cls, view: FleetView, read: FleetRead | None, now: float, *, is_connected: bool = True
+    ) -> Self:
+        """Returns the report of heartbeats, with what a gateway knows better if one answered."""
+        local = {each.process_id: each for each in view.rows(now)}
+        shown: dict[str, Any] = {
+            "demands": view.demands(),
+            "hosts": view.hosts(),
+            "models": view.models(),
+        }
+        if read is None:
+            nats = ServerView(state="ok" if is_connected else "unavailable")
+            return cls(rows=list(local.values()), nats=nats, **shown)
+        known = {each.process_id: each for each in read.processes}
+        return cls(
+            rows=in_order_of_roles((local | known).values()),
+            redis=read.redis,
+            nats=read.nats,
+            gateway_id=read.gateway_id,
+            unready=read.unready,
+            **shown,
+        )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is lost and nothing unavailable. Who stopped in order is not lost."""
+        is_any_lost = any(each.is_lost and not each.has_stopped for each in self.rows)
+        is_served = self.gateway_id is not None and not self.unready
+        return is_served and not is_any_lost and self.redis.is_sound and self.nats.is_sound
+
+    def as_json(self) -> bytes:
+        """Encodes the report. `roles` is there only if a scheduler advises, `hosts` and `models`
+        only if there is a host.
+        """
+        line: dict[str, Any] = {
+            "workers": [row for row in self.rows if row.is_worker],
+            "services": [row for row in self.rows if not row.is_worker],
+            "servers": {"redis": self.redis, "nats": self.nats},
+            "gateway_id": self.gateway_id,
+            "unready": self.unready,
+            "is_sound": self.is_sound,
+        }
+        if self.demands:
+            line["roles"] = self.demands
+        if self.hosts:
+            line |= {"hosts": self.hosts, "models": self.models}
+        return msgspec.json.encode(line)

@@ -1,0 +1,44 @@
+"""Answers observers who ask a gateway for the fleet over NATS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.gateway.models.live_models import Readiness
+from services.gateway.operator.cluster.state import ClusterView
+from services.gateway.operator.servers import Servers
+from shared.fleet.read_fleet import MAX_PROCESSES, FleetRead, ReadFleet
+from shared.subjects import fleet
+from shared.transport.bus import Bus
+
+
+class FleetReads:
+    """`uptime_s` returns the time since the gateway's start: the oldest one knows most losses."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        cluster: ClusterView,
+        servers: Servers,
+        readiness: Callable[[], Readiness],
+        uptime_s: Callable[[], float],
+    ) -> None:
+        self._bus = bus
+        self._cluster = cluster
+        self._servers = servers
+        self._readiness = readiness
+        self._uptime_s = uptime_s
+
+    async def serve(self) -> None:
+        await self._bus.serve(fleet(self._bus.process_id), ReadFleet, self._read)
+
+    async def _read(self, _: ReadFleet) -> FleetRead:
+        await self._servers.poll()
+        return FleetRead(
+            gateway_id=self._bus.process_id,
+            uptime_s=self._uptime_s(),
+            processes=tuple(self._cluster.rows()[:MAX_PROCESSES]),
+            redis=self._servers.redis,
+            nats=self._servers.nats,
+            unready=self._readiness().reason or "",
+        )

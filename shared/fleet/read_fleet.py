@@ -1,0 +1,48 @@
+"""The messages between an observer who asks for the state of a fleet and a gateway that answers.
+
+A gateway knows what heartbeats do not show: processes that are lost, and since when; speeds; Redis.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.fleet.fleet_view import ProcessView
+from shared.messages import Message, ProcessId, TotalSeconds
+
+MAX_PROCESSES = 8192
+
+
+class ServerView(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of Redis or NATS: "ok", or what is wrong. `for_s` are the seconds since its last
+    change, or None if they are unknown.
+    """
+
+    state: str
+    for_s: TotalSeconds | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the server answers. A new Redis does, though it has no tenant yet."""
+        return self.state in ("ok", "new")
+
+
+class ReadFleet(Message, frozen=True, kw_only=True):
+    """Asks a gateway for the fleet. Observers send it; the reply is FleetRead."""
+
+
+class FleetRead(Message, frozen=True, kw_only=True):
+    """The fleet as one gateway sees it. `unready` is why it would reject a request now, or
+    empty.
+    """
+
+    gateway_id: ProcessId
+    uptime_s: TotalSeconds
+    processes: tuple[ProcessView, ...]
+    redis: ServerView
+    nats: ServerView
+    unready: str = ""
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id

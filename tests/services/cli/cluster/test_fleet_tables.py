@@ -1,0 +1,97 @@
+"""The tables of `hearth status` in narrow terminals, and what makes its exit status 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from services.cli.fleet.fleet_tables import since, tables
+from services.cli.fleet.report import FleetReport
+from shared.fleet.fleet_view import FleetView, ProcessView
+from shared.fleet.host_view import ModelView
+from shared.fleet.read_fleet import FleetRead, ServerView
+from shared.messages import RoleDemand
+from tests.support.grids import in_one_test
+
+OK = ServerView(state="ok", for_s=100.0)
+NOON = 12 * 3600.0
+
+
+def worker(process_id: str, **fields: Any) -> ProcessView:
+    load = {"num_running": 3, "num_waiting": 12, "num_free_blocks": 900, "num_total_blocks": 1024}
+    known: dict[str, Any] = {
+        **{"role": "decode", "state": "ready", "model": "org/a-model-of-8B", "region": "west"},
+        **{"generated_per_s": 1234.5, "prefilled_per_s": 0.0, "hit_ratio": 0.5},
+        **{"num_failed_steps": 0, **load},
+    }
+    return ProcessView(process_id=process_id, **(known | fields))
+
+
+LOST = worker("decode.a1b2c3d4e5f6", state="silent", state_age_s=125)
+GATEWAY = ProcessView(process_id="gateway-1", role="gateway", state="ready", num_open_streams=7)
+STOPPED = worker("decode-3", state="stopped", state_age_s=4)
+FAILED = ModelView(
+    name="org/broken", revision="0123456789abcdef", state="failed", host_id="host-1",
+    device="cuda:0", host_state="ready", failure="model.safetensors: no such file",
+)  # fmt: skip
+DEMAND = RoleDemand(model="org/a-model-of-8B", role="decode", num_workers=2, num_wanted_workers=6)
+
+
+def read(*processes: ProcessView, **fields: Any) -> FleetRead:
+    servers = {"redis": OK, "nats": OK} | fields
+    return FleetRead(gateway_id="gateway-1", uptime_s=9.0, processes=processes, **servers)
+
+
+def report(*processes: ProcessView, **fields: Any) -> FleetReport:
+    return FleetReport.of(FleetView(), read(*processes, **fields), 0.0)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
+    shown = report(
+        worker("decode-1"), LOST, GATEWAY, redis=ServerView(state="unavailable", for_s=5.0)
+    )
+    full = FleetReport(
+        rows=shown.rows,
+        demands=[DEMAND],
+        models=[FAILED],
+        redis=shown.redis,
+        gateway_id="gateway-1",
+    )
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(tables(full, width, NOON))
+    text = captured.get()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    (lost,) = (line for line in lines if line.startswith("decode.a1b2c3d4e5f6 "))
+    assert lost.endswith("lost (silent) since 11:57:55Z")
+    assert any(line.startswith("decode-1 ") and line.endswith(" ready") for line in lines)
+    assert "redis unavailable 11:59:55Z" in lines
+    assert "org/broken on host-1: model.safetensors: no such file" in lines
+    (heading,) = (line for line in lines if "wanted" in line)
+    assert lines[lines.index(heading) + 1].split()[heading.split().index("wanted")] == "6"
+
+
+@in_one_test(
+    ("found", "is_sound"),
+    [
+        (report(worker("decode-1"), GATEWAY), True),
+        (report(STOPPED, GATEWAY), True),
+        (report(LOST, GATEWAY), False),
+        (report(GATEWAY, redis=ServerView(state="unavailable", for_s=1.0)), False),
+        (report(GATEWAY, redis=ServerView(state="new", for_s=1.0)), True),
+        (report(GATEWAY, unready="no live decode worker"), False),
+        (FleetReport.of(FleetView(), None, 0.0), False),
+    ],
+)
+def test_a_loss_makes_the_report_unsound(found: FleetReport, is_sound: bool) -> None:
+    assert found.is_sound == is_sound
+
+
+def test_time_of_an_earlier_day_has_its_date() -> None:
+    assert since(60.0, NOON) == "11:59:00Z"
+    assert since(NOON + 1.0, NOON) == "1969-12-31 23:59:59Z"
+    assert since(None, NOON) == ""
