@@ -38,7 +38,7 @@ TRIED = [
 ]  # README.md and guides with blocks that run
 
 
-@pytest.mark.parametrize("guide", TRIED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("guide", TRIED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_guide(guide: Path, cluster: Cluster, tmp_path: Path) -> None:
     """Runs the blocks of a guide one after the other in one shell, as a reader does."""
     blocks = [each for each in blocks_of(guide) if each.mark in ("run", "output")]
