@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 from rich.console import Console
@@ -142,7 +143,7 @@ class StartupDisplay:
 
 
 def _show_gateway(cluster: LocalCluster, console: Console) -> None:
-    console.print(f"page     {cluster.url}/   operator token {cluster.operator_token}")
+    console.print(f"page     {page_link(cluster)}", soft_wrap=True)
     console.print(f"API key  {cluster.api_key}")
     console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
     if cluster.is_kept:
@@ -152,6 +153,16 @@ def _show_gateway(cluster: LocalCluster, console: Console) -> None:
         console.print(title, style="dim")
         console.print(command, soft_wrap=True, markup=False)
     console.print("Ctrl-C stops everything", style="dim")
+
+
+def page_link(cluster: LocalCluster) -> str:
+    """Returns the address of the page with its keys in the fragment, which no server gets."""
+    given = {
+        "key": cluster.api_key,
+        "operator": cluster.operator_token,
+        "model": cluster.model_name,
+    }
+    return f"{cluster.url}/#{urlencode(given)}"
 
 
 def own_command() -> str:

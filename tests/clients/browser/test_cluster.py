@@ -38,7 +38,7 @@ def test_cluster_without_operator_token_says_so(tab: HearthPage) -> None:
     tab.page.click("nav >> text=Cluster")
     tab.page.get_by_text("enter the operator token").wait_for()
     tab.enter_keys(tab.account.token, "wrong")
-    tab.page.get_by_text("This operator token is not valid").wait_for()
+    tab.page.locator("#keys").get_by_text("This operator token is not valid").wait_for()
     tab.problems.clear()  # the browser logs each 401
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.account import Account
 from tests.support.hearth_page import HearthPage
 
 LONG = '{"ignore_eos": true, "temperature": 0, "max_tokens": 3000}'
@@ -31,13 +34,27 @@ def serving_worker(tab: HearthPage) -> str:
     )
 
 
+def pid_of(account: Account, worker: str) -> int:
+    """Returns the pid of a worker that may have been restarted, a sibling of decode-1."""
+    parent = parent_of(account.pids["decode-1"])
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if worker in (folder / "cmdline").read_text() and parent_of(folder.name) == parent:
+                return int(folder.name)
+    raise LookupError(worker)
+
+
+def parent_of(pid: int | str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+
+
 @pytest.fixture
 def frozen(tab: HearthPage) -> Any:
     """Freezes workers until the end of the test."""
     pids = []
 
     def freeze(worker: str) -> None:
-        pids.append(tab.account.pids[worker])
+        pids.append(pid_of(tab.account, worker))
         os.kill(pids[-1], signal.SIGSTOP)
 
     yield freeze

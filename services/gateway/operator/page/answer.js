@@ -21,14 +21,18 @@ export class Answer {
   #frame = 0;
   #spoken = 0;
   #usage = null;
+  #title;
+  #note = null; // while it streams
+  #schema = false;
   #pause = make("span", { class: "badge moved", hidden: true });
   #watch = setInterval(() => this.#showPause(), 100);
   #marked = [];
   #node = document.createTextNode("");
   #thinkingNode = document.createTextNode("");
 
-  // `body`: of its request. `name`: its title.
-  constructor(body, name = "Answer", note = "") {
+  // `body`: of its request. `name`: its title. `differs`: how it differs from the other column.
+  constructor(body, name = "Answer", differs = "") {
+    this.#title = { seed: body.seed, name, differs };
     this.hasHeat = Boolean(body.logprobs);
     this.figures = new Figures(body.seed);
     this.content = make("div", { class: "content plain" }, this.#node);
@@ -37,7 +41,7 @@ export class Answer {
     this.callList = make("div", { class: "calls" });
     this.badges = make("span", { class: "badges" }, this.#pause);
     this.element = make("article", { class: "turn assistant", "aria-label": name },
-      make("header", {}, make("span", {}, make("strong", {}, name), note && make("span", {}, " · ", note)), this.badges),
+      make("header", {}, make("span", {}, make("strong", {}, name), differs && make("span", {}, " · ", differs)), this.badges),
       this.thinking, this.content, this.callList,
       make("footer", {}, this.figures.element, this.figures.workers));
   }
@@ -74,6 +78,7 @@ export class Answer {
   }
 
   end(note, schema) {
+    [this.#note, this.#schema] = [note, schema];
     clearInterval(this.#watch);
     this.#pause.remove();
     cancelAnimationFrame(this.#frame);
@@ -94,9 +99,39 @@ export class Answer {
     this.badges.append(make("span", { class: `badge ${kind}` }, text));
   }
 
+  get hasFailed() {
+    return this.#note === "failed";
+  }
+
+  // Whether it ended before its first word.
+  get isEmpty() {
+    return ["failed", "stopped"].includes(this.#note) && !this.text && !this.reasoning && !this.calls.length;
+  }
+
+  // Of an earlier visit.
+  static of({ seed, name, differs, text, reasoning, calls, note, schema, figures, ...ends }) {
+    const answer = new Answer({ seed }, name, differs);
+    const called = calls.map((call, index) => ({ index, id: call.id, function: { name: call.name, arguments: call.args } }));
+    answer.#spoken = Infinity;
+    answer.take({ choices: [{ delta: { content: text, reasoning, tool_calls: called } }] });
+    Object.assign(answer, ends);
+    answer.end(note, schema);
+    answer.figures.show(figures);
+    return answer;
+  }
+
+  get stored() {
+    const { text, reasoning, info, requestId, moves } = this;
+    const calls = this.calls.map(({ id, name, args }) => ({ id, name, args }));
+    return {
+      ...this.#title, text, reasoning, calls, info, requestId, moves,
+      note: this.#note ?? "stopped", schema: this.#schema, figures: this.figures.shown,
+    };
+  }
+
   // As the next request needs it; undefined without any.
   get message() {
-    if (!this.text && !this.calls.length) return undefined;
+    if (this.hasFailed || (!this.text && !this.calls.length)) return undefined;
     const message = { role: "assistant", content: this.text || null };
     if (this.calls.length) {
       message.tool_calls = this.calls.map(({ id, name, args }) => (

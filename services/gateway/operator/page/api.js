@@ -9,6 +9,15 @@ export function storeKey(who, key) {
   else sessionStorage.removeItem(NAMES[who]);
 }
 
+// Drops what does not fit.
+export function store(name, value) {
+  try {
+    sessionStorage.setItem(name, value);
+  } catch {
+    sessionStorage.removeItem(name);
+  }
+}
+
 export class ApiError extends Error {
   constructor(message, status, more = {}) {
     super(message);

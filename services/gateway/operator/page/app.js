@@ -1,11 +1,13 @@
-// Views by the address's fragment, and the keys of this tab.
+// Views by the address's fragment.
 
-import { keyOf, storeKey } from "./api.js";
+import { keyOf } from "./api.js";
 import { hideCluster, showCluster } from "./cluster.js";
 import { byId } from "./dom.js";
+import { askForKeys, borrowKeys, setUpKeys, takeLink } from "./keys.js";
 import { loadModels, setUpPlay } from "./play.js";
 import { hideTimeline, setUpTimeline, showTimeline } from "./timeline.js";
 
+const LEND_MS = 150; // for another tab to lend its keys
 const TITLES = { play: "Playground", cluster: "Cluster", request: "Timeline" };
 
 function show() {
@@ -32,35 +34,34 @@ function decoded(text) {
   }
 }
 
-function askForKeys() {
-  if (byId("keys").open) return;
-  byId("api-key").value = keyOf("tenant");
-  byId("operator-token").value = keyOf("operator");
-  byId("keys").showModal();
+// With other keys.
+function reload(model = "") {
+  hideCluster();
+  loadModels(model);
+  show();
 }
 
-function setUpKeys() {
-  byId("open-keys").addEventListener("click", askForKeys);
-  byId("close-keys").addEventListener("click", () => byId("keys").close());
-  byId("keys-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    storeKey("tenant", byId("api-key").value.trim());
-    storeKey("operator", byId("operator-token").value.trim());
-    byId("keys").close();
-    hideCluster();
-    loadModels();
-    show();
-  });
+function start() {
+  const model = takeLink() ?? "";
+  show();
+  borrowKeys(reload);
+  loadModels(model);
+  setTimeout(() => {
+    const isEnough = keyOf("tenant") || (keyOf("operator") && byId("play").hidden);
+    if (!isEnough) askForKeys();
+  }, LEND_MS);
 }
 
-setUpKeys();
-setUpPlay(askForKeys);
+setUpKeys(reload);
+setUpPlay();
 setUpTimeline();
-addEventListener("hashchange", show);
+addEventListener("hashchange", () => {
+  const model = takeLink();
+  if (model === null) show();
+  else reload(model);
+});
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the fragment is the view
   byId("main").focus();
 });
-show();
-loadModels();
-if (!keyOf("tenant")) askForKeys();
+start();

@@ -81,6 +81,15 @@ export class Figures {
     if (moves.length) this.workers.prepend(make("strong", { class: "survived" }, `This answer ${survived(moves)}`));
   }
 
+  // Pairs of a name and a text.
+  get shown() {
+    return [...this.element.children].map((cell) => [...cell.children].map((each) => each.textContent));
+  }
+
+  show(figures) {
+    this.element.replaceChildren(...figures.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text))));
+  }
+
   #set(name, text) {
     setText(this.#cells[name], text);
   }

@@ -1,72 +1,98 @@
-// The playground: a conversation of this tab. Nothing is sent but by Send.
+// The playground: answers to the conversation of this tab. Nothing is sent but by Send, Retry and a question to begin with.
 
 import { ApiError, idOf, keyOf, readEvents, request } from "./api.js";
 import { Answer } from "./answer.js";
 import { byId, make, setText } from "./dom.js";
 import { clearDryRun, dryRun } from "./dry_run.js";
-import { BadSettings, readColumns, setUpSettings } from "./settings.js";
+import { timelineLink } from "./figures.js";
+import { askForKeys } from "./keys.js";
+import { drawQuestions, listModels } from "./model_list.js";
+import { BadSettings, markRejected, readColumns, restoreSettings, saveSettings, setUpSettings } from "./settings.js";
 import { asCurl, asJavaScript, asPython } from "./snippets.js";
+import { addAnswers, addTool, addUser, dropFrom, holds, isLast, lastTurn, messagesOf, restore, save } from "./turns.js";
 
 const NAMES = ["Answer A", "Answer B"];
-let turns = []; // {messages, element}; messages: one for all columns, or one for each
+const LOST = "The gateway was lost; send again.";
 let running = null; // the AbortController of the answers that stream
 let countdown = 0;
 
-const status = (text) => setText(byId("play-status"), text);
+const status = (...parts) => byId("play-status").replaceChildren(...parts);
+const button = (name, onclick, kind = "quiet") => make("button", { type: "button", class: kind, onclick }, name);
 
-export function setUpPlay(askForKeys) {
+export function setUpPlay() {
   setUpSettings();
-  byId("composer").addEventListener("submit", (event) => {
+  const on = (id, event, run) => byId(id).addEventListener(event, run);
+  on("composer", "submit", (event) => {
     event.preventDefault();
-    send(askForKeys);
+    send();
   });
-  byId("prompt").addEventListener("keydown", (event) => {
+  on("prompt", "keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      send(askForKeys);
+      send();
     }
   });
-  byId("stop-answer").addEventListener("click", () => running?.abort());
-  byId("clear").addEventListener("click", () => {
-    running?.abort();
-    truncate(0);
-    byId("prompt").focus();
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !byId("keys").open && !byId("play").hidden) running?.abort();
   });
-  byId("copy-curl").addEventListener("click", () => copy(asCurl, "curl"));
-  byId("copy-python").addEventListener("click", () => copy(asPython, "Python"));
-  byId("copy-javascript").addEventListener("click", () => copy(asJavaScript, "JavaScript"));
-  byId("try-run").addEventListener("click", () => tryRun(askForKeys));
+  on("stop-answer", "click", () => running?.abort());
+  on("clear", "click", clear);
+  on("copy-curl", "click", () => copy(asCurl, "curl"));
+  on("copy-python", "click", () => copy(asPython, "Python"));
+  on("copy-javascript", "click", () => copy(asJavaScript, "JavaScript"));
+  on("try-run", "click", tryRun);
+  on("model", "change", offerQuestions);
   if (matchMedia("(max-width: 900px)").matches) byId("settings-fold").open = false;
+  restoreSettings();
+  for (const turn of restore(edit)) if (turn.answers) offerMore(turn);
+  addEventListener("pagehide", () => {
+    saveSettings();
+    save();
+  });
 }
 
-export async function loadModels() {
+const offerQuestions = () => drawQuestions((text) => {
+  byId("prompt").value = text;
+  send();
+});
+
+export async function loadModels(wanted = "") {
   if (!keyOf("tenant")) return status("Enter an API key under Keys to begin.");
   try {
-    const { data } = await (await request("/v1/models")).json();
-    list(byId("model"), data.map(({ id }) => make("option", { value: id }, id)));
-    list(byId("model-b"), [make("option", { value: "" }, "As above"), ...data.map(({ id }) => make("option", { value: id }, id))]);
-    status("");
+    await listModels(wanted);
+    offerQuestions();
+    status();
   } catch (error) {
     show(error);
   }
 }
 
-function list(select, options) {
-  const chosen = select.value;
-  select.replaceChildren(...options);
-  if (options.some(({ value }) => value === chosen)) select.value = chosen;
+function clear() {
+  running?.abort();
+  if (lastTurn()) {
+    const undo = dropFrom();
+    status("The conversation was dropped. ", button("Undo", () => {
+      undo();
+      status();
+    }));
+  }
+  byId("prompt").focus();
 }
 
-function send(askForKeys) {
+function send() {
   const text = byId("prompt").value;
-  if (running || (!text.trim() && turns.at(-1)?.messages.find(Boolean).role !== "tool")) return;
+  if (running || (!text.trim() && !lastTurn()?.tool)) return;
   if (!keyOf("tenant")) return askForKeys();
   const columns = settingsOrNull();
   if (!columns) return;
-  if (text.trim()) addUser(text);
+  if (text.trim()) addUser(text, edit);
   byId("prompt").value = "";
-  stream(columns.map((fields, column) => bodyOf(withSeed(fields, columns), column)), askForKeys);
+  stream(bodiesOf(columns));
 }
+
+// `isIn`: whether a column sends; the others wait.
+const bodiesOf = (columns, isIn = () => true) => columns.map((fields, column) => (
+  isIn(column) ? bodyOf(withSeed(fields, columns), column) : null));
 
 // Columns without a seed of their own share a random one: an answer can be repeated.
 function withSeed(fields, columns) {
@@ -79,7 +105,6 @@ function settingsOrNull() {
     return readColumns();
   } catch (error) {
     if (!(error instanceof BadSettings)) throw error;
-    byId("settings-fold").open = true;
     status("Nothing was sent: a setting is not valid.");
     return null;
   }
@@ -91,84 +116,59 @@ function bodyOf({ model, system, ...others }, column = 0) {
   return { model, messages, stream: true, stream_options: { include_usage: true }, ...others };
 }
 
-// A question whose answer failed is left out: many templates demand that roles alternate.
-function messagesOf(column) {
-  const messages = [];
-  for (const { messages: all } of turns) {
-    const message = all.length > 1 ? all[column] : all[0];
-    if (message?.role === "user" && messages.at(-1)?.role === "user") messages.pop();
-    if (message) messages.push(message);
-  }
-  return messages;
-}
-
-function addUser(text) {
-  const edit = make("button", { type: "button", class: "quiet", onclick: () => rerunFrom(element) }, "Edit");
-  const element = make("article", { class: "turn user", "aria-label": "You" },
-    make("header", {}, make("strong", {}, "You"), edit), make("div", { class: "plain" }, text));
-  add({ messages: [{ role: "user", content: text }], element });
-}
-
-function add(turn) {
-  turns.push(turn);
-  byId("turns").append(turn.element);
-  turn.element.scrollIntoView({ block: "end" });
-}
-
-// Puts a turn into the composer, above what is written there, and drops it with all that followed.
-function rerunFrom(element) {
+// Puts a question into the composer, above what is written there, and drops it with all that followed.
+function edit(turn) {
   running?.abort();
-  const index = turns.findIndex((turn) => turn.element === element);
-  byId("prompt").value = [turns[index].messages[0].content, byId("prompt").value].filter(Boolean).join("\n");
-  truncate(index);
+  compose(turn.user);
+  dropFrom(turn);
+}
+
+function compose(text) {
+  byId("prompt").value = [text, byId("prompt").value].filter(Boolean).join("\n");
   byId("prompt").focus();
 }
 
-// Drops an answer without a word, and its question, which can be sent again.
-function takeBack(turn) {
-  truncate(turns.indexOf(turn));
-  const asked = turns.at(-1);
-  if (asked?.messages[0]?.role === "user") rerunFrom(asked.element);
-}
-
-function truncate(length) {
-  for (const { element } of turns.splice(length)) element.remove();
-}
-
 // `bodies`: of each column; null: that column waits.
-async function stream(bodies, askForKeys) {
+async function stream(bodies) {
+  const asked = lastTurn();
   const isPair = bodies.length > 1;
   const answers = bodies.map((body, column) => body && new Answer(
     body, isPair ? NAMES[column] : "Answer", isPair ? unlike(body, bodies[1 - column]) : ""));
-  const elements = answers.filter(Boolean).map(({ element }) => element);
-  const turn = { messages: [], element: isPair ? make("div", { class: "pair" }, ...elements) : elements[0] };
-  const read = () => { turn.messages = answers.map((answer) => answer?.message); };
+  const turn = addAnswers(answers);
   const controller = new AbortController();
-  read();
-  add(turn);
   begin(controller);
-  const areEmpty = await Promise.all(answers.map((answer, column) => (
-    !answer || fill(answer, bodies[column], controller.signal, askForKeys))));
+  const errors = await Promise.all(answers.map((answer, column) => answer && fill(answer, bodies[column], controller.signal)));
   finish(controller);
-  read();
-  if (!turns.includes(turn)) return;
-  if (areEmpty.every(Boolean)) takeBack(turn);
-  else answers.forEach((answer, column) => answer?.calls.length && offerResults(answer, column, turn, askForKeys));
+  if (holds(turn)) settle(turn, asked);
+  errors.forEach((error, column) => error && show(error, column));
+  save();
 }
 
-// Returns whether the answer ended before its first word.
-async function fill(answer, body, signal, askForKeys) {
-  let note = "";
+// A question without any answer returns to the composer.
+function settle(turn, asked) {
+  const answers = turn.answers.filter(Boolean);
+  if (answers.every((each) => each.isEmpty)) {
+    if (asked.user !== undefined) edit(asked);
+    else dropFrom(turn);
+    return;
+  }
+  if (asked.user !== undefined && answers.every((each) => each.hasFailed)) compose(asked.user);
+  offerMore(turn);
+}
+
+// Returns the error that ended the answer, if any.
+async function fill(answer, body, signal) {
+  let note = "", failure = null;
   try {
     const response = await request("/v1/chat/completions", { body, signal, headers: { "x-hearth-moves": "1" } });
     answer.requestId = idOf(response);
     note = await receive(response, answer);
   } catch (error) {
     note = error.name === "AbortError" ? "stopped" : "failed";
-    if (note === "failed") show(error, askForKeys);
+    if (note === "failed") failure = error;
   }
   answer.end(note, Boolean(body.response_format));
-  return ["stopped", "failed"].includes(note) && !answer.message && !answer.reasoning;
+  return failure;
 }
 
 // The settings in which a column differs from the other.
@@ -187,17 +187,17 @@ async function receive(response, answer) {
     }
     if (data === "[DONE]") return reason === "length" ? "cut at max tokens" : "";
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiError(chunk.error.message, 200);
+    if (chunk.error) throw new ApiError(chunk.error.message, 200, { requestId: answer.requestId });
     reason = chunk.choices?.[0]?.finish_reason ?? reason;
     answer.take(chunk);
   }
-  throw new ApiError("The answer broke off.", 0);
+  throw new ApiError(LOST, 0);
 }
 
 function begin(controller) {
   running = controller;
   clearInterval(countdown);
-  status("");
+  status();
   clearDryRun();
   byId("send").disabled = true;
   byId("stop-answer").hidden = false;
@@ -211,39 +211,50 @@ function finish(controller) {
   byId("stop-answer").hidden = true;
 }
 
-// Results of calls are typed by hand.
-function offerResults(answer, column, turn, askForKeys) {
+// Another try, and fields for the results of calls, which are typed by hand.
+function offerMore(turn) {
+  turn.answers.forEach((answer, column) => {
+    answer?.badges.append(button("Retry", () => retry(turn), "quiet retry"));
+    if (answer?.calls.length && isLast(turn)) offerResults(answer, column, turn);
+  });
+}
+
+function retry(turn) {
+  const columns = running ? null : settingsOrNull();
+  if (!columns) return;
+  dropFrom(turn);
+  if (byId("prompt").value === lastTurn().user) byId("prompt").value = "";
+  stream(bodiesOf(columns, (column) => turn.answers[column] !== null));
+}
+
+function offerResults(answer, column, turn) {
+  const isPair = turn.answers.length > 1;
   const inputs = answer.calls.map((call) => (
     make("input", { placeholder: `Result of ${call.name}`, "aria-label": `Result of ${call.name}` })));
   const form = make("form", { class: "results", onsubmit: (event) => {
     event.preventDefault();
-    if (running) return;
-    const columns = settingsOrNull();
+    const columns = running ? null : settingsOrNull();
     if (!columns) return;
     form.remove();
-    const inColumn = (value) => (turn.messages.length > 1 ? NAMES.map((_, each) => (each === column ? value : null)) : [value]);
-    answer.calls.forEach((call, index) => addResult(call, inputs[index].value, inColumn));
-    stream(inColumn(bodyOf(withSeed(columns[column] ?? columns[0], columns), column)), askForKeys);
+    answer.calls.forEach(({ id, name }, index) => addTool({ id, name, text: inputs[index].value, column: isPair ? column : null }));
+    stream(isPair ? bodiesOf(columns.length > 1 ? columns : [...columns, ...columns], (each) => each === column) : bodiesOf(columns.slice(0, 1)));
   } }, ...inputs, make("button", { type: "submit", class: "main" }, "Send results"));
   answer.callList.append(form);
   answer.element.scrollIntoView({ block: "end" });
 }
 
-function addResult(call, text, inColumn) {
-  const element = make("article", { class: "turn tool", "aria-label": `Result of ${call.name}` },
-    make("header", {}, make("strong", {}, `Result of ${call.name}`)), make("div", { class: "plain" }, text));
-  add({ messages: inColumn({ role: "tool", tool_call_id: call.id, content: text }), element });
-}
-
-function show(error, askForKeys = () => {}) {
+// `column`: whose request was rejected.
+function show(error, column = 0) {
   if (!(error instanceof ApiError)) console.error(error);
+  const link = error.requestId ? [" ", timelineLink(error.requestId)] : [];
   if (error.status === 401) {
-    status("This API key is not valid. Enter another one under Keys.");
-    askForKeys();
+    askForKeys("This API key is not valid.");
   } else if (error.status === 429 && error.retryAfter) {
     countDown(error.message, error.retryAfter);
+  } else if (error.param && markRejected(error.param, error.message, column)) {
+    status("The gateway did not take a setting.", ...link);
   } else {
-    status(error.message);
+    status(error instanceof ApiError && error.status ? error.message : LOST, ...link);
   }
 }
 
@@ -264,19 +275,20 @@ function draftBody() {
   if (!columns) return null;
   const body = bodyOf(columns[0]);
   const draft = byId("prompt").value.trim();
+  if (draft && body.messages.at(-1)?.role === "user") body.messages.pop();
   if (draft) body.messages.push({ role: "user", content: draft });
   return body;
 }
 
-async function tryRun(askForKeys) {
+async function tryRun() {
   const body = draftBody();
   if (!body) return;
   if (!body.messages.length) return status("Write a message first.");
   try {
     await dryRun(body);
-    status("");
+    status();
   } catch (error) {
-    show(error, askForKeys);
+    show(error);
   }
 }
 

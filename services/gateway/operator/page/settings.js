@@ -1,5 +1,6 @@
 // The settings form: checked fields of a chat request. A bad value is marked and nothing is sent.
 
+import { store } from "./api.js";
 import { byId, make, setText } from "./dom.js";
 
 const NUMBERS = {
@@ -28,13 +29,16 @@ const SCHEMA_EXAMPLE = {
   required: ["topic", "rating"], additionalProperties: false,
 };
 
+const PARAMS = { response_format: "schema", tool_choice: "tools", max_completion_tokens: "max_tokens", top_logprobs: "logprobs" };
+const KEY = "hearth.settings";
+
 export class BadSettings extends Error {}
 
 export function setUpSettings() {
   for (const [name, text] of Object.entries(DEFAULTS)) byId(name).placeholder = text;
   byId("second-numbers").append(...Object.entries(LABELS).map(([name, text]) => (
     make("label", {}, text, make("input", { id: name + OF_SECOND, inputmode: "decimal", placeholder: "as above" })))));
-  byId("compare").addEventListener("change", () => { byId("second").hidden = !byId("compare").checked; });
+  byId("compare").addEventListener("change", showSecond);
   const insert = (id, value) => () => {
     byId(id).value = JSON.stringify(value, null, 2);
     unmark(id);
@@ -43,6 +47,23 @@ export function setUpSettings() {
   byId("schema-example").addEventListener("click", insert("schema", SCHEMA_EXAMPLE));
   byId("settings").addEventListener("submit", (event) => event.preventDefault());
   byId("settings").addEventListener("input", (event) => unmark(event.target.id));
+}
+
+const showSecond = () => { byId("second").hidden = !byId("compare").checked; };
+const fields = () => [...byId("settings").querySelectorAll("input, select, textarea"), byId("prompt")];
+const valueOf = (field) => (field.type === "checkbox" ? "checked" : "value");
+
+export const saveSettings = () => store(KEY, JSON.stringify(
+  Object.fromEntries(fields().map((field) => [field.id, field[valueOf(field)]]).filter(([, value]) => value))));
+
+export function restoreSettings() {
+  const saved = JSON.parse(sessionStorage.getItem(KEY) || "{}");
+  for (const field of fields()) {
+    if (!(field.id in saved)) continue;
+    if (field.matches("select:empty")) field.append(make("option", {}, saved[field.id])); // until models are listed
+    field[valueOf(field)] = saved[field.id];
+  }
+  showSecond();
 }
 
 // Returns the settings of each column: the fields of a request beside its messages, and `system`.
@@ -86,7 +107,7 @@ function readNumbers(suffix = "") {
     const isWrong = !Number.isFinite(value) || value < low || value > high;
     if (isWrong || (INTEGERS.has(name) && !Number.isInteger(value))) {
       const kind = INTEGERS.has(name) ? "a whole number" : "a number";
-      mark(name + suffix, `${name.replace("_", " ")} is ${kind} from ${low} to ${high}.`, "sampling-error");
+      mark(name + suffix, `${name.replace("_", " ")} is ${kind} from ${low} to ${high}.`);
     }
     fields[name] = value;
   }
@@ -102,7 +123,7 @@ function readJson(id) {
   } catch (error) {
     const at = placeOf(error.message, text);
     const before = text.slice(0, at).split("\n");
-    mark(id, `Line ${before.length}, column ${before.at(-1).length + 1}: ${error.message}`, `${id}-error`, at);
+    mark(id, `Line ${before.length}, column ${before.at(-1).length + 1}: ${error.message}`, at);
   }
 }
 
@@ -116,19 +137,37 @@ function placeOf(message, text) {
   return lines.reduce((sum, line) => sum + line.length + 1, Number(place[2]) - 1);
 }
 
-function mark(id, message, errorId = `${id}-error`, at = null) {
+// Marks the field that the `param` of a rejected request names. Returns whether there is one.
+export function markRejected(param, message, column) {
+  const root = /^\w*/.exec(param)[0], name = PARAMS[root] ?? root;
+  const isExtra = byId("extra").value.includes(`"${root}"`);
+  const isSecond = column && byId(name + OF_SECOND)?.value;
+  const id = isExtra ? "extra" : isSecond ? name + OF_SECOND : name;
+  if (byId(id)?.form !== byId("settings")) return false;
+  point(id, message);
+  return true;
+}
+
+const errorOf = (id) => byId(`${id}-error`) ?? byId("sampling-error");
+
+function mark(id, message, at = null) {
+  point(id, message, at);
+  throw new BadSettings(message);
+}
+
+function point(id, message, at = null) {
+  byId("settings-fold").open = true;
   const field = byId(id);
   for (let fold = field.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
   field.setAttribute("aria-invalid", "true");
-  setText(byId(errorId), message);
+  setText(errorOf(id), message);
   field.focus();
   if (at !== null) field.setSelectionRange(at, Math.min(at + 1, field.value.length));
-  throw new BadSettings(message);
 }
 
 function unmark(id) {
   const field = byId(id);
   if (!field?.hasAttribute("aria-invalid")) return;
   field.removeAttribute("aria-invalid");
-  setText(byId(id.replace(OF_SECOND, "") in NUMBERS ? "sampling-error" : `${id}-error`), "");
+  setText(errorOf(id), "");
 }

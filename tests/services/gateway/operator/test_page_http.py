@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from services.gateway.operator.page.files import FOLDER, read_files
+from services.gateway.operator.page.files import FOLDER, compact, read_files
 from services.gateway.operator.page.headers import POLICY, HostCheck
 from tests.services.gateway.conftest import Cluster
 
@@ -41,7 +41,7 @@ async def test_every_file_is_served_with_type_and_security_headers(cluster: Clus
 async def test_index_is_served_to_get_and_head(cluster: Cluster) -> None:
     page = await cluster.http.get("/")
     head = await cluster.http.head("/")
-    assert page.content == (FOLDER / "index.html").read_bytes()
+    assert page.content == read_files()["index.html"].data
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["etag"] == page.headers["etag"]
     check_headers(page)
@@ -111,6 +111,15 @@ def test_page_is_small_and_names_no_other_origin() -> None:
             "eval(",
         ):
             assert forbidden not in text, (name, forbidden)
+
+
+def test_lines_of_files_are_kept_without_indentation_and_comments() -> None:
+    script = b"// Of a file.\nlet a = `b`; // c\n  // d\n  a = 'e  f';\n"
+    assert compact(".js", script) == b"\nlet a = `b`; // c\n\na = 'e  f';\n"
+    css = b"a > b, c:not(d) { margin: calc(1px + 2px) 0; }\n"
+    assert compact(".css", css) == b"a > b,c:not(d){margin:calc(1px + 2px) 0;}\n"
+    for path in FOLDER.glob("*.js"):  # no string goes on in the next line
+        assert all(line.count("`") % 2 == 0 for line in path.read_text().splitlines()), path
 
 
 def test_index_has_no_inline_script_or_style() -> None:
