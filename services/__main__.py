@@ -22,6 +22,7 @@ from services.cli.checkpoints import (
 )
 from services.cli.cluster import commands, role_command, warm_command
 from services.cli.cluster.service_options import service_command
+from services.cli.doctor import doctor_command
 from services.cli.help import ServiceHelpCommand, use_plain_help
 from services.cli.logs import logs_command
 from services.cli.models.model_commands import model_app
@@ -193,6 +194,7 @@ def _add_services() -> None:
 
 
 app.registered_commands += commands.app.registered_commands
+app.registered_commands += doctor_command.app.registered_commands
 app.registered_commands += logs_command.app.registered_commands
 app.add_typer(model_app, name="model", rich_help_panel=OPERATE)
 app.add_typer(prefix_app, name="prefix", rich_help_panel=OPERATE)

@@ -23,7 +23,7 @@ from tests.support.grids import in_one_test
 
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
-    *("nats-config", "health", "warm", "logs", "version"),
+    *("nats-config", "health", "warm", "logs", "version", "doctor"),
     *("prefix", "compress", "decompress", "quantize", "quality"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
@@ -147,6 +147,9 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["bench", "--url", "http://h", "--model", "/tmp"], "give one of them"),
         (["bench", "--model", "/no"], "--model /no is not a directory"),
         (["status"], "start one with `hearth up`"),
+        (["doctor", "--url", "127.0.0.1:9"], "url must start with http://"),
+        (["doctor", "--nats-url", "http://h"], "nats_url must start with nats://"),
+        (["doctor", "--redis-url", "http://h"], "redis_url must start with redis://"),
         (["status", "--interval-s", "0"], "--interval-s 0 is not positive"),
         (["credential", "decode"], "start one with `hearth up`"),
         (["nats-config", "router=r"], "unknown role 'router'"),

@@ -70,6 +70,11 @@ RULES = {
         *(BASE, TERMINAL),
         excluded="shared.engine",
     ),
+    "services/cli/doctor": rule(
+        "services.cli services.local shared kernels.cache",
+        *(BASE, TERMINAL, HUB, {"packaging"}),
+        excluded="shared.engine",
+    ),
     "services/cli/checkpoints": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/cluster/warm_command.py": rule(
         "services.cli services.local shared", BASE, TERMINAL

