@@ -10,8 +10,9 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
 from services.gateway.dialects.dialect import Dialect
+from services.gateway.dialects.missing_routes import missing_route
 from services.gateway.dialects.transport_parts import TransportParts
-from services.gateway.http.errors import error_of_http
+from services.gateway.http.errors import RouteNotFound, error_of_http
 from services.gateway.http.response import error_headers
 from services.gateway.request.reservation import Reservation
 from shared.errors import HearthError
@@ -63,7 +64,10 @@ class ErrorResponses:
     def _on_http_error(
         self, request: Request[Any, Any, Any], error: HTTPException
     ) -> Response[Any]:
-        response = self._on_hearth_error(request, error_of_http(error))
+        found = error_of_http(error)
+        if isinstance(found, RouteNotFound):
+            found = RouteNotFound(missing_route(request.scope["path"]))
+        response = self._on_hearth_error(request, found)
         response.headers.update(error.headers or {})  # Allow
         return response
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.request.supported_fields import HARMLESS_FIELDS, SupportedFields
 from shared.errors import InvalidRequest
 
 
@@ -17,9 +17,14 @@ class TextFields(SupportedFields):
     decoder locates.
     """
 
-    def __init__(self, struct: type[Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
-        super().__init__(struct, neutral_values)
-        self._names = {*struct.__struct_fields__, *neutral_values}
+    def __init__(
+        self,
+        struct: type[Any],
+        neutral_values: Mapping[str, tuple[Any, ...]],
+        harmless: frozenset[str] = HARMLESS_FIELDS,
+    ) -> None:
+        super().__init__(struct, neutral_values, harmless)
+        self._texts = {*struct.__struct_fields__, *neutral_values}
 
     def decode(self, data: bytes | msgspec.Raw) -> Any:
         try:
@@ -39,7 +44,7 @@ class TextFields(SupportedFields):
             return None
         fields = body if isinstance(body, dict) else {}
         return next(
-            (name for name in self._names & fields.keys() if _is_invalid(fields[name])), None
+            (name for name in self._texts & fields.keys() if _is_invalid(fields[name])), None
         )
 
 

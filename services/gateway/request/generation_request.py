@@ -54,6 +54,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningOptions = ReasoningOptions()
     needs: tuple[str, ...] = ()  # features that its workers must have, such as `grammar/1`
     is_queueable: bool = True  # False: rejected if it would wait for a worker
+    warnings: tuple[str, ...] = ()  # for the client, about the body
 
     @property
     def continues_text(self) -> bool:

@@ -137,7 +137,7 @@ class Preparation:
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(given, text.files.tokens) if generation.has_echo else None
         stop = StopAutomaton(generation.sampling.stop_strings)
-        warnings = cut_warning(generation, max_tokens, card)
+        warnings = (*generation.warnings, *cut_warning(generation, max_tokens, card))
         warnings += () if checked is None else checked.warnings
         prepared = PreparedRequest(model, generation, request, prompt, echo, stop, warnings)
         check_logprobs((prepared,))

@@ -185,6 +185,9 @@ class Submission:
         if prompts:
             generations = with_prompts(generations, prompts)
         changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
+        warnings = endpoint.fields.warnings(body)
+        if warnings:
+            changes["warnings"] = warnings
         if affinity_key or (session_key and not generations[0].affinity_key):
             changes["affinity_key"] = (affinity_key or session_key or "")[:MAX_KEY_CHARS]
         if changes:

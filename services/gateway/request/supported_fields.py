@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -13,6 +14,10 @@ from shared.errors import InvalidRequest, PayloadTooLarge
 
 MAX_REPAIRS = 4  # objects and arrays of one body: each takes another pass
 MAX_NEUTRAL_BYTES = 256  # bytes of a neutral value, with the spaces that a client writes
+MAX_NAMED_BYTES = 256 * 1024  # of a larger body, unknown fields are not looked for
+MAX_WARNINGS = 8
+MAX_NAME_CHARS = 64
+IGNORED = "hearth_ignored"  # the field that a body with unknown fields gets: their names
 
 # Fields of other servers that change an answer, or what is returned of it, with the values that
 # change nothing. No dialect supports them; each adds its own.
@@ -98,6 +103,25 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (None, 0),
 }
 
+# Fields of other servers that change no answer here: for the provider's logs and business, for
+# caches and transfers, of media, of other fields that are refused. Ignored without a word.
+HARMLESS_FIELDS = frozenset(
+    {
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "cache_prompt", "custom_params"),
+        *("data_parallel_rank", "disagg_prefill_dp_rank", "ec_transfer_params", "extra_key"),
+        *("guided_decoding_backend", "id_slot", "images_config", "keep_alive"),
+        *("kv_transfer_params", "max_dynamic_patch", "media_io_kwargs", "metadata"),
+        *("min_dynamic_patch", "mm_processor_kwargs", "moderation", "ngram_corpus_id"),
+        *("prediction", "prompt_cache_retention", "request_id", "return_cached_tokens_details"),
+        *("return_mm_kwargs", "return_token_offsets", "rid", "routed_dp_rank"),
+        *("routed_experts_prompt_start", "routed_experts_start_len", "safety_identifier"),
+        *("service_tier", "session_id", "store", "stream_interval", "stream_reasoning"),
+        *("truncation_side", "use_audio_in_video", "user"),
+    }
+)
+IMAGES = frozenset({"image", "image_b64", "images"})
+NO_IMAGES = "this model takes no images"  # in all dialects
+
 # msgspec appends the path to a message that may repeat text of the client.
 _AT = " - at "
 _PATH = re.compile(r"(?:`key` in )?`\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])?`")
@@ -105,13 +129,32 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
 
 
 class SupportedFields:
-    """Decodes `struct`; rejects by name a field of `neutral_values` with any other value."""
+    """Decodes `struct`; rejects by name a field of `neutral_values` with any other value. Other
+    fields than these and the `harmless` ones are ignored, which `warnings` says.
+    """
 
-    def __init__(self, struct: type[Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(
+        self,
+        struct: type[Any],
+        neutral_values: Mapping[str, tuple[Any, ...]],
+        harmless: frozenset[str] = HARMLESS_FIELDS,
+    ) -> None:
         self._neutral_values = neutral_values
         self._decoder = msgspec.json.Decoder(struct)
-        # Decodes the same bytes again and skips all other fields, and the content of these: only
-        # a value that is short enough to be a neutral one is read.
+        names = [each.encode_name for each in msgspec.structs.fields(struct)]
+        self._names = tuple(each for each in names if not each.startswith("hearth_"))
+        self._known = {*names, *neutral_values, *harmless, IGNORED}
+        self._with_ignored = msgspec.defstruct(
+            struct.__name__,
+            [(IGNORED, tuple[str, ...])],
+            bases=(struct,),
+            kw_only=True,
+            frozen=True,
+        )
+        # Decode the same bytes again and skip the content of all fields: only a value that is short
+        # enough to be a neutral one is read. The second skips the names of other fields, too, which
+        # a large body may have many of.
+        self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         optional = [(name, msgspec.Raw, msgspec.UNSET) for name in neutral_values]
         self._others = msgspec.json.Decoder(msgspec.defstruct("Others", optional))
 
@@ -119,18 +162,52 @@ class SupportedFields:
         """Returns the struct. Raises InvalidRequest, with `param` set if one field is invalid."""
         try:
             body = self._decoded(data)
-            others = self._others.decode(data)
+            given = self._given(data)
         except msgspec.ValidationError as error:
             raise _invalid_field(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {error}") from error
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
-        for name, neutral in self._neutral_values.items():
-            raw = getattr(others, name)
-            if raw is not msgspec.UNSET and not _is_one_of(raw, neutral):
-                raise InvalidRequest(f"{name} is not supported with this value", param=name)
-        return body
+        for name, raw in given.items():
+            neutral = self._neutral_values.get(name)
+            if neutral is not None and not _is_one_of(raw, neutral):
+                raise InvalidRequest(_unsupported(name, neutral), param=name)
+        ignored = tuple(self._ignored(given))
+        return self._noting(body, ignored) if ignored else body
+
+    def warnings(self, body: Any) -> tuple[str, ...]:
+        """Returns a warning for each field that `decode` has ignored, at most MAX_WARNINGS."""
+        return tuple(self._warning(name) for name in getattr(body, IGNORED, ()))
+
+    def _given(self, data: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+        if len(memoryview(data)) <= MAX_NAMED_BYTES:
+            return self._fields.decode(data)
+        others = self._others.decode(data)
+        pairs = ((name, getattr(others, name)) for name in self._neutral_values)
+        return {name: raw for name, raw in pairs if raw is not msgspec.UNSET}
+
+    def _ignored(self, given: Mapping[str, msgspec.Raw]) -> Iterator[str]:
+        """Yields the names of the first unknown fields, or those that a preparation process found
+        in the body.
+        """
+        if IGNORED in given:
+            yield from _names(given[IGNORED])
+        unknown = [
+            name
+            for name, raw in given.items()
+            if name not in self._known and not _is_one_of(raw, (None,))
+        ]
+        yield from (name[:MAX_NAME_CHARS] for name in unknown[:MAX_WARNINGS])
+
+    def _noting(self, body: Any, ignored: tuple[str, ...]) -> Any:
+        fields = {name: getattr(body, name) for name in body.__struct_fields__}
+        return self._with_ignored(**fields, **{IGNORED: ignored})
+
+    def _warning(self, name: str) -> str:
+        close = get_close_matches(name, self._names, n=1, cutoff=0.8)
+        end = f": did you mean {close[0]}?" if close else ""
+        return f"{name} is unknown here and was ignored{end}"
 
     def _decoded(self, data: bytes | msgspec.Raw) -> Any:
         """Returns the struct. Raises DecodeError, UnicodeDecodeError and RecursionError."""
@@ -152,6 +229,24 @@ def check_count(param: str, count: int, limit: int) -> None:
     """Raises PayloadTooLarge for more items than allowed."""
     if count > limit:
         raise PayloadTooLarge(f"{param}: {count} are more than the limit of {limit}", param=param)
+
+
+def _names(raw: msgspec.Raw) -> list[str]:
+    """Returns no names for what is no list of names: a client has written the field."""
+    try:
+        names = msgspec.json.decode(raw, type=list[str])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    return [name[:MAX_NAME_CHARS] for name in names[:MAX_WARNINGS]]
+
+
+def _unsupported(name: str, neutral: tuple[Any, ...]) -> str:
+    if name in IMAGES:
+        return f"{name}: {NO_IMAGES}"
+    values = [each for each in neutral if each is not None and each not in ([], {}, "")]
+    if not values:
+        return f"{name} is not supported"
+    return f"{name} is not supported, except as {msgspec.json.encode(values[0]).decode()}"
 
 
 def _is_one_of(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:

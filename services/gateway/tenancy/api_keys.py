@@ -240,7 +240,9 @@ def _unreadable(reason: object) -> DependencyUnavailable:
 
 def bearer_of(authorization: str | None) -> str:
     if authorization is None:
-        raise AuthenticationFailed("send the API key as `Authorization: Bearer <key>`")
+        raise AuthenticationFailed(
+            "send the API key as `Authorization: Bearer <key>` or `x-api-key: <key>`"
+        )
     scheme, _, api_key = authorization.partition(" ")
     api_key = api_key.strip()
     if scheme.lower() != "bearer" or not api_key:

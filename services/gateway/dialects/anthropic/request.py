@@ -23,7 +23,11 @@ from services.gateway.request.sampling import (
     SamplingFields,
     StopString,
 )
-from services.gateway.request.supported_fields import FOREIGN_FIELDS, SupportedFields
+from services.gateway.request.supported_fields import (
+    FOREIGN_FIELDS,
+    HARMLESS_FIELDS,
+    SupportedFields,
+)
 from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
@@ -66,6 +70,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "top_logprobs": (None, 0),
+}
+# Anthropic's fields that change no answer here.
+HARMLESS = HARMLESS_FIELDS | {
+    *("anthropic_version", "betas", "cache_control", "container", "context_management"),
+    *("diagnostics", "inference_geo", "speed"),
 }
 
 
@@ -143,8 +152,8 @@ class MessagesRequest(PromptFields, frozen=True, kw_only=True):
     """About the request."""
 
 
-MESSAGES_FIELDS = SupportedFields(MessagesRequest, NEUTRAL_VALUES)
-COUNT_FIELDS = SupportedFields(PromptFields, NEUTRAL_VALUES)
+MESSAGES_FIELDS = SupportedFields(MessagesRequest, NEUTRAL_VALUES, HARMLESS)
+COUNT_FIELDS = SupportedFields(PromptFields, NEUTRAL_VALUES, HARMLESS)
 NO_MESSAGES = [AnthropicMessage("user", "")]
 
 

@@ -37,7 +37,7 @@ from services.gateway.request.conversation import (
     ToolResult,
     Turn,
 )
-from services.gateway.request.supported_fields import check_count
+from services.gateway.request.supported_fields import NO_IMAGES, check_count
 from services.gateway.structured.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
@@ -175,7 +175,7 @@ def _text_of(block: ResultBlock, place: str) -> str | None:
         case ToolReferenceBlock():
             return block.tool_name
         case ImageBlock():
-            raise InvalidRequest(f"{place}: this model takes no images", param=place)
+            raise InvalidRequest(f"{place}: {NO_IMAGES}", param=place)
     return None
 
 

@@ -13,7 +13,11 @@ from msgspec import Meta
 
 from services.gateway.request.conversation import Effort
 from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS, SamplingFields
-from services.gateway.request.supported_fields import FOREIGN_FIELDS, SupportedFields
+from services.gateway.request.supported_fields import (
+    FOREIGN_FIELDS,
+    HARMLESS_FIELDS,
+    SupportedFields,
+)
 from services.gateway.structured.tools.call_fields import CallId, Name
 from services.gateway.structured.tools.tool import MAX_TOOLS
 from services.gateway.structured.tools.tool_fields import ToolBody, ToolFields
@@ -41,6 +45,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "reasoning_effort": (None,),  # here it is `reasoning.effort`
 }
+# OpenAI's and Codex's fields that change no answer here.
+HARMLESS = HARMLESS_FIELDS | {"client_metadata", "max_tool_calls", "moderation", "stream_options"}
 
 ItemId = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
 MetadataKey = Annotated[str, Meta(max_length=64)]
@@ -259,4 +265,4 @@ class CompleteRequest(ResponsesRequest, frozen=True, kw_only=True):
         ]
 
 
-RESPONSES_FIELDS = SupportedFields(CompleteRequest, NEUTRAL_VALUES)
+RESPONSES_FIELDS = SupportedFields(CompleteRequest, NEUTRAL_VALUES, HARMLESS)

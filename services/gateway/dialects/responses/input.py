@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from services.gateway.dialects.openai.content_parts import unreadable_part
 from services.gateway.dialects.responses.fields import PREVIOUS, Content, InputItem, InputPart
 from services.gateway.dialects.responses.tool_names import flat_name
 from services.gateway.request.conversation import (
@@ -186,8 +187,5 @@ def _texts(place: str, content: Content) -> tuple[TextPart, ...]:
 def _text(place: str, part: InputPart) -> TextPart:
     text = part.refusal if part.text is None else part.text
     if text is None:
-        kind = part.type[:64]
-        raise InvalidRequest(
-            f"{place}.type: this model reads no {kind!r}, only text", param=f"{place}.type"
-        )
+        raise unreadable_part(place, part.type)
     return TextPart(text)

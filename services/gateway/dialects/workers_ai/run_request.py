@@ -38,7 +38,7 @@ from services.gateway.request.conversation import (
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import MAX_INT, SamplingFields
-from services.gateway.request.supported_fields import FOREIGN_FIELDS
+from services.gateway.request.supported_fields import FOREIGN_FIELDS, HARMLESS_FIELDS
 from services.gateway.structured.grammars.constraint_fields import constraint_of
 from services.gateway.structured.tools.choice_fields import ToolChoiceField, tool_options
 from services.gateway.structured.tools.tool import ToolOptions
@@ -74,6 +74,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "target_lang": (None,),
     "top_logprobs": (None, 0),
 }
+# Of OpenAI's dialect, and of the path. They change no answer.
+HARMLESS = HARMLESS_FIELDS | {"cache_salt", "model", "priority", "prompt_cache_key"}
 
 
 class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
@@ -171,7 +173,7 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
         return self.options is None or not self.options.reject_if_busy
 
 
-RUN_FIELDS = TextFields(RunRequest, NEUTRAL_VALUES)
+RUN_FIELDS = TextFields(RunRequest, NEUTRAL_VALUES, HARMLESS)
 
 
 def to_generation_requests(body: RunRequest, model: str) -> list[GenerationRequest]:

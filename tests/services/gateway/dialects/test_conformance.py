@@ -98,6 +98,7 @@ async def test_wrong_key_is_refused(api: Api, nats_server: NatsServer, row: Row)
         for headers in WRONG_KEYS:
             reply = await row.send(api, row.body, http=keyless, headers=headers)
             row.check_rejected(reply, AuthenticationFailed("x"))
+            assert headers or b"`x-api-key: <key>`" in reply.content
 
 
 @of_each(argvalues=ROWS)
@@ -181,6 +182,13 @@ async def test_session_of_a_header_reaches_the_scheduler(api: Api, row: Row) -> 
         assert (await row.send(api, row.body, headers={name: "mine"})).status == 200
         submitted = api.cluster.scheduler.submitted[-1]
         assert submitted.affinity_key == scoped_affinity_key("tenant-1", "mine"), name
+
+
+@of_each(argvalues=GENERATING)
+async def test_warning_names_an_unknown_field(api: Api, row: Row) -> None:
+    reply = await row.send(api, {**row.body, "temprature": 1})
+    assert reply.status == 200
+    assert b"temprature is unknown here and was ignored" in reply.content
 
 
 @of_each(argvalues=WRITING)

@@ -101,12 +101,20 @@ def test_parts_as_the_responses_api_spells_them() -> None:
     assert message["content"] == "0\na\nb"
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "file", "thinking"])
+@pytest.mark.parametrize("kind", ["input_audio", "file", "thinking"])
 def test_other_parts_are_refused_by_their_kind(kind: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "data:"}}]
     with pytest.raises(InvalidRequest, match=f"this model reads no '{kind}', only text") as caught:
         generation(messages=[{"role": "user", "content": parts}])
     assert caught.value.param == "messages[0].content[1].type"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
+def test_image_is_refused_as_in_other_dialects(kind: str) -> None:
+    parts = [{"type": kind, kind: {"url": "data:"}}]
+    with pytest.raises(InvalidRequest, match="this model takes no images") as caught:
+        generation(messages=[{"role": "user", "content": parts}])
+    assert caught.value.param == "messages[0].content[0]"
 
 
 def test_an_empty_name_of_a_model_is_none() -> None:

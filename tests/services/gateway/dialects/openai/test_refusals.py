@@ -49,7 +49,7 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"messages": [{**USER, "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0]",
         ),
         ({"model": 3}, "model"),
         ({"temperature": "0"}, "temperature"),

@@ -191,7 +191,7 @@ PARTS = [{"type": "input_image", "image_url": "data:"}]
     ("fields", "param", "status"),
     [
         ({"input": None}, "input", 400),
-        ({"input": [{"role": "user", "content": PARTS}]}, "input[0].content[0].type", 400),
+        ({"input": [{"role": "user", "content": PARTS}]}, "input[0].content[0]", 400),
         ({"input": [{"role": "user"}]}, "input[0].content", 400),
         ({"input": [{"role": "boss", "content": "x"}]}, "input[0].role", 400),
         ({"input": [OUTPUT]}, "input[0].call_id", 400),

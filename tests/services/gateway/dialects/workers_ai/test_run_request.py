@@ -109,7 +109,7 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]},
          "messages[0].tool_call_id"),
         ({"messages": [USER, {**USER, "tool_calls": [{"name": "f"}]}]}, "messages[1].tool_calls"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({**CHAT, "prompt": "x"}, "prompt"),
         ({"prompt": "x", "text": "x"}, "text"),
         ({**CHAT, "raw": True}, "raw"),
