@@ -16,6 +16,7 @@ import pytest
 import redis
 import yaml
 
+from services.client.probe import is_alive
 from services.local.state import LocalClusterState
 from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
@@ -31,11 +32,12 @@ ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 HEARTH_SERVICES = ("kv_index", "scheduler", "prefill", "decode", "gateway")
-OPERATOR_TOKEN = "operator-token"  # compose sets none: /ready names no process
+OPERATOR_TOKEN = "operator-token"
 SECRETS = {
     name: f"p{index}"
     for index, name in enumerate(sorted(set(re.findall(r"HEARTH_\w+_PASSWORD", str(COMPOSE)))))
 }
+SECRETS["HEARTH_OPERATOR_TOKEN"] = OPERATOR_TOKEN
 
 
 def interpolated(text: str) -> str:
@@ -122,7 +124,6 @@ class Stack:
             environ["HEARTH_MAX_LOCAL_PREFILL_TOKENS"] = "4"
         if service == "gateway":
             environ["HEARTH_LAME_DUCK_S"] = "0"  # no balancer polls it here
-            environ["HEARTH_OPERATOR_TOKEN"] = OPERATOR_TOKEN
         return template().start(
             [str(self.logs), *command], process_environ(environ), self.logs / f"{service}.log"
         )
@@ -253,15 +254,52 @@ def test_frozen_worker_is_not_live_in_the_metrics_of_the_gateway(stack: Stack) -
     eventually(lambda: is_live(1.0), "the worker again")
 
 
+@pytest.mark.parametrize("service", HEARTH_SERVICES)
+def test_health_check_of_the_image_asks_the_process_itself(stack: Stack, service: str) -> None:
+    dockerfile = (ROOT / "services" / "Dockerfile").read_text()
+    assert 'CMD ["hearth", "health"]' in dockerfile
+    environ = stack.local_environment(service)
+    assert is_alive({**environ, "HEARTH_METRICS_HOST": environment(service)["HEARTH_METRICS_HOST"]})
+    assert is_alive({**environ, "HEARTH_METRICS_PORT": str(free_port())}) is False
+
+
+def test_observer_and_operator_may_use_their_commands(stack: Stack) -> None:
+    for service, arguments in (
+        ("observer", ("status", "--once")),
+        ("operator", ("role", "x", "decode")),
+    ):
+        environ = {
+            **plain_environ(),
+            "HEARTH_NATS_URL": stack.local(environment(service)["HEARTH_NATS_URL"]),
+        }
+        done = call_hearth(arguments, environ)
+        assert "decode" in done.stdout if service == "observer" else "x" in done.stderr, done
+        assert "permission" not in done.stderr.lower()
+
+
+def test_each_profile_has_workers_of_its_own() -> None:
+    profiles = {name: each.get("profiles") for name, each in SERVICES.items()}
+    assert profiles["prefill"] == profiles["decode"] == ["cpu"]
+    assert profiles["prefill-gpu"] == profiles["decode-gpu"] == ["gpu"]
+    assert {name for name, each in profiles.items() if each is None} == {
+        *("nats", "redis", "kv_index", "scheduler", "gateway"),
+    }
+
+
+def test_traces_reach_the_store() -> None:
+    collector = yaml.safe_load((ROOT / "services" / "deploy" / "collector.yml").read_text())
+    assert collector["exporters"]["otlp"]["endpoint"].partition(":")[0] in SERVICES
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in SERVICES["gateway"]["environment"]
+    assert ".[tracing]" in (ROOT / "services" / "Dockerfile").read_text()
+
+
 def test_health_check_fails_for_an_absent_service(stack: Stack) -> None:
     absent = f"nats://decode-gpu:{SECRETS['HEARTH_DECODE_GPU_PASSWORD']}@nats:4222"
     assert health(stack, absent, timeout_s=0.4) == 1
 
 
 def health(stack: Stack, nats_url: str, *, timeout_s: float = 1.5) -> int:
-    """The exit status of the image's HEALTHCHECK command."""
-    dockerfile = (ROOT / "services" / "Dockerfile").read_text()
-    assert 'CMD ["hearth", "health"]' in dockerfile
+    """The exit status of the command over NATS."""
     environ = {**plain_environ(), "HEARTH_NATS_URL": stack.local(nats_url)}
     return call_hearth(("health", "--timeout-s", str(timeout_s)), environ).returncode
 
@@ -280,7 +318,7 @@ def test_every_service_has_its_own_credential() -> None:
         if "HEARTH_NATS_URL" in service.get("environment", {})
     ]
     names = [match[1] for match in users if match is not None]
-    assert len(names) == len(set(names)) == len(users) == 7
+    assert len(names) == len(set(names)) == len(users) == 9
     for match in users:
         assert match is not None
         variable = f"HEARTH_{match[1].upper().replace('-', '_')}_PASSWORD"
@@ -297,4 +335,5 @@ def test_secrets_have_no_default_and_only_gateway_and_grafana_are_published() ->
     assert published == {
         "gateway": ["${HEARTH_HTTP:-127.0.0.1:8000}:8000"],
         "grafana": ["${HEARTH_GRAFANA:-127.0.0.1:3000}:3000"],
+        "jaeger": ["${HEARTH_JAEGER:-127.0.0.1:16686}:16686"],
     }

@@ -147,7 +147,8 @@ def test_every_file_imports_only_allowed_modules() -> None:
 # its own; members of one layer do not import each other.
 LAYERS = {
     "services": (
-        "__main__ | host | cli worker | client decode gateway kv_index local prefill scheduler"
+        "start | __main__ | host | cli worker | "
+        "client decode gateway kv_index local prefill scheduler"
     ),
     "services/gateway": (
         "service | app nats_api | reference | dialects operator | http | request | models | "

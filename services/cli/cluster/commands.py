@@ -419,7 +419,9 @@ def health(
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for a heartbeat.")] = 3.0,
 ) -> None:
-    """Check whether a process is ready, by its heartbeat on NATS."""
+    """Check whether a process is ready, by its heartbeat on NATS. Without options, where
+    HEARTH_METRICS_PORT is set: whether the process of this container is alive, at that port.
+    """
     from services.client.health_check import run_probe
 
     raise typer.Exit(0 if run_probe(nats_url, process_id, timeout_s=timeout_s) else 1)
