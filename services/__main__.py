@@ -5,7 +5,6 @@ Each command imports its service, so that `--help` is quick and only workers loa
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from shared.config import (
     WorkerConfig,
 )
 from shared.errors import ConfigError, HearthError
+from shared.lifecycle.release import NOT_INSTALLED, installed_release
 from shared.messages import Role
 
 # Typer bundles click or uses the installed one, by its version; this finds the one in use.
@@ -74,10 +74,10 @@ def root(
 
 def version() -> None:
     """Print the version."""
-    try:
-        print(importlib.metadata.version("hearth"))
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError("no version: hearth runs from a tree that is not installed") from None
+    release = installed_release()
+    if release == NOT_INSTALLED:
+        raise ConfigError("no version: hearth runs from a tree that is not installed")
+    print(release)
 
 
 def _run_gateway(config: GatewayConfig) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+DISTRIBUTION = "hearth-serve"
+NOT_INSTALLED = "0"
+
 
 @cache
 def installed_release() -> str:
-    """Returns "0" for a tree that is not installed."""
+    """Returns NOT_INSTALLED for a tree that is not installed."""
     try:
-        return version("hearth")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:
-        return "0"
+        return NOT_INSTALLED

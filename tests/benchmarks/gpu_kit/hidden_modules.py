@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 IMAGE = ROOT / "benchmarks" / "gpu_kit" / "reference_image.txt"
 WHEELS = ROOT / "benchmarks" / "gpu_pack" / "wheels.txt"
-OWN = "hearth"
+OWN = "hearth-serve"
 
 
 def names_in(file: Path) -> set[str]:

@@ -65,6 +65,6 @@ def open_tracing(
 
         from services.gateway.observability.telemetry.span_exporter import SpanTracing
     except ImportError as error:
-        log.warning("tracing_unavailable", error=str(error), install="hearth[tracing]")
+        log.warning("tracing_unavailable", error=str(error), install="hearth-serve[tracing]")
         return None
     return SpanTracing(process_id, random_bytes, clock)
