@@ -5,11 +5,18 @@ Each command imports its service, so that `--help` is quick and only workers loa
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, NoReturn
+
+_ON_INTERRUPT = signal.getsignal(signal.SIGINT)
+if _ON_INTERRUPT is signal.default_int_handler:  # no traceback of what is imported until then
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import typer
 
@@ -42,6 +49,10 @@ from shared.config import (
 from shared.errors import ConfigError, HearthError
 from shared.lifecycle.release import NOT_INSTALLED, installed_release
 from shared.messages import Role
+
+if _ON_INTERRUPT is signal.default_int_handler:
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, _ON_INTERRUPT)
 
 # Typer bundles click or uses the installed one, by its version; this finds the one in use.
 UsageError: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "UsageError")

@@ -19,7 +19,6 @@ import structlog
 from services.local.processes.child_processes import (
     Child,
     ProcessSpec,
-    ending,
     kill_children,
     start_child,
     stop_children,
@@ -112,13 +111,12 @@ class Supervisor:
         pause_s = MIN_PAUSE_S
         while True:
             child, started = self._children[spec.process_id], self._clock.now()
-            words = ending(await child.process.wait())
-            words = f"{words}: {child.last_words}"
+            await child.process.wait()
             if not self._is_serving:
-                log = f"its log: {child.log_path}"
-                self._fail(f"{spec.process_id} ended during startup ({words}); {log}")
+                end = child.end(" during startup")
+                self._fail(f"{spec.process_id} {end}; its log: {child.log_path}")
                 return
-            self._report(spec.process_id, "ended", words)
+            self._report(spec.process_id, "ended", child.end())
             lived_s = self._clock.now() - started
             pause_s = MIN_PAUSE_S if lived_s > MAX_PAUSE_S else min(MAX_PAUSE_S, 2 * pause_s)
             await self._clock.sleep(pause_s)

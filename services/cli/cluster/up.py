@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from services.cli.model_check import check_models
 from services.client.first_answers import QUESTIONS, first_requests
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
@@ -31,6 +32,7 @@ from shared.telemetry.log import configure_logging
 def run_up(options: UpOptions, *, is_check: bool) -> None:
     """Returns after Ctrl-C or SIGTERM; for a check, after the first answers."""
     configure_logging("up", level="error")  # the observer's connection would log its end
+    check_models(options)
     asyncio.run(_up(options, is_check=is_check))
 
 
@@ -124,7 +126,7 @@ class StartupDisplay:
     def report(self, process_id: str, event: Event, details: str) -> None:
         if event == "ended":
             self._console.print(
-                f"{process_id} ended ({details})", style="red", markup=False, soft_wrap=True
+                f"{process_id} {details}", style="red", markup=False, soft_wrap=True
             )
         elif event == "restarting":
             self._console.print(f"{process_id} is started again", style="yellow")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.local.processes.log_files import last_line, open_log
+from services.local.processes.log_files import ERRORS, last_line, level_of, open_log
 from shared.background import start_awaited
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import send_signal
@@ -36,11 +36,18 @@ class Child(msgspec.Struct, frozen=True):
     process: asyncio.subprocess.Process
     log_path: Path
 
-    @property
-    def last_words(self) -> str:
-        line = last_line(self.log_path).removeprefix(f"{self.spec.process_id}: ")
-        line = line.removeprefix("hearth: ")
-        return line or f"no output in {self.log_path}"
+    def end(self, when: str = "") -> str:
+        """Returns how the process has ended: `was killed (SIGKILL)`, or `ended (exit status 2: …)`
+        with the last line of its log, if that is an error. `when` follows the verb.
+        """
+        status = self.process.returncode or 0
+        line = last_line(self.log_path)
+        level = level_of(line)
+        is_killed = status == -signal.SIGKILL
+        is_cause = level in ERRORS or (level is None and not is_killed)
+        line = line.removeprefix(f"{self.spec.process_id}: ").removeprefix("hearth: ")
+        how = ": ".join(filter(None, (ending(status), line if is_cause else "")))
+        return f"{'was killed' if is_killed else 'ended'}{when} ({how})"
 
 
 async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:

@@ -8,17 +8,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+import msgspec
+
 from shared.background import failing_alone
 from shared.clock import Clock
+from shared.transport.wire_errors import UNREADABLE
 
 # Limit of a log; its last MAX_LOG_BYTES or more before that are in `.log.1`
 MAX_LOG_BYTES = 8 << 20
 MAX_LOGS = 64  # logs of a folder; the oldest leave first
 CHECK_S = 5.0
+ERRORS = ("error", "critical")
+# Text of a service, of nats-server and of redis-server, which marks its warnings with #.
+_LEVEL = re.compile(
+    r"\S+ \S+Z (debug|info|warning|error|critical) "
+    r"|\[\d+\] \S+ \S+ \[(\w+)\] "
+    r"|\d+:[XCSM] \d+ \w+ \d+ \S+ ([.\-*#]) "
+)
+_LEVELS = {
+    **dict.fromkeys(("error", "ERR", "#"), "error"),
+    **dict.fromkeys(("critical", "FTL"), "critical"),
+}
 
 
 def open_log(path: Path) -> int:
@@ -27,6 +42,24 @@ def open_log(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:
         return os.open(os.devnull, os.O_WRONLY)
+
+
+def level_of(line: str) -> str | None:
+    """Returns the level of a line that a service, nats-server or redis-server has logged; None for
+    other text.
+    """
+    if line.startswith("{"):
+        try:
+            level = msgspec.json.decode(line, type=_Line).level
+        except UNREADABLE:
+            return None
+        return level or None
+    found = _LEVEL.match(line)
+    return None if found is None else _LEVELS.get(found[found.lastindex or 0], "info")
+
+
+class _Line(msgspec.Struct):
+    level: str = ""
 
 
 def last_line(path: Path, *, max_bytes: int = 16_384) -> str:

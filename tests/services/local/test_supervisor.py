@@ -112,7 +112,7 @@ async def test_killed_process_is_reported_and_restarted_when_serving(
         "restarting",
         "started",
     ]
-    assert recorder.events[1][2].startswith("SIGKILL: ")
+    assert recorder.events[1][2] == "was killed (SIGKILL)"
     assert not supervisor.failure.done()
 
 

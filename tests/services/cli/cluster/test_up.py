@@ -352,7 +352,7 @@ def test_worker_is_restarted_and_sigterm_leaves_nothing(running: Up, temporary_d
     assert list(temporary_dir.rglob("kv.sock"))
     output = running.stop()
     assert running.process.returncode == 0, output
-    assert "decode-1 ended (SIGKILL" in output
+    assert "decode-1 was killed (SIGKILL)\n" in output
     assert "decode-1 is started again" in output
     assert "What is Hearth?" in output
     assert f"curl -N {running.state.url}/v1/chat/completions" in output

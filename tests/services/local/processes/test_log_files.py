@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from services.local.processes import log_files
-from services.local.processes.log_files import bound_logs, last_line, open_log
+from services.local.processes.log_files import bound_logs, last_line, level_of, open_log
 from shared.clock import MonotonicClock
 
 
@@ -17,6 +17,26 @@ from shared.clock import MonotonicClock
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "MAX_LOG_BYTES", 100)
     monkeypatch.setattr(log_files, "MAX_LOGS", 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ('{"timestamp":"2026-11-27T16:28:03Z","level":"warning","event":"peer_lost"}', "warning"),
+        ('{"event":"failed","level":"error"}', "error"),
+        ("2026-11-27 16:28:03.123Z error   gateway-1 failed", "error"),
+        ("2026-11-27 16:28:03.123Z info    gateway-1 ready", "info"),
+        ("[71] 2026/11/27 16:28:03.1 [INF] Server is ready", "info"),
+        ("[71] 2026/11/27 16:28:03.1 [FTL] no room", "critical"),
+        ("71:M 27 Nov 2026 16:28:03.123 * Ready to accept connections", "info"),
+        ("71:M 27 Nov 2026 16:28:03.123 # Out Of Memory", "error"),
+        ("hearth: max_sequences 0 is not positive", None),
+        ("{", None),
+        ("", None),
+    ],
+)
+def test_level_of_a_line(line: str, level: str | None) -> None:
+    assert level_of(line) == level
 
 
 def test_log_is_bounded_while_its_process_appends(tmp_path: Path) -> None:
