@@ -27,6 +27,7 @@ from shared.numerics import (
 from shared.sizes import parse_size
 from shared.tls import TlsFiles
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
 TP_SIZES = (1, 2, 4, 8)  # ranks that can share a layer
@@ -392,8 +393,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         yield from self._kv_size_problems()
         if self.announce not in ("", *WORKER_ROLES):
             yield f"announce {self.announce!r} is none of {', '.join(WORKER_ROLES)}"
-        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
+        if self.dtype not in DTYPES:
+            yield f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}"
         if self.kv_dtype not in KV_DTYPES:
             yield f"kv_dtype {self.kv_dtype!r} is none of {', '.join(KV_DTYPES)}"
         if not is_device_name(self.device):

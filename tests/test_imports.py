@@ -75,6 +75,7 @@ RULES = {
         *(BASE, TERMINAL, HUB, {"packaging"}),
         excluded="shared.engine",
     ),
+    "services/cli/model_check.py": rule("services.cli services.local shared", BASE),
     "services/cli/checkpoints": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/cluster/warm_command.py": rule(
         "services.cli services.local shared", BASE, TERMINAL
@@ -163,9 +164,9 @@ LAYERS = {
         "grammar telemetry"
     ),
     "shared/engine": (
-        "worker | loop quantize | executors | models | planning | pinned_prefixes weights | "
-        "engine failed_steps layers token_masks | batching kv parallel sampling step_plan | "
-        "codec model_config step"
+        "worker | loop quantize checkpoint_check | executors | models | planning | "
+        "pinned_prefixes weights | engine failed_steps layers token_masks | "
+        "batching kv parallel sampling step_plan | codec model_config step"
     ),
 }
 MAX_FILES = 16

@@ -15,8 +15,8 @@ from services.local.gpus import compute_capability
 from services.local.hub_download import is_hub_id
 from services.local.hub_process import downloaded
 from shared.config import default_block_size
+from shared.engine.checkpoint_check import check_checkpoint
 from shared.engine.model_config.model_config import ModelConfig
-from shared.engine.models.checkpoint_config import read_config
 from shared.engine.planning.kv_plan import kv_item_bytes
 from shared.engine.planning.memory_plan import plan_memory
 from shared.errors import CheckpointError, ConfigError
@@ -84,11 +84,11 @@ async def find_source(
 def _source_in(
     found: Path, model: RegisteredModel, revision: RegisteredRevision, device: str
 ) -> ModelSource:
-    if not found.is_dir():
+    if not found.exists():
         hint = "" if is_hub_id(found) else ", and no hub id such as org/name"
         raise ConfigError(f"source {revision.source!r} is not a directory on this host{hint}")
     try:
-        config = read_config(found)
+        config = check_checkpoint(found, needs_weights=True).config
         item_bytes = weight_item_bytes(device)
         stored = _kv_item_bytes(config, model.kv_dtype, device, item_bytes)
         (planned,) = plan_memory(config, tp=1, pp=1, item_bytes=item_bytes, kv_item_bytes=stored)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.tokenizer.checkpoint_folder import FILE_SUFFIXES
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -29,8 +30,11 @@ NOT_OURS = (
 
 
 def is_hub_id(model: Path) -> bool:
-    """Whether `model` has the form `org/name`. An existing directory takes precedence."""
-    return _ID.fullmatch(str(model)) is not None and not model.is_dir()
+    """Whether `model` has the form `org/name`. What exists here takes precedence, and so do files
+    of weights.
+    """
+    is_id = _ID.fullmatch(str(model)) is not None and model.suffix not in FILE_SUFFIXES
+    return is_id and not model.exists()
 
 
 def local_copy(model: Path, *, needs_weights: bool = True) -> Path:
@@ -45,7 +49,9 @@ def local_copy(model: Path, *, needs_weights: bool = True) -> Path:
     if not (found / "config.json").is_file():
         raise ConfigError(f"{model}: no config.json in {found}: expected a language model")
     if needs_weights and not any(found.glob("*.safetensors")):
-        raise ConfigError(f"{model}: no *.safetensors in {found}; other formats are not supported")
+        raise ConfigError(
+            f"{model}: no *.safetensors in {found}: GGUF and pickles (*.bin) are not served"
+        )
     return found
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from services.local.hub_download import is_hub_id
 from shared.errors import ConfigError
+from shared.tokenizer.checkpoint_folder import check_folder
 
 
 class NamedModel(msgspec.Struct, frozen=True):
@@ -19,11 +20,14 @@ class NamedModel(msgspec.Struct, frozen=True):
 
 
 def named_models(texts: Sequence[str]) -> tuple[NamedModel, ...]:
-    """Parses `DIR`, `org/name` or `NAME=DIR`. Raises ConfigError."""
+    """Parses `DIR`, `org/name` or `NAME=DIR`. Raises ConfigError, and CheckpointError for a
+    source that is no directory.
+    """
     found = tuple(map(_named, texts))
     for each in found:
-        if not (Path(each.source).is_dir() or is_hub_id(Path(each.source))):
-            raise ConfigError(f"--model {each.source} is not a directory")
+        source = Path(each.source)
+        if not (source.is_dir() or is_hub_id(source)):
+            check_folder(source, needs_weights=True)
         same = [other.source for other in found if other.name == each.name]
         if len(same) > 1:
             raise ConfigError(

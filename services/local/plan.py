@@ -16,6 +16,7 @@ from services.local.redis_acl import REDIS_ROLES
 from services.local.servers import LOOPBACK
 from shared.config import (
     DEVICES,
+    DTYPES,
     EXPERT_SPLITS,
     LOAD_FORMATS,
     TP_SIZES,
@@ -133,6 +134,8 @@ def check_options(options: UpOptions) -> None:
         problems.append("no decode worker: nothing could answer")
     if not options.model_dir.is_dir():
         problems.append(f"--model {options.model_dir} is not a directory")
+    if options.dtype not in DTYPES:
+        problems.append(f"--dtype {options.dtype!r} is none of {', '.join(DTYPES)}")
     if options.weights not in WEIGHT_FORMS:
         problems.append(f"--weights {options.weights!r} is none of {', '.join(WEIGHT_FORMS)}")
     if options.load_format not in LOAD_FORMATS:

@@ -9,6 +9,7 @@ import typer
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.cli.options import OPERATE, size_option
+from services.cli.output import show
 from services.local.hub_download import local_copy
 from shared.config import default_block_size, expert_split
 from shared.errors import ConfigError
@@ -24,9 +25,18 @@ LINKS_HELP = (
     '[{"hosts": ["a", "b"], "link": {"latency_s": 0.01, "bytes_per_s": 125e6}}]}. '
     "Shows what ranks send each other, for the chosen plan and all others."
 )
+DEFAULT_CONTEXT_TOKENS = 32_768
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 app = typer.Typer()
+
+
+@app.command(rich_help_panel=OPERATE)
+def models() -> None:
+    """List the architectures that are served, by their names in config.json."""
+    from services.cli.checkpoints.architecture_table import FORMATS, architecture_table
+
+    show(architecture_table(), FORMATS)
 
 
 @app.command(
@@ -66,8 +76,13 @@ def plan(
         size_option(help="Of it for KV, such as 28GiB (default: 90% of what the rest leaves)."),
     ] = None,
     context: Annotated[
-        int, typer.Option(min=1, help="Tokens of the sequences that are counted.")
-    ] = 32_768,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of the sequences that are counted, at most the model's context "
+            "(default: 32768, or that).",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     kv_dtype: Annotated[
         str, typer.Option(help="Of stored KV: auto (fp8 if the checkpoint declares it), bf16, fp8.")
@@ -84,17 +99,15 @@ def plan(
     are checked against it.
     """
     from services.cli.checkpoints.plan_table import show_plan
-    from shared.engine.models.checkpoint_config import read_config
-    from shared.engine.planning.headers import has_files
+    from shared.engine.checkpoint_check import check_checkpoint
     from shared.engine.planning.kv_plan import kv_item_bytes
     from shared.engine.planning.memory_plan import MemoryLimit, StepSize, plan_memory
-    from shared.engine.planning.stored_weights import read_stored
 
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", param="dtype")
     model_dir = local_copy(model, needs_weights=False)
-    config = read_config(model_dir)
-    stored = read_stored(model_dir, config) if has_files(model_dir) else None
+    config, stored = check_checkpoint(model_dir, needs_weights=False)
+    context = min(context or DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings)
     over_links = None
     if links is not None:
         over_links = plan_links(

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from services.cli.cluster.chat import find_gateway
 from services.cli.cluster.up import StartupDisplay
+from services.cli.model_check import check_models
 from services.cli.output import table_console
 from services.client.http_client import Sample
 from services.client.load_test import LoadTestOptions, Row, measure
@@ -93,6 +94,7 @@ async def target(
         assert given is not None
         yield given
         return
+    check_models(up_options)
     display = StartupDisplay(console, MonotonicClock())
     try:
         async with _cluster(up_options, display.report) as cluster:

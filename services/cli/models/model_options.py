@@ -1,4 +1,4 @@
-"""Reads the options of `hearth model`: settings of a model, and its source. No I/O but stat."""
+"""Reads the options of `hearth model`: settings of a model, and its source, which it checks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from services.cli.model_check import check_source
 from services.cli.options import ALL, UNLIMITED
 from services.local.hub_download import is_hub_id
 from shared.errors import ConfigError
@@ -41,7 +42,8 @@ def checked_source(text: str) -> tuple[str, str]:
     """Returns the source as the model registry stores it, paths absolute, and a note if
     hosts may lack it.
 
-    Raises ConfigError for a path that this machine has, but not as a checkpoint.
+    Raises ConfigError, and CheckpointError for a path that this machine has, but not as a
+    checkpoint that can be served.
     """
     path = Path(text).expanduser()
     if not text or not text.isprintable():
@@ -52,9 +54,7 @@ def checked_source(text: str) -> tuple[str, str]:
     absolute = str(path.resolve())
     if not path.exists():
         return absolute, f"{absolute} does not exist on this machine: hosts must have it"
-    if not (path / "config.json").is_file():
-        found = "has no config.json" if path.is_dir() else "is a file"
-        raise ConfigError(f"the source {absolute} {found}: expected a checkpoint directory")
+    check_source(path.resolve())
     return absolute, ""
 
 

@@ -65,6 +65,7 @@ BY_MODEL_TYPE = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
+PLANNED = ("GptOssForCausalLM",)
 # Names of a family's classes: `Qwen3Model`, `LlamaForSequenceClassification`.
 _STEM = re.compile(r"(\w+?)(Text)?(Model|PreTrainedModel|For[A-Z]\w*)")
 
@@ -80,7 +81,8 @@ def supported_architecture(architecture: str, model_type: str) -> str:
     stem = _STEM.fullmatch(architecture)
     if stem is not None and not model_type and f"{stem[1]}ForCausalLM" in FAMILIES:
         return f"{stem[1]}ForCausalLM"
-    raise CheckpointError(
-        f"architecture {architecture!r} (model_type {model_type!r}) is not supported, "
-        f"only {', '.join(FAMILIES)}"
-    )
+    if not architecture and not model_type:
+        raise CheckpointError("it names no architecture of a language model")
+    named = f"architecture {architecture!r}" if architecture else f"model_type {model_type!r}"
+    yet = " yet" if architecture in PLANNED else ""
+    raise CheckpointError(f"{named} is not served{yet}: `hearth models` lists those that are")

@@ -22,6 +22,7 @@ from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.planning.stored_head import with_stored_head
 from shared.errors import CheckpointError
 from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
+from shared.tokenizer.checkpoint_folder import check_folder
 from shared.tokenizer.end_tokens import end_token_ids
 
 log = structlog.get_logger(__name__)
@@ -40,6 +41,8 @@ def read_config(model_dir: Path) -> ModelConfig:
     Raises CheckpointError with one line for a missing, unreadable or unsupported config.
     """
     path = model_dir / "config.json"
+    if not exists(path):
+        check_folder(model_dir, needs_weights=False)
     head, given = read_checkpoint_json(path, _Head), read_checkpoint_json(path, dict[str, Any])
     written = head.architectures[0] if head.architectures else ""
     try:

@@ -4,7 +4,7 @@ import pytest
 
 from services.local.model_list import NamedModel, named_models
 from services.local.plan import Endpoints, UpOptions, check_options, plan_credentials, plan_services
-from shared.errors import ConfigError
+from shared.errors import CheckpointError, ConfigError
 
 ENDPOINTS = Endpoints(
     nats_host="127.0.0.1", nats_port=4222, redis_url="redis://x", http_host="x", http_port=1
@@ -24,7 +24,7 @@ def test_models_are_named_by_their_directories_or_explicitly(tmp_path: Path) -> 
 
 def test_missing_directories_and_equal_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(ConfigError, match=f"--model {tmp_path}/b is not a directory"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/b does not exist: expected a check"):
         named_models([str(tmp_path / "b")])
     with pytest.raises(ConfigError, match="have the name 'a': give one another, as NAME=DIR"):
         named_models([str(tmp_path / "a"), f"a={tmp_path}"])

@@ -238,6 +238,7 @@ def test_sizes_and_formats_are_passed_only_to_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"dtype": "int8"}, "--dtype 'int8' is none of auto, bfloat16, float16, float32"),
         ({"load_format": "gguf"}, "--load-format 'gguf' is none of auto, dummy"),
         ({"kv_cache_bytes": 0}, "--kv-cache-bytes 0 is not positive"),
         ({"max_batch_tokens": -1}, "--max-batch-tokens -1 is not positive"),

@@ -95,7 +95,7 @@ def test_bad_prompts_are_one_line(tmp_path: Path, name: str, content: bytes, mes
         ((), "Missing option '--prompts'"),
         (("--prompts", "README.md", "--kv-dtype", "bf16"), "nothing to compare"),
         (("--prompts", "README.md", "--kv-dtype", "int8"), "'int8' is not one of"),
-        (("--prompts", "README.md", "--against", "/no"), "/no/config.json: No such file"),
+        (("--prompts", "README.md", "--against", "/no"), "/no does not exist: expected a"),
         (("--prompts", "README.md", "--device", "abacus"), "'abacus' cannot be used"),
     ],
 )

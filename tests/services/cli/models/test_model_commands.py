@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,7 @@ import pytest
 import redis
 from rich.console import Console
 
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.cli.models.registry_table import RegistryView, table_of_registry
 from shared.clock import MonotonicClock
 from shared.fleet.host_view import ModelView
@@ -39,8 +41,7 @@ RECORD = b'{"name":"m","revisions":[{"name":"r1","source":"org/m"}]}'
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
     folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    shutil.copytree(DEMO_MODEL_DIR, folder)
     return str(folder)
 
 

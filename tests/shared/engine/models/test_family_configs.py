@@ -199,7 +199,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "none": (
         "LlamaForCausalLM",
         {"architectures": None},
-        "architecture '' .model_type ''. is not supp",
+        "names no architecture of a language model",
     ),
     "quantized": (
         "Gemma3ForConditionalGeneration",

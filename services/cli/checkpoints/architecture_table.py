@@ -1,0 +1,20 @@
+"""The architectures that are served, as a table."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from shared.engine.models import BY_MODEL_TYPE, FAMILIES
+
+FORMATS = (
+    "Weights are safetensors: BF16, FP16, FP32, INT4 (compressed-tensors), FP8 in blocks of 128. "
+    "GGUF, LoRA adapters, AWQ, GPTQ, bitsandbytes and MXFP4 are not served."
+)
+
+
+def architecture_table() -> Table:
+    table = Table("architecture", "model_type", box=None, header_style="bold", pad_edge=False)
+    for name in sorted(FAMILIES):
+        types = sorted(each for each, family in BY_MODEL_TYPE.items() if family == name)
+        table.add_row(name, ", ".join(types))
+    return table
