@@ -163,6 +163,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     operator_token: str = ""  # required to read /v1/cluster; empty: nobody may
     page: bool = True  # serves a page at /
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
+    chat_template: str = ""  # a file, in place of the checkpoint's templates
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
     response_ttl_s: float = 24 * 3600.0  # life of stored responses (Responses API)
     max_stored_response_bytes: int = 0  # part of Redis for all tenants; 0: half of its maxmemory
@@ -210,6 +211,10 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"model_name {self.model_name!r} needs a model_dir"
         if self.tool_format not in TOOL_FORMATS:
             yield f"tool_format {self.tool_format!r} is none of {', '.join(TOOL_FORMATS)}"
+        if self.chat_template and not Path(self.chat_template).is_file():
+            yield f"chat_template {self.chat_template} is not a file"
+        if self.chat_template and self.model_dir is None:
+            yield "chat_template needs a model_dir: it is of the gateway's own model"
         yield from _origin_problems(self.cors_origin)
         if "*" in self.cors_origin and not self.metrics_token:
             yield "cors_origin * needs a metrics_token: every page could read /metrics"

@@ -21,7 +21,8 @@ def check_models(options: UpOptions) -> None:
     a host will download are not checked. Raises ConfigError and CheckpointError.
     """
     needs_weights = options.load_format != "dummy"
-    check_folder(options.model_dir, needs_weights=needs_weights)
+    if not options.model_dir.is_dir():
+        check_folder(options.model_dir, needs_weights=needs_weights)
     check_options(options)
     for each in options.models:
         if Path(each.source).exists():

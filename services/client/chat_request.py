@@ -1,4 +1,4 @@
-"""Sends and times one streamed chat completion, for `hearth up` and `hearth chat`."""
+"""Sends and times one streamed completion, for `hearth up` and `hearth chat`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 from shared.clock import Clock
 from shared.errors import ConfigError, DependencyUnavailable, HearthError
+from shared.tls import pinned_context
 from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ class _Text(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Text | None = None
+    delta: _Text | None = None  # of a chat
+    text: str | None = None  # of a completion
 
 
 class _Event(msgspec.Struct):
@@ -92,13 +94,16 @@ class _Models(msgspec.Struct):
     data: list[ListedModel] | None = None
 
 
-def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
-    """Returns a client of the gateway at `url`, which may end in `/v1`."""
+def gateway_client(url: str, api_key: str, certificate: str = "") -> httpx.AsyncClient:
+    """Returns a client of the gateway at `url`, which may end in `/v1`. It accepts that
+    `certificate` alone, a PEM file, if one is given. Raises ConfigError.
+    """
     return httpx.AsyncClient(
         base_url=url.rstrip("/").removesuffix("/v1"),
         headers={"Authorization": f"Bearer {api_key}"},
         timeout=_TIMEOUT,
         trust_env=False,
+        verify=pinned_context(certificate) if certificate else True,
     )
 
 
@@ -143,26 +148,45 @@ async def stream_chat(
     """Streams an answer. `options` are fields of the request. Raises HearthError if the gateway
     rejects the request or the stream fails.
     """
-    body = {
-        "model": model,
-        "messages": messages,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **options,
-    }
+    body = {"model": model, "messages": messages, **options}
+    return await _stream(client, "/v1/chat/completions", body, clock, on_text)
+
+
+async def stream_completion(
+    client: httpx.AsyncClient,
+    model: str,
+    prompt: str,
+    clock: Clock,
+    on_text: Callable[[str], None],
+    **options: Any,
+) -> ChatReply:
+    """Streams what follows a prompt, as a model without a chat template can. Raises HearthError as
+    `stream_chat` does.
+    """
+    body = {"model": model, "prompt": prompt, **options}
+    return await _stream(client, "/v1/completions", body, clock, on_text)
+
+
+async def _stream(
+    client: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    clock: Clock,
+    on_text: Callable[[str], None],
+) -> ChatReply:
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
     started = clock.now()
     arrivals: list[float] = []
     texts: list[str] = []
     calls: dict[int, RequestedCall] = {}
     usage: dict[str, Any] = {}
     hearth: dict[str, Any] = {}
-    async for event in _events(client, body):
+    async for event in _events(client, path, body):
         for choice in event.choices or ():
-            if choice.delta is None:
-                continue
-            for call in choice.delta.tool_calls or ():
+            delta = choice.delta or _Text(content=choice.text)
+            for call in delta.tool_calls or ():
                 calls[call.index] = _continued(calls.get(call.index), call)
-            if text := choice.delta.content:
+            if text := delta.content:
                 arrivals.append(clock.now())
                 texts.append(text)
                 on_text(text)
@@ -188,11 +212,13 @@ def _continued(call: RequestedCall | None, delta: _Call) -> RequestedCall:
     )
 
 
-async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[_Event]:
+async def _events(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncIterator[_Event]:
     """Yields the stream's JSON events until `[DONE]`."""
     is_done = False
     try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async with client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 _check(response, await response.aread())
             async for line in response.aiter_lines():

@@ -18,12 +18,15 @@ from services.client.chat_request import (
     first_model,
     gateway_client,
     stream_chat,
+    stream_completion,
 )
 from services.client.pushed_kv import pushed_kv
 from shared.clock import Clock
 from shared.errors import HearthError
 
 QUESTIONS = ("What is Hearth?", "What is the KV cache?")
+NO_TEMPLATE = "this model has no chat template"  # the gateway's words
+BASE_MODEL_TOKENS = 64  # which end no answer
 MIN_CONTEXT_TOKENS = 2048  # holds the instructions, a question and its answer
 
 Observer = tuple[str, str]  # NATS URL and process id of a process that may read heartbeats
@@ -59,6 +62,7 @@ async def first_requests(
     observer: Observer | None,
     is_check: bool,
     model_name: str = "",
+    certificate: str = "",
 ) -> None:
     """Sends the QUESTIONS and prints the responses. Raises HearthError on failure if `is_check`.
 
@@ -66,7 +70,7 @@ async def first_requests(
     `observer` the time of the push is not printed.
     """
     try:
-        async with gateway_client(url, api_key) as client:
+        async with gateway_client(url, api_key, certificate) as client:
             model = await first_model(client, model_name)
             first, second = QUESTIONS
             reply = await _show_answer(client, model, first, console, clock)
@@ -83,11 +87,21 @@ async def first_requests(
 async def _show_answer(
     client: httpx.AsyncClient, model: ListedModel, question: str, console: Console, clock: Clock
 ) -> ChatReply:
+    instructions = _instructions() if model.max_context >= MIN_CONTEXT_TOKENS else ""
     messages = [{"role": "user", "content": question}]
-    if model.max_context >= MIN_CONTEXT_TOKENS:
-        messages.insert(0, {"role": "system", "content": _instructions()})
+    if instructions:
+        messages.insert(0, {"role": "system", "content": instructions})
     console.print(f"\n[bold]{model.id}[/bold] > {question}")
-    reply = await stream_chat(client, model.id, messages, clock, text_printer(console))
+    on_text = text_printer(console)
+    try:
+        reply = await stream_chat(client, model.id, messages, clock, on_text)
+    except HearthError as error:
+        if NO_TEMPLATE not in error.message:
+            raise
+        console.print("(a base model, without a chat template: it continues the text)", style="dim")
+        prompt = "\n\n".join(filter(None, (instructions, question)))
+        limit = {"max_tokens": BASE_MODEL_TOKENS}
+        reply = await stream_completion(client, model.id, prompt, clock, on_text, **limit)
     console.print("\n")
     console.print(describe(reply), style="dim", soft_wrap=True)
     return reply

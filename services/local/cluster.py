@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
-import httpx
 import msgspec
 
 from services.local.credentials import Credential, nats_config
@@ -37,6 +37,8 @@ from services.local.plan import (
     plan_warming,
 )
 from services.local.processes.child_processes import Child, ProcessSpec, kill_children, start_child
+from services.local.processes.log_files import last_event
+from services.local.readiness import wait_until_ready
 from services.local.redis_acl import acl_line
 from services.local.servers import (
     LOOPBACK,
@@ -58,13 +60,13 @@ from shared.tenancy.tenant_admin import (
     save_client,
     standing_of,
 )
-from shared.transport.wire_errors import UNREADABLE
+from shared.tls import pinned_context
 
 START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
 GRACE_S = 15.0
 START_GRACE_S = 0.3
 REDIS_LOAD_TIMEOUT_S = 120.0  # of the file of a kept cluster
-READY_POLL_S = 0.1  # each poll takes 2.5 ms of CPU from processes that start
+LOAD_POLL_S = 0.1
 OBSERVER_ID = "observer-1"
 OPERATOR_ID = "operator-1"
 CLIENT_ID = "client-1"
@@ -105,6 +107,7 @@ class LocalCluster:
         self._has_client = False
         self.api_key = self._identity.api_key
         self.url = self._endpoints.http_url
+        self.http_cert = str(Path(options.http_cert).resolve()) if options.http_cert else ""
         self.operator_token = self._endpoints.operator_token
 
     def _choose_identity(self, state_parent: Path) -> ClusterIdentity:
@@ -286,25 +289,28 @@ class LocalCluster:
         )
 
     async def _wait_until_ready(self) -> None:
-        """Polls the gateway until it knows every worker; reports each worker as it joins."""
-        expected = expected_workers(() if self._options.models else self._credentials)
-        waiting = set.union(*expected.values())
-        headers = {"authorization": f"Bearer {self.operator_token}"}  # shows names of processes
-        async with httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=2.0, trust_env=False
-        ) as client:
-            is_ready = False
-            while waiting or not is_ready:
-                is_ready, known = await _readiness(client)
-                missing = set.union(*(ids - known[role] for role, ids in expected.items()))
-                for process_id in sorted(waiting - missing):
-                    self._report(process_id, "ready", "")
-                waiting = missing
-                if waiting or not is_ready:
-                    await self._clock.sleep(READY_POLL_S)
+        """Reports each worker as it joins, and now and then what is missing."""
+        await wait_until_ready(
+            self.url,
+            self.operator_token,
+            expected_workers(() if self._options.models else self._credentials),
+            self._clock,
+            trust=pinned_context(self.http_cert) if self.http_cert else None,
+            on_ready=lambda process_id: self._report(process_id, "ready", ""),
+            on_missing=self._report_missing,
+        )
         for each in self._credentials:
             if each.role in ("gateway", "scheduler", "kv_index", "host"):
                 self._report(each.process_id, "ready", "")
+
+    def _report_missing(self, workers: Collection[str], has_answered: bool) -> None:
+        for each in sorted(workers):
+            event = last_event(self._state.logs / f"{each}.log")
+            doing = "loads the model, or compiles kernels"
+            self._report(each, "waiting", f"{doing} (last in its log: {event})" if event else doing)
+        for gateway in (each for each in self._credentials if each.role == "gateway"):
+            if not has_answered:
+                self._report(gateway.process_id, "waiting", f"does not answer at {self.url}")
 
     async def _store_key(self) -> None:
         """Stores the tenant's API key, unless Redis has it. A key that was revoked is replaced."""
@@ -336,7 +342,7 @@ class LocalCluster:
             except StoreUnavailable:
                 if self._clock.now() >= deadline:
                     raise
-            await self._clock.sleep(READY_POLL_S)
+            await self._clock.sleep(LOAD_POLL_S)
 
     def _choose_endpoints(self) -> Endpoints:
         options, identity = self._options, self._identity
@@ -353,6 +359,7 @@ class LocalCluster:
             },
             http_host=options.http_host,
             http_port=identity.http_port,
+            is_https=bool(options.http_cert),
             cluster_secret=identity.cluster_secret,
             operator_token=identity.operator_token,
         )
@@ -386,6 +393,7 @@ class LocalCluster:
     def _description(self) -> LocalClusterState:
         description = LocalClusterState(
             url=self.url,
+            http_cert=self.http_cert,
             api_key=self.api_key,
             model_name=self.model_name,
             operator_token=self.operator_token,
@@ -399,15 +407,3 @@ class LocalCluster:
             nats_port=self._endpoints.nats_port,
             credentials=self._identity.credentials,
         )
-
-
-async def _readiness(client: httpx.AsyncClient) -> tuple[bool, dict[str, set[str]]]:
-    """Whether the gateway is ready, and the workers it knows by role."""
-    try:
-        response = await client.get("/ready")
-        body = msgspec.json.decode(response.content)
-        workers = body.get("workers") or {}
-    except (httpx.HTTPError, AttributeError, *UNREADABLE):
-        response, workers = None, {}
-    is_ready = response is not None and response.status_code == 200
-    return is_ready, {role: set(workers.get(role) or ()) for role in ("prefill", "decode")}

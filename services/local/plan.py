@@ -30,6 +30,7 @@ from shared.lifecycle.child_process import python_path
 from shared.nats_urls import authority
 from shared.numerics import ACTIVATIONS, KV_DTYPES
 from shared.subjects import NO_INSTANCE, CredentialRole
+from shared.tls import TlsFiles
 
 _COMMANDS: dict[CredentialRole, str] = {
     "gateway": "gateway",
@@ -65,6 +66,9 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str | None = None
     redis_url: str | None = None
     nats_port: int | None = None  # None: a free one
+    chat_template: str = ""  # a file, in place of the checkpoint's
+    http_cert: str = ""  # PEM files of the gateway, for HTTPS
+    http_key: str = ""
     advertise_host: str = LOOPBACK  # NATS and the KV data plane listen here
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -103,6 +107,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     redis_urls: dict[str, str] = {}  # URLs of Redis users by role; empty for an external Redis
     http_host: str
     http_port: int
+    is_https: bool = False
     nats_url: str | None = None
     cluster_secret: str = ""
     operator_token: str = ""
@@ -111,7 +116,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     def http_url(self) -> str:
         """The gateway's URL for clients on this machine."""
         host = LOOPBACK if self.http_host in ("0.0.0.0", "::", "") else self.http_host
-        return f"http://{authority(host, self.http_port)}"
+        return f"http{'s' if self.is_https else ''}://{authority(host, self.http_port)}"
 
     def redis_url_of(self, role: str) -> str:
         return self.redis_urls.get(role, self.redis_url)
@@ -164,6 +169,10 @@ def check_options(options: UpOptions) -> None:
         problems.append("--nats-port is of the NATS that is started: --nats names a running one")
     log_fields = log_problems(options.log_level, options.log_format)
     problems += [f"--{each.replace('_', '-', 1)}" for each in log_fields]
+    if options.chat_template and not Path(options.chat_template).is_file():
+        problems.append(f"--chat-template {options.chat_template} is not a file")
+    tls = TlsFiles(cert=options.http_cert, key=options.http_key)
+    problems += [f"--{each.replace('_', '-')}" for each in tls.problems("http")]
     if options.api_key:
         problems += key_problems(options.api_key)
     problems += _device_problems(options)
@@ -184,6 +193,7 @@ def _several_models_problems(options: UpOptions) -> list[str]:
     fixed = (
         *("dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
         *("prefill_tp", "decode_tp", "activations", "experts", "model_name", "nats_url"),
+        "chat_template",
     )
     fields = {each.name: each.default for each in msgspec.structs.fields(UpOptions)}
     named = {"model_name": "name", "nats_url": "nats"}
@@ -375,6 +385,11 @@ def _service(
     if credential.role == "gateway":
         arguments += ["--http-host", endpoints.http_host, "--http-port", str(endpoints.http_port)]
         environ[OPERATOR_VARIABLE] = endpoints.operator_token
+        if options.chat_template:
+            arguments += ["--chat-template", str(Path(options.chat_template).resolve())]
+        if options.http_cert:
+            arguments += ["--http-cert", str(Path(options.http_cert).resolve())]
+            arguments += ["--http-key", str(Path(options.http_key).resolve())]
         arguments += ["--lame-duck-s", "0"]  # no balancer polls a local gateway
     redis = {}
     if credential.role in REDIS_ROLES:  # the others need none

@@ -48,6 +48,7 @@ END_WAIT_S = 5.0  # then the Redis of a cluster that was killed has ended, too
 class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     api_key: str
+    http_cert: str = ""  # PEM file of an HTTPS gateway's certificate
     model_name: str = ""  # the first of those that it was started with
     operator_token: str = ""  # opens the gateway's /v1/cluster
     nats_host: str = ""  # empty: the cluster uses an external NATS

@@ -34,7 +34,7 @@ POLL_S = 0.02
 LISTEN_TIMEOUT_S = 10.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 
-Event = Literal["started", "ready", "ended", "restarting"]
+Event = Literal["started", "waiting", "ready", "ended", "restarting"]
 Report = Callable[[str, Event, str], None]  # process id, event, details
 
 

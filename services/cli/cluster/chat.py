@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -39,18 +39,28 @@ COMMAND = re.compile(r"/[a-z]+")
 MAX_ROUNDS = 8  # rounds of calls, before an answer must come
 
 
-def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str, str]:
-    """Returns URL and API key as given, else those of the local cluster, and the name of the
-    cluster's first model, empty if that is unknown. Raises ConfigError.
+class GatewayAddress(NamedTuple):
+    """`model_name`: of the cluster's first model, empty if that is unknown. `certificate`: a PEM
+    file of an HTTPS gateway of this machine.
     """
+
+    url: str
+    api_key: str
+    model_name: str = ""
+    certificate: str = ""
+
+
+def find_gateway(url: str | None, api_key: str | None) -> GatewayAddress:
+    """Returns URL and API key as given, else those of the local cluster. Raises ConfigError."""
     if url is not None:
         if api_key is None:
             raise ConfigError("--api-key (or HEARTH_API_KEY) is needed with --url")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url!r} must start with http:// or https://")
-        return url, api_key, ""
+        return GatewayAddress(url, api_key)
     _, state = running_cluster(clusters_dir())
-    return state.url, state.api_key if api_key is None else api_key, state.model_name
+    key = state.api_key if api_key is None else api_key
+    return GatewayAddress(state.url, key, state.model_name, state.http_cert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +86,12 @@ def run_chat(url: str | None, api_key: str | None, options: ChatOptions) -> None
     """
     tools = find_tools(options.tools) if options.tools else ()
     fields = {} if options.schema is None else {"response_format": response_format(options.schema)}
-    found_url, found_key, first = find_gateway(url, api_key)
+    found = find_gateway(url, api_key)
     with asyncio.Runner() as runner:
-        client = gateway_client(found_url, found_key)
+        client = gateway_client(found.url, found.api_key, found.certificate)
         try:
             if options.model is None:
-                model = runner.run(first_model(client, first)).id
+                model = runner.run(first_model(client, found.model_name)).id
             else:
                 model = runner.run(named_model(client, options.model)).id
             conversation = TerminalChat(client, model, tools, fields, Terminal(options.is_quiet))

@@ -28,7 +28,14 @@ PANELS = {
     ),
     "Model": (
         *("model_dir", "model_name", "device", "budget", "dtype", "kv_dtype", "weights"),
-        *("load_format", "mode", "tool_format", "response_template", "max_loaded_models"),
+        *(
+            "load_format",
+            "mode",
+            "tool_format",
+            "chat_template",
+            "response_template",
+            "max_loaded_models",
+        ),
         "is_parked",
     ),
     "HTTP": (
@@ -134,6 +141,8 @@ HELP = {
     "page": "Serve the page with playground, cluster and timelines at /.",
     "tool_format": "template (a chat template without tools rejects requests that have them) or "
     "hermes: such a template gets tools, calls and results as text.",
+    "chat_template": "File with the chat template of the gateway's own model, in place of those of "
+    "its checkpoint.",
     "response_template": "How the model writes tool calls and reasoning: a file in the format of "
     "Hugging Face's response_template, the name of a family such as hermes, or off (default: by "
     "tokenizer_config.json, else by the chat template).",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 from rich.console import Console
@@ -25,8 +25,10 @@ from services.local.state import clusters_dir
 from services.local.supervisor import Event
 from shared.background import start_awaited
 from shared.clock import Clock, MonotonicClock
+from shared.nats_urls import authority
 from shared.telemetry.line_writer import replace_standard_streams
 from shared.telemetry.log import configure_logging
+from shared.tls import certificate_names
 
 
 def run_up(options: UpOptions, *, is_check: bool) -> None:
@@ -75,6 +77,7 @@ async def _serve(
                 observer=cluster.observer,
                 is_check=is_check,
                 model_name=cluster.model_name,
+                certificate=cluster.http_cert,
             )
             console.print(f"ready in {display.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
             if not is_check:
@@ -128,6 +131,8 @@ class StartupDisplay:
             self._console.print(
                 f"{process_id} {details}", style="red", markup=False, soft_wrap=True
             )
+        elif event == "waiting":
+            self._show_waiting(process_id, details)
         elif event == "restarting":
             self._console.print(f"{process_id} is started again", style="yellow")
         elif self._is_open and event == "started":
@@ -137,6 +142,14 @@ class StartupDisplay:
                 self._progress.update(self._tasks[process_id], completed=1)
             if not self._console.is_terminal:
                 self._console.print(f"{process_id} ready after {self.elapsed_s:.1f} s")
+
+    def _show_waiting(self, process_id: str, doing: str) -> None:
+        if process_id in self._tasks and self._console.is_terminal:
+            text = f"{process_id}: {doing}"
+            self._progress.update(self._tasks[process_id], description=text)
+        else:
+            text = f"after {self.elapsed_s:.0f} s {process_id} {doing}"
+            self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._is_open:
@@ -194,10 +207,25 @@ def _examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
 
 def _curl(cluster: LocalCluster, path: str, body: dict[str, Any]) -> str:
     return (
-        f"curl -N {cluster.url}{path}"
+        f"curl -N {curl_target(cluster.url, cluster.http_cert)}{path}"
         f" -H 'Authorization: Bearer {cluster.api_key}' -H 'Content-Type: application/json'"
         f" -d {shlex.quote(msgspec.json.encode(body).decode())}"
     )
+
+
+def curl_target(url: str, certificate: str) -> str:
+    """Returns the options and the URL with which curl verifies the gateway's certificate: by a name
+    that is in it.
+    """
+    if not certificate:
+        return url
+    parts, names = urlsplit(url), certificate_names(certificate)
+    trust = f"--cacert {shlex.quote(certificate)}"
+    name = next((each for each in names if "*" not in each), None)
+    if parts.hostname in names or name is None:
+        return f"{trust} {url}"
+    host = authority(name, parts.port or 443)
+    return f"{trust} --connect-to {host}:{parts.netloc} https://{host}"
 
 
 def _short(path: Path) -> str:

@@ -70,6 +70,25 @@ Http = Annotated[
         help="HTTP listen address (default: 127.0.0.1:8000, or a free port).",
     ),
 ]
+ChatTemplate = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE",
+        envvar="HEARTH_CHAT_TEMPLATE",
+        help="Chat template (Jinja) in place of those of the checkpoint.",
+    ),
+]
+HttpCert = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE",
+        envvar="HEARTH_HTTP_CERT",
+        help="PEM file of the gateway's certificate with its chain, for HTTPS (default: HTTP).",
+    ),
+]
+HttpKey = Annotated[
+    str, typer.Option(metavar="FILE", envvar="HEARTH_HTTP_KEY", help="Its private key.")
+]
 Nats = Annotated[
     str | None,
     typer.Option(

@@ -52,7 +52,7 @@ def body_handler(
     jobs = {kind: job for each in dialects for kind, job in each.jobs.items()}
     endpoints = {each.name: each for dialect in dialects for each in dialect.endpoints}
     with loading():
-        files = ModelFiles(Path(setup.model_dir))
+        files = ModelFiles(Path(setup.model_dir), setup.template_file)
 
     def prepare(job: BodyJob | EncodeJob) -> PreparedBody | Encoded:
         if isinstance(job, EncodeJob):

@@ -34,12 +34,18 @@ ENDED_BY_LIMITS = {signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV}
 
 
 def checked_model(
-    model_dir: Path, choice: str, tool_format: str, *, module: str = MODULE
+    model_dir: Path,
+    choice: str,
+    tool_format: str,
+    template_file: str = "",
+    *,
+    module: str = MODULE,
 ) -> CheckedModel:
-    """Returns what the gateway needs of the model. `choice`, `tool_format`: see `family_of`. Blocks
-    its thread; others run. Raises ConfigError for files that cannot be read within the limits.
+    """Returns what the gateway needs of the model. `choice`, `tool_format`: see `family_of`;
+    `template_file`: see `ModelText`. Blocks its thread; others run. Raises ConfigError for files
+    that cannot be read within the limits.
     """
-    command = [sys.executable, "-m", module, str(model_dir), choice, tool_format]
+    command = [sys.executable, "-m", module, str(model_dir), choice, tool_format, template_file]
     try:
         done = _completed(command)
         if done.returncode == -signal.SIGKILL:  # no limit sends it: one more may live

@@ -1,5 +1,5 @@
 """Reads and tries what a checkpoint brings, in a process with limits: python -m … MODEL_DIR CHOICE
-TOOL_FORMAT.
+TOOL_FORMAT TEMPLATE_FILE.
 
 Templates, tokenizers and patterns are programs of a checkpoint's author: they may never end, take
 all memory or end the process. Writes a `ModelCheck` to its output. `checked_model.py` starts it.
@@ -57,7 +57,7 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    model_dir, choice, tool_format = sys.argv[1:]
+    model_dir, choice, tool_format, template_file = sys.argv[1:]
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # log lines go there
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -66,7 +66,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with os.fdopen(output, "wb") as file:
-        file.write(encoded_check(check(Path(model_dir), choice, tool_format), model_dir))
+        found = check(Path(model_dir), choice, tool_format, template_file)
+        file.write(encoded_check(found, model_dir))
 
 
 def encoded_check(found: ModelCheck, model_dir: str) -> bytes:
@@ -77,9 +78,9 @@ def encoded_check(found: ModelCheck, model_dir: str) -> bytes:
     return msgspec.msgpack.encode(ModelCheck(failure=f"{model_dir}: its texts take {excess}"))
 
 
-def check(model_dir: Path, choice: str, tool_format: str) -> ModelCheck:
+def check(model_dir: Path, choice: str, tool_format: str, template_file: str = "") -> ModelCheck:
     try:
-        return ModelCheck(_checked(model_dir, choice, tool_format))
+        return ModelCheck(_checked(model_dir, choice, tool_format, template_file))
     except HearthError as error:
         reason = error.message
     except BaseException as error:  # anybody may have written the files
@@ -94,11 +95,11 @@ def printable_line(reason: str) -> str:
     return " ".join(printable.split())[:MAX_REASON_CHARS]
 
 
-def _checked(model_dir: Path, choice: str, tool_format: str) -> CheckedModel:
+def _checked(model_dir: Path, choice: str, tool_format: str, template_file: str) -> CheckedModel:
     _, text, _ = read_tokenizer(model_dir)  # once: one of another form is converted
     check_size(text)
     began_s = time.process_time()
-    files = ModelFiles(model_dir)
+    files = ModelFiles(model_dir, template_file)
     _check_time("tokenizer", time.process_time() - began_s, MAX_TOKENIZER_S)
     try:
         check_token_lengths(files.tokenizer.tokenizer.get_vocab(with_added_tokens=True))

@@ -49,7 +49,7 @@ class PreparationPools:
         own = None
         if config.model_dir is not None:
             given = (config.model_dir, config.response_template, config.tool_format)
-            own = await asyncio.to_thread(checked_model, *given)
+            own = await asyncio.to_thread(checked_model, *given, config.chat_template)
         pools = cls.of(config, own)
         await asyncio.gather(pools.requests.start(), pools.grammars.start())
         return pools

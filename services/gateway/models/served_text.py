@@ -103,6 +103,7 @@ def process_setup(model: CheckedModel, tool_format: str, *, key: str = "") -> Pr
         msgspec.msgpack.encode(model.family),
         files.tokens.added_ids,
         key,
+        files.template_file,
     )
 
 

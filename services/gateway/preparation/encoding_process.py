@@ -18,7 +18,7 @@ from services.gateway.text.tokenizer import PromptTokenizer, encoded
 
 def make_encoder(setup: ProcessSetup, _: ChatTemplate | None) -> BodyHandler:
     with loading():
-        tokenizer = prompt_tokenizer(Path(setup.model_dir))
+        tokenizer = prompt_tokenizer(Path(setup.model_dir), setup.template_file)
     return partial(_answer, tokenizer)
 
 

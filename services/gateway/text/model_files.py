@@ -90,10 +90,12 @@ class ModelText:
     `response_template`, `ranking`: None if there is none; the template is text, which no process of
     ours has compiled. `token_texts`: of special tokens, by names such as eos_token.
     `end_token_ids`: of answers. `longest_token_chars`: None if there is no bound.
-    `max_known_chars`: as of `PromptTokenizer`.
+    `max_known_chars`: as of `PromptTokenizer`. `template_file`: an operator's, in place of the
+    folder's chat templates; empty: none.
     """
 
     model_dir: str
+    template_file: str
     tokens: TokenTable
     defaults: GenerationDefaults
     limits: TextModelConfig
@@ -111,14 +113,15 @@ class ModelFiles(ModelText):
     not. Raises ConfigError for a missing or invalid file.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, template_file: str = "") -> None:
         config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
-        templates = read_templates(model_dir, config.chat_template)
+        templates = read_templates(model_dir, config.chat_template, template_file)
         special, text, end_token_ids = read_tokenizer(model_dir)
         self.tokenizer = PromptTokenizer(text, templates.text, place=str(model_dir))
         limits = _read(model_dir / "config.json", TextModelConfig)
         super().__init__(
             model_dir=str(model_dir),
+            template_file=template_file,
             tokens=self.tokenizer.table(),
             defaults=_defaults(model_dir / "generation_config.json"),
             limits=limits,
@@ -150,10 +153,10 @@ def _warn(event: str, **fields: object) -> None:
     structlog.get_logger(__name__).warning(event, **fields)
 
 
-def prompt_tokenizer(model_dir: Path) -> PromptTokenizer:
+def prompt_tokenizer(model_dir: Path, template_file: str = "") -> PromptTokenizer:
     """Loads the tokenizer of `ModelFiles` alone. Raises ConfigError."""
     config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
-    templates = read_templates(model_dir, config.chat_template)
+    templates = read_templates(model_dir, config.chat_template, template_file)
     _, text, _ = read_tokenizer(model_dir)
     return PromptTokenizer(text, templates.text, place=str(model_dir))
 

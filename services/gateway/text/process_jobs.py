@@ -35,7 +35,7 @@ class ProcessSetup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A model. `template`: None for a model without one. `model_dir`: where the tokenizer is.
     For grammars: `eos_token_ids`, the model's; `family`: an encoded `Family`, empty for none;
     `added_ids`: of the tokenizer's added tokens, by text. `key`: differs between models, and
-    between two loads of one model's files.
+    between two loads of one model's files. `template_file`: as of `ModelText`.
     """
 
     template: TemplateSource | None
@@ -44,6 +44,7 @@ class ProcessSetup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     family: bytes = b""
     added_ids: Mapping[str, int] = msgspec.field(default_factory=dict)
     key: str = ""
+    template_file: str = ""
 
 
 NO_MODEL = ProcessSetup(None)  # for jobs that need none

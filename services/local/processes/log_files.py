@@ -58,8 +58,18 @@ def level_of(line: str) -> str | None:
     return None if found is None else _LEVELS.get(found[found.lastindex or 0], "info")
 
 
+def last_event(path: Path) -> str:
+    """Returns the name of the last event in a service's log, in words; "" for other text."""
+    try:
+        line = msgspec.json.decode(last_line(path), type=_Line)
+    except UNREADABLE:
+        return ""
+    return line.event.replace("_", " ")
+
+
 class _Line(msgspec.Struct):
     level: str = ""
+    event: str = ""
 
 
 def last_line(path: Path, *, max_bytes: int = 16_384) -> str:

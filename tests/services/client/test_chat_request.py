@@ -4,7 +4,13 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from services.client.chat_request import ChatReply, first_model, gateway_client, stream_chat
+from services.client.chat_request import (
+    ChatReply,
+    first_model,
+    gateway_client,
+    stream_chat,
+    stream_completion,
+)
 from shared.errors import DependencyUnavailable, HearthError
 
 QUESTION = [{"role": "user", "content": "What is Hearth?"}]
@@ -51,6 +57,20 @@ async def reply_to(body: str, *, status: int = 200) -> tuple[ChatReply, list[str
     async with client(lambda request: httpx.Response(status, text=body)) as gateway:
         reply = await stream_chat(gateway, "demo", QUESTION, StepClock(), deltas.append)
     return reply, deltas
+
+
+async def test_completion_of_a_prompt_has_its_texts() -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)
+        assert (request.url.path, asked["prompt"]) == ("/v1/completions", "Once")
+        assert asked["max_tokens"] == 4
+        texts = ({"choices": [{"index": 0, "text": each}]} for each in (" upon", " a"))
+        return httpx.Response(200, text=events(*texts, LAST))
+
+    async with client(respond) as gateway:
+        clock, limit = StepClock(), {"max_tokens": 4}
+        reply = await stream_completion(gateway, "m", "Once", clock, lambda text: None, **limit)
+    assert (reply.text, reply.num_cached_tokens) == (" upon a", 4)
 
 
 async def test_text_deltas_are_passed_on_and_timed() -> None:

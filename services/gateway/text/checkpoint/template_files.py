@@ -42,10 +42,12 @@ class Templates(NamedTuple):
         return "\n".join(filter(None, (self.for_tools, self.source)))
 
 
-def read_templates(model_dir: Path, configured: str | Named | None) -> Templates:
+def read_templates(model_dir: Path, configured: str | Named | None, given: str = "") -> Templates:
     """Reads the templates. `configured`: those in `tokenizer_config.json`; files take precedence,
-    as in transformers. Raises ConfigError.
+    as in transformers. `given`: an operator's file in place of all of them. Raises ConfigError.
     """
+    if given:
+        return Templates(_read(Path(given)).decode())
     named = {**_by_name(configured), **_files(model_dir)} or _by_name(_old(model_dir / OLD_FILE))
     only = next(iter(named.values())) if len(named) == 1 else None
     return Templates(named.get("default", only), named.get("tool_use"))

@@ -118,7 +118,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gateway]:
     def run_with(*answers: Any, lines: str = "", **options: Any) -> Gateway:
         gateway = Gateway(*answers)
 
-        def client(url: str, api_key: str) -> httpx.AsyncClient:
+        def client(url: str, api_key: str, certificate: str) -> httpx.AsyncClient:
             return httpx.AsyncClient(transport=httpx.MockTransport(gateway), base_url=url)
 
         monkeypatch.setattr(chat_module, "gateway_client", client)

@@ -284,6 +284,7 @@ class RunningCluster:
 
     observer = None
     model_name = MODEL
+    http_cert = ""
 
     def __init__(self, state: LocalClusterState) -> None:
         self.url, self.api_key = state.url, state.api_key

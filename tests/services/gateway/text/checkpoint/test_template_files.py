@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.gateway.models.checked_model import checked_model
+from services.gateway.models.served_text import process_setup
 from services.gateway.structured.tools.family_choice import family_of
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import ConfigError
@@ -71,6 +73,20 @@ def test_other_conversations(
     model_dir: Path, tmp_path: Path, written: dict[str, str], configured: Any, expected: str
 ) -> None:
     assert rendered(ModelFiles(folder(model_dir, tmp_path, written, configured)), USER) == expected
+
+
+def test_operators_file_is_in_place_of_all_others(model_dir: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.jinja"
+    given.write_text("own:{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "m").mkdir()
+    path = folder(model_dir, tmp_path / "m", {"chat_template.jinja": PLAIN}, NAMED)
+    assert rendered(ModelFiles(path, str(given)), USER) == "own:hi"
+    checked = checked_model(path, "", "template", str(given))
+    setup = process_setup(checked, "template")
+    assert setup.template is not None and setup.template.source == given.read_text()
+    assert setup.template_file == str(given)  # of the tokenizers in other processes
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.jinja"):
+        ModelFiles(path, str(tmp_path / "none.jinja"))
 
 
 def test_folder_without_one_is_reported(

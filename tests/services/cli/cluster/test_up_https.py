@@ -1,0 +1,101 @@
+"""`hearth up` with a certificate, and with a base model."""
+
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from services.cli.cluster.up import curl_target
+from services.local.readiness import wait_until_ready
+from services.local.servers import free_port
+from shared.clock import MonotonicClock
+from tests.services.cli.in_process import call_hearth
+from tests.support.certificates import Authority
+from tests.support.services.running import WAIT_S, environ_for, start_hearth
+
+
+@pytest.fixture
+def base_model(chat_model: Path, tmp_path: Path) -> Path:
+    """The chat model without its template."""
+    folder = Path(shutil.copytree(chat_model, tmp_path / "base"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["chat_template"]
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_check_of_a_base_model_over_https_completes_texts(tmp_path: Path, base_model: Path) -> None:
+    files = Authority(tmp_path / "ca").issue("gateway", host="gateway.example")
+    environ = {"HEARTH_HTTP_CERT": files.cert, "HEARTH_HTTP_KEY": files.key}
+    options = ("--model", str(base_model), "--role", "both", "--http", "127.0.0.1:0", "--check")
+    process = start_hearth(tmp_path, "up", *options, **environ)
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, output
+    assert output.count("(a base model, without a chat template") == 2
+    assert "ready in" in output and "https://127.0.0.1:" in output
+
+
+def test_curl_verifies_a_name_of_the_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    own, other = (authority.issue(each, host=each) for each in ("localhost", "a.example"))
+    assert curl_target("http://127.0.0.1:80", "") == "http://127.0.0.1:80"
+    assert curl_target("https://localhost:81", own.cert) == (
+        f"--cacert {own.cert} https://localhost:81"
+    )
+    assert curl_target("https://127.0.0.1:81", other.cert) == (
+        f"--cacert {other.cert} --connect-to a.example:81:127.0.0.1:81 https://a.example:81"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--http-cert", "/no"), "--http-cert /no is not a file"),
+        (("--http-cert", "README.md"), "--http-cert and http-key must be given together"),
+        (("--chat-template", "/no"), "--chat-template /no is not a file"),
+    ],
+)
+def test_missing_files_are_one_line(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    refused = call_hearth(("up", *options), environ_for(tmp_path))
+    assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
+
+
+class QuickClock(MonotonicClock):
+    """Sleeps take no time, and 10 s."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep(self, delay_s: float) -> None:
+        self._now += 10.0
+
+
+class Missing(Exception):
+    pass
+
+
+async def test_missing_processes_are_reported_after_a_while() -> None:
+    """No gateway listens: nothing is known of any worker."""
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    clock = QuickClock()
+
+    def on_missing(workers: Collection[str], has_answered: bool) -> None:
+        raise Missing(clock.now(), sorted(workers), has_answered)
+
+    with pytest.raises(Missing) as missing:
+        await wait_until_ready(
+            url,
+            "token",
+            {"prefill": ["p-1"], "decode": ["d-1"]},
+            clock,
+            trust=None,
+            on_ready=lambda process_id: None,
+            on_missing=on_missing,
+        )
+    assert missing.value.args == (30.0, ["d-1", "p-1"], False)
