@@ -26,7 +26,7 @@ from services.cli.checkpoints import (
     quality_command,
     quantize_command,
 )
-from services.cli.cluster import commands, role_command, warm_command
+from services.cli.cluster import commands, role_command, stop_command, warm_command
 from services.cli.cluster.service_options import service_command
 from services.cli.doctor import doctor_command
 from services.cli.help import ServiceHelpCommand, use_plain_help
@@ -205,6 +205,7 @@ def _add_services() -> None:
 
 
 app.registered_commands += commands.app.registered_commands
+app.registered_commands += stop_command.app.registered_commands
 app.registered_commands += doctor_command.app.registered_commands
 app.registered_commands += logs_command.app.registered_commands
 app.add_typer(model_app, name="model", rich_help_panel=OPERATE)

@@ -23,7 +23,7 @@ from tests.support.grids import in_one_test
 
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
-    *("nats-config", "health", "warm", "logs", "version", "doctor"),
+    *("nats-config", "health", "warm", "logs", "version", "doctor", "stop"),
     *("prefix", "compress", "decompress", "quantize", "quality"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
@@ -147,6 +147,7 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["bench", "--url", "http://h", "--model", "/tmp"], "give one of them"),
         (["bench", "--model", "/no"], "/no does not exist: expected a checkpoint directory"),
         (["status"], "start one with `hearth up`"),
+        (["stop"], "start one with `hearth up`"),
         (["doctor", "--url", "127.0.0.1:9"], "url must start with http://"),
         (["doctor", "--nats-url", "http://h"], "nats_url must start with nats://"),
         (["doctor", "--redis-url", "http://h"], "redis_url must start with redis://"),

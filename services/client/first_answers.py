@@ -44,12 +44,12 @@ def text_printer(console: Console) -> Callable[[str], None]:
 
 def describe(reply: ChatReply) -> str:
     """Returns one line: times, cached tokens and the workers that served the request."""
-    prefill = reply.hearth.get("prefill_worker") or "none (computed by decode)"
+    prefill, decode = reply.hearth.get("prefill_worker"), reply.hearth.get("decode_worker")
     return (
         f"first token {reply.ttft_s * 1e3:.1f} ms · between tokens "
         f"{reply.median_itl_s * 1e3:.1f} ms (median) · "
         f"cached {reply.num_cached_tokens} of {reply.num_prompt_tokens} prompt tokens · "
-        f"prefill {prefill} · decode {reply.hearth.get('decode_worker')}"
+        + (f"prefill {prefill} · decode {decode}" if prefill else f"prefill and decode {decode}")
     )
 
 

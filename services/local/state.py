@@ -1,7 +1,8 @@
 """The private directory of a local cluster: its secrets, its logs, and its address for commands.
 
 $XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
-    lock            held by the running `hearth up`; a free lock means a dead cluster
+    lock            held by the running `hearth up`, whose process id it has; a free lock means a
+                    dead cluster
     cluster.json    URL, API key, NATS address, credentials, Redis URL; of a running cluster alone
     nats.conf redis.conf nats.pid
     appendonly.aof appendonlydir       the tenants, keys and usage of the cluster's Redis
@@ -100,6 +101,7 @@ class StateDir:
             path = Path(tempfile.mkdtemp(prefix="", dir=parent))
             lock = (path / ".lock").open("a")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_holder(lock)
             (path / ".lock").rename(path / _LOCK)  # visible only once it is locked
         except OSError as error:
             raise ConfigError(f"cannot store state in {parent}: {error.strerror}") from None
@@ -204,7 +206,7 @@ def _read(directory: Path) -> LocalClusterState:
 def running_cluster(parent: Path) -> tuple[Path, LocalClusterState]:
     """Returns the running cluster that started last. Raises ConfigError if there is none."""
     for directory in _by_age(parent):
-        if _is_running(directory) and (directory / _CLUSTER).exists():  # else it is still starting
+        if is_running(directory) and (directory / _CLUSTER).exists():  # else it is still starting
             return directory, _read(directory)
     raise ConfigError("no local cluster is running here: start one with `hearth up`")
 
@@ -214,7 +216,7 @@ def newest_cluster(parent: Path) -> tuple[Path, bool]:
     ended has failed to start, as the others leave none. Raises ConfigError if there is none.
     """
     directories = _by_age(parent)
-    running = next(filter(_is_running, directories), None)
+    running = next(filter(is_running, directories), None)
     if running is None and not directories:
         raise ConfigError("no local cluster is running here: start one with `hearth up`")
     return running or directories[0], running is not None
@@ -229,7 +231,8 @@ def _by_age(parent: Path) -> list[Path]:
     return sorted(directories, key=lambda each: (each / _LOCK).stat().st_mtime_ns, reverse=True)
 
 
-def _is_running(directory: Path) -> bool:
+def is_running(directory: Path) -> bool:
+    """Whether a process holds the lock of this cluster."""
     lock = _locked(directory)
     if lock is not None:
         lock.close()
@@ -299,7 +302,19 @@ def _lock_kept(path: Path) -> IO[str]:
             raise ConfigError(f"--state {path} is in use by `hearth up` (process {holder})")
         time.sleep(LOCK_POLL_S)
     os.fchmod(lock.fileno(), 0o600)
+    _write_holder(lock)
+    return lock
+
+
+def _write_holder(lock: IO[str]) -> None:
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
-    return lock
+
+
+def holder_of(directory: Path) -> int:
+    """Returns the id of the process that runs the cluster. Raises ConfigError."""
+    try:
+        return int((directory / _LOCK).read_text())
+    except (OSError, ValueError):
+        raise ConfigError("the cluster has just stopped") from None

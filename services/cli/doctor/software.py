@@ -14,6 +14,7 @@ from services.cli.doctor.check import Check
 from services.local.gpus import count_by_driver, count_gpus
 from services.local.servers import find_server
 from shared.errors import ConfigError
+from shared.lifecycle.release import DISTRIBUTION, installed_release
 
 VERSION_TIMEOUT_S = 5.0
 CUDA_ADVICE = "Install a build of PyTorch with CUDA; until then workers use the CPU."
@@ -35,7 +36,7 @@ def python_check() -> Check:
 
     version = platform.python_version()
     try:
-        needed = importlib.metadata.metadata("hearth")["Requires-Python"] or ""
+        needed = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
         needed = ""
     if SpecifierSet(needed).contains(version, prereleases=True):
@@ -46,14 +47,13 @@ def python_check() -> Check:
 def packages_check() -> Check:
     """Checks the versions of the packages that Hearth's own metadata names."""
     try:
-        needed = importlib.metadata.requires("hearth") or []
+        needed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         advice = "Install it in its environment: scripts/up, or pip install -e ."
         return Check("packages", "warn", "hearth runs from a tree that is not installed", advice)
-    version = importlib.metadata.version("hearth")
     wrong = [each for each in map(_problem, needed) if each]
     if not wrong:
-        text = f"hearth {version}, torch {torch_version() or 'none'}; all as required"
+        text = f"hearth {installed_release()}, torch {torch_version() or 'none'}; all as required"
         return Check("packages", "ok", text)
     advice = "Run scripts/up again, or pip install the versions that are named."
     return Check("packages", "fail", "; ".join(wrong), advice)

@@ -46,6 +46,7 @@ def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> 
     api_key = new_api_key()
     with_tenant_admin(redis_url, lambda it: it.add(tenant, changes, api_key))
     print(api_key)
+    _note_unknown_models(redis_url, changes)
 
 
 @tenant_app.command("list", epilog="Example:  hearth tenant list --json | jq")
@@ -154,6 +155,16 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
 
     record, state = tenant_tables.with_tenant_admin(redis_url, change)
     output.show(tenant_tables.table_of_limits(record, state))
+    _note_unknown_models(redis_url, changes)
+
+
+def _note_unknown_models(redis_url: str | None, changes: dict[str, Any]) -> None:
+    """Prints a note about allowed models that do not exist, which is no error: they may come."""
+    from services.cli.tenants.model_names import unknown_models
+
+    if names := unknown_models(redis_url, changes.get("allowed_models") or ()):
+        what = "no model of the catalogue and no alias"
+        print(f"note: {', '.join(names)}: {what} of this name yet", file=sys.stderr)
 
 
 @app.command(

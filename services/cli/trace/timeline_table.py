@@ -72,7 +72,7 @@ def _summary(timeline: Timeline) -> str:
         f"{timeline.status} {timeline.outcome}\n"
         f"{timeline.duration_s * 1000:.1f} ms{ttft}; tokens: {timeline.num_prompt_tokens} prompt "
         f"({timeline.num_cached_tokens} cached), {timeline.num_output_tokens} output; "
-        f"{timeline.num_resubmissions} resubmissions{late}"
+        f"{_counted(timeline.num_resubmissions, 'resubmission')}{late}"
     )
 
 
@@ -90,10 +90,14 @@ def _amounts(phase: Phase) -> str:
     if phase.num_bytes:
         parts.append(_bytes(phase.num_bytes))
     if phase.num_tokens:
-        parts.append(f"{phase.num_tokens} tokens")
+        parts.append(_counted(phase.num_tokens, "token"))
     if phase.num_steps:
-        parts.append(f"{phase.num_steps} steps")
+        parts.append(_counted(phase.num_steps, "step"))
     return ", ".join(parts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _bytes(num_bytes: int) -> str:

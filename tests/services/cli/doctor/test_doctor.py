@@ -77,7 +77,7 @@ def test_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_missing_package_and_missing_server_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packages_check().level == "ok"
+    assert packages_check().level != "fail"  # a tree may not be installed
     needed = ["msgspec>=999", "no-such-package-x", 'other>=1; extra == "bench"']
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needed)
     found = packages_check()

@@ -48,8 +48,11 @@ def test_tenant_and_key_commands(hearth: Hearth, redis_server: RedisServer) -> N
     assert twice.returncode == 2 and "exists" in twice.stderr
     assert tenant_info(hearth, "team-a")["tenant"]["requests_per_min"] == 60
     limits = ("--requests-per-min", "unlimited", "--concurrency", "0", "--allowed-models", "a, b")
-    table = text(hearth("tenant", "limits", "team-a", *limits, "--no-zero-retention"))
-    assert "unlimited" in table and "a, b" in table
+    limited = hearth("tenant", "limits", "team-a", *limits, "--no-zero-retention")
+    assert "unlimited" in text(limited) and "a, b" in text(limited)
+    note = "note: a, b: no model of the catalogue and no alias of this name yet"
+    assert note in limited.stderr
+    assert "note" not in hearth("tenant", "limits", "team-a", "--weight", "1").stderr
     tenant = tenant_info(hearth, "team-a")["tenant"]
     assert "requests_per_min" not in tenant and "is_zero_retention" not in tenant
     assert (tenant["concurrency"], tenant["allowed_models"]) == (0, ["a", "b"])
