@@ -162,6 +162,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     metrics_token: str = ""  # required to read /metrics; empty: none is required
     operator_token: str = ""  # required to read /v1/cluster; empty: nobody may
     page: bool = True  # serves a page at /
+    # Through which `hearth up` on loopback kills and freezes its workers for operators; empty: none
+    fault_socket: str = ""
+    fault_token: str = ""
     tool_format: str = "template"  # hermes: as text, for a chat template without tools
     chat_template: str = ""  # a file, in place of the checkpoint's templates
     response_template: str = ""  # how calls and reasoning are written; empty: by the checkpoint
@@ -222,6 +225,10 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
         if not 0 <= self.http_port < 65536:
             yield f"http_port {self.http_port} is not in [0, 65536)"
+        if self.fault_socket and not is_loopback(self.http_host):
+            yield f"fault_socket needs an http_host on loopback, not {self.http_host}"
+        if self.fault_socket and not (self.operator_token and self.fault_token):
+            yield "fault_socket needs an operator_token and a fault_token"
 
 
 class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):

@@ -54,6 +54,11 @@ class HearthError(Exception):
         self.retry_after_s = retry_after_s
 
     @property
+    def is_of_cluster(self) -> bool:
+        """Whether the cluster could not serve a request that may be valid."""
+        return self.http_status >= 500 or isinstance(self, Overloaded)
+
+    @property
     def public_message(self) -> str:
         """The message for a gateway's clients. It differs where `message` is for operators."""
         return self.message

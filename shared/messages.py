@@ -634,6 +634,12 @@ class IndexLoad(Message, frozen=True, kw_only=True):
     num_pinned_prefixes: Count = 0
 
 
+# Upper bounds of the buckets of latencies, in seconds: ten a decade, from 1 ms to 100 s
+LATENCY_BOUNDS_S = tuple(round(10 ** (power / 10 - 3), 6) for power in range(51))
+# Number of values by bucket; the last bucket is open, and empty buckets at the end are left out
+LatencyCounts = Annotated[tuple[Count, ...], Meta(max_length=len(LATENCY_BOUNDS_S) + 1)]
+
+
 class GatewayLoad(Message, frozen=True, kw_only=True):
     """Counts of a gateway since its start."""
 
@@ -645,6 +651,14 @@ class GatewayLoad(Message, frozen=True, kw_only=True):
     num_lost_streams: Count = 0  # streams that failed after their first token
     num_refused_requests: Count = 0
     num_open_streams: Count = 0  # now
+    num_requests: Count = 0  # requests that ended or were rejected
+    num_failed_requests: Count = 0  # those with an error of the cluster, not of their client
+    # rejected requests by error code
+    rejections: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=64)] = ()
+    # resubmissions by the worker that had the request; those of the last workers
+    moved_streams: Annotated[tuple[tuple[ProcessId, Count], ...], Meta(max_length=16)] = ()
+    ttft_counts: LatencyCounts = ()  # requests by time to first token
+    itl_counts: LatencyCounts = ()  # tokens by time since the one before
 
 
 class StoreLoad(Message, frozen=True, kw_only=True):
@@ -938,6 +952,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_bus_reconnects: Count = 0  # reconnects to NATS, since its start
     num_failed_items: Count = 0  # failed items of others, whose work raised in it, since its start
     store: StoreLoad | None = None  # state of Redis, if the process uses it
+    host_name: Name = ""  # the machine that the process runs on
 
     @property
     def sender_id(self) -> str:

@@ -12,6 +12,7 @@ from types import TracebackType
 import msgspec
 
 from services.local.credentials import Credential, nats_config
+from services.local.fault_server import FaultServer
 from services.local.hosted_models import store_models, wait_until_served
 from services.local.identity import (
     ClusterIdentity,
@@ -28,6 +29,7 @@ from services.local.plan import (
     OPERATOR_VARIABLE,
     ROLES_WITH_PROCESS,
     SECRET_VARIABLE,
+    WORKER_ROLES,
     Endpoints,
     UpOptions,
     check_options,
@@ -50,6 +52,7 @@ from services.local.state import LocalClusterState, StateDir
 from services.local.supervisor import Report, Supervisor
 from shared.background import start_awaited
 from shared.clock import Clock
+from shared.config import is_loopback
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.store import StoreUnavailable
@@ -101,8 +104,9 @@ class LocalCluster:
         except BaseException:
             self._state.close(retain_logs=False)
             raise
-        self._endpoints = self._choose_endpoints()
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
+        self._faults = self._fault_server()
+        self._endpoints = self._choose_endpoints()
         self._warming: Child | None = None
         self._has_client = False
         self.api_key = self._identity.api_key
@@ -224,6 +228,7 @@ class LocalCluster:
             starting.cancel()
             self._stop_warming()
             await asyncio.gather(starting, return_exceptions=True)
+            await self._stop_faults()
             await self._supervisor.abandon(grace_s=START_GRACE_S)
             self._state.close(retain_logs=not isinstance(error, asyncio.CancelledError))
             if isinstance(error, TimeoutError):
@@ -235,12 +240,28 @@ class LocalCluster:
     async def stop(self) -> None:
         """Stops only the processes that this cluster started, in reverse order."""
         self._stop_warming()
+        await self._stop_faults()
         await self._supervisor.stop(grace_s=GRACE_S)
         self._state.close(retain_logs=False)
 
     def _stop_warming(self) -> None:
         if self._warming is not None:
             kill_children([self._warming])
+
+    def _fault_server(self) -> FaultServer | None:
+        """Returns what lets an operator kill and freeze workers from the page, or None unless the
+        gateway, NATS and all workers are on loopback.
+        """
+        options = self._options
+        is_local = is_loopback(options.http_host) and is_loopback(options.advertise_host)
+        if not is_local or options.nats_url is not None or options.models:
+            return None
+        workers = [each.process_id for each in self._credentials if each.role in WORKER_ROLES]
+        return FaultServer(self._state.scratch, workers, self._supervisor.process_of, self._clock)
+
+    async def _stop_faults(self) -> None:
+        if self._faults is not None:
+            await self._faults.stop()
 
     def kill(self) -> None:
         """Kills all processes, which ends a running `stop` early."""
@@ -255,6 +276,8 @@ class LocalCluster:
         if self._redis is not None:
             await self._supervisor.launch(self._redis_spec(self._redis))
         await self._store_key()
+        if self._faults is not None:
+            await self._faults.start()
         if self._options.models:
             await store_models(
                 self._endpoints.redis_url,
@@ -345,7 +368,7 @@ class LocalCluster:
             await self._clock.sleep(LOAD_POLL_S)
 
     def _choose_endpoints(self) -> Endpoints:
-        options, identity = self._options, self._identity
+        options, identity, faults = self._options, self._identity, self._faults
         own_redis = f"{LOOPBACK}:{identity.redis_port}/0"
         return Endpoints(
             nats_host=options.advertise_host,
@@ -362,6 +385,8 @@ class LocalCluster:
             is_https=bool(options.http_cert),
             cluster_secret=identity.cluster_secret,
             operator_token=identity.operator_token,
+            fault_socket="" if faults is None else str(faults.path),
+            fault_token="" if faults is None else faults.token,
         )
 
     def _nats_spec(self, binary: str) -> ProcessSpec:

@@ -50,9 +50,14 @@ SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
 METRICS_VARIABLE = "HEARTH_METRICS_PORT"
 REDIS_VARIABLE = "HEARTH_REDIS_URL"
 OPERATOR_VARIABLE = "HEARTH_OPERATOR_TOKEN"
-SECRETS = frozenset({SECRET_VARIABLE, OPERATOR_VARIABLE})  # variables that only some processes get
+FAULT_SOCKET_VARIABLE = "HEARTH_FAULT_SOCKET"
+FAULT_TOKEN_VARIABLE = "HEARTH_FAULT_TOKEN"
+# Variables that only some processes get
+SECRETS = frozenset(
+    {SECRET_VARIABLE, OPERATOR_VARIABLE, FAULT_SOCKET_VARIABLE, FAULT_TOKEN_VARIABLE}
+)
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
-_WORKER_ROLES = ("prefill", "decode", "worker")
+WORKER_ROLES = ("prefill", "decode", "worker")
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +116,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str | None = None
     cluster_secret: str = ""
     operator_token: str = ""
+    fault_socket: str = ""  # empty: the gateway cannot ask for faults
+    fault_token: str = ""
 
     @property
     def http_url(self) -> str:
@@ -299,7 +306,7 @@ def plan_services(
 ) -> list[ProcessSpec]:
     if options.models:
         return _several_models_services(options, credentials, endpoints, environ=environ)
-    workers = [each for each in credentials if each.role in _WORKER_ROLES]
+    workers = [each for each in credentials if each.role in WORKER_ROLES]
     num_threads = max(1, num_cores // len(workers))
     devices = dict(zip(workers, worker_devices(options, len(workers)), strict=True))
     return [
@@ -390,6 +397,9 @@ def _service(
         if options.http_cert:
             arguments += ["--http-cert", str(Path(options.http_cert).resolve())]
             arguments += ["--http-key", str(Path(options.http_key).resolve())]
+        if endpoints.fault_socket:
+            environ[FAULT_SOCKET_VARIABLE] = endpoints.fault_socket
+            environ[FAULT_TOKEN_VARIABLE] = endpoints.fault_token
         arguments += ["--lame-duck-s", "0"]  # no balancer polls a local gateway
     redis = {}
     if credential.role in REDIS_ROLES:  # the others need none

@@ -56,6 +56,10 @@ class Supervisor:
     def pid_of(self, process_id: str) -> int:
         return self._children[process_id].process.pid
 
+    def process_of(self, process_id: str) -> asyncio.subprocess.Process:
+        """Returns the last process with this id."""
+        return self._children[process_id].process
+
     async def launch(self, spec: ProcessSpec) -> None:
         """Starts a process and waits for its port, if it has one.
 

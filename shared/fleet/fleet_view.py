@@ -15,7 +15,7 @@ import msgspec
 
 from shared.fleet.host_view import HostView, ModelView, host_view, in_order, model_views
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
-from shared.messages import Heartbeat, IndexState, Role, RoleDemand, WorkerLoad
+from shared.messages import Heartbeat, IndexState, ModelCard, Role, RoleDemand, WorkerLoad
 from shared.metrics.role_demands import total_demands
 from shared.subjects import credential_of
 
@@ -39,7 +39,12 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     state: str  # announced state, or the kind of loss: silent, stuck, stopped
     state_age_s: int | None = None  # full seconds in a state other than ready and standby
     region: str = ""
+    host: str = ""
+    release: str = ""
     model: str = ""
+    revision: str = ""
+    device: str = ""  # instruction set or architecture that the kernels use
+    kv_bytes: int | None = None  # size of the KV cache
     num_running: int | None = None
     num_waiting: int | None = None
     num_free_blocks: int | None = None
@@ -237,8 +242,16 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
         state=known.state,
         state_age_s=None if now is None else _state_age(known, now),
         region=heartbeat.region,
-        model="" if heartbeat.model is None else heartbeat.model.name,
+        host=heartbeat.host_name,
+        release=heartbeat.release,
     )
+    if heartbeat.model is not None:
+        view = msgspec.structs.replace(
+            view,
+            model=heartbeat.model.name,
+            revision=heartbeat.model.revision[:12],
+            device=heartbeat.model.numerics.device,
+        )
     if heartbeat.index is not None:
         return msgspec.structs.replace(
             view,
@@ -266,6 +279,7 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
         num_waiting=load.num_waiting,
         num_free_blocks=load.num_free_blocks,
         num_total_blocks=load.num_total_blocks,
+        kv_bytes=_kv_bytes(heartbeat.model, load),
         generated_per_s=_rate((at, each.num_generated_tokens) for at, each in known.loads),
         prefilled_per_s=_rate((at, each.num_computed_prompt_tokens) for at, each in known.loads),
         hit_ratio=(
@@ -285,6 +299,12 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
 def _state_age(known: _KnownProcess, now: float) -> int | None:
     is_at_rest = known.state in ("ready", "standby")
     return None if is_at_rest else int(now - known.changed_at)
+
+
+def _kv_bytes(card: ModelCard | None, load: WorkerLoad) -> int | None:
+    if card is None or not card.kv_bytes_per_token:
+        return None
+    return load.num_total_blocks * card.block_size * card.kv_bytes_per_token
 
 
 def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:

@@ -99,6 +99,7 @@ class HealthMonitor:
         self._host = host
         self._store = store
         self._subject = heartbeat(roles, bus.process_id, region)
+        self._host_name = gethostname()
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
         self._heartbeat_handlers: list[Callable[[Heartbeat], None]] = []
@@ -143,7 +144,7 @@ class HealthMonitor:
         await self.transition_to("stopped")
 
     def _alive(self) -> Alive:
-        return Alive(epoch=self.epoch, host=gethostname(), uptime_s=self.uptime_s)
+        return Alive(epoch=self.epoch, host=self._host_name, uptime_s=self.uptime_s)
 
     @property
     def uptime_s(self) -> float:
@@ -288,6 +289,7 @@ class HealthMonitor:
             num_bus_reconnects=self._bus.num_reconnects,
             num_failed_items=num_failed_items(),
             store=None if self._store is None else self._store(),
+            host_name=self._host_name,
         )
 
     def report(self) -> ProcessReport:

@@ -40,9 +40,9 @@ PANELS = {
     ),
     "HTTP": (
         *("http_host", "http_port", "http_cert", "http_key", "page", "cors_origin", "padding"),
-        *("request_timeout_s", "write_timeout_s", "keep_alive_s"),
+        *("request_timeout_s", "write_timeout_s", "keep_alive_s", "fault_socket"),
     ),
-    "Secrets": ("operator_token", "metrics_token", "cluster_secret"),
+    "Secrets": ("operator_token", "metrics_token", "cluster_secret", "fault_token"),
     "Limits": (
         *("default_max_tokens", "max_requests", "preparations_per_tenant", "max_body_bytes"),
         *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s"),
@@ -139,6 +139,9 @@ HELP = {
     "operator_token": "Bearer token of operators, for /v1/cluster and its view on the page; empty: "
     "closed. Give it as HEARTH_OPERATOR_TOKEN.",
     "page": "Serve the page with playground, cluster and timelines at /.",
+    "fault_socket": "Socket of `hearth up`, which sets it: operators may kill and freeze its "
+    "workers from the page. Only with an HTTP listen address on loopback (default: none).",
+    "fault_token": "Token of that socket. Given as HEARTH_FAULT_TOKEN.",
     "tool_format": "template (a chat template without tools rejects requests that have them) or "
     "hermes: such a template gets tools, calls and results as text.",
     "chat_template": "File with the chat template of the gateway's own model, in place of those of "

@@ -52,7 +52,9 @@ class ErrorResponses:
         if request.method == "POST":
             tenant = request.state.get("tenant")
             tenant_id = "" if tenant is None else tenant.tenant_id
-            self._metrics.count_refused(error.code, dialect=dialect.name, tenant=tenant_id)
+            self._metrics.count_refused(
+                error.code, dialect=dialect.name, tenant=tenant_id, is_failed=error.is_of_cluster
+            )
         request_id = request.state.get("request_id") or self._new_request_id()
         response = error_response(dialect, error, request_id)
         reservation: Reservation | None = request.state.get("reservation")

@@ -112,7 +112,10 @@ class ServedRequest:
         if error is not None:
             if self._cancel_open is None:  # else counted with its output
                 self._transport.metrics.count_refused(
-                    error.code, dialect=DIALECT, tenant=self._tenant_id
+                    error.code,
+                    dialect=DIALECT,
+                    tenant=self._tenant_id,
+                    is_failed=error.is_of_cluster,
                 )
             await self._reply.fail(error)
         return error

@@ -12,6 +12,7 @@ from services.gateway.models.live_models import Readiness
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.metrics.rendered import RenderedMetrics
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
+from services.gateway.operator.cluster.faults import FaultRoutes
 from services.gateway.operator.cluster.routes import ClusterRoutes
 from services.gateway.operator.fleet_reads import FleetReads
 from services.gateway.operator.page_handlers import page_handlers
@@ -55,6 +56,8 @@ class OperatorRoutes:
         self.fleet_reads = FleetReads(
             bus, self.feed.state, self.servers, readiness, lambda: health_monitor.uptime_s
         )
+        self._faults = FaultRoutes(config.fault_socket, config.fault_token, self.feed.state.events)
+        models.registry.on_change(lambda: self.feed.state.observe_registry(models.registry.models))
         is_operator = self._cluster.is_operator
         self._timelines = TimelineRoutes(
             telemetry.find, telemetry.recent.of, tenancy.api_keys, is_operator
@@ -82,6 +85,9 @@ class OperatorRoutes:
             *self._state.handlers(error),
             info(self._info.server_info),
             *page_handlers(
-                self._cluster, http_host=self._config.http_host, has_page=self._config.page
+                self._cluster,
+                self._faults,
+                http_host=self._config.http_host,
+                has_page=self._config.page,
             ),
         ]

@@ -9,6 +9,7 @@ from litestar import HttpMethod, route
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import Guard
 
+from services.gateway.operator.cluster.faults import FaultRoutes
 from services.gateway.operator.cluster.routes import ClusterRoutes
 from services.gateway.operator.page.headers import HostCheck
 from services.gateway.operator.page.routes import PageRoutes
@@ -27,7 +28,7 @@ _HIDDEN = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD], include_
 
 
 def page_handlers(
-    cluster: ClusterRoutes, *, http_host: str, has_page: bool
+    cluster: ClusterRoutes, faults: FaultRoutes, *, http_host: str, has_page: bool
 ) -> list[HTTPRouteHandler]:
     host_check = HostCheck(http_host)
     guards: list[Guard] = [host_check, cluster.authorize]
@@ -36,7 +37,17 @@ def page_handlers(
     events = route(
         "/v1/cluster/events", http_method=HttpMethod.GET, include_in_schema=False, guards=guards
     )
-    handlers: list[HTTPRouteHandler] = [snapshot, tenants, events(cluster.events)]
+    targets = _HIDDEN("/v1/cluster/faults", guards=guards)(faults.targets)
+    inject = route(
+        "/v1/cluster/faults",
+        http_method=HttpMethod.POST,
+        status_code=200,
+        include_in_schema=False,
+        guards=guards,
+    )
+    handlers: list[HTTPRouteHandler] = [
+        *(snapshot, tenants, events(cluster.events), targets, inject(faults.inject))
+    ]
     if not has_page:
         handlers.append(_HIDDEN("/")(_index))
     else:

@@ -238,6 +238,7 @@ class RequestOutput:
             model=self._model,
             dialect=self._dialect,
             tenant=self._tenant,
+            is_failed=error is not None and error.is_of_cluster,
             is_lost=is_cut and not isinstance(error, ClientDisconnected),
         )
         self._metrics.count_tokens(

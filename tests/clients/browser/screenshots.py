@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, sync_playwright
 from tests.support.account import BROWSER, Account, read_accounts
 from tests.support.hearth_page import HearthPage, find_chromium, launch
 
-FOLDER = Path(__file__).parents[3] / "services" / "gateway" / "page" / "screenshots"
+FOLDER = Path(__file__).parents[3] / "services" / "gateway" / "operator" / "page" / "screenshots"
 MAX_BYTES = 200_000
 DESKTOP = {"viewport": {"width": 1280, "height": 800}}
 PHONE = {"viewport": {"width": 390, "height": 780}, "device_scale_factor": 1.5}

@@ -6,8 +6,10 @@ import json
 import os
 import signal
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
-from tests.support.account import EXPIRED
+from tests.support.account import EXPIRED, Account
 from tests.support.hearth_page import HearthPage
 
 
@@ -29,7 +31,7 @@ def test_workers_are_tiles_and_rows(tab: HearthPage) -> None:
     rows.first.wait_for()
     names = set(rows.all_inner_texts())
     assert {"gateway-1", "scheduler-1", "kv_index-1", "decode-1"} <= names
-    assert "index exact" in tab.page.locator("#flow").inner_text()
+    assert "index exact" in tab.page.locator("#totals").inner_text()
 
 
 def test_cluster_without_operator_token_says_so(tab: HearthPage) -> None:
@@ -49,18 +51,122 @@ def test_frozen_worker_is_shown_and_comes_back(tab: HearthPage) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_for_state(tab, "decode-1", "silent")
-        event = tab.page.locator("#events li", has_text="decode-1").first
+        event = tab.page.locator("#losses li", has_text="decode-1").first
         assert "silent" in event.inner_text()
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for_state(tab, "decode-1", "ready")
+    for _ in range(65):
+        assert rejected_status(tab.account) == 400
+    row = tab.page.locator("#rejected li", has_text="invalid request")
+    row.filter(has_text="by gateway-1, last").wait_for()
+    tab.wait_until("parseInt(document.querySelector('#rejected b').textContent) >= 65")
+    assert row.count() == 1
+    assert tab.page.locator("#losses li", has_text="silent").count() >= 1
+
+
+def test_operator_freezes_a_worker_by_keyboard(tab: HearthPage) -> None:
+    tab.open("#cluster")
+    wait_for_state(tab, "decode-1", "ready")
+    tile(tab, "decode-1").locator("summary").focus()
+    tab.page.keyboard.press("Enter")
+    tab.page.keyboard.press("Tab")
+    tab.page.keyboard.press("Tab")
+    focused = tab.page.evaluate("document.activeElement.textContent")
+    assert focused == "Freeze decode-1 for 30 s"
+    tab.page.keyboard.press("Enter")
+    try:
+        tab.page.get_by_text("decode-1 is frozen for 30 s.").wait_for()
+        wait_for_state(tab, "decode-1", "silent")
+        tab.page.locator("#losses li", has_text="by an operator").first.wait_for()
+    finally:
+        os.kill(tab.account.pids["decode-1"], signal.SIGCONT)
+    wait_for_state(tab, "decode-1", "ready")
+
+
+def rejected_status(account: Account) -> int:
+    """Sends a request without messages."""
+    body = json.dumps({"model": "hearth-demo", "messages": []}).encode()
+    headers = account.headers | {"content-type": "application/json"}
+    try:
+        urlopen(Request(f"{account.url}/v1/chat/completions", body, headers))
+    except HTTPError as error:
+        return error.code
+    return 200
+
+
+def test_headline_shows_what_the_gateway_kept(tab: HearthPage) -> None:
+    tab.open()
+    tab.answer("What is Hearth?")
+    tab.page.click("nav >> text=Cluster")
+    tab.page.locator("#headline li").nth(5).wait_for()
+    first = tab.page.locator("#headline li", has_text="Time to first token")
+    first.locator("b", has_text="ms").wait_for(timeout=20_000)
+    assert " p99" in first.inner_text() and "15 min" in first.inner_text()
+    label = first.locator("svg").get_attribute("aria-label")
+    assert label is not None and label.startswith("Time to first token, last 15 minutes")
+    tab.page.reload()  # the samples are the gateway's
+    tab.page.locator("#headline svg[aria-label]").first.wait_for()
+    assert first.locator("b", has_text="ms").count() == 1
+
+
+def served_cluster() -> dict[str, Any]:
+    worker = {"role": "decode", "num_running": 0, "num_waiting": 0, "num_free_blocks": 0}
+    worker |= {"model": "parked", "revision": "r1"}
+    standby = worker | {"state": "standby", "num_total_blocks": 0}
+    site = {"state": "ready", "num_total_blocks": 4, "kv_bytes": 268_435_456, "device": "sm90"}
+    model = {"revision": "r1", "host_id": "host-1", "device": "cuda:0", "host_state": "ready"}
+    parked = model | {"name": "parked", "state": "standby", "worker_id": "w-1", "wake_s": 0.3}
+    broken = model | {"name": "broken", "state": "failed", "failure": "no such file"}
+    device = {"device": "cuda:0", "budget_bytes": 80_000_000_000, "used_bytes": 20_000_000_000}
+    lists = {
+        "figures": None, "rejected": [], "demands": [
+            {"model": "parked", "role": "decode", "num_workers": 1, "num_wanted_workers": 3}],
+        "hosts": [{"process_id": "host-1", "state": "ready", "devices": [device],
+                   "models": {"standby": 1, "failed": 1}}],
+        "models": [parked, broken],
+    }  # fmt: skip
+    events = [
+        {"number": 1, "at": 86_400.0, "kind": "moved", "process_id": "w-2", "count": 3,
+         "gateway_id": "gateway-1"},
+        {"number": 2, "at": 86_400.0, "kind": "role changed", "process_id": "w-2",
+         "detail": "prefill → decode"},
+    ]  # fmt: skip
+    fast = worker | site | {"host": "site-a", "release": "9.9", "started_at": 0}
+    return {
+        "number": 1, "gateway_id": "gateway-1", "processes": {"w-1": standby, "w-2": fast},
+        "events": events, "samples": [], "lists": lists,
+    }  # fmt: skip
+
+
+def test_parked_and_failed_models_hosts_and_roles_are_shown(tab: HearthPage) -> None:
+    body = f"event: snapshot\ndata: {json.dumps(served_cluster())}\n\n"
+    tab.page.route(
+        "**/v1/cluster/events",
+        lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"}),
+    )
+    tab.open("#cluster")
+    wait_for_state(tab, "w-1", "standby")
+    parked = tile(tab, "w-1").inner_text()
+    assert "wakes in about 300.0 ms" in parked and "KV" not in parked
+    other = tile(tab, "w-2").inner_text()
+    assert all(each in other for each in ("sm90", "site-a", "9.9", "100 % of 268 MB"))
+    sections = tab.page.locator("#sections").inner_text()
+    assert "no such file" in sections and "20.0 GB of 80.0 GB" in sections
+    assert tab.page.locator("#sections tr", has_text="parked").last.inner_text().split() == [
+        *("parked", "decode", "1", "3", "0")
+    ]
+    losses = tab.page.locator("#losses li").inner_text()
+    assert "3 streams moved" in losses and "from w-2, by gateway-1" in losses
+    assert "2 Jan" in losses
+    assert "w-2: prefill → decode" in tab.page.locator("#events").inner_text()
 
 
 def test_killed_worker_is_shown(tab: HearthPage) -> None:
     tab.open("#cluster")
     wait_for_state(tab, "decode-2", "ready")
     os.kill(tab.account.pids["decode-2"], signal.SIGKILL)
-    tab.page.locator("#events li", has_text="decode-2").locator(".bad").first.wait_for()
+    tab.page.locator("#losses li", has_text="decode-2").locator(".bad").first.wait_for()
 
 
 def test_page_comes_back_after_a_restart_of_the_gateway(tab: HearthPage) -> None:

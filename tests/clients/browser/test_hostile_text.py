@@ -62,8 +62,13 @@ def _served_cluster() -> str:
     processes = {
         name: worker | {"role": "decode", "region": hostile, "model": hostile} for name in NAMES
     }
-    event = {"number": 1, "at": 0, "kind": hostile, "process_id": hostile, "count": 1}
-    snapshot = {"number": 1, "gateway_id": hostile, "processes": processes, "events": [event]}
+    events = [{"number": 1, "at": 0, "kind": name, "process_id": hostile} for name in NAMES]
+    model = {"name": hostile, "revision": hostile, "state": "failed", "failure": hostile}
+    model |= {"host_id": hostile, "device": hostile}
+    rejected = {"code": hostile, "gateway_id": hostile, "count": 1, "at": 0}
+    lists = {"figures": None, "rejected": [rejected], "hosts": [], "models": [model], "demands": []}
+    snapshot = {"number": 1, "gateway_id": hostile, "processes": processes, "events": events}
+    snapshot |= {"samples": [], "lists": lists}
     half = 'event: delta\ndata: {"number": 2, "changed": {"x'
     return f"event: snapshot\ndata: {json.dumps(snapshot)}\n\n{half}"
 

@@ -16,6 +16,7 @@ from services.gateway.observability.metrics.histograms import (
     own_histograms,
 )
 from services.gateway.observability.metrics.label_counts import LabelCounts, TenantLabels
+from services.gateway.observability.metrics.load_counts import MovedStreams, latency_counts
 from services.gateway.observability.metrics.preparation import PoolLoad, preparation_families
 from services.gateway.observability.metrics.redis import MemoryUse, redis_families
 from services.gateway.observability.metrics.request_histograms import ITL, SPECS, TTFT, observe
@@ -34,6 +35,7 @@ from shared.metrics.families.member import Member
 from shared.telemetry.timeline import Timeline
 
 NAMES = ("hearth", "vllm")
+MAX_CODES = 64  # codes of rejections that heartbeats report
 
 
 class OwnCollector(Collector):
@@ -126,6 +128,8 @@ class GatewayMetrics:
         self._num_open_streams: Callable[[], int] = lambda: 0
         self._tenants = TenantLabels()
         self._load: Counter[str] = Counter()  # keys are fields of GatewayLoad
+        self._rejections: Counter[str] = Counter()  # by error code
+        self._moved = MovedStreams()
         self._registries = {"hearth": CollectorRegistry(), "vllm": CollectorRegistry()}
         self._registries["hearth"].register(self.own)
         self._registries["hearth"].register(
@@ -167,17 +171,33 @@ class GatewayMetrics:
         """
         self._members = members
 
-    def count_refused(self, outcome: str, *, dialect: str = "", tenant: str = "") -> None:
-        """Counts a request that was rejected before it was submitted."""
+    def count_refused(
+        self, outcome: str, *, dialect: str = "", tenant: str = "", is_failed: bool = False
+    ) -> None:
+        """Counts a request that was rejected before it was submitted. `is_failed` is true for an
+        error of the cluster.
+        """
         self._load["num_refused_requests"] += 1
+        self._load["num_requests"] += 1
+        self._load["num_failed_requests"] += is_failed
+        self._rejections[outcome] += 1
         self.own.requests.add("", dialect, outcome, self._tenants.of(tenant))
 
     def count_ended(
-        self, outcome: str, *, model: str, dialect: str, tenant: str, is_lost: bool = False
+        self,
+        outcome: str,
+        *,
+        model: str,
+        dialect: str,
+        tenant: str,
+        is_failed: bool = False,
+        is_lost: bool = False,
     ) -> None:
-        """Counts an ended request. `is_lost` is true if it ended in an error of the cluster after
-        its first token.
+        """Counts an ended request. `is_failed` is true if it ended in an error of the cluster, and
+        `is_lost` if that came after its first token.
         """
+        self._load["num_requests"] += 1
+        self._load["num_failed_requests"] += is_failed
         self._load["num_lost_streams"] += is_lost
         self.own.requests.add(model, dialect, outcome, self._tenants.of(tenant))
 
@@ -209,15 +229,18 @@ class GatewayMetrics:
 
     def count_report(self, report: Report) -> None:
         match report:
-            case ReportResubmission(cause=cause):
-                self.count_resubmission(cause)
+            case ReportResubmission(cause=cause, worker_id=worker_id):
+                self.count_resubmission(cause, worker_id)
             case ReportNumericsChange():
                 self.count_numerics_change()
             case ReportUnlikePrefill():
                 self.count_unlike_prefill()
 
-    def count_resubmission(self, reason: str) -> None:
+    def count_resubmission(self, reason: str, worker_id: str | None = None) -> None:
+        """Counts a resubmission of a request that `worker_id` had, or no worker."""
         self._load["num_resubmissions"] += 1
+        if worker_id is not None:
+            self._moved.count(worker_id)
         self.own.resubmissions.add(reason)
 
     def count_numerics_change(self) -> None:
@@ -239,7 +262,18 @@ class GatewayMetrics:
 
     def load(self) -> GatewayLoad:
         """Returns the counters that the gateway's heartbeats report."""
-        return GatewayLoad(num_open_streams=self._num_open_streams(), **self._load)
+        return GatewayLoad(
+            num_open_streams=self._num_open_streams(),
+            rejections=tuple(self._rejections.most_common(MAX_CODES)),
+            moved_streams=self._moved.counts,
+            ttft_counts=self._latencies(TTFT),
+            itl_counts=self._latencies(ITL),
+            **self._load,
+        )
+
+    def _latencies(self, name: str) -> tuple[int, ...]:
+        """Returns the values of all models by bucket of LATENCY_BOUNDS_S."""
+        return latency_counts(each.by_name[name] for each in self.own.histograms.values())
 
     def render(self, names: str = "hearth") -> bytes:
         """Returns the metrics in Prometheus's text format under "hearth" names or, for the boards

@@ -35,7 +35,7 @@ BYTES: Buckets = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16
 @dataclass(frozen=True, slots=True)
 class HistogramSpec:
     """A histogram's names and buckets. `buckets` are those of `name`, and empty if the histogram is
-    exported under `vllm_name` alone.
+    exported under `vllm_name` alone. `fine_buckets` are for heartbeats.
     """
 
     name: str
@@ -43,10 +43,11 @@ class HistogramSpec:
     buckets: Buckets = ()
     vllm_name: str = ""
     vllm_buckets: Buckets = ()
+    fine_buckets: Buckets = ()
 
     @property
     def bounds(self) -> Buckets:
-        return tuple(sorted({*self.buckets, *self.vllm_buckets, inf}))
+        return tuple(sorted({*self.buckets, *self.vllm_buckets, *self.fine_buckets, inf}))
 
 
 class Histogram:
@@ -65,12 +66,24 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def has_values(self) -> bool:
+        return any(self._counts)
+
     def shown(self, buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
         """Returns the cumulative counts of the buckets, which must be among the bounds, and the sum
         of values.
         """
         totals = dict(zip(self._bounds, accumulate(tuple(self._counts)), strict=True))
         return [(floatToGoString(each), totals[each]) for each in (*buckets, inf)], self._sum
+
+    def counts(self, buckets: Buckets) -> list[int]:
+        """Returns the number of values in each of the buckets, which must be among the bounds, and
+        above the last one.
+        """
+        totals = dict(zip(self._bounds, accumulate(self._counts), strict=True))
+        upper = [totals[each] for each in (*buckets, inf)]
+        return [after - before for before, after in zip((0, *upper), upper, strict=False)]
 
 
 class ModelHistograms:

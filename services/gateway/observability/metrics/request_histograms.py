@@ -14,6 +14,7 @@ from services.gateway.observability.metrics.histograms import (
     HistogramSpec,
     ModelHistograms,
 )
+from shared.messages import LATENCY_BOUNDS_S
 from shared.telemetry.timeline import Phase, PhaseName, Timeline, Try
 
 QUEUE = "queue_seconds"
@@ -45,9 +46,14 @@ SPECS = (
         vllm_name="request_inference_time_seconds",
         vllm_buckets=VLLM_REQUEST,
     ),
-    HistogramSpec(TTFT, "Submit to first token.", MIDDLE, TTFT, VLLM_TTFT),
+    HistogramSpec(TTFT, "Submit to first token.", MIDDLE, TTFT, VLLM_TTFT, LATENCY_BOUNDS_S),
     HistogramSpec(
-        ITL, "Between two token entries.", SHORT, "inter_token_latency_seconds", VLLM_ITL
+        ITL,
+        "Between two token entries.",
+        SHORT,
+        "inter_token_latency_seconds",
+        VLLM_ITL,
+        LATENCY_BOUNDS_S,
     ),
     HistogramSpec(REQUEST, "Arrival to end.", LONG, "e2e_request_latency_seconds", VLLM_REQUEST),
     HistogramSpec(HANDOFF_BYTES, "KV pushed for one prompt.", BYTES),

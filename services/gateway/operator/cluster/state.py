@@ -1,49 +1,50 @@
-"""The cluster as the page shows it: processes and the last events, as snapshots and deltas.
+"""The cluster as the page shows it: processes, models, events and speeds, as snapshots and deltas.
 No I/O.
 
-A delta has the changed fields of each process; null removes a field. Events of gateways are
-differences between their counters, so that many rejected requests are one event.
+A delta has the changed fields of each process; null removes a field. Lists that changed are sent
+whole. Events of gateways are differences between their counters.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from services.gateway.operator.cluster.changes import FleetChanges, registry_changes
+from services.gateway.operator.cluster.events import ClusterEvent, EventLog
+from services.gateway.operator.cluster.history import FleetFigures, FleetHistory
+from services.gateway.operator.cluster.rejections import Rejection, Rejections
 from shared.fleet.fleet_view import FleetView, ProcessView
+from shared.fleet.host_view import HostView, ModelView
 from shared.lifecycle.health import Fleet, Loss
-from shared.messages import GatewayLoad, Heartbeat
+from shared.messages import GatewayLoad, Heartbeat, RoleDemand
+from shared.model_registry.record import RegisteredModel
 
-MAX_EVENTS = 50
-_COUNTED = {
-    "resubmitted": "num_resubmissions",
-    "refused": "num_refused_requests",
-    "stream lost": "num_lost_streams",
-}
-
+MAX_LOST = 1024  # lost processes of which a later heartbeat is a return
 Fields = dict[str, Any]
 
 
-class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One change in the cluster. `at` is Unix time in seconds. `kind` is "joined", "returned", a
-    value of Loss, or a counter of a gateway.
-    """
+class ClusterLists(msgspec.Struct, frozen=True, kw_only=True):
+    """What a delta sends whole. `figures` are of the last minute, of all gateways."""
 
-    number: int
-    at: float
-    kind: str
-    process_id: str
-    count: int = 1
+    figures: FleetFigures | None
+    rejected: tuple[Rejection, ...]
+    hosts: tuple[HostView, ...]
+    models: tuple[ModelView, ...]
+    demands: tuple[RoleDemand, ...]
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    number: int  # the number of the last delta that it contains
+    """`number` is that of the last delta that it contains. `samples` are of the last minutes."""
+
+    number: int
     gateway_id: str
     processes: dict[str, Fields]
     events: tuple[ClusterEvent, ...]
+    samples: tuple[FleetFigures, ...]
+    lists: ClusterLists
 
 
 class ClusterDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,19 +52,36 @@ class ClusterDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     changed: dict[str, Fields] = {}
     removed: tuple[str, ...] = ()
     events: tuple[ClusterEvent, ...] = ()
+    samples: tuple[FleetFigures, ...] = ()
+    lists: Fields = {}  # the changed ones of ClusterLists
+
+
+class _Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """The state at the last delta."""
+
+    processes: dict[str, Fields] = {}
+    last_event: int = 0
+    num_samples: int = 0
+    lists: ClusterLists
 
 
 class ClusterView:
+    """`now` and `wall` return seconds, `wall` those since 1970."""
+
     def __init__(self, fleet: Fleet, now: Callable[[], float], wall: Callable[[], float]) -> None:
         self._view = FleetView(fleet)
         self._own_id = fleet.own_process_id
         self._now = now
         self._wall = wall
-        self._loads: dict[str, GatewayLoad] = {}
-        self._events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
-        self._num_events = 0
-        self._num_sent_events = 0
-        self._sent: dict[str, Fields] = {}
+        self._loads: dict[str, tuple[int, GatewayLoad]] = {}  # epoch and counters by gateway
+        self._started: dict[str, tuple[int, float]] = {}  # epoch and Unix time by process
+        self._changes = FleetChanges()
+        self._registry: Mapping[str, RegisteredModel] | None = None
+        self._lost: dict[str, None] = {}  # ids of lost processes, the last one last
+        self.events = EventLog(wall)
+        self.history = FleetHistory(now, wall)
+        self._rejections = Rejections(wall)
+        self._sent = _Sent(lists=self._lists())
         self._number = 0
 
     def observe(self, heartbeat: Heartbeat) -> None:
@@ -72,48 +90,89 @@ class ClusterView:
         was_lost = was_known and self._view.is_lost(process_id)
         self._view.observe(heartbeat, self._now())
         if heartbeat.state == "stopped":
+            self._lost.pop(process_id, None)
             if was_known:
-                self._add(Loss.STOPPED.value, process_id)
-        elif not was_known and process_id in self._view:
-            self._add("joined", process_id)
-        elif was_lost and not self._view.is_lost(process_id):
-            self._add("returned", process_id)
+                self.events.add(Loss.STOPPED.value, process_id)
+        elif not was_known and process_id in self._view and process_id not in self._lost:
+            self.events.add("joined", process_id)
+        elif (was_lost or not was_known) and self._is_live(process_id):
+            self._lost.pop(process_id, None)
+            self.events.add("returned", process_id)
+        for change in self._changes.observe(heartbeat):
+            self.events.add(change.kind, change.process_id, detail=change.detail)
+        self._note_start(heartbeat)
         if heartbeat.gateway is not None:
-            self._count(process_id, heartbeat.gateway)
+            self._count(heartbeat, heartbeat.gateway)
+            self._forget()
+
+    def _is_live(self, process_id: str) -> bool:
+        return process_id in self._view and not self._view.is_lost(process_id)
+
+    def observe_registry(self, models: Mapping[str, RegisteredModel]) -> None:
+        """Records the difference to the models of the last call."""
+        before, self._registry = self._registry, models
+        if before is not None:
+            for kind, name in registry_changes(before, models):
+                self.events.add(kind, name)
 
     def lose(self, process_id: str, loss: Loss) -> None:
         self._view.lose(process_id, loss, self._now())
+        self._lost[process_id] = None
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
         if loss is not Loss.STOPPED:  # `observe` adds this event
-            self._add(loss.value, process_id)
+            self.events.add(loss.value, process_id)
 
     def snapshot(self) -> ClusterSnapshot:
         """Returns the current state."""
-        return self._snapshot(self._processes(), tuple(self._events))
+        return self._snapshot(self._present())
 
     def last(self) -> ClusterSnapshot:
         """Returns the state of the last delta, so that the next delta follows it."""
-        num_unsent = self._num_events - self._num_sent_events
-        events = tuple(self._events)
-        return self._snapshot(self._sent, events[: max(0, len(events) - num_unsent)])
+        return self._snapshot(self._sent)
 
-    def _snapshot(
-        self, processes: dict[str, Fields], events: tuple[ClusterEvent, ...]
-    ) -> ClusterSnapshot:
+    def _snapshot(self, state: _Sent) -> ClusterSnapshot:
+        samples = self.history.samples
+        num_unsent = self.history.num_samples - state.num_samples
         return ClusterSnapshot(
-            number=self._number, gateway_id=self._own_id, processes=processes, events=events
+            number=self._number,
+            gateway_id=self._own_id,
+            processes=state.processes,
+            events=self.events.between(0, state.last_event),
+            samples=samples[: max(0, len(samples) - num_unsent)],
+            lists=state.lists,
         )
 
     def delta(self) -> ClusterDelta:
         """Returns the changes since the last call."""
-        processes, events = self._processes(), self._num_events - self._num_sent_events
-        before, self._sent = self._sent, processes
-        self._num_sent_events = self._num_events
+        before, now = self._sent, self._present()
+        self._sent = now
         self._number += 1
         return ClusterDelta(
             number=self._number,
-            changed=_changes(before, processes),
-            removed=tuple(before.keys() - processes.keys()),
-            events=tuple(self._events)[-events:] if events else (),
+            changed=_changes(before.processes, now.processes),
+            removed=tuple(before.processes.keys() - now.processes.keys()),
+            events=self.events.between(before.last_event, now.last_event),
+            samples=self.history.last(now.num_samples - before.num_samples),
+            lists=_changed(_shallow(before.lists), _shallow(now.lists)),
+        )
+
+    def _present(self) -> _Sent:
+        return _Sent(
+            processes=self._processes(),
+            last_event=self.events.last_number,
+            num_samples=self.history.num_samples,
+            lists=self._lists(),
+        )
+
+    def _lists(self) -> ClusterLists:
+        models = (msgspec.structs.replace(each, hot_s=0.0) for each in self._view.models())
+        return ClusterLists(
+            figures=self.history.current,
+            rejected=self._rejections.rows,
+            hosts=tuple(self._view.hosts()),
+            models=tuple(models),
+            demands=tuple(self._view.demands()),
         )
 
     def rows(self) -> list[ProcessView]:
@@ -123,35 +182,58 @@ class ClusterView:
         return self._view.rows(now)
 
     def _processes(self) -> dict[str, Fields]:
-        return {each.process_id: _fields(each) for each in self.rows()}
+        return {each.process_id: self._fields(each) for each in self.rows()}
 
-    def _count(self, process_id: str, load: GatewayLoad) -> None:
-        before = self._loads.get(process_id)
-        self._loads[process_id] = load
-        if before is None:
+    def _forget(self) -> None:
+        """Forgets processes that have gone; also while nobody reads the state."""
+        self._view.forget(self._now())
+        for known in (self._started, self._loads):
+            for process_id in [each for each in known if each not in self._view]:
+                del known[process_id]
+                self.history.forget(process_id)
+                self._changes.forget(process_id)
+
+    def _fields(self, view: ProcessView) -> Fields:
+        fields: Fields = msgspec.to_builtins(view)
+        del fields["process_id"]
+        started = self._started.get(view.process_id)
+        return fields if started is None else {**fields, "started_at": started[1]}
+
+    def _note_start(self, heartbeat: Heartbeat) -> None:
+        """Records the start once: each heartbeat would give another fraction of a second."""
+        known = self._started.get(heartbeat.process_id)
+        if known is None or known[0] != heartbeat.epoch:
+            started_at = round(self._wall() - heartbeat.uptime_s)
+            self._started[heartbeat.process_id] = heartbeat.epoch, started_at
+
+    def _count(self, heartbeat: Heartbeat, load: GatewayLoad) -> None:
+        gateway_id, epoch = heartbeat.process_id, heartbeat.epoch
+        self.history.observe(gateway_id, epoch, load)
+        known = self._loads.get(gateway_id)
+        self._loads[gateway_id] = epoch, load
+        if known is None:
             return
-        for kind, field in _COUNTED.items():
-            count = getattr(load, field) - getattr(before, field)
-            if count > 0:
-                self._add(kind, process_id, count)
+        before = known[1] if known[0] == epoch else GatewayLoad()
+        self._rejections.count(gateway_id, before, load)
+        self._add_moved(gateway_id, before, load)
+        num_lost = load.num_lost_streams - before.num_lost_streams
+        if num_lost > 0:
+            self.events.add("stream lost", gateway_id, num_lost, gateway_id=gateway_id)
 
-    def _add(self, kind: str, process_id: str, count: int = 1) -> None:
-        self._num_events += 1
-        self._events.append(
-            ClusterEvent(
-                number=self._num_events,
-                at=round(self._wall(), 3),
-                kind=kind,
-                process_id=process_id,
-                count=count,
-            )
-        )
+    def _add_moved(self, gateway_id: str, before: GatewayLoad, load: GatewayLoad) -> None:
+        """Adds moved streams by the worker that had them, and the others by their gateway."""
+        rest, known = load.num_resubmissions - before.num_resubmissions, dict(before.moved_streams)
+        for worker_id, count in load.moved_streams:
+            num_moved = count - known.get(worker_id, 0)
+            if num_moved > 0:
+                self.events.add("moved", worker_id, num_moved, gateway_id=gateway_id)
+                rest -= num_moved
+        if rest > 0:
+            self.events.add("moved", gateway_id, rest, gateway_id=gateway_id)
 
 
-def _fields(view: ProcessView) -> Fields:
-    fields: Fields = msgspec.to_builtins(view)
-    del fields["process_id"]
-    return fields
+def _shallow(lists: ClusterLists) -> Fields:
+    return msgspec.structs.asdict(lists)
 
 
 def _changes(before: dict[str, Fields], after: dict[str, Fields]) -> dict[str, Fields]:

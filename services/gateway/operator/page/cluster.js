@@ -2,15 +2,18 @@
 
 import { keyOf, readEvents, request } from "./api.js";
 import { byId, setText } from "./dom.js";
+import { addEvents, drawRejected } from "./events.js";
+import { loadFaults } from "./faults.js";
 import { Fleet } from "./fleet.js";
+import { addSamples, drawHeadline } from "./headline.js";
+import { drawModels } from "./models.js";
 import { watchTenants } from "./tenants.js";
 
 const RETRY_MS = 1000;
-const MAX_EVENTS = 50;
 
 const fleet = new Fleet();
 let processes = new Map();
-let events = [];
+let lists = {};
 let reading = null; // AbortController
 
 const status = (text) => setText(byId("cluster-status"), text);
@@ -24,6 +27,7 @@ export function showCluster() {
   }
   reading = new AbortController();
   status("Connecting …");
+  loadFaults(reading.signal);
   read(reading.signal);
   watchTenants(reading.signal);
 }
@@ -55,19 +59,28 @@ async function read(signal) {
 }
 
 function take(event, data) {
-  if (event === "snapshot") {
+  const isAll = event === "snapshot";
+  if (isAll) {
     processes = new Map(Object.entries(data.processes));
-    events = data.events;
+    lists = data.lists;
     byId("cluster-body").hidden = false;
     fleet.setStale(false);
     status("");
   } else {
     for (const [id, fields] of Object.entries(data.changed ?? {})) merge(id, fields);
     for (const id of data.removed ?? []) processes.delete(id);
-    events = [...events, ...(data.events ?? [])].slice(-MAX_EVENTS);
+    lists = { ...lists, ...data.lists };
   }
-  fleet.draw(processes, events, event === "snapshot" || Boolean(data.events));
+  if (isAll || data.events) addEvents(data.events ?? [], isAll);
+  if (isAll || data.samples) addSamples(data.samples ?? [], isAll);
+  if (isAll || data.lists?.rejected) drawRejected(lists.rejected);
+  if (isAll || data.samples) drawHeadline(lists.figures, numGateways());
+  if (isAll || data.removed || data.lists || hasModels(data.changed)) drawModels(lists, processes);
+  fleet.draw(processes, new Map(lists.models.map((each) => [each.worker_id, each.wake_s])));
 }
+
+const numGateways = () => [...processes.values()].filter((each) => each.role === "gateway").length;
+const hasModels = (changed) => Object.values(changed ?? {}).some((each) => "model" in each || "kv_bytes" in each);
 
 function merge(id, fields) {
   const merged = { ...processes.get(id) };

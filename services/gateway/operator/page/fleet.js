@@ -1,18 +1,20 @@
-// Draws the fleet: totals along the way of a request, workers as tiles by region, events, a table.
+// Draws the fleet: totals, workers as tiles by region, a table.
 
 import { byId, bytes, count, make, seconds, setText } from "./dom.js";
-import { Sparkline } from "./sparkline.js";
+import { faultControls, mayFail } from "./faults.js";
 
 // Not by colour alone: each state has its sign and its word.
 const SIGNS = { ready: "●", starting: "◔", draining: "◐", silent: "✕", gone: "✕", stuck: "‖", stopped: "■", standby: "○" };
 const WORDS = { silent: "silent: frozen or cut off", gone: "gone: no connection", stuck: "stuck: makes no step" };
 const LOST = new Set(["silent", "gone", "stuck", "stopped", "restarted", "doubled"]);
 const NUM_PER_FRAME = 24; // tiles: no frame takes long, and a fleet of 200 is drawn within a second
-const FLOW = ["Gateways", "Schedulers", "Prefill", "Decode"];
 const COLUMNS = {
   process: (id) => id,
   role: (_, each) => each.role,
   region: (_, each) => each.region ?? "",
+  host: (_, each) => each.host ?? "",
+  version: (_, each) => each.release ?? "",
+  up: (_, each) => since(each.started_at),
   state: (_, each) => each.state,
   "last step": (_, each) => (each.num_running === undefined ? "" : `${each.step_age_s ?? "<1"} s ago`),
   running: (_, each) => count(each.num_running),
@@ -28,13 +30,21 @@ const COLUMNS = {
 
 const percent = (ratio) => `${Math.round(100 * ratio)} %`;
 const kvShare = (each) => 1 - (each.num_free_blocks ?? 0) / Math.max(1, each.num_total_blocks ?? 1);
+const MINUTE = 60, HOUR = 3600, DAY = 86400;
+function since(at) {
+  const age = at ? Math.max(0, Date.now() / 1000 - at) : 0;
+  if (age < 2 * MINUTE) return at ? `${Math.round(age)} s` : "";
+  if (age < 2 * HOUR) return `${Math.floor(age / MINUTE)} min`;
+  return age < 2 * DAY ? `${Math.floor(age / HOUR)} h` : `${Math.floor(age / DAY)} d`;
+}
+// Without the features that the kernels do not need: cpu-avx512bf16-avx512-… is cpu-avx512bf16.
+export const device = (each) => (each.device ?? "").split("-", 2).join("-");
 const isWorker = (each) => each.num_running !== undefined;
 const isLost = (each) => LOST.has(each.state);
 
 export class Fleet {
   #tiles = new Map();
   #groups = new Map();
-  #flow = new Map();
   #waiting = new Map(); // workers whose tiles are to be drawn
   #frame = 0;
 
@@ -42,13 +52,14 @@ export class Fleet {
     byId("cluster-body").classList.toggle("stale", isStale);
   }
 
-  draw(processes, events, hasEvents) {
-    if (!this.#flow.size) this.#setUp();
-    this.#drawFlow([...processes.values()]);
+  // `wakes`: by worker, the seconds from standby to ready.
+  draw(processes, wakes) {
+    this.#wakes = wakes;
+    if (!byId("table-head").childElementCount) this.#setUp();
+    setText(byId("totals"), totals([...processes.values()]));
     for (const [id, each] of processes) if (isWorker(each)) this.#waiting.set(id, each);
     for (const id of this.#waiting.keys()) if (!processes.has(id)) this.#waiting.delete(id);
     for (const [id, tile] of this.#tiles) if (!processes.has(id)) this.#drop(id, tile);
-    if (hasEvents) drawEvents(events);
     if (byId("as-table").open) drawTable(processes);
     this.#processes = processes;
     this.#drawSome();
@@ -66,42 +77,11 @@ export class Fleet {
   }
 
   #processes = new Map();
+  #wakes = new Map();
 
   #setUp() {
-    for (const name of FLOW) {
-      const card = { value: make("b", {}, "–"), text: make("span", { class: "hint" }), canvas: make("canvas", { "aria-hidden": "true" }) };
-      card.line = new Sparkline(card.canvas);
-      card.element = make("li", { class: "panel stage" }, make("h2", {}, name), make("p", {}, card.value, " ", card.text), card.canvas);
-      byId("flow").append(card.element);
-      this.#flow.set(name, card);
-    }
     byId("table-head").append(...Object.keys(COLUMNS).map((name) => make("th", { scope: "col" }, name)));
     byId("as-table").addEventListener("toggle", () => drawTable(this.#processes));
-  }
-
-  #drawFlow(all) {
-    const live = all.filter((each) => !isLost(each));
-    const of = (role) => live.filter((each) => each.role.split("+").includes(role));
-    const sum = (found, field) => found.reduce((total, each) => total + (each[field] ?? 0), 0);
-    const gateways = of("gateway"), schedulers = of("scheduler"), indices = of("kv_index");
-    const streams = sum(gateways, "num_open_streams"), queued = sum(schedulers, "num_queued_requests");
-    const oldest = Math.max(0, ...schedulers.map((each) => each.oldest_wait_s ?? 0));
-    const exact = indices.length && indices.every((each) => each.index_state === "exact");
-    const index = indices.length ? `index ${exact ? "exact" : "degraded"}` : "no index";
-    const prompt = sum(of("prefill"), "prefilled_per_s"), generated = sum(of("decode"), "generated_per_s");
-    const handoffs = sum(of("decode"), "num_handoffs_in_flight");
-    this.#stage("Gateways", streams, `open streams, ${gateways.length} live`);
-    this.#stage("Schedulers", queued, `queued${queued ? `, oldest ${seconds(oldest)}` : ""} · ${index}`);
-    this.#stage("Prefill", prompt, `prompt tokens/s, ${of("prefill").length} live`);
-    this.#stage("Decode", generated, `tokens/s, ${of("decode").length} live${handoffs ? `, ${count(handoffs)} handoffs` : ""}`);
-  }
-
-  #stage(name, value, text) {
-    const card = this.#flow.get(name);
-    setText(card.value, count(value));
-    setText(card.text, text);
-    card.element.classList.toggle("busy", value > 0);
-    card.line.push(value);
   }
 
   #drawWorker(id, each) {
@@ -116,7 +96,9 @@ export class Fleet {
       this.#tiles.set(id, tile);
       this.#group(each).append(tile.element);
     }
-    drawTile(tile, each);
+    drawTile(tile, each, this.#wakes.get(id));
+    if (!tile.fault && mayFail(id)) tile.element.append(tile.fault = faultControls(id));
+    if (tile.fault) tile.fault.hidden = isLost(each);
   }
 
   // The list of the tiles of a role in a region.
@@ -142,57 +124,55 @@ export class Fleet {
   }
 }
 
+// Along the way of a request.
+function totals(all) {
+  const of = (role) => all.filter((each) => !isLost(each) && each.role.split("+").includes(role));
+  const sum = (found, field) => count(found.reduce((total, each) => total + (each[field] ?? 0), 0));
+  const [gateways, schedulers, indices, prefill, decode] = ["gateway", "scheduler", "kv_index", "prefill", "decode"].map(of);
+  const oldest = Math.max(0, ...schedulers.map((each) => each.oldest_wait_s ?? 0));
+  const index = indices.length ? `index ${indices.every((each) => each.index_state === "exact") ? "exact" : "degraded"}` : "no index";
+  return joined(`${sum(gateways, "num_open_streams")} open streams at ${gateways.length} gateways`,
+    `${sum(schedulers, "num_queued_requests")} queued${oldest ? ` for up to ${seconds(oldest)}` : ""}`, index,
+    `${prefill.length} prefill: ${sum(prefill, "prefilled_per_s")} prompt tokens/s`,
+    `${decode.length} decode: ${sum(decode, "generated_per_s")} tokens/s, ${sum(decode, "num_handoffs_in_flight")} handoffs`);
+}
+
 function makeTile(id, place) {
   const tile = {
     place,
-    state: make("span", { class: "state" }),
-    model: make("span", { class: "hint model" }),
-    fill: make("span", { class: "fill" }),
-    kv: make("span", {}),
-    running: make("b"), waiting: make("b"), speed: make("b"), unit: make("span"),
-    step: make("p", { class: "step" }),
-    canvas: make("canvas", { "aria-hidden": "true" }),
+    state: make("span", { class: "state" }), facts: make("p", { class: "hint model" }),
+    fill: make("span", { class: "fill" }), kv: make("span", {}), load: make("p"), step: make("p", { class: "step" }),
   };
   const bar = make("span", { class: "bar", "aria-hidden": "true" }, tile.fill);
-  tile.line = new Sparkline(tile.canvas);
+  tile.memory = make("div", { class: "kv" }, make("span", {}, "KV"), bar, tile.kv);
   tile.element = make("li", { class: "panel tile" },
-    make("header", {}, make("h3", { title: id }, id), tile.state), tile.model,
-    make("div", { class: "kv" }, make("span", {}, "KV "), bar, tile.kv),
-    make("p", {}, tile.running, " running ", tile.waiting, " waiting"), tile.step,
-    tile.canvas, make("p", {}, tile.speed, " ", tile.unit));
+    make("header", {}, make("h3", { title: id }, id), tile.state), tile.facts, tile.memory, tile.load, tile.step);
   return tile;
 }
 
-function drawTile(tile, each) {
+const joined = (...parts) => parts.filter(Boolean).join(" · ");
+
+function drawTile(tile, each, wakeS) {
   const share = kvShare(each);
-  const prefills = each.role === "prefill";
-  const speed = (prefills ? each.prefilled_per_s : each.generated_per_s) ?? 0;
-  const saved = each.saved_kv_bytes ? `, ${bytes(each.saved_kv_bytes)} KV saved` : "";
-  const hits = each.recent_hit_ratio === undefined ? "" : `, ${percent(each.recent_hit_ratio)} hits`;
-  const handoffs = each.num_handoffs_in_flight ? `, ${count(each.num_handoffs_in_flight)} handoffs` : "";
   tile.element.className = `panel tile ${isLost(each) ? "lost" : each.state}`;
   setText(tile.state, `${SIGNS[each.state] ?? "◌"} ${WORDS[each.state] ?? each.state}`);
-  setText(tile.model, each.model ?? "");
+  setText(tile.facts, joined(each.model, device(each), each.host, each.release, each.started_at && `up ${since(each.started_at)}`));
+  tile.memory.hidden = !each.num_total_blocks; // a worker in standby has no KV cache
   tile.fill.style.transform = `scaleX(${share.toFixed(3)})`;
   tile.fill.classList.toggle("full", share > 0.95);
-  setText(tile.kv, percent(share));
+  setText(tile.kv, percent(share) + (each.kv_bytes ? ` of ${bytes(each.kv_bytes)}` : ""));
   setText(tile.step, each.step_age_s ? `last step ${each.step_age_s} s ago` : "");
-  setText(tile.running, count(each.num_running));
-  setText(tile.waiting, count(each.num_waiting));
-  setText(tile.speed, count(isLost(each) ? 0 : speed));
-  setText(tile.unit, `${prefills ? "prompt tokens/s" : "tokens/s"}${hits}${handoffs}${saved}`);
-  tile.line.push(isLost(each) ? 0 : speed);
+  setText(tile.load, each.state === "standby" ? `wakes in ${wakeS ? `about ${seconds(wakeS)}` : "an unknown time"}` : load(each));
 }
 
-function drawEvents(events) {
-  const items = [...events].reverse().map((event) => {
-    const at = new Date(event.at * 1000);
-    const times = event.count > 1 ? ` × ${count(event.count)}` : "";
-    const kind = ["joined", "returned"].includes(event.kind) ? "good" : "bad";
-    return make("li", {}, make("time", { datetime: at.toISOString() }, at.toLocaleTimeString()),
-      make("span", { class: `badge ${kind}` }, event.kind + times), make("span", { class: "who" }, event.process_id));
-  });
-  byId("events").replaceChildren(...items);
+function load(each) {
+  const prefills = each.role === "prefill";
+  const speed = isLost(each) ? 0 : (prefills ? each.prefilled_per_s : each.generated_per_s) ?? 0;
+  return joined(`${count(each.num_running)} running`, `${count(each.num_waiting)} waiting`,
+    `${count(speed)} ${prefills ? "prompt tokens/s" : "tokens/s"}`,
+    each.recent_hit_ratio !== undefined && `${percent(each.recent_hit_ratio)} hits`,
+    each.num_handoffs_in_flight && `${count(each.num_handoffs_in_flight)} handoffs`,
+    each.saved_kv_bytes && `${bytes(each.saved_kv_bytes)} KV saved`);
 }
 
 function drawTable(processes) {

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -27,6 +28,7 @@ from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.errors import DependencyUnavailable
+from shared.lifecycle.child_process import is_stopped
 from shared.subjects import credential_of
 from tests.services.cli.cluster.running_up import Up
 from tests.services.cli.in_process import call_hearth
@@ -345,6 +347,29 @@ def answers(state: LocalClusterState) -> bool:
         return complete(state.url, state.api_key)["usage"]["completion_tokens"] == 8
     except (OSError, NoModel):
         return False
+
+
+def fault(state: LocalClusterState, body: object, **headers: str) -> int:
+    """Sends a fault with the operator's token, and returns the status."""
+    given = {"authorization": f"Bearer {state.operator_token}"} | headers
+    return httpx.post(f"{state.url}/v1/cluster/faults", json=body, headers=given).status_code
+
+
+def test_operator_kills_and_freezes_workers_of_this_cluster(running: Up) -> None:
+    state = running.state
+    kill, freeze = ({"worker_id": "decode-1", "fault": each} for each in ("kill", "freeze"))
+    for token in ("", "Bearer", "Bearer x", f"Bearer {state.api_key}"):
+        assert fault(state, kill, authorization=token) == 401
+    assert fault(state, kill, host="evil.example") == 404
+    for body in ({}, [], kill | {"fault": "stop"}, kill | {"worker_id": "gateway-1"}):
+        assert fault(state, body) == 400, body
+    before = running.pid_of("decode")
+    assert fault(state, freeze) == 200
+    eventually(lambda: is_stopped(before), "frozen worker")
+    assert fault(state, freeze) == 400
+    assert fault(state, kill) == 200
+    eventually(lambda: set(running.pids_of("decode")) - {before}, "new worker")
+    eventually(lambda: answers(state), "answer")
 
 
 def test_worker_is_restarted_and_sigterm_leaves_nothing(running: Up, temporary_dir: Path) -> None:

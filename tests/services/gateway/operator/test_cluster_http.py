@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from shared.lifecycle.health import Loss
 from tests.services.gateway.conftest import API_KEY, Beside, Cluster, SharedCluster
 from tests.support.waiting import until
 
@@ -66,6 +67,41 @@ async def test_only_the_operator_reads_the_cluster(opened: Beside) -> None:
     assert {"gateway-1", "decode-1", "decode-2"} <= snapshot["processes"].keys()
     assert snapshot["processes"]["decode-1"]["role"] == "decode"
     assert {"joined"} == {event["kind"] for event in snapshot["events"]}
+    assert snapshot["lists"].keys() >= {"figures", "rejected", "hosts", "models", "demands"}
+
+
+async def test_rejected_requests_of_a_client_leave_a_loss_in_sight(
+    opened: Beside, cluster: Cluster
+) -> None:
+    await until(lambda: "decode-1" in opened.gateway._operator.feed.state._view)
+    opened.gateway._operator.feed.lose("decode-1", Loss.DISCONNECTED)
+    given = {"authorization": f"Bearer {API_KEY}"}
+    for _ in range(65):
+        body = {"model": "tiny", "messages": []}
+        assert (
+            await opened.http.post("/v1/chat/completions", json=body, headers=given)
+        ).status_code == 400
+
+    async def has_counted() -> bool:
+        lists = (await opened.http.get("/v1/cluster")).json()["lists"]
+        counts = {each["code"]: each["count"] for each in lists["rejected"]}
+        return counts.get("invalid_request", 0) >= 65
+
+    await until(has_counted)
+    snapshot = (await opened.http.get("/v1/cluster")).json()
+    assert ("gone", "decode-1") in {
+        (each["kind"], each["process_id"]) for each in snapshot["events"]
+    }
+
+
+async def test_faults_are_for_the_gateway_of_hearth_up_alone(opened: Beside) -> None:
+    kill = {"worker_id": "decode-1", "fault": "kill"}
+    assert (await opened.http.get("/v1/cluster/faults")).json()["worker_ids"] == []
+    assert (await opened.http.post("/v1/cluster/faults", json=kill)).status_code == 404
+    for method, body in (("GET", None), ("POST", kill)):
+        given = {"authorization": f"Bearer {API_KEY}"}
+        response = await opened.http.request(method, "/v1/cluster/faults", json=body, headers=given)
+        assert response.status_code == 401
 
 
 async def test_events_start_with_a_snapshot_and_go_on_with_deltas(

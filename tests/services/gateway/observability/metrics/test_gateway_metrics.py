@@ -97,19 +97,27 @@ def test_heartbeats_report_the_same_counts() -> None:
     metrics.count_numerics_change()
     metrics.count_unlike_prefill()
     metrics.count_unlike_prefill()
-    metrics.count_resubmission("worker_lost")
+    metrics.count_resubmission("worker_lost", "decode-1")
     metrics.count_refused("rate_limited", dialect="openai", tenant="t")
+    metrics.count_refused("overloaded", is_failed=True)
+    for model in ("m", "n"):
+        metrics.ttft_of(model).observe(0.0011)
     metrics.watch_open_streams(lambda: 7)
     ended(metrics, "t")
     lost = {"model": "m", "dialect": "openai", "tenant": "t"}
-    metrics.count_ended("no_capacity", is_lost=True, **lost)
+    metrics.count_ended("no_capacity", is_failed=True, is_lost=True, **lost)
     assert metrics.load() == GatewayLoad(
         num_unlike_prefills=2,
         num_numerics_changes=1,
         num_resubmissions=1,
-        num_refused_requests=1,
+        num_refused_requests=2,
         num_lost_streams=1,
         num_open_streams=7,
+        num_requests=4,
+        num_failed_requests=2,
+        rejections=(("rate_limited", 1), ("overloaded", 1)),
+        moved_streams=(("decode-1", 1),),
+        ttft_counts=(0, 2),
     )
     assert 'hearth_resubmissions_total{reason="worker_lost"} 1.0' in metrics.render().decode()
 

@@ -1,0 +1,84 @@
+"""Changes that operators and hosts make, found in heartbeats and in the model registry. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from shared.messages import Heartbeat, HostedModel, ModelState
+from shared.model_registry.record import RegisteredModel
+
+MAX_DETAIL = 200  # characters
+_KINDS: dict[ModelState, str] = {
+    "hot": "model woken",
+    "standby": "model parked",
+    "failed": "model failed",
+}
+
+
+class Change(NamedTuple):
+    kind: str
+    process_id: str
+    detail: str
+
+
+class FleetChanges:
+    """Compares each heartbeat with the one before."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, tuple[int, tuple[str, ...]]] = {}  # epoch and roles
+        self._models: dict[str, dict[tuple[str, str], ModelState]] = {}  # by host
+
+    def observe(self, heartbeat: Heartbeat) -> list[Change]:
+        if heartbeat.state == "stopped":
+            self.forget(heartbeat.process_id)
+            return []
+        return [*self._role_changes(heartbeat), *self._model_changes(heartbeat)]
+
+    def forget(self, process_id: str) -> None:
+        self._roles.pop(process_id, None)
+        self._models.pop(process_id, None)
+
+    def _role_changes(self, heartbeat: Heartbeat) -> Iterable[Change]:
+        process_id, roles = heartbeat.process_id, tuple(heartbeat.roles)
+        epoch, before = self._roles.get(process_id, (heartbeat.epoch, roles))
+        self._roles[process_id] = heartbeat.epoch, roles
+        if epoch == heartbeat.epoch and before != roles:
+            detail = f"{' and '.join(before)} → {' and '.join(roles)}"
+            yield Change("role changed", process_id, detail)
+
+    def _model_changes(self, heartbeat: Heartbeat) -> Iterable[Change]:
+        if heartbeat.host is None:
+            return
+        models = {(each.name, each.revision): each for each in heartbeat.host.models}
+        before = self._models.get(heartbeat.process_id, {})
+        self._models[heartbeat.process_id] = {key: each.state for key, each in models.items()}
+        for key, each in models.items():
+            kind = _KINDS.get(each.state)
+            if kind is not None and before.get(key, each.state) != each.state:
+                yield Change(kind, heartbeat.process_id, _detail(each))
+
+
+def registry_changes(
+    before: Mapping[str, RegisteredModel], after: Mapping[str, RegisteredModel]
+) -> Iterable[tuple[str, str]]:
+    """Yields kind and name of each model that was added, removed or changed."""
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before:
+            yield "model added", name
+        elif name not in after:
+            yield "model removed", name
+        elif _without_digests(before[name]) != _without_digests(after[name]):
+            yield "model changed", name
+
+
+def _without_digests(model: RegisteredModel) -> RegisteredModel:
+    """The first host that loads a revision records its digest: no operator has changed it."""
+    return replace(model, revisions=tuple(replace(each, digest="") for each in model.revisions))
+
+
+def _detail(model: HostedModel) -> str:
+    name = f"{model.name} {model.revision[:12]}"
+    return f"{name}: {model.failure}"[:MAX_DETAIL] if model.failure else name

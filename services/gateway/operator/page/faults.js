@@ -1,0 +1,41 @@
+// Kills or freezes a worker of the cluster that `hearth up` runs on this machine, to watch its streams
+// move. Other gateways name no such workers, and nothing of this is shown.
+
+import { request } from "./api.js";
+import { byId, make, setText } from "./dom.js";
+
+const PATH = "/v1/cluster/faults";
+let targets = new Set();
+let freezeS = 0;
+
+export async function loadFaults(signal) {
+  try {
+    const found = await (await request(PATH, { who: "operator", signal })).json();
+    [targets, freezeS] = [new Set(found.worker_ids), found.freeze_s];
+  } catch {
+    targets = new Set();
+  }
+}
+
+export const mayFail = (id) => targets.has(id);
+
+// A disclosure with the buttons: opened by one key or click, confirmed by another.
+export function faultControls(id) {
+  const fold = make("details", { class: "fault" }, make("summary", {}, "Test its loss"));
+  const button = (fault, text) => make("button", { type: "button", class: "quiet", onclick: () => inject(fold, id, fault) }, text);
+  fold.append(make("div", { class: "row" }, button("kill", `Kill ${id}`), button("freeze", `Freeze ${id} for ${freezeS} s`)));
+  return fold;
+}
+
+async function inject(fold, worker, fault) {
+  fold.open = false;
+  fold.querySelector("summary").focus();
+  try {
+    await request(PATH, { who: "operator", body: { worker_id: worker, fault } });
+    say(fault === "kill" ? `${worker} was killed: it starts again.` : `${worker} is frozen for ${freezeS} s.`);
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+const say = (text) => setText(byId("cluster-status"), text);

@@ -1,0 +1,67 @@
+// What is served and where: models with their state, hosts with their budgets, roles and their demand.
+
+import { byId, bytes, count, make, seconds } from "./dom.js";
+import { device } from "./fleet.js";
+
+const size = (value) => (value ? bytes(value) : "–");
+const time = (value) => (value ? seconds(value) : "–");
+const NAMES = { hot: "good", failed: "bad", served: "good", standby: "warn" };
+
+export function drawModels({ models, hosts, demands }, processes) {
+  byId("sections").replaceChildren(...[
+    section("Models", ["Model", "Revision", "State", "Where", "Weights", "KV cache", "Wakes in"],
+      [...models.map(hosted), ...served(processes, models)]),
+    section("Hosts", ["Host", "State", "Device", "Memory used", "Models"], hosts.flatMap(host)),
+    section("Roles", ["Model", "Role", "Workers", "Wanted", "Queued"], demands.map((each) => (
+      [each.model, each.role, count(each.num_workers ?? 0), count(each.num_wanted_workers ?? 0), count(each.num_queued_requests ?? 0)]))),
+  ].filter(Boolean));
+}
+
+function section(title, allHeads, allRows) {
+  if (!allRows.length) return null;
+  const isUsed = allHeads.map((_, index) => allRows.some((row) => row[index] !== "–"));
+  const [heads, ...rows] = [allHeads, ...allRows].map((row) => row.filter((_, index) => isUsed[index]));
+  return make("section", { class: "panel" }, make("h2", {}, title),
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} as a table` },
+      make("table", {}, make("caption", { class: "hidden" }, title),
+        make("thead", {}, make("tr", {}, ...heads.map((each) => make("th", { scope: "col" }, each)))),
+        make("tbody", {}, ...rows.map(([first, ...rest]) => make("tr", {},
+          make("th", { scope: "row", class: "who" }, first), ...rest.map((each) => make("td", {}, each))))))));
+}
+
+const badge = (state) => make("span", { class: `badge ${NAMES[state] ?? ""}` }, state);
+
+function hosted(each) {
+  const reason = each.failure ? make("p", { class: "error" }, each.failure) : null;
+  const pinned = each.is_pinned ? " (pinned)" : "";
+  return [each.name, each.revision.slice(0, 12), make("div", {}, badge(each.state), pinned, reason), `${each.host_id}, ${each.device}`,
+    size(each.weights_bytes), size(each.kv_bytes), time(each.state === "cold" ? each.start_s : each.wake_s)];
+}
+
+// Models of workers that no host runs.
+function served(processes, models) {
+  const known = new Set(models.map((each) => each.worker_id));
+  const found = new Map();
+  for (const [id, each] of processes) {
+    if (!each.model || known.has(id)) continue;
+    const key = `${each.model}\n${each.revision}`;
+    found.set(key, [...(found.get(key) ?? []), each]);
+  }
+  return [...found.values()].map((all) => {
+    const workers = all.length === 1 ? "1 worker" : `${all.length} workers`;
+    const devices = [...new Set(all.map((each) => device(each)))].join(", ");
+    const kv = all.reduce((sum, each) => sum + (each.kv_bytes ?? 0), 0);
+    return [all[0].model, all[0].revision ?? "–", badge("served"), `${workers}, ${devices}`, "–", size(kv), "–"];
+  });
+}
+
+function host(each) {
+  const states = Object.entries(each.models ?? {}).map(([state, num]) => `${count(num)} ${state}`).join(", ") || "none";
+  return (each.devices ?? []).map((memory) => [each.process_id, badge(each.state), memory.device, budget(memory), states]);
+}
+
+function budget({ used_bytes: used, budget_bytes: most }) {
+  const fill = make("span", { class: used > 0.95 * most ? "fill full" : "fill" });
+  fill.style.transform = `scaleX(${Math.min(1, used / Math.max(1, most)).toFixed(3)})`;
+  return make("div", { class: "kv" }, make("span", { class: "bar", "aria-hidden": "true" }, fill), `${bytes(used)} of ${bytes(most)}`);
+}
