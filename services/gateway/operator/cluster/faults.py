@@ -7,6 +7,7 @@ gateway has no worker that may fail.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 from litestar import Request, Response
@@ -47,7 +48,7 @@ class FaultRoutes:
         body = FaultTargets(worker_ids=reply.worker_ids)
         return Response(body, headers={"cache-control": "no-store"})
 
-    async def inject(self, request: Request[object, object, object]) -> Response[FaultTargets]:
+    async def inject(self, request: Request[Any, Any, Any]) -> Response[FaultTargets]:
         """Raises InvalidRequest for another body, or a worker that is not one of `targets`, and
         RouteNotFound without a socket.
         """

@@ -24,7 +24,7 @@ export class Chart {
     this.element.append(shape("path", { class: "rules", d: `M0 .5H${SPAN_S}M0 24H${SPAN_S}M0 47.5H${SPAN_S}` }), ...this.lines);
   }
 
-  // `samples`: objects with `at`; `fields`: one for each line, whose value may be null; `top`: the end of the scale.
+  // `fields`: of samples, one for each line, whose value may be null; `top`: the scale's end.
   set(samples, fields, top) {
     const left = (samples.at(-1)?.at ?? 0) - SPAN_S;
     this.lines.forEach((line, index) => {

@@ -74,13 +74,10 @@ function take(event, data) {
   if (isAll || data.events) addEvents(data.events ?? [], isAll);
   if (isAll || data.samples) addSamples(data.samples ?? [], isAll);
   if (isAll || data.lists?.rejected) drawRejected(lists.rejected);
-  if (isAll || data.samples) drawHeadline(lists.figures, numGateways());
-  if (isAll || data.removed || data.lists || hasModels(data.changed)) drawModels(lists, processes);
+  if (isAll || data.samples) drawHeadline(lists.figures, processes);
+  if (isAll || data.samples || data.lists) drawModels(lists, processes);
   fleet.draw(processes, new Map(lists.models.map((each) => [each.worker_id, each.wake_s])));
 }
-
-const numGateways = () => [...processes.values()].filter((each) => each.role === "gateway").length;
-const hasModels = (changed) => Object.values(changed ?? {}).some((each) => "model" in each || "kv_bytes" in each);
 
 function merge(id, fields) {
   const merged = { ...processes.get(id) };

@@ -1,4 +1,4 @@
-// Losses, other events, and rejected requests: three lists, so that no client can push out a loss.
+// Losses, other events, and rejected requests: no client can push out a loss.
 
 import { byId, count, make } from "./dom.js";
 
@@ -36,8 +36,8 @@ function words({ kind, process_id: id, gateway_id: gateway = "", count: num = 1,
   const badge = (text, level) => make("span", { class: `badge ${level}` }, text);
   const who = (text) => make("span", { class: "who" }, text);
   if (STREAMS.has(kind)) {
-    const from = id && id !== gateway ? `from ${id}, ` : "";
-    return [badge(`${count(num)} ${num === 1 ? "stream" : "streams"} ${STREAMS.get(kind)}`, kind === "moved" ? "warn" : "bad"), who(`${from}by ${gateway}`)];
+    const from = id !== gateway ? `from ${id}, ` : "";
+    return [badge(`${count(num)} stream${num > 1 ? "s" : ""} ${STREAMS.get(kind)}`, kind === "moved" ? "warn" : "bad"), who(`${from}by ${gateway}`)];
   }
   const level = GOOD.has(kind) ? "good" : CALM.has(kind) ? "" : "bad";
   return [badge(num > 1 ? `${kind} × ${count(num)}` : kind, level), who(detail ? `${id}: ${detail}` : id)];

@@ -1,5 +1,4 @@
-// Kills or freezes a worker of the cluster that `hearth up` runs on this machine, to watch its streams
-// move. Other gateways name no such workers, and nothing of this is shown.
+// Kills or freezes a worker that `hearth up` runs on this machine. Other gateways name none.
 
 import { request } from "./api.js";
 import { byId, make, setText } from "./dom.js";
@@ -19,7 +18,6 @@ export async function loadFaults(signal) {
 
 export const mayFail = (id) => targets.has(id);
 
-// A disclosure with the buttons: opened by one key or click, confirmed by another.
 export function faultControls(id) {
   const fold = make("details", { class: "fault" }, make("summary", {}, "Test its loss"));
   const button = (fault, text) => make("button", { type: "button", class: "quiet", onclick: () => inject(fold, id, fault) }, text);

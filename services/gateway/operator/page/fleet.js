@@ -14,30 +14,23 @@ const COLUMNS = {
   region: (_, each) => each.region ?? "",
   host: (_, each) => each.host ?? "",
   version: (_, each) => each.release ?? "",
-  up: (_, each) => since(each.started_at),
   state: (_, each) => each.state,
-  "last step": (_, each) => (each.num_running === undefined ? "" : `${each.step_age_s ?? "<1"} s ago`),
   running: (_, each) => count(each.num_running),
   waiting: (_, each) => count(each.num_waiting ?? each.num_queued_requests),
-  "KV used": (_, each) => (each.num_total_blocks ? percent(kvShare(each)) : "–"),
   "tokens/s": (_, each) => count(each.generated_per_s),
   "prompt tokens/s": (_, each) => count(each.prefilled_per_s),
-  "cache hits in 1 min": (_, each) => (each.recent_hit_ratio === undefined ? "–" : percent(each.recent_hit_ratio)),
-  handoffs: (_, each) => count(each.num_handoffs_in_flight),
-  "KV saved": (_, each) => (each.saved_kv_bytes === undefined ? "–" : bytes(each.saved_kv_bytes)),
   streams: (_, each) => count(each.num_open_streams),
 };
 
 const percent = (ratio) => `${Math.round(100 * ratio)} %`;
 const kvShare = (each) => 1 - (each.num_free_blocks ?? 0) / Math.max(1, each.num_total_blocks ?? 1);
-const MINUTE = 60, HOUR = 3600, DAY = 86400;
 function since(at) {
-  const age = at ? Math.max(0, Date.now() / 1000 - at) : 0;
-  if (age < 2 * MINUTE) return at ? `${Math.round(age)} s` : "";
-  if (age < 2 * HOUR) return `${Math.floor(age / MINUTE)} min`;
-  return age < 2 * DAY ? `${Math.floor(age / HOUR)} h` : `${Math.floor(age / DAY)} d`;
+  if (!at) return "";
+  const age = Math.max(1, Date.now() / 1000 - at);
+  const [unit, length] = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]].find(([, each]) => age >= each);
+  return `${Math.floor(age / length)} ${unit}`;
 }
-// Without the features that the kernels do not need: cpu-avx512bf16-avx512-… is cpu-avx512bf16.
+// The first of the device's features: cpu-avx512bf16.
 export const device = (each) => (each.device ?? "").split("-", 2).join("-");
 const isWorker = (each) => each.num_running !== undefined;
 const isLost = (each) => LOST.has(each.state);
@@ -56,7 +49,7 @@ export class Fleet {
   draw(processes, wakes) {
     this.#wakes = wakes;
     if (!byId("table-head").childElementCount) this.#setUp();
-    setText(byId("totals"), totals([...processes.values()]));
+    setText(byId("totals"), totals([...processes.values()].filter((each) => !isLost(each))));
     for (const [id, each] of processes) if (isWorker(each)) this.#waiting.set(id, each);
     for (const id of this.#waiting.keys()) if (!processes.has(id)) this.#waiting.delete(id);
     for (const [id, tile] of this.#tiles) if (!processes.has(id)) this.#drop(id, tile);
@@ -124,17 +117,17 @@ export class Fleet {
   }
 }
 
-// Along the way of a request.
-function totals(all) {
-  const of = (role) => all.filter((each) => !isLost(each) && each.role.split("+").includes(role));
-  const sum = (found, field) => count(found.reduce((total, each) => total + (each[field] ?? 0), 0));
-  const [gateways, schedulers, indices, prefill, decode] = ["gateway", "scheduler", "kv_index", "prefill", "decode"].map(of);
-  const oldest = Math.max(0, ...schedulers.map((each) => each.oldest_wait_s ?? 0));
-  const index = indices.length ? `index ${indices.every((each) => each.index_state === "exact") ? "exact" : "degraded"}` : "no index";
-  return joined(`${sum(gateways, "num_open_streams")} open streams at ${gateways.length} gateways`,
-    `${sum(schedulers, "num_queued_requests")} queued${oldest ? ` for up to ${seconds(oldest)}` : ""}`, index,
-    `${prefill.length} prefill: ${sum(prefill, "prefilled_per_s")} prompt tokens/s`,
-    `${decode.length} decode: ${sum(decode, "generated_per_s")} tokens/s, ${sum(decode, "num_handoffs_in_flight")} handoffs`);
+// Of live processes, along the way of a request.
+function totals(live) {
+  const num = (role) => live.filter((each) => each.role.split("+").includes(role)).length;
+  const values = (field) => live.map((each) => each[field] ?? 0);
+  const sum = (field) => count(values(field).reduce((total, each) => total + each, 0));
+  const indices = live.flatMap((each) => each.index_state ?? []);
+  const index = indices.every((each) => each === "exact") ? "exact" : "degraded";
+  return joined(`${sum("num_open_streams")} open streams, gateways: ${num("gateway")}`,
+    `${sum("num_queued_requests")} queued, the oldest for ${Math.max(0, ...values("oldest_wait_s"))} s`,
+    indices.length ? `index ${index}` : "no index", `${num("prefill")} prefill: ${sum("prefilled_per_s")} prompt tokens/s`,
+    `${num("decode")} decode: ${sum("generated_per_s")} tokens/s, ${sum("num_handoffs_in_flight")} handoffs`);
 }
 
 function makeTile(id, place) {

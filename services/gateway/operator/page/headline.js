@@ -1,5 +1,4 @@
-// The figures that matter first, of all gateways, each with its last fifteen minutes. The gateway
-// keeps the samples: a tab that has just been opened shows them, too.
+// The figures that matter first, of all gateways, with their last fifteen minutes.
 
 import { Chart, SPAN_S, niceTop } from "./chart.js";
 import { byId, count, make, setText } from "./dom.js";
@@ -27,7 +26,6 @@ const CARDS = [
   streams("Streams moved", "num_moved", "in 15 min"),
   streams("Streams lost", "num_lost", "in 15 min", true),
 ];
-
 let samples = [];
 let cards = null;
 
@@ -37,9 +35,10 @@ export function addSamples(more, isAll) {
   samples = samples.filter((each) => each.at > newest - SPAN_S);
 }
 
-export function drawHeadline(now, gateways) {
+export function drawHeadline(now, processes) {
   cards ??= CARDS.map(makeCard);
-  setText(byId("figures-of"), `The last minute, ${gateways > 1 ? `all ${gateways} gateways` : "one gateway"}. Charts: 15 minutes, kept by the gateway.`);
+  const num = [...processes.values()].filter((each) => each.role === "gateway").length;
+  setText(byId("figures-of"), `Of the last minute, by ${num > 1 ? `all ${num} gateways` : "one gateway"}. Charts: 15 minutes.`);
   for (const card of cards) drawCard(card, now);
 }
 

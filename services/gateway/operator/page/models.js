@@ -1,10 +1,9 @@
-// What is served and where: models with their state, hosts with their budgets, roles and their demand.
+// Models with their state, hosts with their budgets, roles and their demand.
 
 import { byId, bytes, count, make, seconds } from "./dom.js";
 import { device } from "./fleet.js";
 
-const size = (value) => (value ? bytes(value) : "–");
-const time = (value) => (value ? seconds(value) : "–");
+const known = (value, text) => (value ? text(value) : "–");
 const NAMES = { hot: "good", failed: "bad", served: "good", standby: "warn" };
 
 export function drawModels({ models, hosts, demands }, processes) {
@@ -35,15 +34,15 @@ function hosted(each) {
   const reason = each.failure ? make("p", { class: "error" }, each.failure) : null;
   const pinned = each.is_pinned ? " (pinned)" : "";
   return [each.name, each.revision.slice(0, 12), make("div", {}, badge(each.state), pinned, reason), `${each.host_id}, ${each.device}`,
-    size(each.weights_bytes), size(each.kv_bytes), time(each.state === "cold" ? each.start_s : each.wake_s)];
+    known(each.weights_bytes, bytes), known(each.kv_bytes, bytes), known(each.state === "cold" ? each.start_s : each.wake_s, seconds)];
 }
 
 // Models of workers that no host runs.
 function served(processes, models) {
-  const known = new Set(models.map((each) => each.worker_id));
+  const ofHosts = new Set(models.map((each) => each.worker_id));
   const found = new Map();
   for (const [id, each] of processes) {
-    if (!each.model || known.has(id)) continue;
+    if (!each.model || ofHosts.has(id)) continue;
     const key = `${each.model}\n${each.revision}`;
     found.set(key, [...(found.get(key) ?? []), each]);
   }
@@ -51,7 +50,7 @@ function served(processes, models) {
     const workers = all.length === 1 ? "1 worker" : `${all.length} workers`;
     const devices = [...new Set(all.map((each) => device(each)))].join(", ");
     const kv = all.reduce((sum, each) => sum + (each.kv_bytes ?? 0), 0);
-    return [all[0].model, all[0].revision ?? "–", badge("served"), `${workers}, ${devices}`, "–", size(kv), "–"];
+    return [all[0].model, all[0].revision ?? "–", badge("served"), `${workers}, ${devices}`, "–", known(kv, bytes), "–"];
   });
 }
 
