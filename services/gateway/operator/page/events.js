@@ -15,8 +15,8 @@ export function addEvents(events, isAll) {
   if (isAll) losses = others = [];
   losses = [...losses, ...events.filter((each) => !CALM.has(each.kind))].slice(-MAX_EVENTS);
   others = [...others, ...events.filter((each) => CALM.has(each.kind))].slice(-MAX_EVENTS);
-  draw("losses", losses, "No loss since this gateway watches.");
-  draw("events", others, "None yet.");
+  draw("losses", losses);
+  draw("events", others);
 }
 
 // Of Unix seconds, in 24 hours; with its date unless it is today's.
@@ -27,9 +27,9 @@ export function time(at) {
   return make("time", { datetime: date.toISOString() }, day + date.toLocaleTimeString("en-GB", TIME));
 }
 
-function draw(id, events, none) {
+function draw(id, events) {
   const items = [...events].reverse().map((event) => make("li", {}, time(event.at), ...words(event)));
-  byId(id).replaceChildren(...(items.length ? items : [make("li", { class: "hint" }, none)]));
+  byId(id).replaceChildren(...(items.length ? items : [make("li", { class: "hint" }, "None yet.")]));
 }
 
 function words({ kind, process_id: id, gateway_id: gateway = "", count: num = 1, detail = "" }) {

@@ -13,7 +13,6 @@ const COLUMNS = {
   role: (_, each) => each.role,
   region: (_, each) => each.region ?? "",
   host: (_, each) => each.host ?? "",
-  version: (_, each) => each.release ?? "",
   state: (_, each) => each.state,
   running: (_, each) => count(each.num_running),
   waiting: (_, each) => count(each.num_waiting ?? each.num_queued_requests),

@@ -38,7 +38,7 @@ export function addSamples(more, isAll) {
 export function drawHeadline(now, processes) {
   cards ??= CARDS.map(makeCard);
   const num = [...processes.values()].filter((each) => each.role === "gateway").length;
-  setText(byId("figures-of"), `Of the last minute, by ${num > 1 ? `all ${num} gateways` : "one gateway"}. Charts: 15 minutes.`);
+  setText(byId("figures-of"), `Of the last minute, by ${num > 1 ? `all ${num} gateways` : "one gateway"}.`);
   for (const card of cards) drawCard(card, now);
 }
 
@@ -46,7 +46,7 @@ function makeCard(spec) {
   const card = { spec, value: make("b", {}, "–"), hint: make("p", { class: "hint" }), top: make("span") };
   card.chart = new Chart(spec.fields.length, spec.hasBars);
   card.element = make("li", { class: "panel" }, make("h2", {}, spec.title), card.value, card.hint,
-    scale(card.top), card.chart.element, scale("−15 min", "now"));
+    scale(card.top), card.chart.element, scale("15 min", "now"));
   byId("headline").append(card.element);
   return card;
 }
