@@ -12,7 +12,6 @@ from types import TracebackType
 import msgspec
 
 from services.local.credentials import Credential, nats_config
-from services.local.fault_server import FaultServer
 from services.local.hosted_models import store_models, wait_until_served
 from services.local.identity import (
     ClusterIdentity,
@@ -39,6 +38,7 @@ from services.local.plan import (
     plan_warming,
 )
 from services.local.processes.child_processes import Child, ProcessSpec, kill_children, start_child
+from services.local.processes.fault_server import FaultServer
 from services.local.processes.log_files import last_event
 from services.local.readiness import wait_until_ready
 from services.local.redis_acl import acl_line

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 
-from services.local.fault_server import FaultServer
+from services.local.processes.fault_server import FaultServer
 from shared.clock import MonotonicClock
 from shared.lifecycle.child_process import is_stopped
 from shared.lifecycle.faults import FREEZE_S, FaultReply
