@@ -63,8 +63,9 @@ async def first_requests(
     is_check: bool,
     model_name: str = "",
     certificate: str = "",
-) -> None:
-    """Sends the QUESTIONS and prints the responses. Raises HearthError on failure if `is_check`.
+) -> bool:
+    """Sends the QUESTIONS and prints the responses. Returns False for a base model, which has no
+    chat template. Raises HearthError on failure if `is_check`.
 
     Otherwise a failure is printed, and the cluster stays up, as it repairs itself. Without an
     `observer` the time of the push is not printed.
@@ -73,38 +74,42 @@ async def first_requests(
         async with gateway_client(url, api_key, certificate) as client:
             model = await first_model(client, model_name)
             first, second = QUESTIONS
-            reply = await _show_answer(client, model, first, console, clock)
+            reply, is_chat = await _show_answer(client, model, first, console, clock)
             if reply.hearth.get("prefill_worker"):
                 console.print(await _describe_push(reply, observer), soft_wrap=True)
-            reply = await _show_answer(client, model, second, console, clock)
+            reply, _ = await _show_answer(client, model, second, console, clock)
             console.print(_describe_cache(reply), soft_wrap=True)
+            return is_chat
     except HearthError as error:
         if is_check:
             raise
         console.print(f"\nno answer: {error}", style="red", markup=False)
+    return True
 
 
 async def _show_answer(
     client: httpx.AsyncClient, model: ListedModel, question: str, console: Console, clock: Clock
-) -> ChatReply:
+) -> tuple[ChatReply, bool]:
+    """Returns the reply, and whether the model has a chat template."""
     instructions = _instructions() if model.max_context >= MIN_CONTEXT_TOKENS else ""
     messages = [{"role": "user", "content": question}]
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
     console.print(f"\n[bold]{model.id}[/bold] > {question}")
-    on_text = text_printer(console)
+    on_text, is_chat = text_printer(console), True
     try:
         reply = await stream_chat(client, model.id, messages, clock, on_text)
     except HearthError as error:
         if NO_TEMPLATE not in error.message:
             raise
+        is_chat = False
         console.print("(a base model, without a chat template: it continues the text)", style="dim")
         prompt = "\n\n".join(filter(None, (instructions, question)))
         limit = {"max_tokens": BASE_MODEL_TOKENS}
         reply = await stream_completion(client, model.id, prompt, clock, on_text, **limit)
     console.print("\n")
     console.print(describe(reply), style="dim", soft_wrap=True)
-    return reply
+    return reply, is_chat
 
 
 def _instructions() -> str:

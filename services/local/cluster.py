@@ -70,6 +70,7 @@ GRACE_S = 15.0
 START_GRACE_S = 0.3
 REDIS_LOAD_TIMEOUT_S = 120.0  # of the file of a kept cluster
 LOAD_POLL_S = 0.1
+PHASES = {"loading": "is loading the model", "compiling": "is compiling kernels"}  # a worker's log
 OBSERVER_ID = "observer-1"
 OPERATOR_ID = "operator-1"
 CLIENT_ID = "client-1"
@@ -328,9 +329,9 @@ class LocalCluster:
 
     def _report_missing(self, workers: Collection[str], has_answered: bool) -> None:
         for each in sorted(workers):
-            event = last_event(self._state.logs / f"{each}.log")
-            doing = "loads the model, or compiles kernels"
-            self._report(each, "waiting", f"{doing} (last in its log: {event})" if event else doing)
+            phase = last_event(self._state.logs / f"{each}.log")
+            doing = PHASES.get(phase, "is loading the model, or compiling kernels")
+            self._report(each, "waiting", doing)
         for gateway in (each for each in self._credentials if each.role == "gateway"):
             if not has_answered:
                 self._report(gateway.process_id, "waiting", f"does not answer at {self.url}")

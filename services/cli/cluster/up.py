@@ -69,7 +69,7 @@ async def _serve(
     async with cluster:
         display.close()
         try:
-            await first_requests(
+            is_chat = await first_requests(
                 cluster.url,
                 cluster.api_key,
                 console,
@@ -81,7 +81,7 @@ async def _serve(
             )
             console.print(f"ready in {display.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
             if not is_check:
-                _show_gateway(cluster, console)
+                _show_gateway(cluster, console, is_chat=is_chat)
                 await asyncio.Event().wait()
         finally:
             console.print("stopping …", style="dim")
@@ -157,14 +157,16 @@ class StartupDisplay:
             self._progress.stop()
 
 
-def _show_gateway(cluster: LocalCluster, console: Console) -> None:
+def _show_gateway(cluster: LocalCluster, console: Console, *, is_chat: bool) -> None:
+    """`is_chat`: whether the model has a chat template."""
     console.print(f"page     {page_link(cluster)}", soft_wrap=True)
     console.print(f"API key  {cluster.api_key}")
     console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
     if cluster.is_kept:
         console.print(f"state    {_short(cluster.state_dir)}: the next start with it goes on")
-    console.print(f"chat     {own_command()} chat")
-    for title, command in _examples(cluster):
+    if is_chat:
+        console.print(f"chat     {own_command()} chat")
+    for title, command in _examples(cluster) if is_chat else _base_examples(cluster):
         console.print(title, style="dim")
         console.print(command, soft_wrap=True, markup=False)
     console.print("Ctrl-C stops everything", style="dim")
@@ -201,8 +203,13 @@ def _examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
     run = f"/client/v4/accounts/{cluster.tenant_id}/ai/run/{cluster.model_name}"
     yield "Workers AI's:", _curl(cluster, run, {"prompt": QUESTIONS[0], "stream": True})
     if cluster.client_url is not None:
-        example = f"{sys.executable} -m services.client.example_chat"
+        example = f"{shlex.quote(sys.executable)} -m services.client.example_chat"
         yield "over NATS:", f"{example} {cluster.client_url} {shlex.quote(QUESTIONS[1])}"
+
+
+def _base_examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
+    body = {"model": cluster.model_name, "prompt": "Once upon a time", "stream": True}
+    yield "OpenAI's API:", _curl(cluster, "/v1/completions", body)
 
 
 def _curl(cluster: LocalCluster, path: str, body: dict[str, Any]) -> str:

@@ -59,12 +59,14 @@ def level_of(line: str) -> str | None:
 
 
 def last_event(path: Path) -> str:
-    """Returns the name of the last event in a service's log, in words; "" for other text."""
+    """Returns the name of the event in the last line of a service's log; "" for a warning and for
+    other text.
+    """
     try:
         line = msgspec.json.decode(last_line(path), type=_Line)
     except UNREADABLE:
         return ""
-    return line.event.replace("_", " ")
+    return line.event if line.level == "info" else ""
 
 
 class _Line(msgspec.Struct):

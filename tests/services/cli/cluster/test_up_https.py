@@ -1,12 +1,16 @@
 """`hearth up` with a certificate, and with a base model."""
 
+import io
 import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from services.cli.cluster import up
 from services.cli.cluster.up import curl_target
 from services.local.readiness import wait_until_ready
 from services.local.servers import free_port
@@ -48,6 +52,20 @@ def test_curl_verifies_a_name_of_the_certificate(tmp_path: Path) -> None:
     assert curl_target("https://127.0.0.1:81", other.cert) == (
         f"--cacert {other.cert} --connect-to a.example:81:127.0.0.1:81 https://a.example:81"
     )
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_printed_requests_are_those_that_the_model_answers(is_chat: bool) -> None:
+    cluster = SimpleNamespace(
+        **{"url": "http://a:1", "http_cert": "", "api_key": "k", "operator_token": "t"},
+        **{"model_name": "m", "tenant_id": "default", "client_url": None, "is_kept": False},
+        state_dir=Path("/state"),
+    )
+    console = Console(file=io.StringIO(), width=200)
+    up._show_gateway(cluster, console, is_chat=is_chat)
+    printed = console.file.getvalue()
+    assert ("/v1/completions" in printed, "/v1/chat/" in printed) == (not is_chat, is_chat)
+    assert ("\nchat " in printed) == is_chat
 
 
 @pytest.mark.parametrize(

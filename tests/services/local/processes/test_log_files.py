@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from services.local.processes import log_files
-from services.local.processes.log_files import bound_logs, last_line, level_of, open_log
+from services.local.processes.log_files import bound_logs, last_event, last_line, level_of, open_log
 from shared.clock import MonotonicClock
 
 
@@ -37,6 +37,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_level_of_a_line(line: str, level: str | None) -> None:
     assert level_of(line) == level
+
+
+def test_last_event_is_that_of_a_service(tmp_path: Path) -> None:
+    path = tmp_path / "worker.log"
+    assert last_event(path) == ""
+    path.write_text('{"level":"info","event":"loading"}\n{"level":"info","event":"compiling"}\n')
+    assert last_event(path) == "compiling"
+    path.write_text('{"level":"warning","event":"nats_disconnected"}\n')
+    assert last_event(path) == ""
 
 
 def test_log_is_bounded_while_its_process_appends(tmp_path: Path) -> None:
