@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 MAX_WIDTH = 100  # of the text on wide terminals
+SETTINGS = {"max_content_width": MAX_WIDTH, "help_option_names": ["-h", "--help"]}
 NAME_WIDTH = 28  # the text of a longer name begins on the next line
 _TYPES = {"int": "N", "int range": "N", "float": "X", "float range": "X", "str": "TEXT"}
 _TYPES |= {"path": "PATH", "file": "FILE", "directory": "DIR", "integer": "N", "text": "TEXT"}
@@ -56,18 +57,15 @@ class HelpGroup(TyperGroup):
 
 def use_plain_help(app: typer.Typer) -> None:
     """Gives all commands of the app, and of the apps within it, their help."""
-    app.info.cls = HelpGroup
+    app.info.cls, app.info.context_settings = HelpGroup, SETTINGS
     for command in app.registered_commands:
         if command.cls is None or not issubclass(command.cls, HelpCommand):
             command.cls = HelpCommand
         command.context_settings = {**(command.context_settings or {}), **SETTINGS}
     for group in app.registered_groups:
-        group.cls = HelpGroup
+        group.cls, group.context_settings = HelpGroup, SETTINGS
         if group.typer_instance is not None:
             use_plain_help(group.typer_instance)
-
-
-SETTINGS = {"max_content_width": MAX_WIDTH}
 
 
 def _write_options(command: Any, ctx: Any, formatter: Any, *, shows_variables: bool) -> None:

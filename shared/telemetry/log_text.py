@@ -66,6 +66,9 @@ def printable(text: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, str) and value and value.isprintable() and not set(value) & set(" =\"'"):
         return value
+    if isinstance(value, dict) and value:
+        inner = (f"{printable(str(key))}={_value(each)}" for key, each in value.items())
+        return f"{{{' '.join(inner)}}}"
     try:
         return printable(json.dumps(value, ensure_ascii=False, default=repr))
     except (TypeError, ValueError):  # keys of another type, a circle

@@ -30,6 +30,12 @@ def test_help_has_every_option_in_full_at_80_columns() -> None:
         assert max(map(len, body.splitlines())) <= 80, path
 
 
+def test_short_option_prints_help() -> None:
+    for arguments in ((), ("tenant",), ("tenant", "add"), ("decode",)):
+        short, long = (call_hearth((*arguments, each), {}) for each in ("-h", "--help"))
+        assert short.returncode == 0 and short.stdout == long.stdout
+
+
 def test_flags_have_no_value_and_defaults_are_said_once() -> None:
     text = call_hearth(("decode", "--help"), {"COLUMNS": "80"}).stdout
     assert re.search(r"--\[no-\]parked  +Start in standby", text)

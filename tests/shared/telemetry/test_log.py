@@ -55,8 +55,10 @@ def test_level_and_format_are_those_of_child_processes() -> None:
 
 
 def test_no_logged_text_commands_a_terminal() -> None:
-    odd = {"event": "a\x1b[2Jb", "k\n": "\x07\u202e", "exception": "x\n\x1b]0;y"}
+    odd: dict[str, Any] = {"event": "a\x1b[2Jb", "k\n": "\x07\u202e", "exception": "x\n\x1b]0;y"}
+    odd["phases"] = {"queue\x07": 0.25, "next": "a b"}
     text = text_of(odd, has_colors=False)
+    assert r'phases={queue\x07=0.25 next="a b"}' in text
     assert not [each for each in text if each != "\n" and not each.isprintable()]
     assert "a\\x1b[2Jb" in text
 
