@@ -188,6 +188,7 @@ class GatewayService:
         metrics.watch_preparation(lambda: models.loads)
         metrics.watch_loaded_models(lambda: models.num_loaded)
         metrics.watch_redis(lambda: self.tenancy.redis_memory.use)
+        metrics.watch_certificate(lambda: self._web_server.certificate_expires_at)
         metrics.watch_open_streams(lambda: len(self._driver))
         metrics.watch_fleet(self._members)
         models.registry.on_change(lambda: metrics.retain_models(models.served.names))

@@ -48,6 +48,7 @@ def gateway_metrics() -> GatewayMetrics:
     metrics.watch_preparation(lambda: {"requests": EncodingPools()})
     metrics.watch_dropped_spans(lambda: 0)
     metrics.watch_redis(lambda: MemoryUse(0, 0))
+    metrics.watch_certificate(lambda: 0.0)
     metrics.count_ended("stop", model="m", dialect="openai", tenant="t")
     metrics.count_refused("overloaded", dialect="openai", tenant="t")
     metrics.count_tokens(model="m", tenant="t", prompt=1, cached=1, output=1, reasoning=1)

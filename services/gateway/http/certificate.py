@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
+from cryptography import x509
 
 from shared.clock import Clock
 from shared.errors import ConfigError
@@ -32,6 +33,7 @@ class Certificate:
             raise ConfigError(
                 f"cannot use http_cert {cert} with http_key {key}: {reason}"
             ) from error
+        self.expires_at = _expires_at(cert)  # seconds since 1970
 
     async def watch(self, clock: Clock) -> None:
         """Polls the files until it is cancelled. Open connections keep the certificate of their
@@ -57,7 +59,14 @@ class Certificate:
             log.error("certificate_not_loaded", files=self._files, error=str(error))
             return
         self._changed_at = changed_at
+        self.expires_at = _expires_at(self._files[0])
         log.info("certificate_loaded", files=self._files)
+
+
+def _expires_at(cert: str) -> float:
+    """Returns the end of the file's first certificate, which is the server's own."""
+    found = x509.load_pem_x509_certificate(Path(cert).read_bytes())
+    return found.not_valid_after_utc.timestamp()
 
 
 def _no_password() -> str:

@@ -457,6 +457,11 @@ class WebServer:
         )
 
     @property
+    def certificate_expires_at(self) -> float | None:
+        """Returns seconds since 1970; None without HTTPS."""
+        return None if self._certificate is None else self._certificate.expires_at
+
+    @property
     def address(self) -> tuple[str, int]:
         host, port = self._socket.getsockname()[:2]
         return host, port

@@ -78,6 +78,7 @@ class OwnCollector(Collector):
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
         self.redis: Callable[[], MemoryUse | None] = lambda: None
+        self.certificate_expires_at: Callable[[], float | None] = lambda: None
         self.preparation: Callable[[], Mapping[str, PoolLoad]] = dict
         for each in (self.slow_clients, self.dropped_messages):
             each.add(count=0)  # a series without labels exists from the start
@@ -103,6 +104,13 @@ class OwnCollector(Collector):
                 "hearth_spans_dropped",
                 "Spans of traces that no collector took.",
                 self.num_dropped_spans(),
+            )
+        expires_at = self.certificate_expires_at()
+        if expires_at is not None:
+            yield GaugeMetricFamily(
+                "hearth_certificate_expiry_timestamp_seconds",
+                "End of the certificate that HTTPS serves, in seconds since 1970.",
+                expires_at,
             )
         yield from redis_families(self.redis())
         yield from own_histograms(SPECS, self.histograms)
@@ -158,6 +166,10 @@ class GatewayMetrics:
     def watch_redis(self, memory: Callable[[], MemoryUse | None]) -> None:
         """Exports Redis's memory as it was last read. `memory` returns None if it is unknown."""
         self.own.redis = memory
+
+    def watch_certificate(self, expires_at: Callable[[], float | None]) -> None:
+        """Exports the end of the certificate of HTTPS, in Unix seconds; None: there is none."""
+        self.own.certificate_expires_at = expires_at
 
     def watch_dropped_spans(self, count: Callable[[], int]) -> None:
         """Exports the number of dropped spans. Gateways that do not trace requests have no such

@@ -78,7 +78,8 @@ async def test_changed_files_are_loaded_as_a_pair(authority: Authority, tmp_path
     """A certificate without its key, which is replaced later, is not served."""
     files = install(authority.issue("first"), tmp_path)
     certificate = Certificate(files.cert, files.key)
-    second = authority.issue("second")
+    first_end = certificate.expires_at
+    second = authority.issue("second", days=2)
     async with https(certificate) as server:
         certificate.poll()
         assert await name_served(server, authority.ca) == "first"
@@ -86,8 +87,10 @@ async def test_changed_files_are_loaded_as_a_pair(authority: Authority, tmp_path
         certificate.poll()
         assert await name_served(server, authority.ca) == "first"
         install(second, tmp_path, "key")
+        assert server.certificate_expires_at == certificate.expires_at == first_end
         certificate.poll()
         assert await name_served(server, authority.ca) == "second"
+        assert certificate.expires_at - first_end > 80_000  # seconds: a day
 
 
 @pytest.mark.parametrize("fault", ["no certificate", "another key", "missing key"])
