@@ -211,6 +211,7 @@ class GatewayService:
         self._health_monitor.on_heartbeat(self._operator.feed.observe)
         self._health_monitor.on_lost(self._operator.feed.lose)
         await self.api_keys.warm_up()
+        await self._operator.history.restore()
         self._limits.start()
         self._usage.start(self.submission.count_usage)
         await self.telemetry.serve(self._bus)
@@ -221,6 +222,8 @@ class GatewayService:
         self._background.start_own(self._models.registry.run())
         self._background.start_own(self.tenancy.redis_memory.run())
         self._background.start_own(self._operator.servers.watch())
+        if self._operator.history.is_on:
+            self._background.start_own(self._operator.history.run())
         for dialect in self.dialects.opened:
             for task in dialect.tasks:
                 self._background.start_own(task())
@@ -265,6 +268,7 @@ class GatewayService:
         if self._clients is not None:
             await self._clients.close()
         await self._bus.close()
+        await self._operator.history.save()
         await self.tenancy.stores.close()
 
     def _num_gateways(self) -> int:

@@ -59,6 +59,7 @@ REDIS_ROLES: dict[str, RedisRole] = {
             "hearth:*:response:*",
             "hearth:*:responses:*",
             "hearth:responses:*",
+            "hearth:cluster:history",
             _REGISTRY,
             *_PREFIXES,
         ),

@@ -16,6 +16,7 @@ from services.__main__ import app
 from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.dialects.responses.storage.record import ResponseRecord
 from services.gateway.nats_api.endpoints import api_endpoints
+from services.gateway.operator.cluster.kept_history import KeptHistory
 from services.local.redis_acl import REDIS_ROLES
 from shared import config, messages, subjects
 from shared.config import ProcessConfig
@@ -38,6 +39,7 @@ REDIS_RECORDS = {
     "hearth:{tenant}:pinned_prefixes": Entry,
     "hearth:{tenant}:pinned_prefix:{name}": PinnedPrefix,
     "hearth:{tenant}:response:{id}": ResponseRecord,
+    "hearth:cluster:history": KeptHistory,
 }
 SCRIPTS = (tenant, pinned_prefix, rate_limit, stored_responses)
 

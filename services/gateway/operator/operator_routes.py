@@ -13,6 +13,7 @@ from services.gateway.observability.metrics.gateway_metrics import GatewayMetric
 from services.gateway.observability.metrics.rendered import RenderedMetrics
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.cluster.faults import FaultRoutes
+from services.gateway.operator.cluster.kept_history import HistoryKeeper
 from services.gateway.operator.cluster.routes import ClusterRoutes
 from services.gateway.operator.fleet_reads import FleetReads
 from services.gateway.operator.page_handlers import page_handlers
@@ -55,6 +56,9 @@ class OperatorRoutes:
         self.servers = Servers(tenancy, bus, clock)
         self.fleet_reads = FleetReads(
             bus, self.feed.state, self.servers, readiness, lambda: health_monitor.uptime_s
+        )
+        self.history = HistoryKeeper(
+            tenancy.stores.slow, self.feed.state, clock, is_on=bool(config.operator_token)
         )
         self._faults = FaultRoutes(config.fault_socket, config.fault_token, self.feed.state.events)
         models.registry.on_change(lambda: self.feed.state.observe_registry(models.registry.models))

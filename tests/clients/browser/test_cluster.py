@@ -172,11 +172,13 @@ def test_killed_worker_is_shown(tab: HearthPage) -> None:
 def test_page_comes_back_after_a_restart_of_the_gateway(tab: HearthPage) -> None:
     tab.open("#cluster")
     wait_for_state(tab, "decode-1", "ready")
+    joined = tab.page.locator("#events li", has_text="decode-1").last.inner_text()
     os.kill(tab.account.pids["gateway-1"], signal.SIGKILL)
     tab.page.get_by_text("The gateway does not answer; trying again").wait_for()
     assert tab.page.locator(".stale").count() == 1
     tab.page.locator("#cluster-body:not(.stale)").wait_for(timeout=60_000)
     wait_for_state(tab, "decode-1", "ready", 60_000)
+    assert joined in tab.page.locator("#events li").all_inner_texts()  # from Redis
     tab.page.click("nav >> text=Playground")
     tab.wait_until("document.querySelector('#model').options.length > 0")
     assert "Hearth" in tab.answer("What is Hearth?")

@@ -6,9 +6,10 @@ Requests that a gateway rejects are no events (`rejections.py`): a client may se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from shared.lifecycle.health import Loss
 
@@ -61,6 +62,13 @@ class EventLog:
             detail=detail,
         )
         (self._losses if event.is_loss else self._others).append(event)
+
+    def restore(self, events: Iterable[ClusterEvent]) -> None:
+        """Puts the events of an earlier process before this one's, of which there are none yet."""
+        for event in events:
+            self.last_number += 1
+            event = replace(event, number=self.last_number)
+            (self._losses if event.is_loss else self._others).append(event)
 
     def between(self, after: int, last: int) -> tuple[ClusterEvent, ...]:
         """Returns the events with numbers in (after, last], in order."""

@@ -95,8 +95,8 @@ class FleetHistory:
 
     @property
     def current(self) -> FleetFigures | None:
-        """The figures of the last minute, or None before the first sample."""
-        if not self._samples:
+        """The figures of the last minute, or None before this process's first sample."""
+        if not self._recent:
             return None
         total = _Interval(
             sum(each.duration_s for each in self._recent),

@@ -7,7 +7,8 @@ whole. Events of gateways are differences between their counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from shared.lifecycle.health import Fleet, Loss
 from shared.messages import GatewayLoad, Heartbeat, RoleDemand
 from shared.model_registry.record import RegisteredModel
 
+START_S = 5.0  # a process that started so shortly before the restored history has joined since
 MAX_LOST = 1024  # lost processes of which a later heartbeat is a return
 Fields = dict[str, Any]
 
@@ -77,6 +79,7 @@ class ClusterView:
         self._started: dict[str, tuple[int, float]] = {}  # epoch and Unix time by process
         self._changes = FleetChanges()
         self._registry: Mapping[str, RegisteredModel] | None = None
+        self._began_at = -inf  # with the history of an earlier process: the time of its restoring
         self._lost: dict[str, None] = {}  # ids of lost processes, the last one last
         self.events = EventLog(wall)
         self.history = FleetHistory(now, wall)
@@ -94,7 +97,8 @@ class ClusterView:
             if was_known:
                 self.events.add(Loss.STOPPED.value, process_id)
         elif not was_known and process_id in self._view and process_id not in self._lost:
-            self.events.add("joined", process_id)
+            if heartbeat.uptime_s <= self._now() - self._began_at + START_S:
+                self.events.add("joined", process_id)
         elif (was_lost or not was_known) and self._is_live(process_id):
             self._lost.pop(process_id, None)
             self.events.add("returned", process_id)
@@ -114,6 +118,15 @@ class ClusterView:
         if before is not None:
             for kind, name in registry_changes(before, models):
                 self.events.add(kind, name)
+
+    def restore(self, events: Iterable[ClusterEvent], samples: Iterable[FleetFigures]) -> None:
+        """Continues the history of an earlier process; processes that were up before this one have
+        joined then.
+        """
+        self.events.restore(events)
+        self.history.restore(samples)
+        if self.events.last_number:
+            self._began_at = self._now()
 
     def lose(self, process_id: str, loss: Loss) -> None:
         self._view.lose(process_id, loss, self._now())

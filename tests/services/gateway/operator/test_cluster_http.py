@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from shared.lifecycle.health import Loss
+from services.gateway.operator.cluster.kept_history import KEY, HistoryKeeper
+from services.gateway.operator.cluster.state import ClusterView
+from shared.clock import MonotonicClock
+from shared.lifecycle.health import Fleet, Loss
 from tests.services.gateway.conftest import API_KEY, Beside, Cluster, SharedCluster
 from tests.support.waiting import until
 
@@ -146,6 +150,19 @@ async def test_readers_share_one_computation_that_ends_with_the_last(opened: Bes
         assert feed._num_readers == 2
         assert len(feed._background._tasks) == 1
     await until(lambda: feed._num_readers == 0 and not feed._background._tasks)
+
+
+async def test_next_gateway_has_the_history(opened: Beside) -> None:
+    opened.gateway._operator.feed.lose("decode-9", Loss.STUCK)
+    await opened.gateway._operator.history.save()
+    store, clock = opened.gateway.tenancy.stores.slow, MonotonicClock()
+    view = ClusterView(Fleet("gateway-3"), clock.now, time.time)
+    await HistoryKeeper(store, view, clock, is_on=True).restore()
+    assert ("stuck", "decode-9") in {(each.kind, each.process_id) for each in view.events.all}
+    await store.write([("SET", KEY, "{")])
+    other = ClusterView(Fleet("gateway-3"), clock.now, time.time)
+    await HistoryKeeper(store, other, clock, is_on=True).restore()
+    assert other.events.all == ()
 
 
 async def test_closed_feed_ends_its_streams(opened: Beside) -> None:

@@ -281,6 +281,27 @@ def test_process_that_was_lost_for_long_returns() -> None:
     assert [kind for kind, _, _ in scene.events] == ["joined", "silent", "joined", "returned"]
 
 
+def test_restored_history_goes_on() -> None:
+    before = Scene()
+    before.beat()
+    before.state.lose("decode-1", Loss.STUCK)
+    before.beat("gateway-1", gateway=GatewayLoad())
+    before.now += SAMPLE_S
+    before.beat("gateway-1", gateway=GatewayLoad())
+    kept = before.state.snapshot()
+    scene = Scene()
+    scene.state.restore(kept.events, kept.samples)
+    scene.beat(uptime_s=60.0)
+    scene.beat("decode-2", uptime_s=1.0)
+    assert scene.events == [*before.events, ("joined", "decode-2", 1)]
+    assert [each.number for each in scene.state.snapshot().events] == [1, 2, 3, 4]
+    assert scene.state.snapshot().samples == kept.samples
+    later = Scene()
+    later.now = NUM_SAMPLES * SAMPLE_S + SAMPLE_S + 1.0
+    later.state.restore(kept.events, kept.samples)
+    assert later.state.snapshot().samples == ()
+
+
 def test_start_of_a_process_does_not_drift() -> None:
     scene = Scene()
     for _ in range(3):
