@@ -926,6 +926,15 @@ class HostModelPage(Message, frozen=True, kw_only=True):
     models: Annotated[tuple[HostedModel, ...], Meta(max_length=256)]
 
 
+class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process does before it is ready: "loading", "compiling", or what a later release
+    does.
+    """
+
+    phase: Name
+    model: Name = ""
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """The state of a process, sent every `interval_s` by the loop that does the work, so it proves
     progress.
@@ -953,6 +962,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_failed_items: Count = 0  # failed items of others, whose work raised in it, since its start
     store: StoreLoad | None = None  # state of Redis, if the process uses it
     host_name: Name = ""  # the machine that the process runs on
+    starting: StartProgress | None = None  # with the state "starting"; may be silent for a while
 
     @property
     def sender_id(self) -> str:

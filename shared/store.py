@@ -43,6 +43,8 @@ BREAKER_S = 0.5
 WRITE_REJECTIONS = ("MISCONF", "OOM", "READONLY", "NOREPLICAS")
 REJECTION_SHOWN_S = 30.0  # time since the last such reply: not every successful call writes
 
+NEW_REDIS = "Redis is new, no tenant yet: hearth tenant add"
+
 # One write of a batch, in Redis's syntax: ("HSET", key, field, value, …).
 Command = Sequence[str | bytes | int | float]
 

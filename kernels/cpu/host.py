@@ -57,6 +57,10 @@ class CpuHost:
         """See warm.py. Called before any weight is packed: the result decides its layout."""
         return warm.compile_ahead(plan)
 
+    def is_compiled(self, plan: CompilePlan) -> bool:
+        """Whether `compile_ahead` finds all machine code in the cache."""
+        return warm.is_compiled(plan)
+
     def compile_rows(self, plan: CompilePlan, is_wanted: Callable[[], bool]) -> None:
         """See warm.py. Slow: runs in a background thread once the worker is ready."""
         warm.compile_rows(plan, is_wanted)

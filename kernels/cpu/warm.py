@@ -43,6 +43,10 @@ def compile_ahead(plan: CompilePlan) -> str | None:
     return probe.failure()
 
 
+def is_compiled(plan: CompilePlan) -> bool:
+    return not _missing_parts(plan)
+
+
 def _missing_parts(plan: CompilePlan) -> list[Part]:
     return [part for part in _PARTS if not plan.marker(part).exists()]
 

@@ -87,8 +87,12 @@ class Supervisor:
             await stop_children(group, grace_s=grace_s)
 
     async def abandon(self, *, grace_s: float) -> None:
-        """Stops all processes at once, as the cluster has not served yet."""
+        """Stops all services at once, as the cluster has not served yet, then NATS and Redis: a
+        service that loses them first logs that, and not why the start failed.
+        """
         await self._stop_supervising()
+        services = [each for each in self._children.values() if each.spec.start_order]
+        await stop_children(services, grace_s=grace_s)
         await stop_children(self._children.values(), grace_s=grace_s)
 
     async def _stop_supervising(self) -> None:

@@ -11,16 +11,16 @@ from shared.config import WorkerConfig
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
 from shared.errors import ConfigError, InvalidRequest
-from shared.lifecycle.identity import connect
-from shared.messages import JoinRanks, RanksAssigned, Role
+from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks
+from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
 
 
 @asynccontextmanager
 async def listening_for_ranks(
-    config: WorkerConfig, role: Role
+    config: WorkerConfig, bus: NatsBus
 ) -> AsyncIterator[HostListener | None]:
     """Yields a listener for ranks of other hosts, or None if all ranks are this host's. Raises
     ConfigError for an address that is not this host's.
@@ -35,15 +35,12 @@ async def listening_for_ranks(
         reason = f"ranks cannot join on {config.rank_host!r}: {error}"
         raise ConfigError(f"rank_host: {reason}") from error
     try:
-        bus = await connect(config, role)
-        try:
-            await bus.serve(
-                join_ranks(bus.process_id), JoinRanks, lambda asked: _assign(listener, asked)
-            )
-            log.info("waiting_for_ranks", num_ranks=config.remote_ranks)
-            yield listener
-        finally:
-            await bus.close()
+        leave = await bus.serve(
+            join_ranks(bus.process_id), JoinRanks, lambda asked: _assign(listener, asked)
+        )
+        log.info("waiting_for_ranks", num_ranks=config.remote_ranks)
+        yield listener
+        await leave()
     finally:
         listener.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import structlog
@@ -20,7 +21,7 @@ from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.executors.loading.freed_memory import use_one_arena
-from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.features import features_of
 from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
@@ -31,8 +32,10 @@ from shared.engine.token_masks.worker_grammars import WorkerGrammars
 from shared.engine.worker import EngineModel, EngineWorker
 from shared.errors import CheckpointError, ConfigError
 from shared.grammar.vocabulary import load_vocabulary
+from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
+from shared.lifecycle.start_heartbeats import StartHeartbeats
 from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import WORKER_ROLES, ModelCard, Role
 from shared.metrics.process_report import ProcessReport
@@ -46,19 +49,25 @@ DEVICE_LOST_STATUS = 3  # exit status: a supervisor starts the process again, wi
 
 class WorkerProcess:
     """The process of a worker. It becomes ready once all handlers serve, and leaves the fleet
-    before they drain.
+    before they drain. `heartbeats` go on until its own have begun.
     """
 
     def __init__(
-        self, worker: EngineWorker, handlers: list[PrefillService | DecodeService], bus: NatsBus
+        self,
+        worker: EngineWorker,
+        handlers: list[PrefillService | DecodeService],
+        bus: NatsBus,
+        heartbeats: StartHeartbeats,
     ) -> None:
         self._worker = worker
+        self._heartbeats = heartbeats
         self._handlers = handlers
         self._bus = bus
         self._role_and_standby = RoleAndStandby(worker, handlers)
 
     async def start(self) -> None:
         await self._worker.start()
+        await self._heartbeats.stop()
         for handler in self._handlers:
             await handler.start()
         await self._role_and_standby.start()
@@ -68,6 +77,7 @@ class WorkerProcess:
         await asyncio.gather(*(handler.drain() for handler in self._handlers))
 
     async def stop(self) -> None:
+        await self._heartbeats.stop()
         for handler in self._handlers:
             await handler.stop()
         await self._worker.stop()
@@ -77,7 +87,9 @@ class WorkerProcess:
         return self._worker.health_monitor.report()
 
 
-def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> Executor:
+def load_model(
+    config: WorkerConfig, hosts: HostListener | None = None, on_phase: OnPhase = ignore_phase
+) -> Executor:
     """Loads the model. `hosts` listens for ranks of other hosts. Raises CheckpointError,
     ConfigError.
     """
@@ -89,7 +101,7 @@ def load_model(config: WorkerConfig, hosts: HostListener | None = None) -> Execu
     options |= {"num_threads": config.num_threads or None, "has_row_kernels": True}
     shape = MeshShape(config.tp, config.pp)
     if shape.num_ranks == 1:
-        return load_executor(config.model_dir, config.device, **options)
+        return load_executor(config.model_dir, config.device, on_phase=on_phase, **options)
     from shared.engine.executors.group.load_group import load_group
 
     return load_group(config.model_dir, config.device, shape, hosts, **options)
@@ -124,21 +136,31 @@ def load_grammars(
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
-    load: Callable[..., Executor] = load_model,
+    load: Callable[..., Executor] | None = None,
 ) -> Service:
-    """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
+    """Connects, and loads the model, which may take minutes: others see that it starts. Raises
+    ConfigError, CheckpointError, DependencyUnavailable.
+    """
     check(config)
     worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
     if config.may_be_parked:
         use_one_arena()
     config = await asyncio.to_thread(on_device, config, roles)
-    await (await connect(config, roles[0])).close()  # loading may take minutes
-    async with listening_for_ranks(config, roles[0]) as hosts:
-        arguments = () if hosts is None else (hosts,)
-        executor = await asyncio.to_thread(load, config, *arguments)
-    grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
     bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
+    numbers = HeartbeatNumbers.random(randomness)
+    heartbeats = StartHeartbeats(
+        *(bus, clock, numbers, worker_roles), region=config.region, model=config.served_name
+    )
+    try:
+        with bus.expecting_gaps():  # imports hold the event loop up
+            await heartbeats.start()
+            executor = await _loaded(config, bus, load or _loading(heartbeats))
+            grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
+    except BaseException:
+        await heartbeats.leave()
+        await bus.close()
+        raise
     engine = _engine(config, executor)
     data_plane = _data_plane(config, executor, clock, randomness)
     receive_port = None
@@ -146,6 +168,7 @@ async def build_worker(
         try:
             receive_port = await data_plane.receive_port()
         except ConfigError:
+            await heartbeats.leave()
             await bus.close()
             raise
     worker = EngineWorker(
@@ -165,13 +188,24 @@ async def build_worker(
         frame_counts=None if receive_port is None else receive_port.counts,
         on_device_lost=lambda: os._exit(DEVICE_LOST_STATUS),
         max_pinned_share=config.max_pinned_share,
+        numbers=numbers,
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
         handlers.append(PrefillService(worker, await data_plane.push_port()))
     if receive_port is not None:
         handlers.append(DecodeService(worker, receive_port, grammars))
-    return WorkerProcess(worker, handlers, bus)
+    return WorkerProcess(worker, handlers, bus, heartbeats)
+
+
+def _loading(heartbeats: StartHeartbeats) -> Callable[..., Executor]:
+    return partial(load_model, on_phase=heartbeats.enter)
+
+
+async def _loaded(config: WorkerConfig, bus: NatsBus, load: Callable[..., Executor]) -> Executor:
+    async with listening_for_ranks(config, bus) as hosts:
+        arguments = () if hosts is None else (hosts,)
+        return await asyncio.to_thread(load, config, *arguments)
 
 
 def _data_plane(

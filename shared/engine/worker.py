@@ -23,6 +23,7 @@ from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.errors import InvalidRequest, WorkerBusy, WorkerUnfit
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
     BlockPage,
@@ -76,9 +77,10 @@ class EngineWorker:
         frame_counts: ReceiverCounts | None = None,
         on_device_lost: Callable[[], None],
         max_pinned_share: float = 0.25,
+        numbers: HeartbeatNumbers | None = None,
     ) -> None:
         """Runs an engine as a member of the fleet. `on_device_lost` ends the process, after the
-        worker has left the fleet.
+        worker has left the fleet. `numbers` are those of heartbeats sent before.
         """
         self.bus = bus
         self.clock = clock
@@ -98,6 +100,7 @@ class EngineWorker:
             load=self._load,
             model=served.card,
             kv_targets=kv_targets,
+            numbers=numbers,
         )
         self._on_device_lost = on_device_lost
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []

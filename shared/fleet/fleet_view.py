@@ -24,6 +24,7 @@ HITS_WINDOW_S = 60.0
 HITS_SAMPLE_S = 5.0  # time between two readings of the counters of hits
 SHOW_STOPPED_S = 10.0
 SHOW_LOST_S = 3600.0  # who looks at night looks late
+_WORKER_ROLES = {"prefill", "decode"}
 _LOST_STATES = {loss.value for loss in Loss}
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
 _ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index", "host")
@@ -36,7 +37,8 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     process_id: str
     role: str
-    state: str  # announced state, or the kind of loss: silent, stuck, stopped
+    # announced state, the phase of a start (loading, compiling), or the kind of loss: silent, stuck
+    state: str
     state_age_s: int | None = None  # full seconds in a state other than ready and standby
     region: str = ""
     host: str = ""
@@ -69,7 +71,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def is_worker(self) -> bool:
-        return self.num_running is not None
+        return not _WORKER_ROLES.isdisjoint(self.role.split("+"))
 
     @property
     def is_lost(self) -> bool:
@@ -93,8 +95,13 @@ class _KnownProcess:
 
     @property
     def state(self) -> str:
-        """Returns the state that the process announced, or the kind of its loss."""
-        return self.heartbeat.state if self.loss is None else self.loss.value
+        """Returns the state that the process announced, or the phase of its start, or the kind of
+        its loss.
+        """
+        if self.loss is not None:
+            return self.loss.value
+        starting = self.heartbeat.starting
+        return self.heartbeat.state if starting is None else starting.phase
 
     def transition_to(self, heartbeat: Heartbeat, loss: Loss | None, now: float) -> None:
         before = self.state
@@ -244,11 +251,11 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
         region=heartbeat.region,
         host=heartbeat.host_name,
         release=heartbeat.release,
+        model=_model_name(heartbeat),
     )
     if heartbeat.model is not None:
         view = msgspec.structs.replace(
             view,
-            model=heartbeat.model.name,
             revision=heartbeat.model.revision[:12],
             device=heartbeat.model.numerics.device,
         )
@@ -294,6 +301,12 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
         num_handoffs_in_flight=load.num_handoffs_in_flight,
         saved_kv_bytes=load.saved_kv_bytes,
     )
+
+
+def _model_name(heartbeat: Heartbeat) -> str:
+    if heartbeat.starting is not None:
+        return heartbeat.starting.model
+    return "" if heartbeat.model is None else heartbeat.model.name
 
 
 def _state_age(known: _KnownProcess, now: float) -> int | None:

@@ -31,6 +31,9 @@ HEARTBEAT_INTERVAL_S = 0.25
 LATE_S = 0.3  # time since the last heartbeat, before the peer gets a request
 MAX_ECHO_GAP_S = 0.5  # a longer gap means that the bus was disconnected
 SILENCE_LIMIT_S = 1.0  # four missed heartbeats
+# A process that loads a model imports for seconds, and the server may drop its connection meanwhile
+START_LATE_S = 5.0
+START_SILENCE_LIMIT_S = 20.0
 MAX_LOOP_LAG_S = 0.2
 TICK_S = 0.1
 FORGET_AFTER_S = 60.0
@@ -70,6 +73,14 @@ class Peer:
     is_suspect: bool = False
     is_doubled: bool = False
     replaced: dict[int, _ReplacedEpoch] = field(default_factory=dict)  # key: epoch
+
+    @property
+    def late_s(self) -> float:
+        return LATE_S if self.heartbeat.starting is None else START_LATE_S
+
+    @property
+    def silence_limit_s(self) -> float:
+        return SILENCE_LIMIT_S if self.heartbeat.starting is None else START_SILENCE_LIMIT_S
 
 
 class Fleet:
@@ -155,7 +166,7 @@ class Fleet:
         return [
             peer.heartbeat
             for peer in self._peers.values()
-            if not peer.is_suspect and now - peer.last_heartbeat_at > LATE_S
+            if not peer.is_suspect and now - peer.last_heartbeat_at > peer.late_s
         ]
 
     def bus_was_away(self, now: float) -> None:
@@ -254,7 +265,7 @@ def _has_moved(known: Heartbeat, heartbeat: Heartbeat) -> bool:
 
 
 def _loss_of(peer: Peer, now: float) -> Loss | None:
-    if now - peer.last_heartbeat_at > SILENCE_LIMIT_S:
+    if now - peer.last_heartbeat_at > peer.silence_limit_s:
         return Loss.UNRESPONSIVE
     load = peer.heartbeat.load
     if load is not None and now - peer.progressed_at > load.step_budget_s + SILENCE_LIMIT_S:

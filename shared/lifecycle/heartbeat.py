@@ -14,6 +14,7 @@ from shared.background import Background, failing_alone, is_logged, num_failed_i
 from shared.clock import Clock
 from shared.errors import HearthError, NameInUse, NoResponders
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
+from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.host_models import AnnouncedModels, ReceivedModels
 from shared.lifecycle.identity import name_in_use
 from shared.lifecycle.release import installed_release
@@ -44,6 +45,7 @@ log = structlog.get_logger(__name__)
 
 ALIVE_TIMEOUT_S = 0.2  # plus the round trip
 UNDECIDED_S = 3.0  # the longest time for which two processes share an id
+MAX_REMEMBERED_LOSSES = 1024
 MEASURE_S = 1.0  # interval of the search for peers to probe
 
 LostHandler = Callable[[str, Loss], None]
@@ -54,7 +56,8 @@ class HealthMonitor:
     report the state of an engine, an index, a gateway, a scheduler, a host or a Redis connection.
 
     `requests` measures the round trip to each peer; peers in use are probed. Without `reads_models`
-    the heartbeats of hosts have no models.
+    the heartbeats of hosts have no models. `numbers` are those of heartbeats that this process has
+    sent before.
     """
 
     def __init__(
@@ -75,10 +78,12 @@ class HealthMonitor:
         host: Callable[[], HostLoad] | None = None,
         store: Callable[[], StoreLoad] | None = None,
         reads_models: bool = False,
+        numbers: HeartbeatNumbers | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
-        self.epoch = int.from_bytes(randomness.bytes(7), "little")
+        self._numbers = HeartbeatNumbers.random(randomness) if numbers is None else numbers
+        self.epoch = self._numbers.epoch
         self.fleet = Fleet(bus.process_id, self.epoch)
         self.on_name_in_use: Callable[[NameInUse], None] = self._end_process
         self._last_of_other: Heartbeat | None = None  # another process with this one's id
@@ -100,7 +105,7 @@ class HealthMonitor:
         self._store = store
         self._subject = heartbeat(roles, bus.process_id, region)
         self._host_name = gethostname()
-        self._sequence_number = 0
+        self._lost_at: dict[str, float] = {}  # peers that may come back, the last one last
         self._lost_handlers: list[LostHandler] = []
         self._heartbeat_handlers: list[Callable[[Heartbeat], None]] = []
         self._requested: set[str] = set()
@@ -161,6 +166,8 @@ class HealthMonitor:
             self._lost(message.process_id, loss)
         if self.fleet.is_contested(message):
             return
+        if message.process_id in self._lost_at:
+            self._note_return(message)
         for handler in self._heartbeat_handlers:
             with failing_alone("heartbeat_not_handled", peer=message.process_id):
                 handler(message)
@@ -197,8 +204,24 @@ class HealthMonitor:
 
         self._background.start_own(fail())
 
-    def _lost(self, process_id: str, loss: Loss) -> None:
+    def _note_return(self, message: Heartbeat) -> None:
+        """Logs that a lost peer is back, once it has started again."""
+        if self.fleet.is_live(message.process_id) and message.state != "starting":
+            away_s = self._clock.now() - self._lost_at.pop(message.process_id)
+            log.info("peer_returned", peer=message.process_id, after_s=round(away_s, 1))
+
+    def _log_loss(self, process_id: str, loss: Loss) -> None:
+        if loss is Loss.STOPPED:
+            self._lost_at.pop(process_id, None)
+            log.info("peer_stopped", peer=process_id)
+            return
         log.warning("peer_lost", peer=process_id, loss=loss.value)
+        self._lost_at.setdefault(process_id, self._clock.now())
+        if len(self._lost_at) > MAX_REMEMBERED_LOSSES:
+            del self._lost_at[next(iter(self._lost_at))]
+
+    def _lost(self, process_id: str, loss: Loss) -> None:
+        self._log_loss(process_id, loss)
         if self._received is not None and loss is not Loss.RESTARTED:
             self._received.forget(process_id)
         for handler in self._lost_handlers:
@@ -270,7 +293,7 @@ class HealthMonitor:
         return Heartbeat(
             process_id=self._bus.process_id,
             epoch=self.epoch,
-            sequence_number=self._sequence_number,
+            sequence_number=self._numbers.last,
             roles=self._roles,
             state=self.state,
             interval_s=HEARTBEAT_INTERVAL_S,
@@ -296,7 +319,7 @@ class HealthMonitor:
         return ProcessReport(self.describe(), takes_work=self.state == "ready")
 
     async def _send(self) -> None:
-        self._sequence_number += 1
+        self._numbers.take()
         try:
             described = self.describe()
             if described.host is not None:

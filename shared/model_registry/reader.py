@@ -7,6 +7,7 @@ absence later means lost records, even when tenants have been added again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ import structlog
 from shared.background import failing_alone, item_error
 from shared.clock import Clock
 from shared.model_registry.record import MAX_MODELS, REGISTRY, REGISTRY_VERSION, RegisteredModel
-from shared.store import Store, StoreUnavailable
+from shared.store import NEW_REDIS, Store, StoreUnavailable
 from shared.tenancy.tenant import GENERATION
 from shared.transport.wire_errors import UNREADABLE, one_line
 
@@ -57,6 +58,7 @@ class RegistryReader:
         self._is_versioned = False  # Redis has had a version
         self._records: dict[bytes, bytes] = {}  # records as read
         self._is_away = False
+        self._is_new = False  # Redis has never had a record, as far as this process knows
         self._failure = ""  # the failure that was logged last
         self._handlers: list[Callable[[], None]] = []
 
@@ -71,7 +73,8 @@ class RegistryReader:
                 await self.refresh()
             except StoreUnavailable as error:
                 if not self._is_away:
-                    log.warning("catalogue_unavailable", error=error.message)
+                    level = logging.INFO if self._is_new else logging.WARNING
+                    log.log(level, "catalogue_unavailable", error=error.message)
                 self._is_away = True
             except BaseException as raised:  # an operator's record is unreadable, and may stay
                 failure = repr(item_error(raised))
@@ -83,13 +86,16 @@ class RegistryReader:
             await self._clock.sleep(POLL_S)
 
     async def refresh(self) -> None:
-        """Reads the registry in one round trip. Raises StoreUnavailable, also for a Redis that has
-        lost its records.
+        """Reads the registry in one round trip. Raises StoreUnavailable, also for a Redis that is
+        new, or has lost its records.
         """
         reply: list[Any] = await self._store.evaluate(
             READ_REGISTRY, _KEYS, [self._version, MAX_MODELS]
         )
         has_records, has_version, version, *changed = reply
+        self._is_new = not has_records and not self.is_read
+        if self._is_new:
+            raise StoreUnavailable(NEW_REDIS)
         if not has_records or (self._is_versioned and not has_version):
             raise StoreUnavailable(f"Redis has lost its records: it has no {REGISTRY_VERSION}")
         self._is_versioned = bool(has_version)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +17,6 @@ import msgspec
 import nats
 import nats.errors
 import structlog
-from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
 from shared.background import Background, is_logged, item_error, start_awaited
@@ -227,11 +227,13 @@ class _ConnectionEvents:
     nats-py calls them in its read and reconnect loops, which an exception would end: none raises.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: DirectClient) -> None:
         self.last_error: Exception | None = None
         self.rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_losses = 0  # of the connection
         self._client = client
         self._num_rejections = 0
+        self.expects_gaps = False
 
     async def on_error(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # the error's own text may raise
@@ -249,7 +251,12 @@ class _ConnectionEvents:
             self.rejected.set_result(None)
 
     async def on_disconnect(self) -> None:
-        log.warning("nats_disconnected")
+        self.num_losses += 1
+        if self._client.is_closed:
+            return  # in order
+        self._client.drop_pending_replies()
+        level = logging.INFO if self.expects_gaps else logging.WARNING
+        log.log(level, "nats_disconnected")
 
     async def on_reconnect(self) -> None:
         log.info("nats_reconnected")
@@ -261,9 +268,10 @@ class NatsBus:
     Adds the sender to every published subject, and subscribes to each subject from any sender.
     """
 
-    def __init__(self, client: DirectClient, process_id: str) -> None:
+    def __init__(self, client: DirectClient, process_id: str, events: _ConnectionEvents) -> None:
         self.process_id = process_id
         self._client = client
+        self._events = events
         self._sender_check = SenderCheck()
         self._serving = Background()
         self._watch = Background()
@@ -323,7 +331,7 @@ class NatsBus:
             {connecting, events.rejected}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         if client.is_connected:
-            return cls(client, process_id)
+            return cls(client, process_id, events)
         while not connecting.done():  # a cancellation that coincides with a timeout can be lost
             connecting.cancel()
             await asyncio.wait({connecting}, timeout=0.1)
@@ -346,6 +354,17 @@ class NatsBus:
             )
             if reason is not None:
                 raise DependencyUnavailable(reason)
+
+    @contextlib.contextmanager
+    def expecting_gaps(self) -> Iterator[None]:
+        """The connection may be lost meanwhile without a warning: the process is busy, and the
+        server drops who does not answer.
+        """
+        self._events.expects_gaps = True
+        try:
+            yield
+        finally:
+            self._events.expects_gaps = False
 
     @property
     def untyped(self) -> UntypedMessages:
@@ -437,8 +456,14 @@ class NatsBus:
     ) -> Unsubscribe:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
-        async def answer(reply_to: str, reply: Message | Awaitable[Message]) -> None:
+        events = self._events
+
+        async def answer(
+            reply_to: str, reply: Message | Awaitable[Message], num_losses: int
+        ) -> None:
             message = reply if isinstance(reply, Message) else await reply
+            if events.num_losses != num_losses:
+                return  # the server would take it for an intrusion; whoever asked asks again
             try:
                 await self._client.publish(reply_to, self._reply_payload(message))
             except (nats.errors.Error, OSError) as error:
@@ -447,14 +472,14 @@ class NatsBus:
         async def take(wire_subject: str, reply_to: str, data: bytes) -> None:
             if len(self._serving) >= MAX_SERVED_AT_ONCE:
                 rejection = Overloaded("too many requests at once", retry_after_s=1.0)
-                await answer(reply_to, failure_of(rejection))
+                await answer(reply_to, failure_of(rejection), events.num_losses)
                 return
             checked = self._sender_check.checked(decode, wire_subject)
             reply = begin_reply(handler, checked, data)
             if isinstance(reply, Message):
-                await answer(reply_to, reply)
+                await answer(reply_to, reply, events.num_losses)
                 return
-            self._serving.start_item(answer(reply_to, reply), is_logged)
+            self._serving.start_item(answer(reply_to, reply, events.num_losses), is_logged)
 
         subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
         return partial(self._stop_serving, subscription)
@@ -477,7 +502,7 @@ class NatsBus:
                 await self.flush()
             except nats.errors.Error as error:
                 log.warning("nats_flush_failed", error=repr(error))
-        await self._client.close()
+        await self._client.end()
         await self._serving.stop()
 
     def _payload(self, message: Message) -> bytes:

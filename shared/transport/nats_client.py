@@ -25,6 +25,7 @@ from shared.background import item_error
 from shared.transport.nkeys import UserKey
 
 LATE_REPLY_S = 2.0  # how long after its timeout a reply is still taken, if the caller wants it
+REPLIES = (b"PUB _INBOX.", b"HPUB _INBOX.")  # commands; nothing else is sent to an inbox
 Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, reply subject or "", data
 # subject, reply subject or "", data, the encoded headers or b""
 TakeWithHeaders = Callable[[str, str, bytes, bytes], Awaitable[None]]
@@ -41,7 +42,7 @@ INTERNALS = {
 # Attributes of a Client and of a Subscription that are read or written here.
 CLIENT_ATTRIBUTES = (
     *("_subs", "_pongs", "_error_cb", "_transport", "_public_nkey"),
-    *("_reading_task", "_reconnection_task"),
+    *("_reading_task", "_reconnection_task", "_pending", "_pending_data_size"),
 )
 SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
 
@@ -69,6 +70,21 @@ class DirectClient(Client):
         """
         tasks = (self._reading_task, self._reconnection_task)
         return any(task is not None and not task.done() for task in tasks)
+
+    def drop_pending_replies(self) -> None:
+        """Removes the replies that wait to be sent: the server lets nobody reply over another
+        connection than the one that has received the request.
+        """
+        self._pending = [each for each in self._pending if not each.startswith(REPLIES)]
+        self._pending_data_size = sum(map(len, self._pending))
+
+    async def end(self) -> None:
+        """Closes the connection. Without one, what waits to be sent is dropped: nats-py would write
+        it to the closed transport, for which uvloop raises.
+        """
+        if not self.is_connected:
+            self._pending, self._pending_data_size = [], 0
+        await self.close()
 
     async def listen(self, subject: str, take: Take, *, queue: str = "") -> Subscription:
         """Subscribes. `take` is called in the order of arrival and delays all later messages, so it

@@ -27,8 +27,8 @@ class ReadyWorkers(msgspec.Struct, frozen=True):
 
 
 class PublicReadiness(msgspec.Struct, frozen=True, kw_only=True):
-    """`redis`: if "unavailable" or "empty", only tenants that this gateway has already served are
-    served; if it "rejects writes", limits and usage are this gateway's own.
+    """`redis`: if "unavailable", "empty" or "new", only tenants that this gateway has already
+    served are served; if it "rejects writes", limits and usage are this gateway's own.
     """
 
     ready: bool

@@ -7,8 +7,8 @@ A cached key is looked up again after `REFRESH_S`, so a revoked key and a change
 within that time. A request waits for the look-up at most `KNOWN_KEY_WAIT_S` and then continues with
 the cached record; the next request uses the look-up's result. While Redis is unavailable, cached
 keys are valid with the cached records of their tenants; unknown keys cannot be checked. A Redis
-without `hearth:generation` has lost its records and counts as unavailable, since every key would
-be invalid otherwise.
+without `hearth:generation` is new, or has lost its records if this gateway has seen some. Both
+count as unavailable, since every key would be invalid otherwise.
 
 A near replica of Redis may answer first. Its replies count only if they have the key, since it may
 lag.
@@ -50,8 +50,9 @@ NUM_CONNECTIONS = 32  # opened at the start
 KNOWN_KEY_WAIT_S = STORE_TIMEOUT_S
 
 EMPTY_ADVICE = "restore Redis from its append-only file; a new one needs `hearth tenant add`"
+NEW_ADVICE = "no tenant yet: hearth tenant add; if there were some, restore Redis from its file"
 
-RedisState = Literal["ok", "unavailable", "empty"]
+RedisState = Literal["ok", "unavailable", "empty", "new"]
 
 # KEYS: an API key's record, all tenants, the generation. Returns the key's fields, its tenant's
 # record, the time, and 1 if Redis has records, else 0. The Redis of an earlier release has tenants
@@ -81,6 +82,7 @@ class ApiKeys:
         self._stores = (store,) if replica is None else (replica, store)
         self._clock = clock
         self._redis_state: RedisState = "ok"
+        self._has_seen_records = False
         self._polled_at = -inf
         self._known: dict[str, _CachedTenant] = {}
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
@@ -171,7 +173,8 @@ class ApiKeys:
         except StoreUnavailable:
             self._transition_to("unavailable")
             raise
-        self._transition_to("ok" if has_records else "empty")
+        self._has_seen_records = self._has_seen_records or bool(has_records)
+        self._transition_to("ok" if has_records else "empty" if self._has_seen_records else "new")
         if not has_records:
             raise StoreUnavailable(f"Redis is empty: it has no {GENERATION}")
         return reply
@@ -179,6 +182,8 @@ class ApiKeys:
     def _transition_to(self, state: RedisState) -> None:
         if state == "empty" != self._redis_state:
             log.error("redis_is_empty", missing=GENERATION, advice=EMPTY_ADVICE)
+        if state == "new" != self._redis_state:
+            log.info("redis_is_new", advice=NEW_ADVICE)
         self._redis_state = state
 
     async def _second_try(self, digest: str) -> list[Any]:

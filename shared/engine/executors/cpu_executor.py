@@ -15,12 +15,13 @@ from shared.engine.executors.loading.cpu_kernels import (
     RowKernels,
     compile_kernels,
     compile_plan,
+    has_run,
     load_kernels,
 )
 from shared.engine.executors.loading.freed_memory import retain_freed_memory, return_freed_memory
 from shared.engine.executors.loading.kv_scales import load_kv_scales
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
-from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.executors.loading.model_loading import (
     OpenedWeights,
     empty_model,
@@ -93,7 +94,7 @@ class CpuExecutor(LocalExecutor):
         )
 
     @classmethod
-    def load(cls, model_dir: Path, options: LoadOptions) -> Self:
+    def load(cls, model_dir: Path, options: LoadOptions, on_phase: OnPhase = ignore_phase) -> Self:
         """Loads a model. Raises CheckpointError for a bad checkpoint, ConfigError for a bad
         option.
         """
@@ -105,7 +106,10 @@ class CpuExecutor(LocalExecutor):
         plan = None
         if not IS_INTERPRETED:  # the plan determines the layout of packed weights
             plan = compile_plan(config, dtype, kv_layout, is_compressed=is_compressed)
+            if not cpu_host().is_compiled(plan):
+                on_phase("compiling")
             compile_kernels(plan)
+            on_phase("loading")
         given = options.kv_cache_bytes
         num_blocks = num_blocks_for(kv_layout, DEFAULT_KV_CACHE_BYTES if given is None else given)
         max_blocks = options.kv_ceiling(kv_layout, num_blocks)
@@ -128,6 +132,8 @@ class CpuExecutor(LocalExecutor):
         )
         if plan is not None:
             # a ready worker has all its kernels compiled
+            if not has_run(plan):
+                on_phase("compiling")
             load_kernels(plan, lambda: _warm_up(loaded.computer))
             if options.has_row_kernels and options.activations == "plain":  # fused layers use it
                 loaded._row_kernels = RowKernels(plan)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shared.config import default_block_size
-from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.executors.mode_choice import resolve_mode
 from shared.errors import ConfigError
@@ -37,10 +37,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_executor(
-    model_dir: Path | str, device: str = "cpu", *, mode: ModeChoice = "exact", **options: Any
+    model_dir: Path | str,
+    device: str = "cpu",
+    *,
+    mode: ModeChoice = "exact",
+    on_phase: OnPhase = ignore_phase,
+    **options: Any,
 ) -> LocalExecutor:
     """Loads the model. `options` are the other fields of `LoadOptions`; blocks have the device's
-    size if none is given. Raises CheckpointError for a bad checkpoint, ConfigError for a bad
+    size if none is given. `on_phase` is called with what
+    takes the time. Raises CheckpointError for a bad checkpoint, ConfigError for a bad
     option.
     """
     model_dir, target = Path(model_dir), resolve_device(device)
@@ -51,7 +57,7 @@ def load_executor(
         from shared.engine.executors.cuda.cuda_device import cuda_device
         from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 
-        return CudaExecutor.load(model_dir, chosen, cuda_device(target))
+        return CudaExecutor.load(model_dir, chosen, cuda_device(target), on_phase)
     from shared.engine.executors.cpu_executor import CpuExecutor  # numba
 
-    return CpuExecutor.load(model_dir, chosen)
+    return CpuExecutor.load(model_dir, chosen, on_phase)

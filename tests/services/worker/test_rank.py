@@ -20,6 +20,7 @@ from shared.config import RankConfig, WorkerConfig
 from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.parallel.processes.join import HostListener
 from shared.errors import DeviceFailed, InvalidRequest
+from shared.lifecycle.identity import connect
 from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks
 from shared.transport.bus import NatsBus
@@ -70,7 +71,9 @@ async def test_worker_lives_and_dies_with_its_rank_on_another_host(
 
 
 async def test_ranks_that_a_worker_does_not_miss_are_refused(nats_server: NatsServer) -> None:
-    async with listening_for_ranks(worker_config(nats_server, pp=4, remote_ranks=2), "decode"):
+    config = worker_config(nats_server, pp=4, remote_ranks=2)
+    own = await connect(config, "decode")
+    async with listening_for_ranks(config, own):
         bus = await NatsBus.connect(nats_server.url("worker-1"), process_id="worker-1.other")
 
         async def asked(num_ranks: int) -> RanksAssigned:
@@ -82,6 +85,7 @@ async def test_ranks_that_a_worker_does_not_miss_are_refused(nats_server: NatsSe
             await asked(3)
         assert (await asked(2)).first_rank == 2
         await bus.close()
+    await own.close()
 
 
 @pytest.mark.parametrize(

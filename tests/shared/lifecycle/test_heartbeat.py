@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import structlog
 
 from shared.errors import NameInUse
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
@@ -74,13 +75,22 @@ def test_frozen_stuck_and_stopped_are_distinct_losses() -> None:
     async def scenario() -> None:
         network, (first, second, third) = await start_three_processes()
         network.freeze("decode-1")
-        await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
+        with structlog.testing.capture_logs() as logs:
+            await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
         assert first.lost == [("decode-1", Loss.UNRESPONSIVE)] == third.lost
+        assert [each["event"] for each in logs].count("peer_lost") == 2
         third.is_stuck = True
         await asyncio.sleep(2.5)
         assert first.lost[1:] == [("decode-2", Loss.STUCK)]
         network.thaw("decode-1")
-        await asyncio.sleep(0.5)
+        with structlog.testing.capture_logs() as logs:
+            await asyncio.sleep(0.5)
+        returned = [each for each in logs if each["event"] == "peer_returned"]
+        assert [(each["peer"], each["log_level"]) for each in returned] == [
+            ("decode-1", "info"),
+            ("decode-1", "info"),
+        ]
+        assert 2.5 <= returned[0]["after_s"] <= 3.5
         assert first.health_monitor.fleet.is_live("decode-1")
         await second.health_monitor.stop()
         await asyncio.sleep(0.01)

@@ -143,7 +143,7 @@ async def test_impossible_record_is_unreadable(
 
 async def test_lost_records_leave_the_last_value(store: Store, reader: RegistryReader) -> None:
     """Also when the tenants are there again, but not the model registry."""
-    with pytest.raises(StoreUnavailable, match="Redis has lost its records"):
+    with pytest.raises(StoreUnavailable, match="Redis is new, no tenant yet: hearth tenant add"):
         await reader.refresh()
     await RegistryAdmin(store, lambda: 1.0).add("m", "/x")
     await reader.refresh()

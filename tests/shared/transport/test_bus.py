@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import nats
 import pytest
+import structlog
+import uvloop
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -413,6 +415,47 @@ async def test_second_server_of_a_cluster_serves_when_the_first_is_down(tmp_path
         for bus in (before, after):
             await bus.publish(subject, ABORT)
             assert await inbox.next() == ABORT
+
+
+async def test_reply_to_a_request_of_an_earlier_connection_is_not_sent(connect: Connect) -> None:
+    """The server lets nobody send it, and logs a violation. The end in order is no warning."""
+    gateway, decode = await connect("gateway-1"), await connect("decode-1")
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: AbortRequest) -> Done:
+        is_asked.set()
+        await may_answer.wait()
+        return Done()
+
+    subject = subjects.control("decode", "decode-1")
+    await decode.serve(subject, AbortRequest, answer)
+    await decode.flush()
+    asking = asyncio.create_task(gateway.request(subject, ABORT, Done, timeout_s=60))
+    await is_asked.wait()
+    with structlog.testing.capture_logs() as logs:
+        decode._client._transport.close()
+        await _until(lambda: decode.num_reconnects == 1 and decode.is_connected)
+        may_answer.set()
+        await _until(lambda: not len(decode._serving))
+        await decode.flush()
+        await decode.close()
+    asking.cancel()
+    assert not [each for each in logs if "ermissions" in each.get("error", "")]
+    assert [each["event"] for each in logs].count("nats_disconnected") == 1
+
+
+def test_close_after_the_loss_of_the_server_raises_nothing(tmp_path: Path) -> None:
+    """uvloop raises for writing to a closed transport."""
+
+    async def scenario() -> None:
+        server = NatsServer(tmp_path, (("gateway", "gateway-1"),))
+        bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1")
+        server.stop()
+        await until(lambda: not bus.is_connected)
+        await bus.publish(subjects.control("decode", "decode-1"), ABORT)
+        await bus.close()
+
+    uvloop.run(scenario())
 
 
 def _cluster(own_port: int, other_port: int) -> str:

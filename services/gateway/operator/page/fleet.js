@@ -4,7 +4,7 @@ import { byId, bytes, count, make, seconds, setText } from "./dom.js";
 import { faultControls, mayFail } from "./faults.js";
 
 // Not by colour alone: each state has its sign and its word.
-const SIGNS = { ready: "●", starting: "◔", draining: "◐", silent: "✕", gone: "✕", stuck: "‖", stopped: "■", standby: "○" };
+const SIGNS = { ready: "●", starting: "◔", loading: "◔", compiling: "◔", draining: "◐", silent: "✕", gone: "✕", stuck: "‖", stopped: "■", standby: "○" };
 const WORDS = { silent: "silent: frozen or cut off", gone: "gone: no connection", stuck: "stuck: makes no step" };
 const LOST = new Set(["silent", "gone", "stuck", "stopped", "restarted", "doubled"]);
 const NUM_PER_FRAME = 24; // tiles: no frame takes long, and a fleet of 200 is drawn within a second

@@ -17,7 +17,7 @@ from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_s
 from shared.engine.executors.cuda.meta_model import META
 from shared.engine.executors.loading.kv_scales import load_kv_scales
 from shared.engine.executors.loading.kv_sizing import num_blocks_for, num_blocks_in
-from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.executors.loading.model_loading import (
     empty_model,
     finish_model,
@@ -67,7 +67,13 @@ class CudaExecutor(LocalExecutor):
             on_triton_compile(self._budget.compiling)
 
     @classmethod
-    def load(cls, model_dir: Path, options: LoadOptions, device: CudaDevice) -> Self:
+    def load(
+        cls,
+        model_dir: Path,
+        options: LoadOptions,
+        device: CudaDevice,
+        on_phase: OnPhase = ignore_phase,
+    ) -> Self:
         """Binds the calling thread. Kernels are compiled by their keys while the weights are read;
         then one step shows what memory steps need. Raises CheckpointError for a bad checkpoint,
         ConfigError for a bad option or for a device that cannot run kernels or has no memory for
@@ -124,6 +130,7 @@ class CudaExecutor(LocalExecutor):
                 load_weights(source.tensors, model.weight_destinations(), readers)
             revision = source.revision()
             staging.close()
+            on_phase("compiling")
             if compiled is not None:
                 compiled.result()
         finish_model(

@@ -108,14 +108,18 @@ def load_kernels(plan: CompilePlan, run: Callable[[], None]) -> None:
     One process of a host does so at a time until one has; later ones find the code, and wait for
     no process that compiles another model's.
     """
-    marker = plan.marker("steps")
-    if marker.exists():
+    if has_run(plan):
         run()
         return
     with cpu_host().compile_lock():
         run()
     with suppress(OSError):
-        marker.touch()
+        plan.marker("steps").touch()
+
+
+def has_run(plan: CompilePlan) -> bool:
+    """Whether a process of this host has run steps, so that all their machine code is cached."""
+    return plan.marker("steps").exists()
 
 
 class RowKernels:

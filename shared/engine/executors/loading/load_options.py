@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import msgspec
 
 from shared.config import ExpertSplit
@@ -9,6 +12,13 @@ from shared.engine.executors.loading.kv_sizing import num_blocks_for
 from shared.engine.model_config.model_config import ModelConfig
 from shared.kv_layout import KvLayout
 from shared.numerics import Activations, KvDtype, Mode
+
+Phase = Literal["loading", "compiling"]
+OnPhase = Callable[[Phase], None]  # called by the thread that loads
+
+
+def ignore_phase(phase: Phase) -> None:
+    """The OnPhase of a caller who shows none."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):

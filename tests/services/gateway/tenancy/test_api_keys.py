@@ -205,6 +205,14 @@ async def test_emptied_redis_counts_as_unavailable(store: RedisStore, admin: Ten
     assert keys.redis_state == "ok"
 
 
+async def test_redis_without_any_tenant_is_new(store: RedisStore) -> None:
+    keys = ApiKeys(store, ManualClock())
+    with structlog.testing.capture_logs() as logs:
+        await keys.poll_redis()
+    assert [(each["event"], each["log_level"]) for each in logs] == [("redis_is_new", "info")]
+    assert keys.redis_state == "new"
+
+
 async def test_tenants_without_a_generation_are_valid(store: RedisStore) -> None:
     """Those that an earlier release stored."""
     await store_api_key(store, "k1", "acme")
