@@ -258,8 +258,10 @@ def _is_other(heartbeat: Heartbeat, peer: Peer) -> bool:
 
 
 def _has_moved(known: Heartbeat, heartbeat: Heartbeat) -> bool:
-    """Whether the engine has progressed; without an engine every heartbeat counts as progress."""
-    if heartbeat.load is None or known.load is None:
+    """Whether the engine has progressed; without an engine, or before it is ready, every heartbeat
+    counts as progress.
+    """
+    if heartbeat.load is None or known.load is None or known.state == "starting":
         return True
     return known.load.step != heartbeat.load.step
 

@@ -215,6 +215,8 @@ class HealthMonitor:
             self._lost_at.pop(process_id, None)
             log.info("peer_stopped", peer=process_id)
             return
+        if loss is Loss.RESTARTED and process_id in self._lost_at:
+            return  # its loss is in the log
         log.warning("peer_lost", peer=process_id, loss=loss.value)
         self._lost_at.setdefault(process_id, self._clock.now())
         if len(self._lost_at) > MAX_REMEMBERED_LOSSES:

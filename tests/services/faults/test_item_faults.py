@@ -313,6 +313,7 @@ OWN = {
     "shared/kv_wire/kv_server.py": ("_accept",),
     "shared/lifecycle/heartbeat.py": ("_beat", "_watch", "_measure", "fail"),
     "shared/lifecycle/process.py": ("collect_garbage", "follow"),
+    "shared/lifecycle/start_heartbeats.py": ("_beat",),
     "shared/transport/bus.py": ("_fail_when_lost",),
     "shared/transport/outbox.py": ("_run",),
 }
