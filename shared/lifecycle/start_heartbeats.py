@@ -46,6 +46,7 @@ class StartHeartbeats:
         self._roles = roles
         self._region = region
         self._progress = StartProgress(phase="loading", model=model)
+        self._host_name = gethostname()
         self._began_at = clock.now()
         self._background = Background()
         self._unsubscribe: list[Unsubscribe] = []
@@ -80,7 +81,7 @@ class StartHeartbeats:
 
     def _alive(self) -> Alive:
         uptime_s = self._clock.now() - self._began_at
-        return Alive(epoch=self._numbers.epoch, host=gethostname(), uptime_s=uptime_s)
+        return Alive(epoch=self._numbers.epoch, host=self._host_name, uptime_s=uptime_s)
 
     async def _beat(self) -> None:
         while True:
@@ -100,6 +101,7 @@ class StartHeartbeats:
             uptime_s=self._clock.now() - self._began_at,
             possible_roles=self._roles.possible,
             release=installed_release(),
+            host_name=self._host_name,
             starting=self._progress if state == "starting" else None,
         )
         try:
