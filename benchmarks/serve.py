@@ -21,6 +21,7 @@ from rich.console import Console
 
 from benchmarks.report import at_most, write_result
 from services.cli.cluster.bench import target
+from services.cli.cluster.chat import GatewayAddress
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
 from services.client.load_test import LoadTestOptions, Row, measure
 from services.local.hub_download import local_copy
@@ -62,10 +63,12 @@ async def run(arguments: argparse.Namespace) -> list[Row]:
         seed=arguments.seed,
     )
     questions = corpus_questions() if arguments.corpus else None
-    given = None if arguments.url is None else (arguments.url, arguments.api_key or "")
+    given = None
+    if arguments.url is not None:
+        given = GatewayAddress(arguments.url, arguments.api_key or "")
     own = up_options(arguments) if given is None else None
-    async with target(given, own, console=Console(stderr=True)) as (url, api_key):
-        return await measure(url, api_key, options, questions=questions)
+    async with target(given, own, console=Console(stderr=True)) as gateway:
+        return await measure(gateway.url, gateway.api_key, options, questions=questions)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

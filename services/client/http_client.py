@@ -12,6 +12,7 @@ import asyncio
 import json
 import re
 import socket
+import ssl
 import time
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
@@ -112,8 +113,10 @@ class _KeepAlive(asyncio.Protocol):
         self._socket: Any = None
 
     @classmethod
-    async def open(cls, url: str, **options: Any) -> Self:
-        """Opens a connection. `options` are the constructor's. Raises DependencyUnavailable."""
+    async def open(cls, url: str, trust: ssl.SSLContext | None = None, **options: Any) -> Self:
+        """Opens a connection. `trust`: for HTTPS, the authorities of the system by default.
+        `options` are the constructor's. Raises DependencyUnavailable.
+        """
         parts = urlsplit(url)
         is_secure = parts.scheme == "https"
         port = (443 if is_secure else 80) if parts.port is None else parts.port
@@ -122,7 +125,7 @@ class _KeepAlive(asyncio.Protocol):
                 lambda: cls(**options),
                 parts.hostname or "127.0.0.1",
                 port,
-                ssl=is_secure or None,
+                ssl=(trust or True) if is_secure else None,
             )
         except OSError as error:
             raise DependencyUnavailable(f"cannot reach {url}: {error}") from None
@@ -209,8 +212,9 @@ class Connection(_KeepAlive):
 class ConnectionPool:
     """Connections of one server. Each request takes an idle one, or opens one."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, trust: ssl.SSLContext | None = None) -> None:
         self._url = url
+        self._trust = trust
         self._idle: list[Connection] = []
 
     async def request(self, message: bytes) -> Sample:
@@ -219,7 +223,10 @@ class ConnectionPool:
         """
         while self._idle and not self._idle[-1].is_open:
             self._idle.pop()
-        connection = self._idle.pop() if self._idle else await Connection.open(self._url)
+        if self._idle:
+            connection = self._idle.pop()
+        else:
+            connection = await Connection.open(self._url, self._trust)
         sample = await connection.request(message)
         if sample.error:
             connection.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from services.client.chat_request import first_model, gateway_client
 from services.client.http_client import Connection, ConnectionPool, Sample, http_request
 from shared.background import start_awaited
 from shared.errors import ConfigError, HearthError
+from shared.tls import pinned_context
 
 PATH = "/v1/chat/completions"
 WARM_UP_S = 0.5  # the first steps of a process are slow
@@ -79,6 +81,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int
     ignore_eos: bool
     temperature: float
+    trust: ssl.SSLContext | None = None  # of an HTTPS gateway; None: the system's authorities
 
     def message(self, prompt: str, num_output_tokens: int | None = None) -> bytes:
         body = {
@@ -116,15 +119,17 @@ async def measure(
     report: Report = lambda label, sample: None,
     *,
     questions: Sequence[str] | None = None,
+    certificate: str = "",
 ) -> list[Row]:
     """Returns one row per load. `questions` are generated until the model stops by itself.
+    `certificate`: as of `gateway_client`.
 
     Raises HearthError if the gateway cannot be reached or completes no request.
     """
     options.check()
     randomness = random.Random(options.seed)
     url = url.rstrip("/").removesuffix("/v1")
-    async with gateway_client(url, api_key) as client:
+    async with gateway_client(url, api_key, certificate) as client:
         model = (await first_model(client)).id
     load = Load(
         url=url,
@@ -133,6 +138,7 @@ async def measure(
         num_output_tokens=options.num_output_tokens,
         ignore_eos=questions is None,
         temperature=options.temperature,
+        trust=pinned_context(certificate) if certificate else None,
     )
     if questions is None:
         num_words = await words_for(load, options.num_input_tokens)
@@ -174,7 +180,7 @@ def random_prompts(randomness: random.Random, num_words: int) -> Iterator[str]:
 
 async def words_for(load: Load, num_input_tokens: int) -> int:
     """Returns the number of words for prompts of `num_input_tokens`, chat template included."""
-    connection = await Connection.open(load.url)
+    connection = await Connection.open(load.url, load.trust)
     randomness, counts = random.Random(0), {}
     for num_words in (4, 16):
         prompt = next(random_prompts(randomness, num_words))
@@ -198,7 +204,7 @@ async def closed_loop(
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
     """Runs users, each of whom sends the next request as soon as the last response has ended."""
-    connections = [await Connection.open(load.url) for _ in range(concurrency)]
+    connections = [await Connection.open(load.url, load.trust) for _ in range(concurrency)]
 
     async def user(connection: Connection) -> list[Sample]:
         samples = []
@@ -206,7 +212,7 @@ async def closed_loop(
             samples.append(await connection.request(load.message(next(prompts))))
             on_sample(samples[-1])
             if samples[-1].error:
-                connection = await Connection.open(load.url)
+                connection = await Connection.open(load.url, load.trust)
         connection.close()
         return samples
 
@@ -223,7 +229,7 @@ async def open_loop(
 ) -> list[Sample]:
     """Sends requests as a Poisson process, independent of earlier responses."""
     assert options.rate is not None
-    connections = ConnectionPool(load.url)
+    connections = ConnectionPool(load.url, load.trust)
     tasks: list[asyncio.Task[Sample]] = []
     quota = Quota(options.num_requests, options.duration_s)
     next_arrival = time.perf_counter()

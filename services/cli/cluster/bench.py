@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.cli.cluster.chat import find_gateway
+from services.cli.cluster.chat import GatewayAddress, find_gateway
 from services.cli.cluster.up import StartupDisplay
 from services.cli.model_check import check_models
 from services.cli.output import table_console
@@ -58,23 +58,29 @@ def run_bench(
     options.check()
     if up_options is not None and url is not None:
         raise ConfigError("--model starts a cluster, --url names a running one: give one of them")
-    given = find_gateway(url, api_key)[:2] if up_options is None else None
+    given = find_gateway(url, api_key) if up_options is None else None
     rows = uvloop.run(_bench(given, up_options, options))
     num_errors = sum(row["num_errors"] for row in rows)
     return 0 if num_errors == 0 else 1
 
 
 async def _bench(
-    given: tuple[str, str] | None,
+    given: GatewayAddress | None,
     up_options: UpOptions | None,
     options: LoadTestOptions,
 ) -> list[Row]:
     console = Console(stderr=True, highlight=False)
-    async with target(given, up_options, console=console) as (url, api_key):
+    async with target(given, up_options, console=console) as gateway:
         with LoadDisplay(console, options) as display:
-            rows = await measure(url, api_key, options, display.report)
+            rows = await measure(
+                gateway.url,
+                gateway.api_key,
+                options,
+                display.report,
+                certificate=gateway.certificate,
+            )
     print_rows(rows)
-    line = {"url": url, "options": options, "rows": rows}
+    line = {"url": gateway.url, "options": options, "rows": rows}
     print(msgspec.json.encode(line).decode())
     sys.stdout.flush()
     return rows
@@ -82,14 +88,12 @@ async def _bench(
 
 @asynccontextmanager
 async def target(
-    given: tuple[str, str] | None,
+    given: GatewayAddress | None,
     up_options: UpOptions | None,
     *,
     console: Console,
-) -> AsyncIterator[tuple[str, str]]:
-    """Yields the URL and API key of the cluster under test: the given one, or one
-    started for the test.
-    """
+) -> AsyncIterator[GatewayAddress]:
+    """Yields the gateway of the cluster under test: the given one, or one started for the test."""
     if up_options is None:
         assert given is not None
         yield given
@@ -99,7 +103,7 @@ async def target(
     try:
         async with _cluster(up_options, display.report) as cluster:
             display.close()
-            yield cluster.url, cluster.api_key
+            yield GatewayAddress(cluster.url, cluster.api_key)
     finally:
         display.close()
 

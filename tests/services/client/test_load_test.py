@@ -2,12 +2,16 @@
 
 import asyncio
 import random
+import ssl
+from pathlib import Path
 
 import pytest
 
 from services.client.http_client import BodyReader, Connection, Sample
 from services.client.load_test import LoadTestOptions, Quota, row_of
 from shared.errors import DependencyUnavailable, HearthError
+from shared.tls import pinned_context
+from tests.support.certificates import Authority
 from tests.support.grids import in_one_test
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -130,3 +134,21 @@ def test_quota_limits_requests_or_time() -> None:
 async def test_unreachable_url_is_in_the_error() -> None:
     with pytest.raises(DependencyUnavailable, match=r"cannot reach http://127\.0\.0\.1:9"):
         await Connection.open("http://127.0.0.1:9")
+
+
+async def test_pinned_certificate_is_accepted_at_any_address_and_no_other_is(
+    tmp_path: Path,
+) -> None:
+    own = Authority(tmp_path / "own").issue("gateway", host="a.example")
+    other = Authority(tmp_path / "other").issue("gateway", host="a.example")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(own.cert, own.key)
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=context)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connection = await Connection.open(url, pinned_context(own.cert))
+    assert connection.is_open
+    connection.close()
+    for trust in (pinned_context(other.cert), None):
+        with pytest.raises(DependencyUnavailable, match="certificate verify failed"):
+            await Connection.open(url, trust)
+    server.close()

@@ -22,6 +22,7 @@ from services.local.servers import free_port
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
+from shared.tenancy.tenant import api_key_record, digest_of
 from shared.tenancy.tenant_admin import TenantAdmin, save_api_key, standing_of
 from tests.support.servers import RedisServer
 
@@ -87,5 +88,7 @@ async def test_standing_of_a_key(redis_server: RedisServer) -> None:
         await standing("acme")
     store = RedisStore(url, MonotonicClock(), timeout_s=2.0)
     await TenantAdmin(store, lambda: 1.0).revoke("standing", None)
+    assert await standing() == "ended"
+    await store.write([("DEL", api_key_record(digest_of("a-key-of-mine")))])  # a month later
     await store.close()
     assert await standing() == "ended"

@@ -120,6 +120,7 @@ def test_kept_folder_outlives_clusters_and_is_found_by_commands(tmp_path: Path) 
     directory._lock.close()  # as the kernel does after a crash
     scratch = directory.scratch
     StateDir.create(parent).close(retain_logs=False)  # removes the link, and nothing behind it
+    assert list(parent.iterdir()) == []
     again = StateDir.open(folder, parent)
     assert not scratch.exists() and (folder / "kept.json").exists()
     with pytest.raises(ConfigError, match="hearth up"):  # starts, and is not ready

@@ -6,12 +6,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
 from services.local import supervisor as module
-from services.local.processes.child_processes import ProcessSpec, ending
+from services.local.processes.child_processes import Child, ProcessSpec, ending
 from services.local.processes.log_files import last_line
 from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
@@ -191,6 +193,29 @@ def test_last_line_skips_blank_lines(tmp_path: Path) -> None:
     assert last_line(log) == "the reason"
     log.write_text("")
     assert last_line(log) == ""
+
+
+WARNING = '{"level":"warning","event":"peer_lost"}'
+ERROR = '{"level":"error","event":"out_of_memory"}'
+
+
+@pytest.mark.parametrize(
+    ("returncode", "line", "words"),
+    [
+        (-9, WARNING, "was killed (SIGKILL)"),
+        (-9, "up", "was killed (SIGKILL)"),
+        (-9, ERROR, f"was killed (SIGKILL: {ERROR})"),
+        (-11, WARNING, "ended (SIGSEGV)"),
+        (2, WARNING, "ended (exit status 2)"),
+        (2, "hearth: max_sequences 0", "ended (exit status 2: max_sequences 0)"),
+        (1, "", "ended (exit status 1)"),
+    ],
+)
+def test_end_quotes_errors_alone(tmp_path: Path, returncode: int, line: str, words: str) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(f"{line}\n")
+    process: Any = SimpleNamespace(returncode=returncode)
+    assert Child(spec("a", ""), process, path).end() == words
 
 
 @pytest.mark.parametrize(
