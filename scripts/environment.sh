@@ -8,6 +8,8 @@ CLIENTS="$ROOT/.venv-clients" # an environment for each tests/clients/*/NAME.txt
 REFERENCE="${HEARTH_REFERENCE:-$ROOT/.venv-gpu}" # the software of machines with a GPU, without CUDA
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Most modules are never imported: pip would compile all of them, 22 s on one core.
+INSTALL=(install --no-compile)
 
 fail() {
   echo "$(basename "$0"): $*" >&2
@@ -51,12 +53,12 @@ install_cpu_torch() {
   local torch
   torch="$(grep -o '^torch==[0-9.]*' "$ROOT/scripts/constraints-cpu.txt")+cpu"
   if [[ -n "${HEARTH_TORCH_INDEX:-}" ]]; then
-    "$VENV/bin/pip" install --extra-index-url "$HEARTH_TORCH_INDEX" "$torch"
+    "$VENV/bin/pip" "${INSTALL[@]}" --extra-index-url "$HEARTH_TORCH_INDEX" "$torch"
     return
   fi
   echo "Installing $torch"
-  "$VENV/bin/pip" install --no-deps "$torch" 2>/dev/null ||
-    "$VENV/bin/pip" install --extra-index-url "$CPU_INDEX" "$torch" ||
+  "$VENV/bin/pip" "${INSTALL[@]}" --no-deps "$torch" 2>/dev/null ||
+    "$VENV/bin/pip" "${INSTALL[@]}" --extra-index-url "$CPU_INDEX" "$torch" ||
     fail "cannot install $torch: set HEARTH_TORCH_INDEX to an index that has it"
 }
 
@@ -71,7 +73,7 @@ install_project() {
   [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]] && return
   wants_cpu_torch && install_cpu_torch
   echo "Installing Hearth and its dependencies"
-  "$VENV/bin/pip" install "${constraints[@]}" -e "${ROOT}[$extra]"
+  "$VENV/bin/pip" "${INSTALL[@]}" "${constraints[@]}" -e "${ROOT}[$extra]"
   echo "$digest" >"$stamp"
 }
 

@@ -25,6 +25,7 @@ class UpRole(StrEnum):
 
 
 _MODEL, _WORKERS, _RANKS, _ADDRESSES = "Model", "Workers", "Ranks", "Addresses"
+_STATE = "State"
 
 Model = Annotated[
     list[str] | None,
@@ -73,6 +74,7 @@ Http = Annotated[
 ChatTemplate = Annotated[
     str,
     typer.Option(
+        rich_help_panel=_MODEL,
         metavar="FILE",
         envvar="HEARTH_CHAT_TEMPLATE",
         help="Chat template (Jinja) in place of those of the checkpoint.",
@@ -81,13 +83,20 @@ ChatTemplate = Annotated[
 HttpCert = Annotated[
     str,
     typer.Option(
+        rich_help_panel=_ADDRESSES,
         metavar="FILE",
         envvar="HEARTH_HTTP_CERT",
         help="PEM file of the gateway's certificate with its chain, for HTTPS (default: HTTP).",
     ),
 ]
 HttpKey = Annotated[
-    str, typer.Option(metavar="FILE", envvar="HEARTH_HTTP_KEY", help="Its private key.")
+    str,
+    typer.Option(
+        rich_help_panel=_ADDRESSES,
+        metavar="FILE",
+        envvar="HEARTH_HTTP_KEY",
+        help="Its private key.",
+    ),
 ]
 Nats = Annotated[
     str | None,
@@ -117,6 +126,7 @@ NatsPort = Annotated[
 State = Annotated[
     Path | None,
     typer.Option(
+        rich_help_panel=_STATE,
         metavar="DIR",
         help="Folder that keeps tenants, keys, usage, models, passwords and ports for the next "
         "start with it (default: one that is removed at the end).",
@@ -125,6 +135,7 @@ State = Annotated[
 ApiKey = Annotated[
     str,
     typer.Option(
+        rich_help_panel=_STATE,
         metavar="KEY",
         envvar="HEARTH_API_KEY",
         help="API key of the tenant default (default: that of the last start, else a new one).",
