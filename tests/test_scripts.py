@@ -126,14 +126,19 @@ def test_cpu_torch_comes_from_configured_sources_first(machine: Machine) -> None
 def test_cpu_torch_falls_back_to_pytorchs_index(machine: Machine) -> None:
     machine.add_venv(pip='[[ "$*" != *--no-deps* ]]')
     assert machine.run("scripts/up").returncode == 0
-    assert machine.calls[1] == f"pip install --no-compile --extra-index-url {CPU_INDEX} torch==2.13.0+cpu"
+    assert (
+        machine.calls[1]
+        == f"pip install --no-compile --extra-index-url {CPU_INDEX} torch==2.13.0+cpu"
+    )
 
 
 def test_only_the_given_torch_index_is_used(machine: Machine) -> None:
     machine.add_venv()
     machine.run("scripts/up", HEARTH_TORCH_INDEX="https://mirror/cpu")
     torch, project, _ = machine.calls
-    assert torch == "pip install --no-compile --extra-index-url https://mirror/cpu torch==2.13.0+cpu"
+    assert (
+        torch == "pip install --no-compile --extra-index-url https://mirror/cpu torch==2.13.0+cpu"
+    )
     assert "mirror" not in project
 
 

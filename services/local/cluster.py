@@ -332,9 +332,11 @@ class LocalCluster:
             phase = last_event(self._state.logs / f"{each}.log")
             doing = PHASES.get(phase, "is loading the model, or compiling kernels")
             self._report(each, "waiting", doing)
+        if workers and has_answered:
+            return
         for gateway in (each for each in self._credentials if each.role == "gateway"):
-            if not has_answered:
-                self._report(gateway.process_id, "waiting", f"does not answer at {self.url}")
+            doing = "is not ready, see /ready of" if has_answered else "does not answer at"
+            self._report(gateway.process_id, "waiting", f"{doing} {self.url}")
 
     async def _store_key(self) -> None:
         """Stores the tenant's API key, unless Redis has it. A key that was revoked is replaced."""
