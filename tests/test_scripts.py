@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+INSTALL = "pip install --no-compile"
 
 
 class Machine:
@@ -117,7 +118,7 @@ def test_cpu_torch_comes_from_configured_sources_first(machine: Machine) -> None
     machine.add_venv()
     assert machine.run("scripts/up", "--check").returncode == 0
     torch, project, hearth = machine.calls
-    assert torch == "pip install --no-compile --no-deps torch==2.13.0+cpu"
+    assert torch == f"{INSTALL} --no-deps torch==2.13.0+cpu"
     assert "constraints-cpu.txt -e" in project
     assert project.endswith(f"{machine.root}[servers]")
     assert hearth == "hearth up --check"
@@ -126,19 +127,14 @@ def test_cpu_torch_comes_from_configured_sources_first(machine: Machine) -> None
 def test_cpu_torch_falls_back_to_pytorchs_index(machine: Machine) -> None:
     machine.add_venv(pip='[[ "$*" != *--no-deps* ]]')
     assert machine.run("scripts/up").returncode == 0
-    assert (
-        machine.calls[1]
-        == f"pip install --no-compile --extra-index-url {CPU_INDEX} torch==2.13.0+cpu"
-    )
+    assert machine.calls[1] == f"{INSTALL} --extra-index-url {CPU_INDEX} torch==2.13.0+cpu"
 
 
 def test_only_the_given_torch_index_is_used(machine: Machine) -> None:
     machine.add_venv()
     machine.run("scripts/up", HEARTH_TORCH_INDEX="https://mirror/cpu")
     torch, project, _ = machine.calls
-    assert (
-        torch == "pip install --no-compile --extra-index-url https://mirror/cpu torch==2.13.0+cpu"
-    )
+    assert torch == f"{INSTALL} --extra-index-url https://mirror/cpu torch==2.13.0+cpu"
     assert "mirror" not in project
 
 
@@ -154,7 +150,7 @@ def test_torch_is_not_pinned_with_an_nvidia_driver(machine: Machine) -> None:
     machine.add("nvidia-smi", "exit 0")
     machine.add_venv()
     assert machine.run("scripts/up").returncode == 0
-    assert machine.calls[0] == f"pip install --no-compile -e {machine.root}[servers]"
+    assert machine.calls[0] == f"{INSTALL} -e {machine.root}[servers]"
 
 
 def test_second_start_installs_only_after_a_project_change(machine: Machine) -> None:
