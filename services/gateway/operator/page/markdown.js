@@ -3,10 +3,10 @@
 
 import { make } from "./dom.js";
 
-const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)\s*$/;
+const FENCE = /^\s*(\x60{3,}|~{3,})\s*([\w+#.-]*)\s*$/;
 const ITEM = /^\s*(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const HEADING = /^(#{1,4})\s+(.*)$/;
-const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*/g;
+const INLINE = /(\x60+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*/g;
 const MAX_INLINE_CHARS = 20000; // of one paragraph: longer ones stay plain text
 
 export function render(text) {
