@@ -17,6 +17,7 @@ MAX_NEUTRAL_BYTES = 256  # bytes of a neutral value, with the spaces that a clie
 MAX_NAMED_BYTES = 256 * 1024  # of a larger body, unknown fields are not looked for
 MAX_WARNINGS = 8
 MAX_NAME_CHARS = 64
+MAX_TYPO_CHARS = 4
 IGNORED = "hearth_ignored"  # the field that a body with unknown fields gets: their names
 
 # Fields of other servers that change an answer, or what is returned of it, with the values that
@@ -205,7 +206,12 @@ class SupportedFields:
         return self._with_ignored(**fields, **{IGNORED: ignored})
 
     def _warning(self, name: str) -> str:
-        close = get_close_matches(name, self._names, n=1, cutoff=0.8)
+        alike = [  # few: to compare with all names takes 2 ms
+            each
+            for each in self._names
+            if each[:1] == name[:1] and abs(len(each) - len(name)) < MAX_TYPO_CHARS
+        ]
+        close = get_close_matches(name, alike, n=1, cutoff=0.8)
         end = f": did you mean {close[0]}?" if close else ""
         return f"{name} is unknown here and was ignored{end}"
 
