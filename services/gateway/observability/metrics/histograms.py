@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
+from typing import Self
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
@@ -62,13 +63,17 @@ class Histogram:
         self._counts = [0] * len(bounds)
         self._sum = 0.0
 
+    @classmethod
+    def sum_of(cls, histograms: Sequence[Histogram]) -> Self:
+        """Returns the sum of histograms of one spec, of which there is at least one."""
+        total = cls(histograms[0]._bounds)
+        total._counts = [sum(each) for each in zip(*(it._counts for it in histograms), strict=True)]
+        total._sum = sum(each._sum for each in histograms)
+        return total
+
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
-
-    @property
-    def has_values(self) -> bool:
-        return any(self._counts)
 
     def shown(self, buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
         """Returns the cumulative counts of the buckets, which must be among the bounds, and the sum

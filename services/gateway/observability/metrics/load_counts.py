@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from services.gateway.observability.metrics.histograms import Histogram
 from shared.messages import LATENCY_BOUNDS_S
@@ -26,12 +26,11 @@ class MovedStreams:
             del self._counts[next(iter(self._counts))]
 
 
-def latency_counts(histograms: Iterable[Histogram]) -> tuple[int, ...]:
+def latency_counts(histograms: Sequence[Histogram]) -> tuple[int, ...]:
     """Returns the sums of histograms by bucket of LATENCY_BOUNDS_S and above, without empty buckets
     at the end.
     """
-    by_model = [each.counts(LATENCY_BOUNDS_S) for each in histograms if each.has_values]
-    sums = [sum(bucket) for bucket in zip(*by_model, strict=True)]
+    sums = Histogram.sum_of(histograms).counts(LATENCY_BOUNDS_S) if histograms else []
     while sums and not sums[-1]:
         sums.pop()
     return tuple(sums)

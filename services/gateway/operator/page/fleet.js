@@ -123,7 +123,7 @@ function totals(live) {
   const sum = (field) => count(values(field).reduce((total, each) => total + each, 0));
   const indices = live.flatMap((each) => each.index_state ?? []);
   const index = indices.every((each) => each === "exact") ? "exact" : "degraded";
-  return joined(`${sum("num_open_streams")} open streams, gateways: ${num("gateway")}`,
+  return joined(`${sum("num_open_streams")} open streams · gateways ${num("gateway")}`,
     `${sum("num_queued_requests")} queued, the oldest for ${Math.max(0, ...values("oldest_wait_s"))} s`,
     indices.length ? `index ${index}` : "no index", `${num("prefill")} prefill: ${sum("prefilled_per_s")} prompt tokens/s`,
     `${num("decode")} decode: ${sum("generated_per_s")} tokens/s, ${sum("num_handoffs_in_flight")} handoffs`);

@@ -119,7 +119,8 @@ def test_lines_of_files_are_kept_without_indentation_and_comments() -> None:
     css = b"a > b, c:not(d) { margin: calc(1px + 2px) 0; }\n"
     assert compact(".css", css) == b"a > b,c:not(d){margin:calc(1px + 2px) 0;}\n"
     for path in FOLDER.glob("*.js"):  # no string goes on in the next line
-        assert all(line.count("`") % 2 == 0 for line in path.read_text().splitlines()), path
+        lines = [each for each in path.read_text().splitlines() if "= /" not in each]
+        assert all(line.count("`") % 2 == 0 for line in lines), path
 
 
 def test_index_has_no_inline_script_or_style() -> None:
