@@ -213,7 +213,7 @@ def running_cluster(parent: Path) -> tuple[Path, LocalClusterState]:
 
 def newest_cluster(parent: Path) -> tuple[Path, bool]:
     """Returns the directory of the cluster that started last, and whether it runs; one that has
-    ended has failed to start, as the others leave none. Raises ConfigError if there is none.
+    ended has failed or was killed, as the others leave none. Raises ConfigError if there is none.
     """
     directories = _by_age(parent)
     running = next(filter(is_running, directories), None)

@@ -16,6 +16,7 @@ from services.local.servers import find_server
 from shared.errors import ConfigError
 from shared.lifecycle.release import DISTRIBUTION, installed_release
 
+DRIVER = Path("/proc/driver/nvidia/version")
 VERSION_TIMEOUT_S = 5.0
 CUDA_ADVICE = "Install a build of PyTorch with CUDA; until then workers use the CPU."
 _VERSION = re.compile(r"v?=?(\d+\.\d+\.\d+)")
@@ -25,7 +26,7 @@ def check_software(*, has_nats: bool, has_redis: bool) -> Iterator[Check]:
     """Yields the checks. Servers of which a URL is given need no binary here."""
     yield python_check()
     yield packages_check()
-    yield gpu_check(count_by_driver(), _driver_version(), torch_version())
+    yield gpu_check(count_by_driver(), driver_version(DRIVER), torch_version())
     yield server_check("nats-server", is_needed=not has_nats)
     yield server_check("redis-server", is_needed=not has_redis)
     yield hub_check()
@@ -94,9 +95,10 @@ def gpu_check(num_driver_devices: int, driver: str, torch: str) -> Check:
     return Check("GPU", "warn", f"{text}, but none by torch {torch}", CUDA_ADVICE)
 
 
-def _driver_version() -> str:
+def driver_version(path: Path) -> str:
+    """Returns the version of the kernel's NVIDIA driver, or "" without one."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
+        text = path.read_text()
     except OSError:
         return ""
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)

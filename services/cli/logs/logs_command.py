@@ -54,7 +54,7 @@ def logs(
 ) -> None:
     """Show the logs of the local cluster's processes, in the order of time (UTC).
 
-    Without a running cluster, those of the last one that failed to start.
+    Without a running cluster, those of the last one that failed.
     """
     from services.cli.logs.show_logs import run_logs
 

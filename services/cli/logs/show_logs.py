@@ -26,7 +26,7 @@ def run_logs(
         raise ConfigError(f"--level {level!r} is none of {', '.join(LOG_LEVELS)}")
     folders, is_running = log_folders()
     if not is_running:
-        print("note: no cluster is running; the last one failed to start", file=sys.stderr)
+        print("note: no cluster is running: logs of the last one, which failed", file=sys.stderr)
     _check_names(find_logs(folders), processes)
     lines = _lines(folders, processes, level, num_lines, is_following=is_following and is_running)
     try:

@@ -19,7 +19,12 @@ from services.cli.doctor.machine import (
     memory_check,
     port_check,
 )
-from services.cli.doctor.software import gpu_check, packages_check, server_check
+from services.cli.doctor.software import (
+    driver_version,
+    gpu_check,
+    packages_check,
+    server_check,
+)
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer, RedisServer
 
@@ -67,6 +72,16 @@ def test_limits_and_ports() -> None:
         port = taken.getsockname()[1]
         assert port_check(port, frozenset()).level == "warn"
         assert port_check(port, frozenset({port})).level == "ok"
+
+
+def test_driver_version(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    assert driver_version(path) == ""
+    path.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+        "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0)\n"
+    )
+    assert driver_version(path) == "570.86.15"
 
 
 def test_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

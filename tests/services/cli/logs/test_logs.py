@@ -109,5 +109,5 @@ def test_logs_of_the_newest_cluster(tmp_path: Path) -> None:
     state.close(retain_logs=True)
     assert hearth_logs("--json", "-n", "1", "--follow")[1:] == (
         f"{LOST}\n",
-        "note: no cluster is running; the last one failed to start\n",
+        "note: no cluster is running: logs of the last one, which failed\n",
     )
