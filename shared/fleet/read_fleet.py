@@ -27,6 +27,14 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ("ok", "new")
 
 
+class RecentFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of all gateways over the last minute. Times to first token are None without one."""
+
+    requests_per_s: float
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+
+
 class ReadFleet(Message, frozen=True, kw_only=True):
     """Asks a gateway for the fleet. Observers send it; the reply is FleetRead."""
 
@@ -42,6 +50,7 @@ class FleetRead(Message, frozen=True, kw_only=True):
     redis: ServerView
     nats: ServerView
     unready: str = ""
+    recent: RecentFigures | None = None  # None before the gateway has counted
 
     @property
     def sender_id(self) -> str:

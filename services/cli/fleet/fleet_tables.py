@@ -14,7 +14,7 @@ from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
 from services.cli.fleet.report import FleetReport
 from shared.fleet.fleet_view import ProcessView
-from shared.fleet.read_fleet import ServerView
+from shared.fleet.read_fleet import RecentFigures, ServerView
 
 NO_GATEWAY = (
     "No gateway answers: this is what heartbeats show. Processes that were lost before, and "
@@ -33,6 +33,8 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
         _services(services, width, wall_s),
         _servers((("redis", report.redis), ("nats", report.nats)), width, wall_s),
     ]
+    if report.recent is not None:
+        shown.append(Text(_figures(report.recent)))
     if report.demands:
         shown.append(table_of_demands(report.demands, width))
     if report.hosts:
@@ -40,6 +42,18 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
     if report.models:
         shown.append(Group(table_of_models(report.models, width), *failures_of(report.models)))
     return Group(*_spaced([*shown, *_notes(report)]))
+
+
+def _figures(recent: RecentFigures) -> str:
+    """Returns the figures of the last minute, in a line for narrow terminals, too."""
+    rate = f"last minute: {recent.requests_per_s:,.1f} requests/s"
+    if recent.ttft_p50_s is None or recent.ttft_p99_s is None:
+        return rate
+    return f"{rate}, TTFT {_duration(recent.ttft_p50_s)}, p99 {_duration(recent.ttft_p99_s)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _spaced(shown: Sequence[RenderableType]) -> list[RenderableType]:

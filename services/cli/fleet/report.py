@@ -11,7 +11,7 @@ import msgspec
 
 from shared.fleet.fleet_view import FleetView, ProcessView, in_order_of_roles
 from shared.fleet.host_view import HostView, ModelView
-from shared.fleet.read_fleet import FleetRead, ServerView
+from shared.fleet.read_fleet import FleetRead, RecentFigures, ServerView
 from shared.messages import RoleDemand
 
 UNKNOWN = ServerView(state="unknown")
@@ -30,6 +30,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     nats: ServerView = UNKNOWN
     gateway_id: str | None = None
     unready: str = ""
+    recent: RecentFigures | None = None
 
     @classmethod
     def of(
@@ -52,6 +53,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             nats=read.nats,
             gateway_id=read.gateway_id,
             unready=read.unready,
+            recent=read.recent,
             **shown,
         )
 
@@ -72,6 +74,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             "servers": {"redis": self.redis, "nats": self.nats},
             "gateway_id": self.gateway_id,
             "unready": self.unready,
+            "recent": self.recent,
             "is_sound": self.is_sound,
         }
         if self.demands:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.gateway.models.live_models import Readiness
 from services.gateway.operator.cluster.state import ClusterView
 from services.gateway.operator.servers import Servers
-from shared.fleet.read_fleet import MAX_PROCESSES, FleetRead, ReadFleet
+from shared.fleet.read_fleet import MAX_PROCESSES, FleetRead, ReadFleet, RecentFigures
 from shared.subjects import fleet
 from shared.transport.bus import Bus
 
@@ -41,4 +41,15 @@ class FleetReads:
             redis=self._servers.redis,
             nats=self._servers.nats,
             unready=self._readiness().reason or "",
+            recent=self._recent(),
+        )
+
+    def _recent(self) -> RecentFigures | None:
+        current = self._cluster.history.current
+        if current is None:
+            return None
+        return RecentFigures(
+            requests_per_s=current.requests_per_s,
+            ttft_p50_s=current.ttft_p50_s,
+            ttft_p99_s=current.ttft_p99_s,
         )

@@ -144,6 +144,17 @@ async def test_processes_are_stopped_in_reverse_order(
     assert not any(is_alive(pid) for pid in pids)
 
 
+async def test_services_of_a_failed_start_end_before_their_servers(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    """They would log that they have lost them, and not why the start failed."""
+    for order, name in enumerate(("nats", "decode-1")):
+        await supervisor.launch(spec(name, LOGS_ITS_END, name, order=order))
+        await wait_until_up(tmp_path, name)
+    await supervisor.abandon(grace_s=WAIT_S)
+    assert (tmp_path / "order").read_text().split() == ["decode-1", "nats"]
+
+
 async def test_process_that_ignores_sigterm_is_killed(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:

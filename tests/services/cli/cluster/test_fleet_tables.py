@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -11,7 +12,7 @@ from services.cli.fleet.fleet_tables import since, tables
 from services.cli.fleet.report import FleetReport
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import ModelView
-from shared.fleet.read_fleet import FleetRead, ServerView
+from shared.fleet.read_fleet import FleetRead, RecentFigures, ServerView
 from shared.messages import RoleDemand
 from tests.support.grids import in_one_test
 
@@ -50,16 +51,10 @@ def report(*processes: ProcessView, **fields: Any) -> FleetReport:
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
-    shown = report(
-        worker("decode-1"), LOST, GATEWAY, redis=ServerView(state="unavailable", for_s=5.0)
-    )
-    full = FleetReport(
-        rows=shown.rows,
-        demands=[DEMAND],
-        models=[FAILED],
-        redis=shown.redis,
-        gateway_id="gateway-1",
-    )
+    away = ServerView(state="unavailable", for_s=5.0)
+    recent = RecentFigures(requests_per_s=1234.5, ttft_p50_s=0.021, ttft_p99_s=12.3456)
+    shown = report(worker("decode-1"), LOST, GATEWAY, redis=away, recent=recent)
+    full = msgspec.structs.replace(shown, demands=[DEMAND], models=[FAILED])
     console = Console(width=width)
     with console.capture() as captured:
         console.print(tables(full, width, NOON))
@@ -70,6 +65,7 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     assert lost.endswith("lost (silent) since 11:57:55Z")
     assert any(line.startswith("decode-1 ") and line.endswith(" ready") for line in lines)
     assert "redis unavailable 11:59:55Z" in lines
+    assert "last minute: 1,234.5 requests/s, TTFT 21 ms, p99 12.3 s" in lines
     assert "org/broken on host-1: model.safetensors: no such file" in lines
     (heading,) = (line for line in lines if "wanted" in line)
     assert lines[lines.index(heading) + 1].split()[heading.split().index("wanted")] == "6"
