@@ -16,6 +16,7 @@ from services.host.hosted_revisions import HostedRevision
 from services.host.sources import ModelSource, find_source
 from services.host.workers.worker_config import worker_config
 from shared.config import HostConfig, WorkerConfig, default_block_size
+from shared.errors import ConfigError
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
 
 REVISION = RegisteredRevision(name="r1", source=str(DEMO_MODEL_DIR))
@@ -76,3 +77,14 @@ async def test_kv_is_planned_and_stored_in_the_dtype_that_the_registry_names(dev
     assert own.kv_bytes_per_token * weight_item_bytes(device) == plain.kv_bytes_per_token
     assert config_of(own, in_fp8, device).kv_dtype == "fp8"
     assert config_of(plain, MODEL, device).kv_dtype == "auto"
+
+
+async def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    """In the words of `hearth plan` and `hearth up`."""
+    for each in DEMO_MODEL_DIR.iterdir():
+        name = "model.gguf" if each.suffix == ".safetensors" else each.name
+        (tmp_path / name).symlink_to(each)
+    for source in (tmp_path, tmp_path / "model.gguf"):
+        revision = RegisteredRevision(name="r1", source=str(source))
+        with pytest.raises(ConfigError, match=rf"^source '{source}': .*GGUF is not served: safe"):
+            await find_source(MODEL, revision, "cpu")

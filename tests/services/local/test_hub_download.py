@@ -72,7 +72,17 @@ def error_lines(*models: str, **environ: str) -> list[str]:
 def test_hub_id_syntax(tmp_path: Path) -> None:
     for text in ("org/name", "meta-llama/Llama-3.2-1B", "a/b_c.d"):
         assert is_hub_id(Path(text))
-    for text in ("name", "/org/name", "./org/name/x", "~/name", "../name", "a/b/c", str(tmp_path)):
+    for text in (
+        "./x/model.gguf",
+        "org/model.safetensors",
+        "name",
+        "/org/name",
+        "./org/name/x",
+        "~/name",
+        "../name",
+        "a/b/c",
+        str(tmp_path),
+    ):
         assert not is_hub_id(Path(text)), text
 
 
