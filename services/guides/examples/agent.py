@@ -83,4 +83,6 @@ def main(model: str, question: str, first_choice: Any = "auto") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

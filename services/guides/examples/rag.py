@@ -66,4 +66,6 @@ def reranked(client: openai.OpenAI, model: str, question: str, texts: list[str])
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])
