@@ -30,15 +30,15 @@ PhaseName = Literal[
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A phase of a request. `start_s` counts from the request's arrival at the gateway. Phases of
-    one try do not overlap.
-    """
+    """A phase of a request. Phases of one try do not overlap."""
 
     name: PhaseName
     process_id: str
     start_s: float
+    """Seconds since the request arrived at the gateway."""
     duration_s: float
     num_bytes: int = 0
+    """Bytes of KV that were pushed."""
     num_tokens: int = 0
     num_steps: int = 0
 
@@ -56,24 +56,23 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One placement. `outcome` is a finish reason, an error code, or the reason for the next
-    try.
-    """
+    """One placement of a request."""
 
     number: int
-    placement_id: str = ""  # hexadecimal; empty: never placed
+    placement_id: str = ""
+    """Hexadecimal; empty: never placed."""
     scheduler_id: str = ""
     worker_id: str = ""
-    prefill_worker_id: str = ""  # empty: the decode worker computed the prompt
+    prefill_worker_id: str = ""
+    """Empty: the decode worker computed the prompt."""
     outcome: str
+    """A finish reason, an error code, or the reason for the next try."""
     move: Move | None = None  # None: it continued nothing, or gave no token
     phases: tuple[Phase, ...] = ()
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The phases of a request. `started_at` is Unix time in seconds of the gateway's host. `ttft_s`
-    is as clients measure it; None: no token came. The phases until the first token add up to it.
-    """
+    """The phases of a request; those until the first token add up to `ttft_s`."""
 
     request_id: str
     tenant_id: str
@@ -83,15 +82,20 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: int = 200
     outcome: str
     started_at: float
+    """Seconds since 1970, by the clock of the gateway."""
     duration_s: float
     ttft_s: float | None = None
+    """Seconds until the first token, as clients measure them; missing: no token came."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    num_reasoning_tokens: int = 0  # tokens of the output
+    num_reasoning_tokens: int = 0
+    """A part of the output tokens."""
     num_late_masks: int = 0
-    gateway_phases: tuple[Phase, ...] = ()  # phases before the first try and beside all of them
+    gateway_phases: tuple[Phase, ...] = ()
+    """Phases before the first try and beside all of them."""
     tries: tuple[Try, ...] = ()
+    """One for each placement: a second one after the loss of a worker."""
 
     @property
     def num_resubmissions(self) -> int:

@@ -27,13 +27,14 @@ class ReadyWorkers(msgspec.Struct, frozen=True):
 
 
 class PublicReadiness(msgspec.Struct, frozen=True, kw_only=True):
-    """`redis`: if "unavailable", "empty" or "new", only tenants that this gateway has already
-    served are served; if it "rejects writes", limits and usage are this gateway's own.
-    """
-
     ready: bool
+    """Whether a request would be served now."""
     reason: str | None
+    """Why not."""
     redis: str
+    """If `unavailable`, `empty` or `new`, only known tenants are served; if `rejects writes`,
+    limits are this gateway's own.
+    """
 
 
 class Readiness(PublicReadiness, frozen=True, kw_only=True):

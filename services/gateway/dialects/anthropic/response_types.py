@@ -10,14 +10,14 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """`input_tokens`: those that were computed; with those read from a cache they are the prompt.
-    `cache_creation_input_tokens`: always 0, as nothing is charged for it.
-    """
-
     input_tokens: int
+    """Tokens of the prompt that were computed; with those read from a cache they are the prompt."""
     cache_creation_input_tokens: int = 0
+    """Always 0, as nothing is charged for it."""
     cache_read_input_tokens: int
+    """Tokens of the prompt that a cache held."""
     output_tokens: int
+    """Tokens of the output, with its thinking."""
 
 
 class AnthropicText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -27,6 +27,7 @@ class AnthropicText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 class AnthropicThinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     thinking: str
     signature: str
+    """Signed for the tenant; nothing checks it."""
 
 
 class ToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
@@ -39,13 +40,12 @@ Content = AnthropicText | AnthropicThinking | ToolUse
 
 
 class HearthWarnings(msgspec.Struct, frozen=True):
-    """What of the request the output need not match, and tools that were left out."""
-
     warnings: tuple[str, ...]
+    """What was not enforced, was left out, or is unknown."""
 
 
 class MessageResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`hearth`: missing without warnings."""
+    """A whole answer."""
 
     id: str
     type: Literal["message"] = "message"
@@ -53,9 +53,12 @@ class MessageResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     content: list[Content]
     stop_reason: StopReason | None
+    """Why the output ended."""
     stop_sequence: str | None
+    """The stop sequence that matched, if one did."""
     usage: AnthropicUsage
     hearth: HearthWarnings | msgspec.UnsetType = msgspec.UNSET
+    """Missing without warnings."""
 
 
 class AnthropicTextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):

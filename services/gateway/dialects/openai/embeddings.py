@@ -79,11 +79,11 @@ def to_generation_requests(body: EmbeddingRequest, default_model: str) -> list[G
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """A base64 `embedding` encodes little-endian FP32."""
-
     object: Literal["embedding"] = "embedding"
     index: int
+    """The place of the input in the request, from 0."""
     embedding: list[float] | str
+    """The vector; as base64 it is little-endian 32-bit floats."""
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):

@@ -131,15 +131,12 @@ def _placeholders(given: Texts) -> Texts:
 
 
 class ScoringUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """`total_tokens`: with one for each answer of a reranking model."""
-
     prompt_tokens: int
     total_tokens: int
+    """With one token for each answer of a reranking model."""
 
 
 class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`index`: of the document in the request."""
-
     index: int
     """The place of the document in the request, from 0."""
     relevance_score: float
@@ -148,12 +145,11 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`results`: sorted by score; of equal ones the first document comes first."""
-
     id: str
     model: str
     usage: ScoringUsage
     results: list[RerankResult]
+    """Sorted by score; of equal ones the first document comes first."""
     hearth: HearthInfo
 
 

@@ -52,19 +52,23 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are unix seconds. `store`: whether the response is kept."""
+    """A response, as it is stored."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    """Seconds since 1970."""
     completed_at: int | None = None
+    """Seconds since 1970; null until the end."""
     status: Status
     error: ErrorDetails | None = None
     incomplete_details: IncompleteDetails | None = None
+    """Why the output was cut."""
     instructions: str | None
     metadata: Mapping[str, str]
     model: str
     output: Sequence[Item] = ()
+    """Messages, reasoning and calls, in their order."""
     parallel_tool_calls: bool
     temperature: float | None
     tool_choice: Any
@@ -78,12 +82,15 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ResponsesReasoning
     service_tier: str = "default"
     store: bool
+    """Whether the response is kept."""
     text: TextOptions
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
+    """Null until the end."""
     user: str | None
     background: bool = False
     hearth: HearthInfo | msgspec.UnsetType = msgspec.UNSET
+    """The workers that served the response, and warnings."""
 
 
 class ResponseCreated(StreamEvent, frozen=True, kw_only=True, tag="response.created"):
