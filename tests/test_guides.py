@@ -12,6 +12,7 @@ import typer
 import yaml
 
 from services.__main__ import app
+from tests import model_matrix
 from tests.support import guide_blocks
 from tests.support.guide_blocks import FOLDER, ROOT, Block
 from tests.support.shell_commands import arguments_of, simple_commands
@@ -41,6 +42,10 @@ def test_list_names_every_guide():
     listed = (FOLDER / "README.md").read_text()
     names = [each.name for each in FOLDER.glob("*.md") if each.name != "README.md"]
     assert [each for each in names if f"]({each})" not in listed] == []
+
+
+def test_tables_of_models_are_those_of_the_code():
+    assert model_matrix.PAGE.read_text() == model_matrix.written()
 
 
 def test_every_mark_is_known():

@@ -20,6 +20,8 @@ from shared.telemetry.line_writer import LineWriter
 from shared.telemetry.log_text import FIRST_KEYS, text_of
 
 LEVEL_VARIABLE, FORMAT_VARIABLE = "HEARTH_LOG_LEVEL", "HEARTH_LOG_FORMAT"
+# asyncio says it of each end of a TLS connection that it reads as a stream
+EOF_OF_TLS = "returning true from eof_received() has no effect when using ssl"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -71,6 +73,22 @@ def configure_logging(process_id: str, *, level: str = "info", log_format: str =
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process_id)
+    if not any(isinstance(each, LibraryLogs) for each in logging.getLogger().handlers):
+        logging.getLogger().addHandler(LibraryLogs(logging.WARNING))
+
+
+class LibraryLogs(logging.Handler):
+    """Logs what libraries say at warning or worse, which would stand as text among the lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if EOF_OF_TLS not in record.msg:
+            log = structlog.get_logger()
+            log.log(
+                *(record.levelno, "library_message"),
+                library=record.name,
+                message=record.getMessage(),
+                exc_info=record.exc_info,
+            )
 
 
 def _text_renderer(*, has_colors: bool) -> structlog.typing.Processor:

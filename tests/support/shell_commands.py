@@ -10,6 +10,7 @@ _HEREDOC = re.compile(r"<<-?\s*'?(\w+)'?([^\n]*)\n.*?^\1$", re.MULTILINE | re.DO
 _NESTED = re.compile(r"\$\(((?:[^()]|\([^()]*\))*)\)")
 _COMMENT = re.compile(r"(?:^|\s)# [^\n]*", re.MULTILINE)
 _SEPARATORS = ";|&()\n"
+NAMES_FOLDERS = ("cd", "git")  # programs whose arguments may have a program's name
 
 
 def simple_commands(text: str) -> Iterator[list[str]]:
@@ -36,7 +37,7 @@ def arguments_of(program: str, words: list[str]) -> list[str] | None:
     may precede; None if it does not run the program. Redirections are left out.
     """
     runs = [each == program or each.endswith(f"bin/{program}") for each in words]
-    if not any(runs):
+    if not any(runs) or words[0] in NAMES_FOLDERS:
         return None
     found = words[runs.index(True) + 1 :]
     redirects = [n for n, each in enumerate(found) if re.fullmatch(r"\d?[<>]+", each)]

@@ -25,11 +25,23 @@ try:
 except ValueError:
     structlog.get_logger().error("failed", own="two words", exc_info=True)
 """
+LIBRARY = """
+import asyncio, logging
+from shared.telemetry.log import configure_logging
+
+configure_logging("p-1")
+configure_logging("p-1")
+logging.getLogger("asyncio").warning(
+    "returning true from eof_received() has no effect when using ssl"
+)
+logging.getLogger("some.library").warning("%d odd\\nthings", 3)
+logging.getLogger("some.library").info("usual")
+"""
 
 
-def lines_of(*arguments: str) -> list[str]:
+def lines_of(*arguments: str, script: str = SCRIPT) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
+        [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         check=True,
@@ -52,6 +64,14 @@ def test_level_and_format_are_those_of_child_processes() -> None:
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z error   rank-1 failed own=\"two words\"", line
     )
     assert trace[-1] == "    ValueError: odd"
+
+
+def test_messages_of_libraries_are_lines_as_others() -> None:
+    (line,) = lines_of(script=LIBRARY)
+    logged = json.loads(line)
+    assert (logged["level"], logged["event"]) == ("warning", "library_message")
+    assert (logged["library"], logged["message"]) == ("some.library", "3 odd\nthings")
+    assert logged["process"] == "p-1"
 
 
 def test_no_logged_text_commands_a_terminal() -> None:
