@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,20 +11,17 @@ from contextlib import contextmanager
 
 from rich.live import Live
 
-from services.cli.fleet.fleet_poll import FleetPoll
+from services.cli.fleet.fleet_poll import open_poll
 from services.cli.fleet.fleet_tables import tables
 from services.cli.fleet.report import FleetReport
 from services.cli.output import table_console
-from services.local.credentials import process_id_for
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.nats_urls import without_password
 from shared.subjects import CredentialRole
 from shared.telemetry.log import configure_logging
-from shared.tls import TlsFiles
-from shared.transport.bus import NatsBus, NatsRejected
+from shared.transport.bus import NatsRejected
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0
@@ -84,17 +80,9 @@ async def _status(
     sound. It waits at most `first_beat_s` for the first heartbeat, then `first_poll_s`.
     """
     clock = MonotonicClock()
-    bus = await NatsBus.connect(
-        nats_url,
-        process_id=process_id_for("observer", nats_url),
-        timeout_s=CONNECT_TIMEOUT_S,
-        tls=TlsFiles.of_environ("NATS", os.environ),
-    )
-    poll = FleetPoll(bus, clock)
-    try:
-        await poll.start()
+    async with open_poll(nats_url, clock, timeout_s=CONNECT_TIMEOUT_S) as poll:
         if is_once:
-            await _first_beat(poll.received, nats_url, first_beat_s)
+            await poll.first_heartbeat(first_beat_s)
         report = await poll.first_report(first_poll_s)
         with _screen(is_live=not (is_once or is_json)) as show:
             while True:
@@ -103,23 +91,6 @@ async def _status(
                     return report.is_sound
                 await clock.sleep(interval_s)
                 report = await poll.report()
-    finally:
-        await poll.stop()
-        await bus.close()
-
-
-async def _first_beat(received: asyncio.Event, nats_url: str, timeout_s: float) -> None:
-    """Waits for the first heartbeat, which a machine under load may delay for seconds.
-
-    Raises DependencyUnavailable.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            await received.wait()
-    except TimeoutError:
-        where = without_password(nats_url)
-        message = f"no heartbeat at {where} within {timeout_s:g} s"
-        raise DependencyUnavailable(message) from None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Checks of a cluster: are its NATS, its Redis and its gateway there, and does the clock agree?"""
+"""Checks of a cluster: are its servers, gateway and processes there, and does the clock agree?"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from services.cli.doctor.check import Check
+from services.cli.doctor.processes import processes_checks
 from services.local.credentials import process_id_for
 from shared.clock import MonotonicClock
 from shared.errors import HearthError
@@ -38,13 +39,20 @@ async def check_cluster(addresses: Addresses) -> AsyncIterator[Check]:
         text = "none is running here, and no URL is given"
         yield Check("cluster", "ok", f"{text}: start one with `hearth up`")
     if addresses.nats_url:
-        yield await nats_check(addresses.nats_url)
+        nats = await nats_check(addresses.nats_url)
+        yield nats
     if addresses.redis_url:
         yield await redis_check(addresses.redis_url)
     if addresses.gateway_url:
         async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
             for each in await gateway_checks(client, addresses.gateway_url):
                 yield each
+    if addresses.nats_url and nats.level == "ok":
+        has_gateway = bool(addresses.gateway_url)
+        for each in await processes_checks(
+            addresses.nats_url, timeout_s=TIMEOUT_S, has_gateway=has_gateway
+        ):
+            yield each
 
 
 async def nats_check(url: str) -> Check:

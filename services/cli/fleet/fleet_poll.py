@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+from collections.abc import AsyncIterator
 
 import nats.errors
 
 from services.cli.fleet.report import FleetReport
+from services.local.credentials import process_id_for
 from shared.background import Background
 from shared.clock import Clock
-from shared.errors import HearthError
+from shared.errors import DependencyUnavailable, HearthError
 from shared.fleet.fleet_view import FleetView
 from shared.fleet.read_fleet import FleetRead, ReadFleet
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import Heartbeat
+from shared.nats_urls import without_password
 from shared.subjects import HEARTBEATS, fleet
+from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
 LISTEN_S = 1.2 * HEARTBEAT_INTERVAL_S  # a heartbeat of each process
@@ -24,11 +29,32 @@ REPLY_TIMEOUT_S = 1.0
 MAX_ASKED = 3  # gateways
 
 
-class FleetPoll:
-    """Reports of a fleet. `received` is set by the first heartbeat."""
+@contextlib.asynccontextmanager
+async def open_poll(nats_url: str, clock: Clock, *, timeout_s: float) -> AsyncIterator[FleetPoll]:
+    """Connects within `timeout_s`, and yields a poll that receives heartbeats. Raises
+    DependencyUnavailable.
+    """
+    bus = await NatsBus.connect(
+        nats_url,
+        process_id=process_id_for("observer", nats_url),
+        timeout_s=timeout_s,
+        tls=TlsFiles.of_environ("NATS", os.environ),
+    )
+    poll = FleetPoll(bus, clock, where=without_password(nats_url))
+    try:
+        await poll.start()
+        yield poll
+    finally:
+        await poll.stop()
+        await bus.close()
 
-    def __init__(self, bus: NatsBus, clock: Clock) -> None:
-        self.received = asyncio.Event()
+
+class FleetPoll:
+    """Reports of a fleet. `where` is the address of its NATS, for errors."""
+
+    def __init__(self, bus: NatsBus, clock: Clock, *, where: str) -> None:
+        self._received = asyncio.Event()  # a heartbeat
+        self._where = where
         self._bus = bus
         self._clock = clock
         self._view = FleetView()
@@ -43,6 +69,18 @@ class FleetPoll:
 
     async def stop(self) -> None:
         await self._background.stop()
+
+    async def first_heartbeat(self, timeout_s: float) -> None:
+        """Waits for the first heartbeat, which a machine under load may delay for seconds.
+
+        Raises DependencyUnavailable.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._received.wait()
+        except TimeoutError:
+            message = f"no heartbeat at {self._where} within {timeout_s:g} s"
+            raise DependencyUnavailable(message) from None
 
     async def first_report(self, longest_s: float) -> FleetReport:
         """Returns a report as soon as a gateway answers, else after `longest_s`: heartbeats show
@@ -67,7 +105,7 @@ class FleetPoll:
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         self._view.observe(self._models.complete(beat), self._clock.now())
         if self._view.rows():
-            self.received.set()
+            self._received.set()
         if "gateway" in beat.roles and beat.state != "stopped":
             self._gateways[beat.process_id] = beat.uptime_s
             self._has_gateway.set()

@@ -185,10 +185,16 @@ def test_status_shows_a_frozen_worker_and_a_frozen_redis(running: Up) -> None:
             ),
             "a frozen worker and a frozen Redis",
         )
+        doctor = call_hearth(("doctor",), environ)
+        assert doctor.returncode == 1
+        assert re.search(r"fail +processes +decode-1 is lost .* since [\d:]{8}Z", doctor.stdout)
+        assert "hearth logs decode-1" in " ".join(doctor.stdout.split())
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
     eventually(lambda: seen().returncode == 0, "a sound cluster")
+    doctor = call_hearth(("doctor",), environ)
+    assert re.search(r"ok +processes +5, none is lost", doctor.stdout), doctor.stdout
 
 
 def test_models_are_added_and_listed(running: Up) -> None:

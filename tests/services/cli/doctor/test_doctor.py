@@ -19,12 +19,16 @@ from services.cli.doctor.machine import (
     memory_check,
     port_check,
 )
+from services.cli.doctor.processes import report_checks
 from services.cli.doctor.software import (
     driver_version,
     gpu_check,
     packages_check,
     server_check,
 )
+from services.cli.fleet.report import FleetReport
+from shared.fleet.fleet_view import ProcessView
+from shared.fleet.read_fleet import ServerView
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer, RedisServer
 
@@ -132,6 +136,24 @@ async def test_gateway_and_clock() -> None:
     )
     assert (clock.level, "ahead of" in clock.text) == ("warn", True)
     assert [skew_check(each).level for each in (0.9, -1.5, 30, -30)] == ["ok", "ok", "warn", "warn"]
+
+
+def test_lost_processes_and_servers_are_failures() -> None:
+    rows = [
+        ProcessView(process_id=name, role="decode", state=state, state_age_s=60)
+        for name, state in (("d-1", "silent"), ("d-2", "ready"), ("d-3", "stopped"))
+    ]
+    ok = ServerView(state="ok")
+    report = FleetReport(rows=rows, redis=ok, nats=ok, gateway_id="g-1", unready="no worker")
+    (lost,) = report_checks(report, 3661, has_gateway=True)
+    assert (lost.level, lost.text) == ("fail", "d-1 is lost (silent) since 01:00:01Z")
+    assert "kill -9" in lost.advice and "hearth logs d-1" in lost.advice
+    away = ServerView(state="unavailable", for_s=1)
+    report = FleetReport(rows=rows[1:], redis=away, nats=ok, gateway_id="g-1", unready="no worker")
+    checks = [(each.name, each.level) for each in report_checks(report, 3661, has_gateway=False)]
+    assert checks == [("processes", "ok"), ("Redis", "fail"), ("gateway", "fail")]
+    (unknown,) = report_checks(FleetReport(rows=rows[1:]), 3661, has_gateway=True)
+    assert unknown.level == "warn"
 
 
 def test_command_prints_all_checks_and_fails_with_one(tmp_path: Path) -> None:

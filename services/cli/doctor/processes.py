@@ -1,0 +1,77 @@
+"""Checks of the processes of a cluster, as `hearth status` sees them: is one lost?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from services.cli.doctor.check import Check
+from services.cli.fleet.fleet_poll import open_poll
+from services.cli.fleet.fleet_tables import since
+from services.cli.fleet.report import FleetReport
+from shared.clock import MonotonicClock
+from shared.errors import HearthError
+from shared.fleet.fleet_view import ProcessView
+from shared.fleet.read_fleet import ServerView
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+
+FIRST_BEAT_TIMEOUT_S = 3.0
+FIRST_POLL_S = 4 * HEARTBEAT_INTERVAL_S
+RESTART = "end the process (kill -9): `hearth up` or its service manager starts it again."
+ADVICE = {
+    "silent": f"It is frozen, or its machine or network is away. If it is frozen, {RESTART}",
+    "gone": "It has ended, or its connection was cut. If nothing starts it again, start it.",
+    "stuck": f"Its engine makes no step. After a look at its log, {RESTART}",
+    "doubled": "Two processes have this id: end one of them.",
+}
+SERVER_ADVICE = "The gateway cannot use it: see its log and the address that the gateway has."
+
+
+async def processes_checks(nats_url: str, *, timeout_s: float, has_gateway: bool) -> list[Check]:
+    """Returns the checks of all processes at a NATS. `has_gateway`: another check asks the gateway
+    whether it is ready.
+    """
+    try:
+        async with open_poll(nats_url, MonotonicClock(), timeout_s=timeout_s) as poll:
+            await poll.first_heartbeat(FIRST_BEAT_TIMEOUT_S)
+            report = await poll.first_report(FIRST_POLL_S)
+    except HearthError as error:
+        return [Check("processes", "fail", error.message, "Start a cluster: `hearth up`.")]
+    return list(report_checks(report, time.time(), has_gateway=has_gateway))
+
+
+def report_checks(report: FleetReport, wall_s: float, *, has_gateway: bool) -> Iterator[Check]:
+    """Yields a check for each lost process, and one for the others."""
+    lost = [each for each in report.rows if each.is_lost and not each.has_stopped]
+    for row in lost:
+        yield _lost_check(row, wall_s)
+    if report.gateway_id is None:
+        yield Check(
+            *("processes", "warn", "no gateway answers: processes lost before are unknown"),
+            "Run `hearth status`, and see the log of a gateway.",
+        )
+        return
+    if not lost:
+        yield Check("processes", "ok", f"{len(report.rows)}, none is lost")
+    for name, server in (("Redis", report.redis), ("NATS", report.nats)):
+        yield from _server_checks(report.gateway_id, name, server, wall_s)
+    if report.unready and not has_gateway:
+        text = f"{report.gateway_id} is not ready: {report.unready}"
+        yield Check("gateway", "fail", text, f"`hearth logs {report.gateway_id}` shows more.")
+
+
+def _lost_check(row: ProcessView, wall_s: float) -> Check:
+    when = since(row.state_age_s, wall_s)
+    text = f"{row.process_id} is lost ({row.state}){f' since {when}' if when else ''}"
+    advice = ADVICE.get(row.state, RESTART.capitalize())
+    return Check("processes", "fail", text, f"{advice} Its log: `hearth logs {row.process_id}`.")
+
+
+def _server_checks(
+    gateway_id: str, name: str, server: ServerView, wall_s: float
+) -> Iterator[Check]:
+    if server.is_sound or server.state == "unknown":
+        return
+    when = since(server.for_s, wall_s)
+    text = f"{server.state} for {gateway_id}{f' since {when}' if when else ''}"
+    yield Check(name, "fail", text, SERVER_ADVICE)
