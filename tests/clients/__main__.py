@@ -93,8 +93,9 @@ def browser_accounts(state_home: Path, cluster: Cluster) -> list[Account]:
     return [browser_account(cluster), Account(cluster.url, EXPIRED, key)]
 
 
-def browser_account(cluster: Cluster) -> Account:
-    pids = {name: cluster.pid_of(name) for name in ("decode-1", "decode-2", "gateway-1")}
+def browser_account(cluster: Cluster, num_decode: int = 2) -> Account:
+    workers = [f"decode-{number}" for number in range(1, num_decode + 1)]
+    pids = {name: cluster.pid_of(name) for name in (*workers, "gateway-1")}
     state = cluster.state
     return Account(cluster.url, BROWSER, state.api_key, state.operator_token, pids)
 

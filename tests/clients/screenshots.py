@@ -19,8 +19,8 @@ def main() -> int:
     """Returns the exit status of the browser's part."""
     with tempfile.TemporaryDirectory(prefix="hearth-screenshots-") as folder:
         accounts = Path(folder) / "accounts.json"
-        with run_cluster(Path(folder), "--decode", "2") as cluster:
-            write_accounts(accounts, [browser_account(cluster)])
+        with run_cluster(Path(folder), "--decode", "3") as cluster:
+            write_accounts(accounts, [browser_account(cluster, 3)])
             command = [python_of(REQUIREMENTS), "-m", "tests.clients.browser.screenshots"]
             environ = os.environ | {VARIABLE: str(accounts)}
             return subprocess.run(command, cwd=ROOT, env=environ).returncode

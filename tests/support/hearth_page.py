@@ -23,6 +23,14 @@ addEventListener('securitypolicyviolation',
   (event) => console.error('CSP', event.violatedDirective, event.blockedURI))
 """
 
+FIND_SERVING = """
+fetch('/v1/cluster', { headers: {
+  Authorization: `Bearer ${sessionStorage.getItem('hearth.operator_token')}` } })
+  .then((response) => response.json())
+  .then(({ processes }) => Object.entries(processes)
+    .find(([id, { num_running: num }]) => id.startsWith('decode') && num)?.[0] ?? '')
+"""
+
 
 def find_chromium() -> str | None:
     """Returns the path of Chromium: of $HEARTH_CHROMIUM, else of the PATH."""
@@ -85,6 +93,13 @@ class HearthPage:
         self.page.locator(".turn.assistant").last.wait_for()
         self.wait_for_end()
         return self.page.locator(".turn.assistant .content").last.inner_text()
+
+    def serving_worker(self) -> str:
+        """Returns the decode worker of the only running request, once its load is known."""
+        worker = ""
+        while not worker:
+            worker = self.page.evaluate(FIND_SERVING)
+        return worker
 
     def fill_extra(self, json: str) -> None:
         """Adds fields to the next requests."""

@@ -16,6 +16,8 @@ from tests.support.hearth_page import HearthPage, find_chromium, launch
 FOLDER = Path(__file__).parents[3] / "services" / "gateway" / "operator" / "page" / "screenshots"
 MAX_BYTES = 200_000
 DESKTOP = {"viewport": {"width": 1280, "height": 800}}
+README = {"viewport": {"width": 1000, "height": 560}, "device_scale_factor": 1.6}
+LONG = '{"ignore_eos": true, "temperature": 0, "max_tokens": 1500}'
 PHONE = {"viewport": {"width": 390, "height": 780}, "device_scale_factor": 1.5}
 
 
@@ -25,14 +27,13 @@ def open_tab(browser: Browser, account: Account, fragment: str, **options: Any) 
     return tab
 
 
-def save(tab: HearthPage, name: str) -> None:
+def save(tab: HearthPage, name: str, *, is_whole: bool = False) -> None:
     path = FOLDER / f"{name}.png"
-    tab.page.screenshot(path=path)
+    tab.page.screenshot(path=path, full_page=is_whole)
     assert path.stat().st_size <= MAX_BYTES, f"{path} is larger than {MAX_BYTES} bytes"
 
 
-def take_playground(browser: Browser, account: Account) -> str:
-    """Returns the address of its timeline."""
+def take_playground(browser: Browser, account: Account) -> None:
     tab = open_tab(browser, account, "", **DESKTOP)
     tab.answer("What is Hearth?")
     tab.page.click("summary:text-is('Tools')")
@@ -42,7 +43,6 @@ def take_playground(browser: Browser, account: Account) -> str:
     tab.page.locator(".workers a").last.wait_for()
     tab.page.evaluate("document.querySelector('#settings').scrollTo(0, 0)")
     save(tab, "playground")
-    return tab.page.locator(".workers a").first.get_attribute("href") or ""
 
 
 def take_compare(browser: Browser, account: Account) -> None:
@@ -62,13 +62,28 @@ def take_compare(browser: Browser, account: Account) -> None:
     save(tab, "compare")
 
 
-def take_timeline(browser: Browser, account: Account, address: str) -> None:
-    tab = open_tab(browser, account, address, **DESKTOP)
-    tab.page.locator(".waterfall, #request-status:has-text('not know')").wait_for()
-    if tab.page.locator(".waterfall").count():
-        save(tab, "timeline")
-    else:
-        print("this gateway has no timelines: no picture of one")
+def take_timeline(browser: Browser, account: Account) -> None:
+    """Freezes the worker of an answer, kills the next one, and takes what the page shows: while the
+    answer streams, and its timeline.
+    """
+    tab = open_tab(browser, account, "", **DESKTOP)
+    tab.answer("What is Hearth?")
+    tab.fill_extra(LONG)
+    tab.ask("What happens when a decode worker dies?")
+    frozen = account.pids[tab.serving_worker()]
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        second = tab.page.locator(".badge.moved", has_text="moved to").inner_text().split()[2]
+        save(tab, "moved")
+        os.kill(account.pids[second], signal.SIGKILL)
+        tab.page.locator(".badge.moved").get_by_text("moved 2").wait_for(timeout=90_000)
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    address = tab.page.locator(".workers a").last.get_attribute("href") or ""
+    tab = open_tab(browser, account, address, **README)
+    tab.page.locator(".waterfall").wait_for()
+    tab.page.locator("#find-request").evaluate("(form) => { form.hidden = true; }")
+    save(tab, "timeline", is_whole=True)
 
 
 def take_cluster(browser: Browser, account: Account) -> None:
@@ -102,10 +117,11 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = launch(playwright, chromium)
-        take_timeline(browser, account, take_playground(browser, account))
+        take_playground(browser, account)
         take_compare(browser, account)
         take_phone(browser, account)
         take_cluster(browser, account)
+        take_timeline(browser, account)  # last: it kills a worker
 
 
 if __name__ == "__main__":

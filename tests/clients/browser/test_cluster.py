@@ -234,8 +234,11 @@ def test_timeline_is_drawn_to_scale(tab: HearthPage) -> None:
     tab.page.locator(".waterfall").wait_for()
     assert tab.page.locator(".try").count() == 3
     assert "<b>gateway</b>" in tab.page.locator(".try").first.inner_text()
-    bars = tab.page.locator(".waterfall .phase")
-    assert bars.count() == 6
+    assert tab.page.locator(".try .phase").count() == 6
+    assert tab.page.locator(".waterfall .phase:visible").count() == 6
+    tab.page.get_by_role("button", name="Try 2").click()
+    bars = tab.page.locator(".waterfall .phase:visible")
+    assert bars.count() == 8
     track = tab.page.locator(".track").last.bounding_box()
     bar = bars.last.bounding_box()
     assert abs(bar["width"] / track["width"] - 0.5) < 0.02

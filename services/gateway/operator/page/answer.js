@@ -2,10 +2,11 @@
 // While it streams, text is appended to one node a frame; Markdown is built once, at the end. With
 // probabilities each token is a node, and there is no Markdown.
 
-import { byId, make, seconds, setText } from "./dom.js";
+import { byId, make, setText } from "./dom.js";
 import { Figures } from "./figures.js";
 import { legend, tokens } from "./heat.js";
 import { render } from "./markdown.js";
+import { pauseText } from "./moves.js";
 
 const PAUSE_S = 0.5;
 const SENTENCE_END = /[.!?:。！？]\s|\n/g;
@@ -74,7 +75,7 @@ export class Answer {
     const move = this.moves.at(-1);
     this.#pause.hidden = silence < PAUSE_S && !move;
     if (silence >= PAUSE_S) setText(this.#pause, `paused · ${silence.toFixed(1)} s`);
-    else if (move) setText(this.#pause, `moved to ${move.worker} · ${seconds(move.pause_s)}`);
+    else if (move) setText(this.#pause, `moved to ${move.worker} · ${pauseText(move.pause_s)}`);
   }
 
   end(note, schema) {
@@ -90,7 +91,7 @@ export class Answer {
     }
     this.#speak(true);
     this.figures.end(this.requestId, this.info, this.moves);
-    if (this.moves.length) this.badge(`moved ${this.moves.length}×`, "moved");
+    if (this.moves.length) this.badge(this.moves.length > 1 ? `moved ${this.moves.length}×` : `moved to ${this.moves[0].worker}`, "moved");
     if (note) this.badge(note, "warn");
     if (schema) this.#badgeSchema();
   }

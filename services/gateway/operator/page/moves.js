@@ -1,8 +1,8 @@
 // The words for an answer that went on at another worker, of `{from_workers, cause, worker, pause_s}`.
 
-import { seconds } from "./dom.js";
-
 const CAUSES = { worker_failed: "a failure of", step_failed: "a failed step of", context_full: "the full KV cache of" };
+
+export const pauseText = (value) => `${value.toFixed(value < 1 ? 2 : 1)} s`;
 
 export const and = (texts) => [texts.slice(0, -1).join(", "), ...texts.slice(-1)].filter(Boolean).join(" and ");
 
@@ -14,5 +14,5 @@ export function survived(moves) {
     workers.set(text, [...(workers.get(text) ?? []), ...left]);
   }
   const causes = [...workers].map(([text, names]) => `${text} ${and(names)}`);
-  return `survived ${and(causes)}; pause ${and(moves.map((each) => seconds(each.pause_s)))}`;
+  return `survived ${and(causes)}; pause ${and(moves.map((each) => pauseText(each.pause_s)))}`;
 }

@@ -37,12 +37,12 @@ function draw(requests, hasTenants) {
 
 function row(each, hasTenants) {
   const isBad = (each.status ?? 200) >= 400 && each.status !== 499;
-  const tokens = `${count(each.num_prompt_tokens ?? 0)} → ${count(each.num_output_tokens ?? 0)}`;
+  const tokens = each.model ? `${count(each.num_prompt_tokens ?? 0)} → ${count(each.num_output_tokens ?? 0)}` : "–";
   const moves = each.num_resubmissions ?? 0;
   return make("tr", {}, make("td", {}, make("time", {}, timeOf(each.started_at))),
     make("th", { scope: "row" }, make("a", { class: "code", href: `#request/${encodeURIComponent(each.request_id)}` }, each.request_id)),
     make("td", { class: "model" }, each.model || "–"), make("td", { class: "number" }, tokens), make("td", { class: "number" }, seconds(each.duration_s)),
-    make("td", {}, make("span", { class: `badge ${isBad ? "bad" : ""}` }, each.outcome)),
+    make("td", {}, make("span", { class: `badge ${isBad ? "bad" : ""}` }, each.outcome.replaceAll("_", " "))),
     make("td", {}, moves ? make("span", { class: "badge moved" }, `${moves}×`) : ""),
     hasTenants ? make("td", { class: "who" }, each.tenant_id) : null);
 }

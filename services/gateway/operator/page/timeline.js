@@ -2,7 +2,7 @@
 
 import { keyOf, request } from "./api.js";
 import { byId, bytes, count, make, seconds, setText } from "./dom.js";
-import { and, survived } from "./moves.js";
+import { and, pauseText, survived } from "./moves.js";
 import { timeOf, watchRequests } from "./requests.js";
 
 const COLORS = {
@@ -15,6 +15,7 @@ const WAITS = {
   reserve: "for room in its KV cache", prefill_wait: "for a prefill worker", prefill: "for the prompt's KV",
   kv_push: "for KV on its way", first_token: "for its first token",
 };
+const LEGEND = [[1, "gateway"], [2, "waiting"], [3, "reserve"], [4, "prefill"], [5, "KV push"], [6, "decode"], [7, "loss, stall"]];
 const MIN_SHARE = 0.1; // of a pause, for a part that is named
 const TICKS = 5;
 const status = (text) => setText(byId("request-status"), text);
@@ -67,20 +68,21 @@ async function load(id, holders, signal) {
 export function draw(timeline) {
   const tries = timeline.tries ?? [];
   const total = Math.max(timeline.duration_s, 1e-6, ...allPhases(timeline).map((each) => each.start_s + each.duration_s));
-  const body = make("tbody");
-  addRows(body, "Gateway", timeline.gateway_id, timeline.gateway_phases ?? [], total);
+  const isOpen = tries.length < 2;
+  const groups = group("Gateway", timeline.gateway_id, timeline.gateway_phases ?? [], total, isOpen);
   tries.forEach((each, index) => {
     const prefill = each.prefill_worker_id ? `, prefill ${each.prefill_worker_id}` : "";
     const note = `${each.worker_id || "not placed"}${prefill} · ${each.outcome.replaceAll("_", " ")}`;
-    addRows(body, `Try ${each.number}`, note, each.phases ?? [], total, (name) => waitOf(name, each, index > 0));
+    groups.push(...group(`Try ${each.number}`, note, each.phases ?? [], total, isOpen, (name) => waitOf(name, each, index > 0)));
   });
   const step = stepOf(total);
   const table = make("table", { class: "waterfall" },
     make("caption", { class: "hidden" }, "Phases of the request"),
     make("thead", {}, make("tr", {}, ...["Phase", "Process", "Duration"].map((name) => (
-      make("th", { scope: "col" }, name))), make("th", { scope: "col" }, make("span", { class: "hidden" }, "From the arrival"), axis(step, total)))), body);
+      make("th", { scope: "col" }, name))), make("th", { scope: "col" }, make("span", { class: "hidden" }, "From the arrival"), axis(step, total)))), ...groups);
   table.style.setProperty("--step", `${(100 * step / total).toFixed(4)}%`);
-  return make("div", {}, headline(timeline), summary(timeline), make("div", { class: "panel scroll" }, table));
+  return make("div", {}, headline(timeline), summary(timeline), make("div", { class: "panel scroll" }, table,
+    make("p", { class: "legend hint", "aria-hidden": "true" }, ...LEGEND.map(([color, text]) => make("span", {}, make("span", { class: `dot c${color}` }), text)))));
 }
 
 // 1, 2 or 5 times a power of ten, so that at most TICKS fit.
@@ -131,7 +133,7 @@ function pauseOf(next, tries) {
     }
   });
   const named = [...parts].filter(([, spent]) => spent >= MIN_SHARE * next.move.pause_s);
-  return `To ${next.move.worker} in ${seconds(next.move.pause_s)}: ${and(named.map(([text, spent]) => `${seconds(spent)} ${text}`))}.`;
+  return `To ${next.move.worker} in ${pauseText(next.move.pause_s)}: ${and(named.map(([text, spent]) => `${seconds(spent)} ${text}`))}.`;
 }
 
 function allPhases(timeline) {
@@ -139,36 +141,47 @@ function allPhases(timeline) {
 }
 
 function summary(timeline) {
+  const isServed = Boolean(timeline.tries?.length);
   const facts = {
     Outcome: timeline.outcome.replaceAll("_", " "), Model: timeline.model, Duration: seconds(timeline.duration_s),
-    "First token": seconds(timeline.ttft_s ?? null),
-    Prompt: `${count(timeline.num_prompt_tokens ?? 0)} tokens, ${count(timeline.num_cached_tokens ?? 0)} cached`,
-    Output: `${count(timeline.num_output_tokens ?? 0)} tokens`,
-    Tries: count((timeline.tries ?? []).length),
+    "First token": timeline.ttft_s && seconds(timeline.ttft_s),
+    Prompt: isServed && `${count(timeline.num_prompt_tokens ?? 0)} tokens, ${count(timeline.num_cached_tokens ?? 0)} cached`,
+    Output: isServed && `${count(timeline.num_output_tokens ?? 0)} tokens`,
+    Tries: isServed && count(timeline.tries.length),
     Started: timeOf(timeline.started_at),
   };
   if (timeline.num_late_masks) facts["Late masks"] = count(timeline.num_late_masks);
-  return make("dl", { class: "figures panel" }, ...Object.entries(facts).map(([name, value]) => (
+  return make("dl", { class: "figures panel" }, ...Object.entries(facts).filter(([, value]) => value).map(([name, value]) => (
     make("div", {}, make("dt", {}, name), make("dd", {}, value)))));
 }
 
-function addRows(body, title, note, phases, total, wait = () => "") {
-  body.append(make("tr", { class: "try" },
-    make("th", { scope: "rowgroup", colspan: "4" }, title, make("span", { class: "hint" }, ` ${note}`))));
-  for (const phase of phases) body.append(row(phase, total, wait(phase.name)));
+// All phases in one row, and each in a row of its own below, if that is opened.
+function group(title, note, phases, total, isOpen, wait = () => "") {
+  const rows = make("tbody", { hidden: !isOpen }, ...phases.map((phase) => row(phase, total, wait(phase.name))));
+  const toggle = make("button", { type: "button", class: "quiet", "aria-expanded": isOpen, onclick: () => {
+    rows.hidden = !rows.hidden;
+    toggle.setAttribute("aria-expanded", !rows.hidden);
+  } }, title);
+  const head = make("tr", { class: "try" }, make("th", { scope: "rowgroup", colspan: "3" }, toggle, make("span", { class: "hint" }, ` ${note}`)),
+    make("td", { class: "track" }, ...phases.map((phase) => bar(phase, total))));
+  return [make("tbody", {}, head), rows];
+}
+
+function bar(phase, total) {
+  const element = make("span", { class: `phase c${COLORS[phase.name] ?? 1}`, title: `${phase.name.replaceAll("_", " ")} ${seconds(phase.duration_s)}` });
+  element.style.left = `${(100 * phase.start_s / total).toFixed(3)}%`;
+  element.style.width = `max(2px, ${(100 * phase.duration_s / total).toFixed(3)}%)`;
+  return element;
 }
 
 function row(phase, total, wait) {
-  const bar = make("span", { class: `phase c${COLORS[phase.name] ?? 1}` });
-  bar.style.left = `${(100 * phase.start_s / total).toFixed(3)}%`;
-  bar.style.width = `max(2px, ${(100 * phase.duration_s / total).toFixed(3)}%)`;
-  const details = [];
+  const details = [wait];
   if (phase.num_bytes) details.push(bytes(phase.num_bytes));
   if (phase.num_tokens) details.push(`${count(phase.num_tokens)} tokens`);
   if (phase.num_steps) details.push(`${count(phase.num_steps)} steps`);
   const from = make("span", { class: "hidden" }, `starts ${seconds(phase.start_s)} after the arrival`);
   return make("tr", {},
-    make("th", { scope: "row" }, phase.name.replaceAll("_", " "), wait && make("span", { class: "hint wait" }, wait)), make("td", { class: "who" }, phase.process_id),
-    make("td", { class: "number" }, seconds(phase.duration_s), make("span", { class: "hint" }, details.length ? ` ${details.join(", ")}` : "")),
-    make("td", { class: "track" }, bar, from));
+    make("th", { scope: "row" }, phase.name.replaceAll("_", " ")), make("td", { class: "who" }, phase.process_id),
+    make("td", { class: "number" }, seconds(phase.duration_s), make("span", { class: "hint" }, ` ${details.filter(Boolean).join(", ")}`)),
+    make("td", { class: "track" }, bar(phase, total), from));
 }
