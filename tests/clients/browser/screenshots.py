@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[3] / "services" / "gateway" / "operator" / "page
 MAX_BYTES = 200_000
 DESKTOP = {"viewport": {"width": 1280, "height": 800}}
 README = {"viewport": {"width": 1000, "height": 560}, "device_scale_factor": 1.6}
-LONG = '{"ignore_eos": true, "temperature": 0, "max_tokens": 1500}'
+ANSWER_S = 5.0  # without pauses
 PHONE = {"viewport": {"width": 390, "height": 780}, "device_scale_factor": 1.5}
 
 
@@ -68,13 +68,16 @@ def take_timeline(browser: Browser, account: Account) -> None:
     """
     tab = open_tab(browser, account, "", **DESKTOP)
     tab.answer("What is Hearth?")
-    tab.fill_extra(LONG)
+    figures = tab.page.locator(".figures").inner_text().split()
+    num_tokens = int(ANSWER_S * float(figures[figures.index("Tokens/s") + 1]))
+    tab.fill_extra(f'{{"ignore_eos": true, "temperature": 0, "max_tokens": {num_tokens}}}')
     tab.ask("What happens when a decode worker dies?")
     frozen = account.pids[tab.serving_worker()]
     os.kill(frozen, signal.SIGSTOP)
     try:
         second = tab.page.locator(".badge.moved", has_text="moved to").inner_text().split()[2]
         save(tab, "moved")
+        tab.page.wait_for_timeout(800)
         os.kill(account.pids[second], signal.SIGKILL)
         tab.page.locator(".badge.moved").get_by_text("moved 2").wait_for(timeout=90_000)
     finally:

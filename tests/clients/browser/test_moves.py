@@ -67,10 +67,10 @@ def test_answer_shows_its_move_while_it_streams_and_its_timeline_after(
     line = tab.page.locator(".survived").inner_text()
     assert re.fullmatch(rf"This answer survived the loss of {worker}; pause [\d.]+ s", line)
     tab.page.locator(".workers a").click()
-    heading = tab.page.locator(".headline h2").first
+    heading = tab.page.locator(".fate h2").first
     heading.wait_for()
     assert heading.inner_text() == line
-    waits = tab.page.locator(".headline p").inner_text()
+    waits = tab.page.locator(".fate p").inner_text()
     assert f"to see that {worker} was lost" in waits
     tab.page.get_by_role("button", name="Try 1").click()
     decode = tab.page.locator(
@@ -156,7 +156,7 @@ def test_headline_names_what_each_pause_waited_for(tab: HearthPage) -> None:
     tab.page.route("**/v1/requests/r-1/timeline", lambda route: route.fulfill(body=body))
     tab.open("#request/r-1")
     tab.page.locator(".waterfall").wait_for()
-    assert tab.page.locator(".headline > *").all_inner_texts() == [
+    assert tab.page.locator(".fate > *").all_inner_texts() == [
         "This answer survived the loss of decode-2 and decode-1; pause 1.2 s and 2.9 s",
         "To decode-1 in 1.2 s: 1.00 s to see that decode-2 was lost and 200.0 ms for the"
         " prompt's KV.",

@@ -7,7 +7,7 @@ import { timeOf, watchRequests } from "./requests.js";
 
 const COLORS = {
   validate: 1, render: 1, tokenize: 1, submit: 1, queue: 2, placement: 2, reserve: 3, prefill_wait: 2,
-  prefill: 4, kv_push: 5, first_token: 6, decode: 6, recovery: 7, client_stall: 7,
+  prefill: 4, kv_push: 5, first_token: 6, decode: 6, recovery: 7, client_stall: 2,
 };
 // What a phase waits for, where it is a part of a pause. `from`: the workers that had the request before.
 const WAITS = {
@@ -15,7 +15,7 @@ const WAITS = {
   reserve: "for room in its KV cache", prefill_wait: "for a prefill worker", prefill: "for the prompt's KV",
   kv_push: "for KV on its way", first_token: "for its first token",
 };
-const LEGEND = [[1, "gateway"], [2, "waiting"], [3, "reserve"], [4, "prefill"], [5, "KV push"], [6, "decode"], [7, "loss, stall"]];
+const LEGEND = [[1, "gateway"], [2, "waiting"], [3, "reserve"], [4, "prefill"], [5, "KV push"], [6, "decode"], [7, "loss"]];
 const MIN_SHARE = 0.1; // of a pause, for a part that is named
 const TICKS = 5;
 const status = (text) => setText(byId("request-status"), text);
@@ -119,7 +119,7 @@ function headline({ outcome, status: code = 200, tries = [] }) {
   if (code === 499) texts.push(make("h2", {}, "Its client ended this request"));
   else if (code >= 400) texts.push(make("h2", { class: "error" }, `This request failed: ${outcome.replaceAll("_", " ")}`));
   for (const each of tries) if (each.move) texts.push(make("p", { class: "hint" }, pauseOf(each, tries)));
-  return make("div", { class: "headline" }, ...texts);
+  return make("div", { class: "fate" }, ...texts);
 }
 
 // Of what a pause consists: from the last token of a try to the first one of `next`.
@@ -147,7 +147,6 @@ function summary(timeline) {
     "First token": timeline.ttft_s && seconds(timeline.ttft_s),
     Prompt: isServed && `${count(timeline.num_prompt_tokens ?? 0)} tokens, ${count(timeline.num_cached_tokens ?? 0)} cached`,
     Output: isServed && `${count(timeline.num_output_tokens ?? 0)} tokens`,
-    Tries: isServed && count(timeline.tries.length),
     Started: timeOf(timeline.started_at),
   };
   if (timeline.num_late_masks) facts["Late masks"] = count(timeline.num_late_masks);
