@@ -43,11 +43,10 @@ def test_stop_ends_the_answer_and_frees_the_worker(tab: HearthPage) -> None:
     tab.page.click("#stop-answer")
     tab.page.get_by_text("stopped", exact=True).wait_for()
     tab.page.click("nav >> text=Cluster")
-    running = tab.page.locator(".tile p:first-of-type b:first-child")
-    running.first.wait_for()
+    tab.page.locator(".tile").first.wait_for()
     tab.wait_until(
         "[...document.querySelectorAll('.tile')].every((tile) =>"
-        " tile.querySelector('b').textContent === '0')"
+        " /\\b0 running/.test(tile.innerText))"
     )
 
 
