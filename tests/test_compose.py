@@ -222,7 +222,8 @@ def test_redis_has_a_memory_limit_and_evicts_no_key(stack: Stack) -> None:
 
 @pytest.mark.parametrize("service", HEARTH_SERVICES)
 def test_health_check_succeeds_for_a_running_service(stack: Stack, service: str) -> None:
-    assert health(stack, environment(service)["HEARTH_NATS_URL"]) == 0
+    url = environment(service)["HEARTH_NATS_URL"]
+    eventually(lambda: health(stack, url) == 0, "a heartbeat; the stack may just have started")
 
 
 @pytest.mark.parametrize("service", HEARTH_SERVICES)
