@@ -36,4 +36,8 @@ async function inject(fold, worker, fault) {
   }
 }
 
-const say = (text) => setText(byId("cluster-status"), text);
+function say(text) {
+  const status = byId("cluster-status");
+  setText(status, text);
+  setTimeout(() => status.textContent === text && setText(status, ""), 1000 * freezeS);
+}

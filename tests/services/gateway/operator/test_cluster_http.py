@@ -70,7 +70,7 @@ async def test_only_the_operator_reads_the_cluster(opened: Beside) -> None:
     assert snapshot["gateway_id"] == "gateway-2"
     assert {"gateway-1", "decode-1", "decode-2"} <= snapshot["processes"].keys()
     assert snapshot["processes"]["decode-1"]["role"] == "decode"
-    assert {"joined"} == {event["kind"] for event in snapshot["events"]}
+    assert "joined" in {event["kind"] for event in snapshot["events"]}
     assert snapshot["lists"].keys() >= {"figures", "rejected", "hosts", "models", "demands"}
 
 
