@@ -208,3 +208,7 @@ def _tree(root: type[HearthError]) -> dict[str, type[HearthError]]:
 
 
 ERROR_BY_CODE: dict[str, type[HearthError]] = _tree(HearthError)
+CAPACITY_CODES = frozenset(_tree(Overloaded)) | frozenset(_tree(NoCapacity))
+CLUSTER_CODES = frozenset(
+    code for code, each in ERROR_BY_CODE.items() if each.http_status >= 500 or each is Overloaded
+)

@@ -653,7 +653,7 @@ class GatewayLoad(Message, frozen=True, kw_only=True):
     num_open_streams: Count = 0  # now
     num_requests: Count = 0  # requests that ended or were rejected
     num_failed_requests: Count = 0  # those with an error of the cluster, not of their client
-    # rejected requests by error code
+    # requests that got an error instead of any output, by error code
     rejections: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=64)] = ()
     # resubmissions by the worker that had the request; those of the last workers
     moved_streams: Annotated[tuple[tuple[ProcessId, Count], ...], Meta(max_length=16)] = ()

@@ -19,6 +19,7 @@ from services.gateway.models.live_models import Readiness
 from services.gateway.models.preparation_pools import PreparationPools
 from services.gateway.nats_api.api import NatsApi
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.metrics.rejection_log import RejectionLog
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.request.preparer import Preparer
@@ -68,6 +69,7 @@ class GatewayService:
         self._background = Background()
         self._is_leaving = False
         self.metrics = metrics = GatewayMetrics(config.process_id)
+        self._rejection_log = RejectionLog(metrics.rejections, clock)
         self._health_monitor = HealthMonitor(
             bus,
             clock,
@@ -221,6 +223,7 @@ class GatewayService:
         await self._models.read_registry()
         self._background.start_own(self._models.registry.run())
         self._background.start_own(self.tenancy.redis_memory.run())
+        self._background.start_own(self._rejection_log.run())
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:
             self._background.start_own(self._operator.history.run())
@@ -259,6 +262,7 @@ class GatewayService:
             await self._nats_api.stop()
         await self._background.stop()
         await self._driver.stop()
+        self._rejection_log.log_new()
         await self.dialects.stop()
         await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()

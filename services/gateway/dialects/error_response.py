@@ -15,7 +15,7 @@ from services.gateway.dialects.transport_parts import TransportParts
 from services.gateway.http.errors import RouteNotFound, error_of_http
 from services.gateway.http.response import error_headers
 from services.gateway.request.reservation import Reservation
-from shared.errors import HearthError
+from shared.errors import AuthenticationFailed, HearthError
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class ErrorResponses:
         self, request: Request[Any, Any, Any], error: HearthError
     ) -> Response[Any]:
         dialect = self._dialects.of_path(request.scope["path"])
-        if request.method == "POST":
+        if request.method == "POST" or _has_wrong_key(request, error):
             tenant = request.state.get("tenant")
             tenant_id = "" if tenant is None else tenant.tenant_id
             self._metrics.count_refused(
@@ -76,3 +76,8 @@ class ErrorResponses:
     def _on_other_error(self, request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
         log.error("request_failed", path=request.url.path, exc_info=error)
         return self._on_hearth_error(request, HearthError("internal error"))
+
+
+def _has_wrong_key(request: Request[Any, Any, Any], error: HearthError) -> bool:
+    """Whether a path for tenants rejected the key: keys can be guessed with any method."""
+    return isinstance(error, AuthenticationFailed) and "request_id" in request.state

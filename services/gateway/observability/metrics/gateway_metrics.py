@@ -136,7 +136,7 @@ class GatewayMetrics:
         self._num_open_streams: Callable[[], int] = lambda: 0
         self._tenants = TenantLabels()
         self._load: Counter[str] = Counter()  # keys are fields of GatewayLoad
-        self._rejections: Counter[str] = Counter()  # by error code
+        self.rejections: Counter[str] = Counter()  # requests without any output, by error code
         self._moved = MovedStreams()
         self._registries = {"hearth": CollectorRegistry(), "vllm": CollectorRegistry()}
         self._registries["hearth"].register(self.own)
@@ -192,7 +192,7 @@ class GatewayMetrics:
         self._load["num_refused_requests"] += 1
         self._load["num_requests"] += 1
         self._load["num_failed_requests"] += is_failed
-        self._rejections[outcome] += 1
+        self.rejections[outcome] += 1
         self.own.requests.add("", dialect, outcome, self._tenants.of(tenant))
 
     def count_ended(
@@ -211,6 +211,8 @@ class GatewayMetrics:
         self._load["num_requests"] += 1
         self._load["num_failed_requests"] += is_failed
         self._load["num_lost_streams"] += is_lost
+        if is_failed and not is_lost:  # its client got an error instead of any output
+            self.rejections[outcome] += 1
         self.own.requests.add(model, dialect, outcome, self._tenants.of(tenant))
 
     def count_tokens(self, *, model: str, tenant: str, **kinds: int) -> None:
@@ -276,7 +278,7 @@ class GatewayMetrics:
         """Returns the counters that the gateway's heartbeats report."""
         return GatewayLoad(
             num_open_streams=self._num_open_streams(),
-            rejections=tuple(self._rejections.most_common(MAX_CODES)),
+            rejections=tuple(self.rejections.most_common(MAX_CODES)),
             moved_streams=self._moved.counts,
             ttft_counts=self._latencies(TTFT),
             itl_counts=self._latencies(ITL),

@@ -1,4 +1,4 @@
-"""What a call without a key costs the event loop, and with it every tenant."""
+"""What a call without a key costs the event loop, and with it every tenant; how it counts."""
 
 from __future__ import annotations
 
@@ -50,3 +50,11 @@ async def status_of(app: Any, path: str) -> int:
     }
     await app(scope, receive, send)
     return int(sent[0]["status"])
+
+
+async def test_guesses_of_keys_count_whatever_their_method(cluster: Cluster) -> None:
+    app, counts = cluster.gateway._web_server._server.config.app, cluster.gateway.metrics.rejections
+    before = counts["invalid_api_key"]
+    statuses = [await status_of(app, path) for path in ("/v1/models", "/v1/cluster", "/v1/none")]
+    assert statuses == [401, 401, 404]
+    assert counts["invalid_api_key"] - before == 1, "an operator's page may ask without its token"
