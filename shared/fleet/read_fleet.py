@@ -35,13 +35,24 @@ class RecentFigures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_s: float | None = None
 
 
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """The rejected requests of one gateway with one error code. `at` is the Unix time of the last
+    one, in seconds.
+    """
+
+    gateway_id: str
+    code: str
+    count: int
+    at: float
+
+
 class ReadFleet(Message, frozen=True, kw_only=True):
     """Asks a gateway for the fleet. Observers send it; the reply is FleetRead."""
 
 
 class FleetRead(Message, frozen=True, kw_only=True):
     """The fleet as one gateway sees it. `unready` is why it would reject a request now, or
-    empty.
+    empty. `rejected` are requests of the last 15 minutes, of all gateways.
     """
 
     gateway_id: ProcessId
@@ -51,6 +62,7 @@ class FleetRead(Message, frozen=True, kw_only=True):
     nats: ServerView
     unready: str = ""
     recent: RecentFigures | None = None  # None before the gateway has counted
+    rejected: tuple[Rejection, ...] = ()
 
     @property
     def sender_id(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -12,7 +11,9 @@ from rich.text import Text
 from services.cli.fleet.demand_table import table_of_demands
 from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
+from services.cli.fleet.rejection_table import capacity_note, table_of_rejections
 from services.cli.fleet.report import FleetReport
+from services.cli.fleet.times import since
 from shared.fleet.fleet_view import ProcessView
 from shared.fleet.read_fleet import RecentFigures, ServerView
 
@@ -35,12 +36,17 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
     ]
     if report.recent is not None:
         shown.append(Text(_figures(report.recent)))
+    if report.rejected:
+        shown.append(table_of_rejections(report.rejected, width, wall_s))
     if report.demands:
         shown.append(table_of_demands(report.demands, width))
     if report.hosts:
         shown.append(table_of_hosts(report.hosts, width))
     if report.models:
         shown.append(Group(table_of_models(report.models, width), *failures_of(report.models)))
+    note = capacity_note(report)
+    if note:
+        shown.append(Text(note, style="yellow"))
     return Group(*_spaced([*shown, *_notes(report)]))
 
 
@@ -114,14 +120,6 @@ def _servers(rows: Sequence[tuple[str, ServerView]], width: int, wall_s: float) 
         Column("since", lambda row: since(row[1].for_s, wall_s) or "-"),
     ]
     return fitted_table(columns, rows, width)
-
-
-def since(age_s: float | None, wall_s: float) -> str:
-    """Returns the time of day, in UTC as in the logs, with the date before today; "" if unknown."""
-    if age_s is None:
-        return ""
-    then, now = (datetime.fromtimestamp(each, UTC) for each in (wall_s - age_s, wall_s))
-    return then.strftime("%H:%M:%SZ" if then.date() == now.date() else "%Y-%m-%d %H:%M:%SZ")
 
 
 def _style(row: ProcessView) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from shared.fleet.fleet_view import FleetView, ProcessView, in_order_of_roles
 from shared.fleet.host_view import HostView, ModelView
-from shared.fleet.read_fleet import FleetRead, RecentFigures, ServerView
+from shared.fleet.read_fleet import FleetRead, RecentFigures, Rejection, ServerView
 from shared.messages import RoleDemand
 
 UNKNOWN = ServerView(state="unknown")
@@ -19,7 +19,8 @@ UNKNOWN = ServerView(state="unknown")
 
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a fleet at one moment. `gateway_id` is the gateway that answered, or None.
-    `unready` is why it would reject a request now, or empty.
+    `unready` is why it would reject a request now, or empty. `rejected` are requests of the last
+    15 minutes: they make no report unsound.
     """
 
     rows: Sequence[ProcessView]
@@ -31,6 +32,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     gateway_id: str | None = None
     unready: str = ""
     recent: RecentFigures | None = None
+    rejected: Sequence[Rejection] = ()
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             gateway_id=read.gateway_id,
             unready=read.unready,
             recent=read.recent,
+            rejected=read.rejected,
             **shown,
         )
 
@@ -75,6 +78,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             "gateway_id": self.gateway_id,
             "unready": self.unready,
             "recent": self.recent,
+            "rejected": self.rejected,
             "is_sound": self.is_sound,
         }
         if self.demands:

@@ -42,6 +42,7 @@ class FleetReads:
             nats=self._servers.nats,
             unready=self._readiness().reason or "",
             recent=self._recent(),
+            rejected=self._cluster.recent_rejections,
         )
 
     def _recent(self) -> RecentFigures | None:

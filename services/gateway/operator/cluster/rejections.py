@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import msgspec
 
+from shared.fleet.read_fleet import Rejection
 from shared.messages import GatewayLoad
 
 MAX_ROWS = 64
 SHOWN_S = 3600.0  # time since the last rejection of a row
+RECENT_MIN = 15
 UNKNOWN = "unknown"  # a gateway of an older release does not report codes
 
 
-class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """The rejected requests of one gateway with one error code, since this row was new. `at` is the
-    Unix time of the last one, in seconds.
-    """
-
-    gateway_id: str
-    code: str
-    count: int
-    at: float
-
-
 class Rejections:
-    """The rows, the last rejection first. `wall` returns Unix seconds."""
+    """The rows, the last rejection first; a row counts since it was new. `wall` returns Unix
+    seconds.
+    """
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._rows: dict[tuple[str, str], Rejection] = {}
+        self._minutes: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
 
     @property
     def rows(self) -> tuple[Rejection, ...]:
@@ -37,7 +32,24 @@ class Rejections:
         found = [each for each in self._rows.values() if each.at >= oldest]
         found = sorted(found, key=lambda each: -each.at)[:MAX_ROWS]
         self._rows = {(each.gateway_id, each.code): each for each in found}
+        for gone in self._minutes.keys() - self._rows.keys():
+            del self._minutes[gone]
         return tuple(found)
+
+    @property
+    def recent(self) -> tuple[Rejection, ...]:
+        """The rows with the rejections of the last RECENT_MIN alone, begun minutes included."""
+        first = self._minute() - RECENT_MIN + 1
+        found = []
+        for row in self.rows:
+            minutes = self._minutes[row.gateway_id, row.code]
+            count = sum(num for minute, num in minutes.items() if minute >= first)
+            if count:
+                found.append(msgspec.structs.replace(row, count=count))
+        return tuple(found)
+
+    def _minute(self) -> int:
+        return int(self._wall() // 60)
 
     def count(self, gateway_id: str, before: GatewayLoad, load: GatewayLoad) -> None:
         """Adds the difference of a gateway's counters."""
@@ -51,7 +63,10 @@ class Rejections:
     def _add(self, gateway_id: str, code: str, count: int) -> int:
         if count <= 0:
             return 0
-        row = self._rows.get((gateway_id, code))
+        row, minutes = self._rows.get((gateway_id, code)), self._minutes[gateway_id, code]
+        minutes[self._minute()] += count
+        if len(minutes) > RECENT_MIN:
+            del minutes[min(minutes)]
         self._rows[gateway_id, code] = Rejection(
             gateway_id=gateway_id,
             code=code,

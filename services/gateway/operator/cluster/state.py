@@ -16,9 +16,10 @@ import msgspec
 from services.gateway.operator.cluster.changes import FleetChanges, registry_changes
 from services.gateway.operator.cluster.events import ClusterEvent, EventLog
 from services.gateway.operator.cluster.history import FleetFigures, FleetHistory
-from services.gateway.operator.cluster.rejections import Rejection, Rejections
+from services.gateway.operator.cluster.rejections import Rejections
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import HostView, ModelView
+from shared.fleet.read_fleet import Rejection
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import GatewayLoad, Heartbeat, RoleDemand
 from shared.model_registry.record import RegisteredModel
@@ -187,6 +188,10 @@ class ClusterView:
             models=tuple(models),
             demands=tuple(self._view.demands()),
         )
+
+    @property
+    def recent_rejections(self) -> tuple[Rejection, ...]:
+        return self._rejections.recent
 
     def rows(self) -> list[ProcessView]:
         """Returns all processes, and those that were lost."""

@@ -8,11 +8,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.cli.fleet.fleet_tables import since, tables
+from services.cli.fleet.fleet_tables import tables
+from services.cli.fleet.rejection_table import capacity_note
 from services.cli.fleet.report import FleetReport
+from services.cli.fleet.times import since
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import ModelView
-from shared.fleet.read_fleet import FleetRead, RecentFigures, ServerView
+from shared.fleet.read_fleet import FleetRead, RecentFigures, Rejection, ServerView
 from shared.messages import RoleDemand
 from tests.support.grids import in_one_test
 
@@ -37,6 +39,14 @@ FAILED = ModelView(
     name="org/broken", revision="0123456789abcdef", state="failed", host_id="host-1",
     device="cuda:0", host_state="ready", failure="model.safetensors: no such file",
 )  # fmt: skip
+REJECTED = tuple(
+    Rejection(gateway_id="gateway-1", code=code, count=count, at=NOON - 5.0)
+    for code, count in (("invalid_api_key", 1533), ("overloaded", 324))
+)
+BUSY = ProcessView(
+    process_id="scheduler-1", role="scheduler", state="ready", num_queued_requests=275,
+    oldest_wait_s=16.7,
+)  # fmt: skip
 DEMAND = RoleDemand(model="org/a-model-of-8B", role="decode", num_workers=2, num_wanted_workers=6)
 
 
@@ -53,7 +63,7 @@ def report(*processes: ProcessView, **fields: Any) -> FleetReport:
 def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     away = ServerView(state="unavailable", for_s=5.0)
     recent = RecentFigures(requests_per_s=1234.5, ttft_p50_s=0.021, ttft_p99_s=12.3456)
-    shown = report(worker("decode-1"), LOST, GATEWAY, redis=away, recent=recent)
+    shown = report(worker("decode-1"), LOST, GATEWAY, redis=away, recent=recent, rejected=REJECTED)
     full = msgspec.structs.replace(shown, demands=[DEMAND], models=[FAILED])
     console = Console(width=width)
     with console.capture() as captured:
@@ -67,7 +77,9 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     assert "redis unavailable 11:59:55Z" in lines
     assert "last minute: 1,234.5 requests/s, TTFT 21 ms, p99 12.3 s" in lines
     assert "org/broken on host-1: model.safetensors: no such file" in lines
-    (heading,) = (line for line in lines if "wanted" in line)
+    assert "code count last gateway" in lines
+    assert "invalid_api_key 1,533 11:59:55Z gateway-1" in lines
+    (heading,) = (line for line in lines if " wanted " in line and "(" not in line)
     assert lines[lines.index(heading) + 1].split()[heading.split().index("wanted")] == "6"
 
 
@@ -76,6 +88,7 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     [
         (report(worker("decode-1"), GATEWAY), True),
         (report(STOPPED, GATEWAY), True),
+        (report(GATEWAY, BUSY, rejected=REJECTED), True),
         (report(LOST, GATEWAY), False),
         (report(GATEWAY, redis=ServerView(state="unavailable", for_s=1.0)), False),
         (report(GATEWAY, redis=ServerView(state="new", for_s=1.0)), True),
@@ -85,6 +98,17 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
 )
 def test_a_loss_makes_the_report_unsound(found: FleetReport, is_sound: bool) -> None:
     assert found.is_sound == is_sound
+
+
+def test_lack_of_capacity_is_a_line() -> None:
+    rejected = report(GATEWAY, rejected=REJECTED)
+    busy = msgspec.structs.replace(report(GATEWAY, BUSY, rejected=REJECTED), demands=[DEMAND])
+    assert capacity_note(report(GATEWAY, rejected=REJECTED[:1])) == ""
+    assert capacity_note(rejected) == "324 requests rejected in 15 minutes for lack of capacity"
+    assert capacity_note(busy) == (
+        "275 requests wait, the longest 16.7 s; 324 rejected in 15 minutes for lack of capacity: "
+        "add workers (wanted 6 decode)"
+    )
 
 
 def test_time_of_an_earlier_day_has_its_date() -> None:

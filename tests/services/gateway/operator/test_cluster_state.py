@@ -117,7 +117,14 @@ def test_rejected_requests_push_out_no_event() -> None:
     rows = scene.state.delta().lists["rejected"]
     assert {(each.code, each.count) for each in rows} == {("invalid_request", 65), ("unknown", 2)}
     assert rows[0].at == 1000.0 + scene.now
+    later = GatewayLoad(num_refused_requests=72, rejections=(("invalid_request", 70),))
+    scene.now += 14 * 60.0
+    scene.beat("gateway-2", gateway=later)
+    assert [each.count for each in scene.state.recent_rejections] == [70, 2]
+    scene.now += 2 * 60.0
+    assert [each.count for each in scene.state.recent_rejections] == [5], "15 minutes, not the row"
     scene.now += 3601.0
+    assert scene.state.recent_rejections == ()
     assert scene.state.delta().lists["rejected"] == ()
 
 
