@@ -3,7 +3,7 @@
 starting ──serve()──▶ serving ──stop()──▶ stopping ──▶ stopped
     └──a process ends──▶ `failure` is set
 
-While serving, a process that ends is reported and restarted after a growing pause.
+While serving, a process that ends is reported, logged and restarted after a growing pause.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from services.local.processes.child_processes import (
     stop_children,
 )
 from services.local.processes.log_files import bound_logs_while_running
+from services.local.processes.supervision_log import RESTARTING, SupervisionLog
 from shared.background import item_error, start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError
@@ -48,6 +49,7 @@ class Supervisor:
         self._clock = clock
         self._directory = directory
         self._logs = logs
+        self._log = SupervisionLog(logs)
         self._display = report
         self._is_serving = False
         self._children: dict[str, Child] = {}
@@ -72,11 +74,12 @@ class Supervisor:
     def serve(self) -> None:
         """Begins to restart processes that end, and to bound the logs."""
         self._is_serving = True
+        self._log.write("cluster_ready", level="info")
         bounding = bound_logs_while_running(self._logs, self._clock, self._logs_in_use)
         self._supervisions.append(start_awaited(bounding))
 
     def _logs_in_use(self) -> list[Path]:
-        return [each.log_path for each in self._children.values()]
+        return [self._log.path, *(each.log_path for each in self._children.values())]
 
     async def stop(self, *, grace_s: float) -> None:
         """Sends SIGTERM in reverse order, and SIGKILL to the rest of a group after `grace_s`."""
@@ -122,12 +125,16 @@ class Supervisor:
             await child.process.wait()
             if not self._is_serving:
                 end = child.end(" during startup")
+                self._log.write("process_ended", level="error", child=spec.process_id, how=end)
                 self._fail(f"{spec.process_id} {end}; its log: {child.log_path}")
                 return
-            self._report(spec.process_id, "ended", child.end())
+            end = child.end()
+            self._log.write("process_ended", child=spec.process_id, how=end)
+            self._report(spec.process_id, "ended", end)
             lived_s = self._clock.now() - started
             pause_s = MIN_PAUSE_S if lived_s > MAX_PAUSE_S else min(MAX_PAUSE_S, 2 * pause_s)
             await self._clock.sleep(pause_s)
+            self._log.write(RESTARTING, child=spec.process_id)
             self._report(spec.process_id, "restarting", "")
             await self._restart(spec)
 

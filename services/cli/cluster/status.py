@@ -8,13 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import msgspec
 from rich.live import Live
 
 from services.cli.fleet.fleet_poll import open_poll
 from services.cli.fleet.fleet_tables import tables
 from services.cli.fleet.report import FleetReport
 from services.cli.output import table_console
+from services.local.processes.supervision_log import recent_restarts
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
@@ -51,12 +54,16 @@ def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s
         raise ConfigError(f"--interval-s {interval_s:g} is not positive")
     is_once = is_once or not (is_json or sys.stdout.isatty())  # tables of a pipe have no screen
     configure_logging("status", level="error")  # the table shows what a warning would
-    is_sound = True
+    is_sound, logs = True, _local_logs() if nats_url is None else None
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         try:
             is_sound = asyncio.run(
                 _status(
-                    find_nats(nats_url), is_once=is_once, is_json=is_json, interval_s=interval_s
+                    find_nats(nats_url),
+                    is_once=is_once,
+                    is_json=is_json,
+                    interval_s=interval_s,
+                    logs=logs,
                 )
             )
         except NatsRejected:
@@ -67,6 +74,11 @@ def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s
     return 0 if is_sound else UNSOUND_STATUS
 
 
+def _local_logs() -> Path:
+    """Returns the folder of the local cluster's logs. Raises ConfigError."""
+    return running_cluster(clusters_dir())[0] / "logs"
+
+
 async def _status(
     nats_url: str,
     *,
@@ -75,6 +87,7 @@ async def _status(
     interval_s: float,
     first_beat_s: float = FIRST_BEAT_TIMEOUT_S,
     first_poll_s: float = FIRST_POLL_S,
+    logs: Path | None = None,
 ) -> bool:
     """Prints the cluster once, or every `interval_s` until it is interrupted. Returns whether it is
     sound. It waits at most `first_beat_s` for the first heartbeat, then `first_poll_s`.
@@ -83,14 +96,21 @@ async def _status(
     async with open_poll(nats_url, clock, timeout_s=CONNECT_TIMEOUT_S) as poll:
         if is_once:
             await poll.first_heartbeat(first_beat_s)
-        report = await poll.first_report(first_poll_s)
+        report = _with_restarts(await poll.first_report(first_poll_s), logs)
         with _screen(is_live=not (is_once or is_json)) as show:
             while True:
                 print_json(report) if is_json else show(report)
                 if is_once:
                     return report.is_sound
                 await clock.sleep(interval_s)
-                report = await poll.report()
+                report = _with_restarts(await poll.report(), logs)
+
+
+def _with_restarts(report: FleetReport, logs: Path | None) -> FleetReport:
+    """`logs`: the folder of a local cluster's logs, which have its restarts."""
+    if logs is None:
+        return report
+    return msgspec.structs.replace(report, restarts=recent_restarts(logs, time.time()))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import msgspec
 
+from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView, in_order_of_roles
 from shared.fleet.host_view import HostView, ModelView
 from shared.fleet.read_fleet import FleetRead, RecentFigures, Rejection, ServerView
@@ -33,6 +34,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     unready: str = ""
     recent: RecentFigures | None = None
     rejected: Sequence[Rejection] = ()
+    restarts: Sequence[Restarts] = ()  # of a local cluster, within the last hour
 
     @classmethod
     def of(
@@ -69,7 +71,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> bytes:
         """Encodes the report. `roles` is there only if a scheduler advises, `hosts` and `models`
-        only if there is a host.
+        only if there is a host, `restarts` only after one.
         """
         line: dict[str, Any] = {
             "workers": [row for row in self.rows if row.is_worker],
@@ -81,6 +83,8 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             "rejected": self.rejected,
             "is_sound": self.is_sound,
         }
+        if self.restarts:
+            line["restarts"] = self.restarts
         if self.demands:
             line["roles"] = self.demands
         if self.hosts:
