@@ -40,6 +40,7 @@ from services.local.plan import (
 from services.local.processes.child_processes import Child, ProcessSpec, kill_children, start_child
 from services.local.processes.fault_server import FaultServer
 from services.local.processes.log_files import last_event
+from services.local.processes.start_progress import StartProgress
 from services.local.readiness import wait_until_ready
 from services.local.redis_acl import acl_line
 from services.local.servers import (
@@ -49,7 +50,7 @@ from services.local.servers import (
     redis_config,
 )
 from services.local.state import LocalClusterState, StateDir
-from services.local.supervisor import Report, Supervisor
+from services.local.supervisor import Event, Report, Supervisor
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.config import is_loopback
@@ -93,7 +94,7 @@ class LocalCluster:
         check_options(options)
         self._options = options
         self._clock = clock
-        self._report = report
+        self._display = report
         self._nats = find_server("nats-server") if options.nats_url is None else None
         self._redis = find_server("redis-server") if options.redis_url is None else None
         if options.state_dir is None:
@@ -105,9 +106,12 @@ class LocalCluster:
         except BaseException:
             self._state.close(retain_logs=False)
             raise
-        self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
+        self._supervisor = Supervisor(clock, self._state.path, self._state.logs, self._report)
         self._faults = self._fault_server()
         self._endpoints = self._choose_endpoints()
+        self._progress = StartProgress(
+            self._state.path, self._endpoints.http_url, self._worker_ids()
+        )
         self._warming: Child | None = None
         self._has_client = False
         self.api_key = self._identity.api_key
@@ -257,8 +261,11 @@ class LocalCluster:
         is_local = is_loopback(options.http_host) and is_loopback(options.advertise_host)
         if not is_local or options.nats_url is not None or options.models:
             return None
-        workers = [each.process_id for each in self._credentials if each.role in WORKER_ROLES]
+        workers = self._worker_ids()
         return FaultServer(self._state.scratch, workers, self._supervisor.process_of, self._clock)
+
+    def _worker_ids(self) -> list[str]:
+        return [each.process_id for each in self._credentials if each.role in WORKER_ROLES]
 
     async def _stop_faults(self) -> None:
         if self._faults is not None:
@@ -302,6 +309,12 @@ class LocalCluster:
         # first request is placed like any later one.
         await self._clock.sleep(HEARTBEAT_INTERVAL_S)
         self._state.publish(self._description())
+        self._progress.close()
+
+    def _report(self, process_id: str, event: Event, details: str) -> None:
+        if event in ("started", "ready"):
+            self._progress.record(process_id, is_ready=event == "ready")
+        self._display(process_id, event, details)
 
     async def _wait_for_models(self) -> None:
         await wait_until_served(

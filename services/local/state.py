@@ -1,6 +1,7 @@
 """The private directory of a local cluster: its secrets, its logs, and its address for commands.
 
 $XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
+    starting.json   what a cluster that starts waits for
     lock            held by the running `hearth up`, whose process id it has; a free lock means a
                     dead cluster
     cluster.json    URL, API key, NATS address, credentials, Redis URL; of a running cluster alone
@@ -29,6 +30,8 @@ from typing import IO
 import msgspec
 
 from services.local.credentials import Credential
+from services.local.processes.start_progress import FILE_NAME as _STARTING
+from services.local.processes.start_progress import Start, read_start
 from services.local.state_home import state_home
 from shared.errors import ConfigError
 from shared.lifecycle.socket_directory import make_socket_directory
@@ -40,7 +43,7 @@ _CLUSTER = "cluster.json"
 _TMP = "tmp"
 _SOCKET_NAME_BYTES = 32  # names of sockets that the processes make below it
 _REDIS_DIR = "appendonlydir"  # Redis 7's; Redis 6 has a file
-_OF_ONE_RUN = (_CLUSTER, "nats.conf", "redis.conf", "nats.pid")
+_OF_ONE_RUN = (_CLUSTER, _STARTING, "nats.conf", "redis.conf", "nats.pid")
 LOCK_POLL_S = 0.05
 LOCK_WAIT_S = 0.5  # commands that look for clusters hold locks for microseconds
 END_WAIT_S = 5.0  # then the Redis of a cluster that was killed has ended, too
@@ -208,7 +211,33 @@ def running_cluster(parent: Path) -> tuple[Path, LocalClusterState]:
     for directory in _by_age(parent):
         if is_running(directory) and (directory / _CLUSTER).exists():  # else it is still starting
             return directory, _read(directory)
+    starting = starting_cluster(parent)
+    if starting is not None:
+        raise ConfigError(starting.text)
     raise ConfigError("no local cluster is running here: start one with `hearth up`")
+
+
+class StartingCluster(msgspec.Struct, frozen=True):
+    """A cluster that is not ready yet. `holder` is the id of its `hearth up`."""
+
+    holder: int
+    start: Start
+
+    @property
+    def text(self) -> str:
+        waits = f", waits for {', '.join(self.start.waits_for)}" if self.start.waits_for else ""
+        return f"a cluster is starting (process {self.holder}{waits})"
+
+
+def starting_cluster(parent: Path) -> StartingCluster | None:
+    """Returns the newest cluster that is starting."""
+    for directory in _by_age(parent):
+        if is_running(directory) and not (directory / _CLUSTER).exists():
+            with contextlib.suppress(ConfigError):  # it has just stopped
+                holder = holder_of(directory)
+                if Path("/proc", str(holder)).exists():  # else its Redis ends
+                    return StartingCluster(holder, read_start(directory))
+    return None
 
 
 def newest_cluster(parent: Path) -> tuple[Path, bool]:

@@ -23,7 +23,7 @@ _KIB = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
 
 
 def check_machine(own_ports: frozenset[int]) -> Iterator[Check]:
-    """Yields the checks. `own_ports` are those of this user's running cluster."""
+    """Yields the checks. `own_ports` are those of this user's cluster."""
     yield cpu_check(_text_of("/proc/cpuinfo"), len(os.sched_getaffinity(0)))
     yield memory_check(_text_of("/proc/meminfo"), _text_of("/sys/fs/cgroup/memory.max"))
     yield from _disk_checks()
@@ -104,7 +104,7 @@ def descriptor_check(hard_limit: int) -> Check:
 
 def port_check(port: int, own_ports: frozenset[int]) -> Check:
     if port in own_ports:
-        return Check("HTTP port", "ok", f"{port}, of the running cluster")
+        return Check("HTTP port", "ok", f"{port}, of the local cluster")
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

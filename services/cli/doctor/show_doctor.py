@@ -15,13 +15,20 @@ from services.cli.doctor.cluster import Addresses, check_cluster
 from services.cli.doctor.machine import check_machine
 from services.cli.doctor.software import check_software
 from services.cli.output import print_json, table_console
-from services.local.state import LocalClusterState, clusters_dir, running_cluster
+from services.local.state import (
+    LocalClusterState,
+    StartingCluster,
+    clusters_dir,
+    running_cluster,
+    starting_cluster,
+)
 from shared.config import url_problems
 from shared.errors import ConfigError
 from shared.nats_urls import nats_servers
 from shared.telemetry.log import configure_logging
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+STARTING_ADVICE = "Run `hearth doctor` again when it is ready; `hearth logs` shows its start."
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -31,11 +38,15 @@ def run_doctor(
     """Prints the checks. Returns whether none has failed."""
     configure_logging("doctor", level="critical")  # the checks say it
     own = _local_cluster()
+    starting = _starting_cluster() if own is None else None
     addresses = _addresses(own, nats_url, redis_url, url)
-    ports = frozenset() if own is None else _ports(own)
+    ports = _ports(own, starting)
     found = [*check_machine(ports)]
     found += check_software(has_nats=nats_url is not None, has_redis=redis_url is not None)
-    found += asyncio.run(_of_cluster(addresses))
+    if starting is not None:
+        found.append(Check("cluster", "warn", starting.text, STARTING_ADVICE))
+    if starting is None or addresses != Addresses():
+        found += asyncio.run(_of_cluster(addresses))
     if is_json:
         print_json(found)
     else:
@@ -50,6 +61,13 @@ async def _of_cluster(addresses: Addresses) -> list[Check]:
 def _local_cluster() -> LocalClusterState | None:
     try:
         return running_cluster(clusters_dir())[1]
+    except ConfigError:
+        return None
+
+
+def _starting_cluster() -> StartingCluster | None:
+    try:
+        return starting_cluster(clusters_dir())
     except ConfigError:
         return None
 
@@ -69,8 +87,12 @@ def _addresses(
     return Addresses(own.nats_url_of("observer") or "", own.redis_url, own.url)
 
 
-def _ports(own: LocalClusterState) -> frozenset[int]:
-    return frozenset(filter(None, (urlsplit(own.url).port, own.nats_port)))
+def _ports(own: LocalClusterState | None, starting: StartingCluster | None) -> frozenset[int]:
+    """Returns the ports of this user's cluster, also of one that is starting."""
+    if own is not None:
+        return frozenset(filter(None, (urlsplit(own.url).port, own.nats_port)))
+    port = None if starting is None else urlsplit(starting.start.url).port
+    return frozenset() if port is None else frozenset({port})
 
 
 def _list_of(found: Iterable[Check]) -> Table:

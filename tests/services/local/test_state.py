@@ -1,4 +1,5 @@
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -8,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from services.local.credentials import Credential
-from services.local.state import LocalClusterState, StateDir, clusters_dir, running_cluster
+from services.local.processes.start_progress import StartProgress
+from services.local.state import (
+    LocalClusterState,
+    StateDir,
+    clusters_dir,
+    running_cluster,
+    starting_cluster,
+)
 from shared.errors import ConfigError
 
 
@@ -73,10 +81,25 @@ def test_cluster_of_another_version_is_an_error(tmp_path: Path) -> None:
     directory.close(retain_logs=False)
 
 
-def test_starting_cluster_is_not_found(tmp_path: Path) -> None:
-    directory = StateDir.create(tmp_path)
+def test_starting_cluster_is_not_found_but_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hearth up"):
         running_cluster(tmp_path)
+    directory = StateDir.create(tmp_path)
+    progress = StartProgress(directory.path, "http://a:8000", ["decode-1", "prefill-1"])
+    own = f"a cluster is starting (process {os.getpid()}"
+    for name in ("gateway-1", "prefill-1", "decode-1"):
+        progress.record(name, is_ready=False)
+    found, waits = starting_cluster(tmp_path), f"{own}, waits for decode-1, prefill-1)"
+    assert found is not None and (found.text, found.start.url) == (waits, "http://a:8000")
+    progress.record("prefill-1", is_ready=True)
+    progress.record("decode-1", is_ready=True)
+    with pytest.raises(ConfigError, match=re.escape(f"{own}, waits for gateway-1)")):
+        running_cluster(tmp_path)
+    progress.close()
+    with pytest.raises(ConfigError, match=re.escape(f"{own})")):
+        running_cluster(tmp_path)
+    directory.publish(state("http://a"))
+    assert (running_cluster(tmp_path)[1].url, starting_cluster(tmp_path)) == ("http://a", None)
     directory.close(retain_logs=False)
 
 
