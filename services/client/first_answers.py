@@ -43,11 +43,14 @@ def text_printer(console: Console) -> Callable[[str], None]:
 
 
 def describe(reply: ChatReply) -> str:
-    """Returns one line: times, cached tokens and the workers that served the request."""
+    """Returns one line: times, cached tokens and the workers that served the request. The time
+    between tokens is left out if they came at once.
+    """
+    itl = f"{reply.median_itl_s * 1e3:.1f}"
+    between = "" if itl == "0.0" else f" · between tokens {itl} ms (median)"
     prefill, decode = reply.hearth.get("prefill_worker"), reply.hearth.get("decode_worker")
     return (
-        f"first token {reply.ttft_s * 1e3:.1f} ms · between tokens "
-        f"{reply.median_itl_s * 1e3:.1f} ms (median) · "
+        f"first token {reply.ttft_s * 1e3:.1f} ms{between} · "
         f"cached {reply.num_cached_tokens} of {reply.num_prompt_tokens} prompt tokens · "
         + (f"prefill {prefill} · decode {decode}" if prefill else f"prefill and decode {decode}")
     )

@@ -105,7 +105,8 @@ class HealthMonitor:
         self._store = store
         self._subject = heartbeat(roles, bus.process_id, region)
         self._host_name = gethostname()
-        self._lost_at: dict[str, float] = {}  # peers that may come back, the last one last
+        # Peers that may come back, the last one last, and whether their loss is a warning.
+        self._lost_at: dict[str, tuple[float, bool]] = {}
         self._lost_handlers: list[LostHandler] = []
         self._heartbeat_handlers: list[Callable[[Heartbeat], None]] = []
         self._requested: set[str] = set()
@@ -205,10 +206,12 @@ class HealthMonitor:
         self._background.start_own(fail())
 
     def _note_return(self, message: Heartbeat) -> None:
-        """Logs that a lost peer is back, once it has started again."""
+        """Logs that a lost peer is back, once it has started again, at the level of its loss."""
         if self.fleet.is_live(message.process_id) and message.state != "starting":
-            away_s = self._clock.now() - self._lost_at.pop(message.process_id)
-            log.info("peer_returned", peer=message.process_id, after_s=round(away_s, 1))
+            lost_at, is_warning = self._lost_at.pop(message.process_id)
+            away_s = round(self._clock.now() - lost_at, 1)
+            write = log.warning if is_warning else log.info
+            write("peer_returned", peer=message.process_id, after_s=away_s)
 
     def _log_loss(self, process_id: str, loss: Loss) -> None:
         if loss is Loss.STOPPED:
@@ -217,10 +220,18 @@ class HealthMonitor:
             return
         if loss is Loss.RESTARTED and process_id in self._lost_at:
             return  # its loss is in the log
-        log.warning("peer_lost", peer=process_id, loss=loss.value)
-        self._lost_at.setdefault(process_id, self._clock.now())
+        is_warning = not self._is_late_start(process_id, loss)
+        write = log.warning if is_warning else log.info
+        write("peer_lost", peer=process_id, loss=loss.value)
+        self._lost_at.setdefault(process_id, (self._clock.now(), is_warning))
         if len(self._lost_at) > MAX_REMEMBERED_LOSSES:
             del self._lost_at[next(iter(self._lost_at))]
+
+    def _is_late_start(self, process_id: str, loss: Loss) -> bool:
+        """Whether the peer has not been ready yet: processes that start are silent for a while."""
+        last = self.fleet.heartbeat_of(process_id)
+        is_away = loss in (Loss.UNRESPONSIVE, Loss.DISCONNECTED)
+        return is_away and last is not None and last.state == "starting"
 
     def _lost(self, process_id: str, loss: Loss) -> None:
         self._log_loss(process_id, loss)

@@ -30,6 +30,7 @@ from services.local.supervisor import Report
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 
+UNLIMITED_WIDTH = 10_000
 COLUMNS = {
     "load": "load",
     "requests": "num_requests",
@@ -161,12 +162,24 @@ class LoadDisplay:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    table = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
+    """Prints a row for each load, or a column for each if the terminal is too narrow for that."""
+    console = table_console()
+    lines = [tuple(COLUMNS), *(tuple(_shown(row[key]) for key in COLUMNS.values()) for row in rows)]
+    table = _table(lines)
+    unlimited = console.options.update(max_width=UNLIMITED_WIDTH)
+    if console.measure(table, options=unlimited).maximum > console.width:
+        table = _table(list(zip(*lines, strict=True)))
+    console.print(table)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> Table:
+    """Returns a table whose first line are the headings."""
+    table = Table(*lines[0], box=None, header_style="bold", pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows:
-        table.add_row(*(_shown(row[key]) for key in COLUMNS.values()))
-    table_console().print(table)
+    for each in lines[1:]:
+        table.add_row(*each)
+    return table
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import shutil
@@ -50,8 +51,8 @@ async def _up(options: UpOptions, *, is_check: bool) -> None:
     serving = start_awaited(_serve(cluster, display, console, clock, is_check=is_check))
     _stop_on_signals(serving, cluster)
     try:
-        await serving
-    except asyncio.CancelledError:
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
         console.print("stopped")
     finally:
         display.close()

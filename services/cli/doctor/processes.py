@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from services.cli.doctor.check import Check
 from services.cli.fleet.fleet_poll import open_poll
-from services.cli.fleet.fleet_tables import since
 from services.cli.fleet.report import FleetReport
+from services.cli.fleet.times import since
 from shared.clock import MonotonicClock
 from shared.errors import HearthError
 from shared.fleet.fleet_view import ProcessView

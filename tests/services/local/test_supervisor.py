@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from services.cli.logs.log_tail import LogTail
 from services.local import supervisor as module
 from services.local.processes.child_processes import Child, ProcessSpec, ending
 from services.local.processes.log_files import last_line
+from services.local.processes.supervision_log import RECENT_S, recent_restarts
 from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
 from shared.clock import MonotonicClock
@@ -99,8 +102,8 @@ async def test_startup_failure_contains_the_last_log_line(
         await asyncio.wait_for(supervisor.failure, WAIT_S)
 
 
-async def test_killed_process_is_reported_and_restarted_when_serving(
-    supervisor: Supervisor, recorder: EventRecorder
+async def test_killed_process_is_reported_logged_and_restarted_when_serving(
+    supervisor: Supervisor, recorder: EventRecorder, tmp_path: Path
 ) -> None:
     await supervisor.launch(spec("decode-1", SLEEPER))
     supervisor.serve()
@@ -115,6 +118,17 @@ async def test_killed_process_is_reported_and_restarted_when_serving(
         "started",
     ]
     assert recorder.events[1][2] == "was killed (SIGKILL)"
+    logged = [each.event for each in LogTail(tmp_path / "logs" / "up.log").read()]
+    assert [(each["level"], each["event"], each.get("how")) for each in logged] == [
+        ("info", "cluster_ready", None),
+        ("warning", "process_ended", "was killed (SIGKILL)"),
+        ("warning", "process_restarting", None),
+    ]
+    assert [each["child"] for each in logged[1:]] == ["decode-1", "decode-1"]
+    now = time.time()
+    (restarts,) = recent_restarts(tmp_path / "logs", now)
+    assert (restarts.process_id, restarts.number) == ("decode-1", 1)
+    assert recent_restarts(tmp_path / "logs", now + RECENT_S) == []
     assert not supervisor.failure.done()
 
 

@@ -71,6 +71,23 @@ def test_processes_see_each_other_live() -> None:
     run(scenario())
 
 
+def test_loss_before_a_peer_was_ready_is_no_warning() -> None:
+    async def scenario() -> None:
+        network, (first, second, _) = await start_three_processes()
+        await second.health_monitor.transition_to("starting")
+        with structlog.testing.capture_logs() as logs:
+            network.freeze("decode-1")
+            await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
+            network.thaw("decode-1")
+            await second.health_monitor.transition_to("ready")
+            await asyncio.sleep(0.5)
+        assert first.lost == [("decode-1", Loss.UNRESPONSIVE)]
+        shown = [(each["event"], each["log_level"]) for each in logs if "peer" in each]
+        assert shown == [("peer_lost", "info")] * 2 + [("peer_returned", "info")] * 2
+
+    run(scenario())
+
+
 def test_frozen_stuck_and_stopped_are_distinct_losses() -> None:
     async def scenario() -> None:
         network, (first, second, third) = await start_three_processes()
@@ -87,8 +104,8 @@ def test_frozen_stuck_and_stopped_are_distinct_losses() -> None:
             await asyncio.sleep(0.5)
         returned = [each for each in logs if each["event"] == "peer_returned"]
         assert [(each["peer"], each["log_level"]) for each in returned] == [
-            ("decode-1", "info"),
-            ("decode-1", "info"),
+            ("decode-1", "warning"),
+            ("decode-1", "warning"),
         ]
         assert 2.5 <= returned[0]["after_s"] <= 3.5
         assert first.health_monitor.fleet.is_live("decode-1")

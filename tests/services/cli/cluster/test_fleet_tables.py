@@ -12,6 +12,7 @@ from services.cli.fleet.fleet_tables import tables
 from services.cli.fleet.rejection_table import capacity_note
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
+from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import ModelView
 from shared.fleet.read_fleet import FleetRead, RecentFigures, Rejection, ServerView
@@ -64,7 +65,8 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     away = ServerView(state="unavailable", for_s=5.0)
     recent = RecentFigures(requests_per_s=1234.5, ttft_p50_s=0.021, ttft_p99_s=12.3456)
     shown = report(worker("decode-1"), LOST, GATEWAY, redis=away, recent=recent, rejected=REJECTED)
-    full = msgspec.structs.replace(shown, demands=[DEMAND], models=[FAILED])
+    again = [Restarts("redis", 2, NOON - 60)]
+    full = msgspec.structs.replace(shown, demands=[DEMAND], models=[FAILED], restarts=again)
     console = Console(width=width)
     with console.capture() as captured:
         console.print(tables(full, width, NOON))
@@ -76,6 +78,8 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     assert any(line.startswith("decode-1 ") and line.endswith(" ready") for line in lines)
     assert "redis unavailable 11:59:55Z" in lines
     assert "last minute: 1,234.5 requests/s, TTFT 21 ms, p99 12.3 s" in lines
+    restarted = "restarted within the last hour: redis (2, last 11:59:00Z); see `hearth logs up`"
+    assert restarted in " ".join(lines)
     assert "org/broken on host-1: model.safetensors: no such file" in lines
     assert "code count last gateway" in lines
     assert "invalid_api_key 1,533 11:59:55Z gateway-1" in lines

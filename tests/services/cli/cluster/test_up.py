@@ -17,9 +17,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from services.cli.cluster import status, up
+from services.cli.cluster import bench, status, up
 from services.cli.fleet.report import FleetReport
-from services.client.first_answers import first_requests
+from services.client.chat_request import ChatReply
+from services.client.first_answers import describe, first_requests
 from services.local.identity import read_key
 from services.local.servers import free_port
 from services.local.state import LocalClusterState, StateDir
@@ -236,11 +237,12 @@ def test_status_repeats_until_interrupted(running: Up, monkeypatch: pytest.Monke
 
 def test_bench_prints_a_table_and_one_json_line(running: Up) -> None:
     loads = ("--concurrency", "1,3", "--requests", "4", "--input-tokens", "60")
-    environ = environ_for(running.state_home)
+    environ = environ_for(running.state_home) | {"COLUMNS": "80"}
     result = call_hearth(("bench", *loads, "--output-tokens", "3"), environ)
     assert result.returncode == 0, result.stderr
     table, line = result.stdout.rstrip("\n").rsplit("\n", 1)
-    assert table.split()[0] == "load"
+    assert table.split()[0] == "load" and max(map(len, table.splitlines())) <= 80
+    assert all(name in table for name in bench.COLUMNS)
     report = json.loads(line)
     assert [row["load"] for row in report["rows"]] == ["closed 1", "closed 3"]
     for row in report["rows"]:
@@ -314,7 +316,7 @@ def test_check_asks_its_questions_and_stops(
     checked = call_hearth(command, environ_for(running.state_home))
     assert checked.returncode == 0 and cluster.is_stopped, checked.stderr
     assert re.search(r"cached \d+ of \d+ prompt tokens .* decode decode-1", checked.stdout)
-    assert checked.stdout.endswith(f"{running.state.url}/v1\nstopping …\n")
+    assert checked.stdout.endswith(f"{running.state.url}/v1\nstopping …\nstopped\n")
 
 
 def test_killed_nats_is_restarted_and_the_cluster_answers(running: Up) -> None:
@@ -346,6 +348,10 @@ def kill_and_wait(running: Up, command: str) -> None:
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: set(running.pids_of(command)) - {pid}, f"new {command}")
     eventually(lambda: answers(running.state), "answer")
+    shown = call_hearth(("status", "--once"), environ_for(running.state_home))
+    assert "restarted within the last hour: " in shown.stdout
+    logged = call_hearth(("logs", "up"), environ_for(running.state_home))
+    assert "was killed (SIGKILL)" in logged.stdout, logged.stderr
 
 
 def answers(state: LocalClusterState) -> bool:
@@ -393,6 +399,12 @@ def test_worker_is_restarted_and_sigterm_leaves_nothing(running: Up, temporary_d
     assert processes_of(running.state_home) == {}
     assert not running.directory.exists()
     assert list(temporary_dir.iterdir()) == []
+
+
+def test_time_between_tokens_that_came_at_once_is_left_out() -> None:
+    reply = partial(ChatReply, text="", ttft_s=0.1, usage={}, hearth={"decode_worker": "d"})
+    assert describe(reply(itl_s=(0.0, 0.00001))).startswith("first token 100.0 ms · cached 0")
+    assert "ms · between tokens 2.0 ms (median) · " in describe(reply(itl_s=(0.002,)))
 
 
 async def test_failed_first_request_is_an_error_only_with_check() -> None:
