@@ -146,7 +146,7 @@ def test_kept_folder_outlives_clusters_and_is_found_by_commands(tmp_path: Path) 
     assert list(parent.iterdir()) == []
     again = StateDir.open(folder, parent)
     assert not scratch.exists() and (folder / "kept.json").exists()
-    with pytest.raises(ConfigError, match="hearth up"):  # starts, and is not ready
+    with pytest.raises(ConfigError, match="a cluster is starting"):
         running_cluster(parent)
     again.close(retain_logs=False)
     assert sorted(each.name for each in folder.iterdir()) == ["kept.json", "lock", "logs"]
