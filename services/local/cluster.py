@@ -40,7 +40,7 @@ from services.local.plan import (
 from services.local.processes.child_processes import Child, ProcessSpec, kill_children, start_child
 from services.local.processes.fault_server import FaultServer
 from services.local.processes.log_files import last_event
-from services.local.processes.start_progress import StartProgress
+from services.local.processes.start_record import StartRecord
 from services.local.readiness import wait_until_ready
 from services.local.redis_acl import acl_line
 from services.local.servers import (
@@ -109,9 +109,7 @@ class LocalCluster:
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, self._report)
         self._faults = self._fault_server()
         self._endpoints = self._choose_endpoints()
-        self._progress = StartProgress(
-            self._state.path, self._endpoints.http_url, self._worker_ids()
-        )
+        self._progress = StartRecord(self._state.path, self._endpoints.http_url, self._worker_ids())
         self._warming: Child | None = None
         self._has_client = False
         self.api_key = self._identity.api_key

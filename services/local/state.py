@@ -30,8 +30,8 @@ from typing import IO
 import msgspec
 
 from services.local.credentials import Credential
-from services.local.processes.start_progress import FILE_NAME as _STARTING
-from services.local.processes.start_progress import Start, read_start
+from services.local.processes.start_record import FILE_NAME as _STARTING
+from services.local.processes.start_record import Start, read_start
 from services.local.state_home import state_home
 from shared.errors import ConfigError
 from shared.lifecycle.socket_directory import make_socket_directory

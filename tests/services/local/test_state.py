@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.local.credentials import Credential
-from services.local.processes.start_progress import StartProgress
+from services.local.processes.start_record import StartRecord
 from services.local.state import (
     LocalClusterState,
     StateDir,
@@ -85,7 +85,7 @@ def test_starting_cluster_is_not_found_but_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hearth up"):
         running_cluster(tmp_path)
     directory = StateDir.create(tmp_path)
-    progress = StartProgress(directory.path, "http://a:8000", ["decode-1", "prefill-1"])
+    progress = StartRecord(directory.path, "http://a:8000", ["decode-1", "prefill-1"])
     own = f"a cluster is starting (process {os.getpid()}"
     for name in ("gateway-1", "prefill-1", "decode-1"):
         progress.record(name, is_ready=False)

@@ -20,7 +20,7 @@ class Start(msgspec.Struct, frozen=True):
     waits_for: tuple[str, ...] = ()
 
 
-class StartProgress:
+class StartRecord:
     """Writes the file while it is open. While `workers` are missing, it names these alone: the
     others do not say when they are ready.
     """
