@@ -257,7 +257,7 @@ async def measure(python: Path) -> None:
     small, large = rows
     tab_cost = small["gateway_cpu_with_tab"] - small["gateway_cpu_without_tab"]
     bars = [
-        at_most("size of the page", size / 1024, 80, "KiB"),
+        at_most("size of the page", size / 1024, 100, "KiB"),
         at_most("first paint on loopback", page["first_paint_ms"], 100, "ms"),
         at_least("frames while 20,000 tokens stream", page["frames_per_s"], 30, "1/s"),
         at_most("an idle tab: CPU of the gateway", tab_cost, 0.01, "cores"),

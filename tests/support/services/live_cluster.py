@@ -37,6 +37,7 @@ from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.certificates import Authority, server_context
 from tests.support.recording_relay import RecordingRelay, recording_relay, relay_to
 from tests.support.servers import RedisServer, Server, find_binary, free_port
+from tests.support.services.live_workers import accepts_work
 
 Link = Literal["http", "nats", "redis", "kv"]
 OTHER_HOST = "127.0.0.2"  # also this machine, but workers do not listen there
@@ -131,10 +132,7 @@ class _Cluster:
         await self._start(gateway)
         http = await self._http(gateway)
         async with asyncio.timeout(START_S):
-            while not (
-                gateway.readiness().ready
-                and prefill._worker.health_monitor.fleet.is_live("decode-1")
-            ):
+            while not (gateway.readiness().ready and accepts_work(prefill, "decode-1", "decode")):
                 await asyncio.sleep(0.01)
         relays = self._relays
         return LiveCluster(

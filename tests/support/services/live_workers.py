@@ -139,7 +139,7 @@ async def live_workers(
     if advertised_host:
         os.unlink(it.data_plane.unix_path)  # noqa: PTH108
     await gateway.subscribe(tokens("gateway-1"), TokenBatch, it._on_tokens)
-    await until(lambda: processes["prefill-1"]._worker.health_monitor.fleet.is_live("decode-1"))
+    await until(lambda: accepts_work(processes["prefill-1"], "decode-1", "decode"))
     try:
         yield it
     finally:
@@ -148,6 +148,12 @@ async def live_workers(
         await monitor.stop()
         await gateway.close()
         await scheduler.close()
+
+
+def accepts_work(observer: WorkerProcess, worker_id: str, role: Role) -> bool:
+    """Whether `observer` knows that this worker's handlers serve."""
+    fleet = observer._worker.health_monitor.fleet
+    return any(each.process_id == worker_id for each in fleet.live(role))
 
 
 def request_of(prompt: list[int], *, root: bytes | None = None) -> Request:

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import structlog
 
+from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import CLUSTER_CODES, AuthenticationFailed
 
@@ -32,7 +33,8 @@ class RejectionLog:
     async def run(self) -> NoReturn:
         while True:
             await self._clock.sleep(INTERVAL_S)
-            self.log_new()
+            with failing_alone("rejections_not_logged"):
+                self.log_new()
 
     def log_new(self) -> None:
         """Logs the number of rejections since the last call, a line per code."""

@@ -16,6 +16,7 @@ import structlog
 from services.gateway.operator.cluster.events import ClusterEvent
 from services.gateway.operator.cluster.history import SAMPLE_S, FleetFigures
 from services.gateway.operator.cluster.state import ClusterView
+from shared.background import failing_alone
 from shared.clock import Clock
 from shared.store import Store, StoreUnavailable
 from shared.transport.wire_errors import UNREADABLE, one_line
@@ -66,10 +67,14 @@ class HistoryKeeper:
         """Saves new events soon, and new samples from time to time."""
         while True:
             await self._clock.sleep(EVENTS_S)
-            history, events = self._view.history, self._view.events
-            num_new_samples = history.num_samples - self._saved_sample
-            if events.last_number > self._saved_event or num_new_samples * SAMPLE_S >= SAMPLES_S:
-                await self.save()
+            with failing_alone("cluster_history_not_saved"):
+                if self._has_news():
+                    await self.save()
+
+    def _has_news(self) -> bool:
+        history, events = self._view.history, self._view.events
+        num_new_samples = history.num_samples - self._saved_sample
+        return events.last_number > self._saved_event or num_new_samples * SAMPLE_S >= SAMPLES_S
 
     async def save(self) -> None:
         if not self.is_on:

@@ -289,7 +289,7 @@ def test_index_that_contradicts_its_shards_is_rejected(tmp_path: Path) -> None:
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-        "'MambaForCausalLM' \\(model_type 'mamba'\\) is not supp",
+        "'MambaForCausalLM' is not served: `hearth models`",
     ),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     "rope": ({"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
