@@ -78,7 +78,7 @@ def test_keyboard_alone_asks_stops_and_changes_views(tab: HearthPage) -> None:
     keyboard.type(tab.account.operator_token)
     keyboard.press("Enter")
     tab.wait_until("document.querySelector('#model').options.length > 0")
-    assert tab.page.evaluate("document.activeElement.id") == "prompt"
+    tab.page.locator("#prompt:focus").wait_for()
     tab.page.locator(".skip").focus()
     reached = set()
     for _ in range(40):

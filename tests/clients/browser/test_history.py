@@ -157,7 +157,7 @@ def test_rejected_setting_is_marked(tab: HearthPage) -> None:
     tab.ask("What is Hearth?")
     tab.wait_until("document.querySelector('#schema').getAttribute('aria-invalid') === 'true'")
     assert tab.page.locator("#schema-error").inner_text()
-    assert tab.page.evaluate("document.activeElement.id") == "schema"
+    tab.page.locator("#schema:focus").wait_for()
     assert tab.page.input_value("#prompt") == "What is Hearth?"
     tab.page.locator("#play-status a", has_text="timeline").wait_for()
     tab.problems.clear()  # the browser logs the 400

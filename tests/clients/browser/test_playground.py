@@ -127,7 +127,7 @@ def test_wrong_key_asks_for_another_and_keys_stay_in_the_tab(tab: HearthPage) ->
     tab.problems.clear()  # the browser logs each 401
     tab.enter_keys(tab.account.token, "")
     dialog.wait_for(state="hidden")
-    assert tab.page.evaluate("document.activeElement.id") == "prompt"
+    tab.page.locator("#prompt:focus").wait_for()
     assert tab.page.evaluate("Object.keys(localStorage)") == []
     assert tab.page.evaluate("document.cookie") == ""
     assert tab.page.evaluate("Object.keys(sessionStorage)") == ["hearth.api_key"]
