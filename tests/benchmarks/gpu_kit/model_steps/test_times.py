@@ -52,7 +52,7 @@ def test_device_is_idle_before_each_step_that_times_the_host(
     monkeypatch.setattr(session, "synchronize", lambda: happened.append("idle"))
     found = times.host_time(session, lambda: happened.append("step"), 10)
     assert happened == ["idle", "step", "idle"] * times.EAGER_STEPS
-    assert 0 <= found["host_ms"] < found["eager_ms"]
+    assert 0 <= found["host_ms"] <= found["eager_ms"]  # rounded
     assert found["us_per_launch"] == pytest.approx(found["host_ms"] * 100, abs=0.2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from services.local.state import LocalClusterState
+from services.local.state import LocalClusterState, holder_of
 from tests.support.services.running import (
     cluster_of,
     eventually,
@@ -25,11 +25,17 @@ class Up:
         self.directory, self.state = self._wait()
 
     def _wait(self) -> tuple[Path, LocalClusterState]:
-        found = eventually(
-            lambda: cluster_of(self.state_home) or self.process.poll() is not None, "up"
-        )
+        found = eventually(lambda: self._cluster() or self.process.poll() is not None, "up")
         assert isinstance(found, tuple), self.process.communicate()[0]
         return found
+
+    def _cluster(self) -> tuple[Path, LocalClusterState] | None:
+        """Returns the cluster of this process. The Redis of one that was killed in the same folder
+        holds that one's lock for a moment longer.
+        """
+        found = cluster_of(self.state_home)
+        is_own = found is not None and holder_of(found[0]) == self.process.pid
+        return found if is_own else None
 
     def pid_of(self, command: str) -> int:
         """The pid of the only process of this `hearth` command, or of this server."""
