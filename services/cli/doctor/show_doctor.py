@@ -111,6 +111,7 @@ def _list_of(found: Iterable[Check]) -> Table:
 
 def _summary(found: list[Check]) -> Padding:
     counts = {level: sum(each.level == level for each in found) for level in STYLES}
-    text = f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed"
+    warnings = "warning" if counts["warn"] == 1 else "warnings"
+    text = f"{counts['ok']} ok, {counts['warn']} {warnings}, {counts['fail']} failed"
     worst = "fail" if counts["fail"] else "warn" if counts["warn"] else "ok"
     return Padding(Text(text, style=STYLES[worst]), (1, 0, 0, 0))
