@@ -24,6 +24,7 @@ from services.cli.cluster.bench import target
 from services.cli.cluster.chat import GatewayAddress
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
 from services.client.load_test import LoadTestOptions, Row, measure
+from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions
 from shared.errors import HearthError
@@ -47,6 +48,9 @@ def up_options(arguments: argparse.Namespace) -> UpOptions:
         http_port=0,
         dtype=arguments.dtype,
         device=arguments.device,
+        num_gpus=0 if arguments.device == "cpu" else count_gpus(),
+        load_format=arguments.load_format,
+        kv_cache_bytes=arguments.kv_cache_bytes,
     )
 
 
@@ -86,6 +90,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--both", type=int, default=0)
     add("--dtype", default="auto")
     add("--device", default="cpu")
+    add("--load-format", default="auto", help="dummy: random weights of the model's config.json")
+    add("--kv-cache-bytes", type=int, help="of each worker of the started cluster")
     add("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     add("--rate", type=float, help="requests per second, Poisson, instead of --concurrency")
     add("--duration-s", type=float, default=10.0, help="duration of each load")

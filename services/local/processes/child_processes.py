@@ -26,7 +26,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     environ: Mapping[str, str]  # the full environment, which contains secrets; argv never does
     listens_on: tuple[str, int] | None = None  # if set, it is up once this port accepts connections
-    umask: int = -1  # -1: this process's
+    umask: int | None = None  # None: this process's
     inherited: tuple[int, ...] = ()  # descriptors
     start_order: int = 0  # equal numbers start and stop together; stopped in reverse
 
@@ -68,9 +68,8 @@ async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            umask=spec.umask,
             pass_fds=spec.inherited,
-            preexec_fn=die_with_parent(os.getpid()),
+            preexec_fn=_prepare(spec.umask, os.getpid()),
         )
     except OSError as error:
         raise ConfigError(f"cannot start {spec.argv[0]}: {error.strerror}") from None
@@ -106,6 +105,20 @@ def ending(returncode: int) -> str:
         return signal.Signals(-returncode).name
     except ValueError:
         return f"signal {-returncode}"
+
+
+def _prepare(umask: int | None, parent_pid: int) -> Callable[[], None]:
+    """Returns a function for a child to call between fork and exec. uvloop, under which load tests
+    start clusters, has no argument for a child's umask.
+    """
+    die = die_with_parent(parent_pid)
+
+    def between_fork_and_exec() -> None:
+        die()
+        if umask is not None:
+            os.umask(umask)
+
+    return between_fork_and_exec
 
 
 def die_with_parent(parent_pid: int) -> Callable[[], None]:

@@ -5,17 +5,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+import uvloop
 
 from services.cli.logs.log_tail import LogTail
 from services.local import supervisor as module
-from services.local.processes.child_processes import Child, ProcessSpec, ending
+from services.local.processes.child_processes import (
+    Child,
+    ProcessSpec,
+    ending,
+    start_child,
+)
 from services.local.processes.log_files import last_line
 from services.local.processes.supervision_log import RECENT_S, recent_restarts
 from services.local.servers import free_port
@@ -201,6 +207,21 @@ async def test_children_of_a_killed_parent_die(tmp_path: Path) -> None:
     parent.kill()
     await parent.wait()
     await until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_child_has_its_umask_under_every_event_loop(
+    run: Callable[..., object], tmp_path: Path
+) -> None:
+    code = "import os; os.close(os.open('made', os.O_CREAT | os.O_WRONLY, 0o666))"
+    argv = (sys.executable, "-c", code)
+
+    async def main() -> int:
+        spec = ProcessSpec(process_id="child", argv=argv, environ=os.environ, umask=0o077)
+        return await (await start_child(spec, tmp_path, tmp_path)).process.wait()
+
+    assert run(main()) == 0
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o600
 
 
 def is_running(pid: int) -> bool:
