@@ -10,7 +10,7 @@ part. Measurements are written immediately; benchmarks/gpu_kit/outputs.py lists 
     not built     the feature that it measures does not exist yet
     not run       no time was left, or the device was found sick before it
 
-    scripts/gpu_kit OUT [--call a|b|c | --only PART ...] [--dry-run]
+    scripts/gpu_kit OUT [--call a|b|c|d | --only PART ...] [--dry-run]
 
 A dry run needs no GPU: launches go to a fake driver.
 """

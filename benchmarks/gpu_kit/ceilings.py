@@ -10,7 +10,7 @@ from typing import Any
 
 CEILINGS: dict[str, dict[str, float]] = {  # by a part of the card's name, measured on such cards
     "H100": {"copy_bytes_s": 3.0e12, "matmul_flops": 798e12},
-    "H200": {"copy_bytes_s": 4.3e12, "matmul_flops": 790e12},
+    "H200": {"copy_bytes_s": 4.25e12, "matmul_flops": 795e12},
 }
 OF_DATASHEET = 0.88  # a copy's share of the bandwidth that clock and width of the memory give
 

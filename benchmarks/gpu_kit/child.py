@@ -91,7 +91,12 @@ def _kernels_counted(session: Session) -> Iterator[None]:
             yield
         finally:
             if counts.hits or counts.misses:
-                session.add(case="compiled", hits=counts.hits, misses=counts.misses)
+                session.add(
+                    case="compiled",
+                    hits=counts.hits,
+                    misses=counts.misses,
+                    missed=sorted(counts.compiled) if session.mode == "device" else None,
+                )
 
 
 @contextmanager

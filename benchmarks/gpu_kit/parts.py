@@ -14,6 +14,9 @@ RESERVED_S = 25  # time for unpacking, probes and the end of the last part
 TORCH = ("torch", "triton", "numpy")
 BENCHES = (*TORCH, "msgspec", "rich")
 ENGINE = (*TORCH, "msgspec", "structlog", "safetensors", "xxhash", "zstandard")
+HTTP = ("httptools", "httpx", "litestar", "multidict", "uvicorn", "uvloop")
+OTHERS = ("cryptography", "llguidance", "nats", "numba", "psutil", "redis", "tiktoken")
+CLUSTER = (*ENGINE, *HTTP, *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,18 @@ def _part(
 
 PARTS = (
     # Call a: contact.
-    _part("machine.device_facts", 20, "this machine, its tools, its ceilings", TORCH, name="facts"),
-    _part("kernels.smoke", 20, "whether each kernel computes what torch computes", TORCH),
-    _part("models.graph_step", 40, "the device's own time of a decode step", ENGINE),
+    _part("machine.device_facts", 15, "this machine, its tools, its ceilings", TORCH, name="facts"),
+    _part("kernels.smoke", 35, "whether each kernel computes what torch computes", TORCH),
+    _part("models.graph_step", 30, "the device's own time of a decode step", ENGINE),
     _part("kernels.mma_bits", 10, "whether tile widths change the bits of a product", TORCH),
-    _part("models.prefill", 20, "the device's own time of a prompt", ENGINE),
-    _part("kernels.tools", 15, "the time of each kernel of a step", ENGINE, of="profile"),
+    _part("models.prefill", 25, "the device's own time of a prompt", ENGINE),
+    _part("kernels.tools", 30, "the time of each kernel of a step", ENGINE, of="profile"),
     # Call b: the engine.
     _part("models.model_8b", 40, "8B shape, batch-invariant", ENGINE, of="exact", name="8b_exact"),
     _part("models.model_8b", 35, "8B shape, the library's GEMM", ENGINE, of="fast", name="8b_fast"),
     _part("kernels.bits", 50, "whether a row's bits depend on the other rows", ENGINE),
     _part("models.modes", 25, "the mode that `auto` selects", ENGINE),
-    _part("models.handoff", 25, "KV from process to process", ENGINE),
+    _part("models.handoff", 30, "KV from process to process", ENGINE),
     _part("kernels.products", 10, "products in lanes", TORCH, of="lanes"),
     _part("kernels.products", 10, "products of mixtures of experts", TORCH, of="grouped"),
     _part("kernels.latent", 10, "attention over latents", TORCH),
@@ -63,8 +66,20 @@ PARTS = (
     _part("kernels.products", 5, "products with FP8 weights", TORCH, of="fp8_products"),
     # Call c: what is left.
     _part("kernels.gpu_tests", 50, "a test of each kernel", ENGINE, of="first", name="tests"),
-    _part("machine.copies", 10, "bandwidths between host and device", TORCH),
+    _part("machine.copies", 20, "bandwidths between host and device", TORCH),
     _part("kernels.tools", 35, "out-of-bounds accesses", TORCH, of="memcheck"),
+    # Call d: the cluster.
+    _part(
+        "models.serve", 75, "a cluster: one worker for both roles", CLUSTER, of="both", name="serve"
+    ),
+    _part(
+        "models.serve",
+        90,
+        "a cluster: prefill and decode apart on one GPU",
+        CLUSTER,
+        of="apart",
+        name="serve_apart",
+    ),
     # Parts that run only when they are named.
     _part("kernels.gpu_tests", 200, "all other tests", (*ENGINE, "numba"), of="rest"),
     _part("kernels.tools", 60, "races in shared memory", TORCH, of="racecheck"),
@@ -74,9 +89,10 @@ PARTS = (
 )
 NAMES = tuple(part.name for part in PARTS)
 CALLS = {
-    "a": Call(150, NAMES[: NAMES.index("8b_exact")]),
-    "b": Call(240, NAMES[NAMES.index("8b_exact") : NAMES.index("tests")]),
-    "c": Call(120, NAMES[NAMES.index("tests") : NAMES.index("rest")]),
+    "a": Call(170, NAMES[: NAMES.index("8b_exact")]),
+    "b": Call(245, NAMES[NAMES.index("8b_exact") : NAMES.index("tests")]),
+    "c": Call(130, NAMES[NAMES.index("tests") : NAMES.index("serve")]),
+    "d": Call(190, NAMES[NAMES.index("serve") : NAMES.index("rest")]),
 }
 
 

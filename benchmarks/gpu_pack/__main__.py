@@ -28,9 +28,10 @@ from benchmarks.gpu_pack.sizes import TooLarge, check, checkout_bytes, folder_by
 PACK = ".gpu_pack"  # folder in the packed checkout
 PACKAGES = "/tmp/hearth-packages"  # folder on the machine with the GPU
 COMMAND = (
-    f"python3 -m pip install --quiet --no-index --no-deps --upgrade --target {PACKAGES}"
-    f" {PACK}/wheels/*.whl"
-    f" && PYTHONPATH={PACKAGES} scripts/gpu_kit OUT --call a --pack {PACK}"
+    f"python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade"
+    f" --target {PACKAGES} {PACK}/wheels/*.whl"
+    f" && PATH={PACKAGES}/bin:$PATH PYTHONPATH={PACKAGES}"
+    f" scripts/gpu_kit OUT --call a --pack {PACK}"
 )
 
 

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LIST = Path(__file__).with_name("wheels.txt")
-PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")  # of glibc
+PLATFORMS = (
+    "manylinux_2_31",
+    "manylinux_2_28",
+    "manylinux_2_27",
+    "manylinux_2_17",
+    "manylinux2014",
+)  # of glibc
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 

@@ -10,6 +10,7 @@ from benchmarks.gpu_kit.compiled.carried_cache import (
     MANIFEST,
     Manifest,
     differences,
+    modules_error,
     software_of,
     unpack,
 )
@@ -19,14 +20,19 @@ DRY_CAPABILITY = 90  # the fake driver's
 
 
 def run(session: Session, folder: str) -> None:
-    """Adds one row. Where it has `differences`, each part's kernels must be compiled."""
+    """Adds a row on the kernels, with whose `differences` each part's must be compiled, and one on
+    the C modules.
+    """
     archive, manifest = Path(folder) / ARCHIVE, Path(folder) / MANIFEST
     if not archive.exists() or not manifest.exists():
         raise Unavailable(f"{folder} has no {ARCHIVE} or no {MANIFEST}: scripts/gpu_pack makes it")
     packed = Manifest.read(manifest)
-    unpack(archive, Path(os.environ["TRITON_CACHE_DIR"]))
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    unpack(archive, cache)
     found = differences(packed.software, software_of(_capability(session)))
     session.add(case="carried kernels", by_part=packed.kernels, differences=found)
+    if not session.is_dry:
+        session.add(case="carried modules", error=modules_error(cache))
 
 
 def _capability(session: Session) -> int:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -66,6 +66,21 @@ def _add(file: tarfile.TarFile, name: PurePosixPath | Path, content: bytes) -> N
     member = tarfile.TarInfo(str(name))
     member.size = len(content)
     file.addfile(member, BytesIO(content))
+
+
+def modules_error(cache: Path) -> str:
+    """Returns why this process cannot load the C modules of a cache, of which one of each name is
+    tried; empty if it can. Triton builds those that cannot be loaded again, when they are needed.
+    """
+    by_name = {path.name: path for path in cache.glob("*/*.so")}
+    for name, path in by_name.items():
+        spec = spec_from_file_location(name.partition(".")[0], path)
+        assert spec is not None and spec.loader is not None, "a file .so has a loader"
+        try:
+            spec.loader.exec_module(module_from_spec(spec))
+        except ImportError as error:
+            return f"{name}: {error}"
+    return ""
 
 
 def count_kernels(cache: Path) -> int:

@@ -72,8 +72,8 @@ def _verdict(found: dict[str, bool]) -> dict[str, list[str]]:
     }
 
 
-def product(session: Session, a: Tensor, b: Tensor, tile: Tile) -> tuple[Tensor, str]:
-    """Returns a · bᵀ in FP32, and the instruction's shape, "" if unknown."""
+def product(session: Session, a: Tensor, b: Tensor, tile: Tile) -> tuple[Tensor, str | None]:
+    """Returns a · bᵀ in FP32, and the instruction's shape, None if unknown."""
     out = session.empty(SIZE, SIZE, dtype=torch.float32)
     first, second = (b, a) if tile.is_swapped else (a, b)
     compiled = _product_kernel[(SIZE // tile.rows, SIZE // tile.columns)](
@@ -86,15 +86,15 @@ def product(session: Session, a: Tensor, b: Tensor, tile: Tile) -> tuple[Tensor,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    instruction = "" if session.is_dry else _instruction(compiled)
+    instruction = None if session.is_dry else _instruction(compiled)
     return out.T if tile.is_swapped else out, instruction
 
 
-def _instruction(compiled: Any) -> str:
-    """The packed cache has no intermediate form to read it in."""
+def _instruction(compiled: Any) -> str | None:
+    """None for a packed kernel, as the pack has no intermediate form to read it in."""
     code = getattr(compiled, "asm", {}).get("ttgir", "")
     shape = re.search(r"instrShape = \[([\d, ]+)\]", str(code))
-    return shape[1] if shape else ""
+    return shape[1] if shape else None
 
 
 @triton.jit

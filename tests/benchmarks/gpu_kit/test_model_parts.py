@@ -14,14 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.kv_push.cache import PushPlan
 from benchmarks.gpu_kit.model_steps import events, loading
-from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, prefill
+from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, prefill, serve
 from benchmarks.gpu_kit.operands.paged import paged
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B, EIGHT_B, SMALL
+from services.local.plan import MAX_LOCAL_PREFILL_TOKENS, check_options
 from shared.config import default_block_size
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.mode_choice import MeasuredDevice
@@ -218,6 +220,26 @@ def test_figures_that_lack_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert session.rows[-1]["cost"] == 2.0
     measured = [row["case"] for row in session.rows if row["part"] == "modes"]
     assert measured == ["decode, batch 1"] * 2 + ["prefill of 48 in chunks of 48"] * 2 + ["mode"]
+
+
+def test_cluster_serves_tokens_that_are_text(tmp_path: Path) -> None:
+    """Llama 3.1 8B but for the vocabulary, which is that of the tokenizer."""
+    with serve.model_folder(Session("serve", tmp_path / "rows.jsonl")) as folder:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == tokenizer.get_vocab_size()
+    assert {key for key in CONFIG_8B if CONFIG_8B[key] != config[key]} == {
+        *("vocab_size", "eos_token_id")
+    }
+
+
+@pytest.mark.parametrize(("roles", "num_workers"), [("both", 1), ("apart", 2)])
+def test_workers_of_a_cluster_fit_one_gpu(roles: str, num_workers: int, tmp_path: Path) -> None:
+    """Two workers that each took what is free would not."""
+    options = serve.up_options(Session("serve", tmp_path / "rows.jsonl"), roles, tmp_path)
+    check_options(options)
+    assert options.num_prefill + options.num_decode + options.num_both == num_workers
+    assert serve.LOAD.num_input_tokens > MAX_LOCAL_PREFILL_TOKENS, "KV is handed off"
 
 
 def test_kv_is_pushed_between_processes() -> None:

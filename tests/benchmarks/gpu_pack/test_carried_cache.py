@@ -34,6 +34,7 @@ from benchmarks.gpu_kit.compiled.carried_cache import (
     counting,
     differences,
     listening,
+    modules_error,
     pack,
     software_of,
     unpack,
@@ -146,6 +147,13 @@ def test_changed_kernel_is_a_difference(folder: Path, tmp_path: Path) -> None:
             file.write("# changed\n")
         (difference,) = differences(packed, software_of(90))
     assert difference.startswith("sources: ")
+
+
+def test_module_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    assert modules_error(tmp_path) == ""
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "cuda_utils.so").write_text("of another machine")
+    assert modules_error(tmp_path).startswith("cuda_utils.so: ")
 
 
 def test_absent_pack_is_unavailable(session: Session, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Triton 3.6 compiles a launcher for each signature and one module of utilities, and keeps them in its
 cache beside the kernels; later releases launch every signature with the utilities. Both are linked
-to a stub of the driver's library and never loaded here.
+to a stub of the driver's library and never loaded here. Where they are loaded, they must name that
+library: Python resolves all symbols of a module at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from triton.runtime.cache import get_cache_manager
 
 HAS_LAUNCHERS = hasattr(nvidia, "make_launcher")
 DRIVER_LIBRARY = "libcuda.so.1"
+# Compilers of some distributions drop a library of which the module needs no symbol, as of a stub.
+NEEDED = ("-Wl,--no-as-needed", f"-l:{DRIVER_LIBRARY}")
 # What Triton's keys of modules name: its `architecture` is empty where the program `file` is not
 # installed.
 PLATFORM_KEYS = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")
@@ -60,7 +63,8 @@ def building(built: Counter[str]) -> Iterator[None]:
 
     def counted(name: str, source: str, folder: str, *options: Any) -> str:
         _add_stub(stub)
-        module: str = compile_module(name, source, folder, *options)
+        *others, flags = options
+        module: str = compile_module(name, source, folder, *others, [*flags, *NEEDED])
         built[name] += 1
         _put_under_all_keys(Path(source).read_text(), name, Path(module).read_bytes())
         return module
