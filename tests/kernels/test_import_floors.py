@@ -24,7 +24,7 @@ LAYERS = [
         "kernels.compile_on_meta",
     },
     {"kernels.routing"},
-    {"kernels.check_tensor"},
+    {"kernels.check_tensor", "kernels.integers"},
 ]
 CPU_LAYERS = [
     {"kernels.cpu.host"},

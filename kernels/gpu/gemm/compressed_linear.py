@@ -10,8 +10,6 @@ two and a half integer instructions; an H200 has time for five while 12 bits arr
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -97,7 +95,7 @@ def _tiling(
     block_n = tiled.block_n if tiled.block_m <= 16 else BLOCK_N
     stage_bytes = (tiled.block_m * 2 + block_n * WEIGHT_BYTES) * tiled.block_k
     depth = max(2, min(MAX_STAGES, HALF_SHARED_BYTES // stage_bytes))
-    return replace(tiled, block_n=block_n, num_stages=2 * depth)
+    return tiled._replace(block_n=block_n, num_stages=2 * depth)
 
 
 def expect_split(weight: SplitWeight, x: Tensor) -> None:

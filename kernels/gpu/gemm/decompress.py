@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.check_tensor import expect
 from kernels.gpu.gemm.split_tile import first_half, second_half, upper_codes, weight_index
+from kernels.integers import cdiv
 from kernels.split_weight import HALF, SplitWeight
 
 BLOCK_ROWS, BLOCK_BYTES = 32, 128
@@ -26,7 +27,7 @@ def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
     expect("out", out, weight.shape, dtype=torch.bfloat16, device=weight.device)
     if not out.numel():
         return out
-    grid = triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(weight.exponents.shape[1], BLOCK_BYTES)
+    grid = cdiv(num_rows, BLOCK_ROWS), cdiv(weight.exponents.shape[1], BLOCK_BYTES)
     _decompress_kernel[grid](
         *weight.planes().values(),
         out,

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.check_tensor import FLOATS, INDICES, expect
 from kernels.gpu.gemm.linear_tile import INVARIANT_ROWS, add_lane, borders_on, lane_total
 from kernels.gpu.gemm.tile_dot import dot
+from kernels.integers import cdiv, next_power_of_2
 from kernels.sum_lanes import SumLanes
 
 # Steps of K: what a tensor-core product needs, and the longest whose tiles stay in the registers.
@@ -75,13 +76,13 @@ def _launch(
     num_experts = len(offsets) - 1
     block_m, block_n, block_k = _tile(x.dtype, lanes)
     most_tiles = min(num_rows, num_experts) + num_rows // block_m
-    _grouped_kernel[(most_tiles, triton.cdiv(num_columns, block_n), num_sums)](
+    _grouped_kernel[(most_tiles, cdiv(num_columns, block_n), num_sums)](
         *(x, rows, offsets, weight, out, borders_on(lanes, x.device)),
         *(x.stride(0), weight.stride(0), num_rows, num_columns, num_experts),
         HAS_ROWS=rows is not None,
         NUM_LANES=lanes.num // num_sums,
         IS_ALIGNED=lanes.alignment % LEAST_STEP == 0,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
+        BLOCK_EXPERTS=next_power_of_2(num_experts),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

@@ -7,8 +7,6 @@ computes them with the same steps.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -24,11 +22,16 @@ def lane_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lanes: SumLanes
 ) -> Tensor:
     """Computes kernels.reference.lane_linear with Triton. Raises BadTensor."""
-    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
-    is_even = has_even_lanes(lanes, _tiling(x, weight, bias, lanes).block_k)
-    num_rows = len(x) if is_even else SPLIT_ROWS
-    for low in range(0, len(x) if out.numel() else 0, num_rows):
-        rows, y = x[low : low + num_rows], out[low : low + num_rows]
+    tiled = _tiling(x, weight, bias, lanes)
+    num_rows = x.shape[0]
+    out = x.new_empty((num_rows, weight.shape[0]))
+    if not out.numel():
+        return out
+    if num_rows <= SPLIT_ROWS or has_even_lanes(lanes, tiled.block_k):
+        launch(x, weight, bias, tiled, out, is_batch_invariant=True, lanes=lanes)
+        return out
+    for low in range(0, num_rows, SPLIT_ROWS):
+        rows, y = x[low : low + SPLIT_ROWS], out[low : low + SPLIT_ROWS]
         tiled = _tiling(rows, weight, bias, lanes)
         launch(rows, weight, bias, tiled, y, is_batch_invariant=True, lanes=lanes)
     return out
@@ -37,7 +40,7 @@ def lane_linear(
 def lane_sums(x: Tensor, weight: Tensor, *, lanes: SumLanes, num_sums: int = 1) -> Tensor:
     """Computes kernels.reference.lane_sums with Triton. Raises BadTensor."""
     lanes.check(weight.shape[1], num_sums)
-    tiled = replace(_tiling(x, weight, None, lanes), is_split=True)
+    tiled = _tiling(x, weight, None, lanes)._replace(is_split=True)
     sums = torch.empty((lanes.num, len(x), len(weight)), dtype=torch.float32, device=x.device)
     if sums.numel():
         launch(x, weight, None, tiled, sums, is_batch_invariant=True, lanes=lanes)
@@ -45,7 +48,8 @@ def lane_sums(x: Tensor, weight: Tensor, *, lanes: SumLanes, num_sums: int = 1) 
 
 
 def _tiling(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: SumLanes) -> Tiling:
-    expect_matmul(x, (len(weight), x.shape[-1]), bias)
-    expect("weight", weight, (None, x.shape[-1]), dtype=x.dtype, device=x.device)
-    lanes.check(weight.shape[1], 1)
-    return lane_tiling((len(x), len(weight), x.shape[-1]), x.dtype, lanes)
+    expect_matmul(x, weight.shape, bias)
+    num_rows, width = x.shape
+    expect("weight", weight, (None, width), dtype=x.dtype, device=x.device)
+    lanes.check(width, 1)
+    return lane_tiling((num_rows, weight.shape[0], width), x.dtype, lanes)

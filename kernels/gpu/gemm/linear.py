@@ -16,7 +16,6 @@ Memory-bound up to about 64 rows: the weight is read once, and reading it determ
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,13 +40,14 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
     """Computes kernels.reference.linear with Triton. Raises BadTensor."""
-    num_rows, width, num_columns = len(x), x.shape[-1], len(weight)
-    expect_matmul(x, (num_columns, width), bias)
+    expect_matmul(x, weight.shape, bias)
+    num_rows, width = x.shape
     expect("weight", weight, (None, width), dtype=x.dtype, device=x.device)
-    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
+    num_columns = weight.shape[0]
+    out = x.new_empty((num_rows, num_columns))
     if not out.numel():
         return out
-    shape = (num_rows, num_columns, width)
+    shape = num_rows, num_columns, width
     tiled = tiling(shape, x.dtype, is_batch_invariant=is_batch_invariant)
     launch(x, weight, bias, tiled, out, is_batch_invariant=is_batch_invariant)
     return out

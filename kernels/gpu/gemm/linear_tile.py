@@ -5,10 +5,9 @@ of K, and the path of the sums to y. kernels/gpu/gemm/linear.py gives the reason
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, expect
+from kernels.integers import cdiv, next_power_of_2
 from kernels.sum_lanes import SumLanes
 
 NUM_SEGMENTS = 4
@@ -30,10 +30,10 @@ REDUCE_BLOCK = 1024
 ROW_TILES, COLUMN_TILES = (16, 32, 64, 128), (32, 64, 128)
 LEAST_STEP = 64  # elements of K, for lanes that end within a longer step
 LANE_BLOCK_N = 64
+MOST_SHAPES = 4096  # whose tilings are remembered: all layers have the same few, in each step
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
@@ -42,7 +42,16 @@ class Tiling:
     is_split: bool  # each of a tile's segments is computed by one program
 
 
-def expect_matmul(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+class Plan(NamedTuple):
+    """What a launch's shapes determine. `constants` are arguments of the kernel."""
+
+    grid: tuple[int, int]
+    num_segments: int
+    is_uneven: bool
+    constants: dict[str, Any]
+
+
+def expect_matmul(x: Tensor, shape: Sequence[int], bias: Tensor | None) -> None:
     """Checks that x [M, K] and bias [N] fit a weight of `shape`. Raises BadTensor."""
     expect("x", x, (None, None), dtype=FLOATS)
     if bias is not None:
@@ -54,23 +63,33 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
     kernel. With more rows a tile reads more of x, from the L2 cache, and is wider to compensate.
     `shape` is [M, N, K].
     """
+    return _tiling(shape, dtype, is_batch_invariant, NUM_MULTIPROCESSORS)
+
+
+@lru_cache(MOST_SHAPES)
+def _tiling(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    is_batch_invariant: bool,
+    num_multiprocessors: int,
+) -> Tiling:
     num_rows, num_columns, width = shape
     if dtype == torch.float32:  # no tensor cores: a thread's factors must fit its registers
         block_m, block_n, block_k = 16, 32, 64
     else:
-        block_m = 128 if num_rows > 64 else max(16, triton.next_power_of_2(num_rows))
+        block_m = 128 if num_rows > 64 else max(16, next_power_of_2(num_rows))
         block_m = max(block_m, INVARIANT_ROWS if is_batch_invariant else 16)
         block_n = 32 if num_rows <= 16 else 128
-        if num_rows <= 16 and num_columns >= 64 * 3 * NUM_MULTIPROCESSORS:
+        if num_rows <= 16 and num_columns >= 64 * 3 * num_multiprocessors:
             block_n = 64
         # a step of 16 rows is short: more of K per step means fewer barriers
         block_k = 256 if block_m <= 16 else 128
-    num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
-    is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
+    num_tiles = cdiv(num_rows, block_m) * cdiv(num_columns, block_n)
+    is_idle = num_tiles < num_multiprocessors * 3 // 4
     is_split = is_idle and width > 2 * block_k  # one program is faster for less
     num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
     stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
-    is_paired = num_programs > NUM_MULTIPROCESSORS and 3 * stage_bytes <= HALF_SHARED_BYTES
+    is_paired = num_programs > num_multiprocessors and 3 * stage_bytes <= HALF_SHARED_BYTES
     room = HALF_SHARED_BYTES if is_paired else SHARED_BYTES
     return Tiling(
         *(block_m, block_n, block_k),
@@ -84,17 +103,24 @@ def lane_tiling(shape: tuple[int, int, int], dtype: torch.dtype, lanes: SumLanes
     """Returns the tiling of a GEMM that sums in lanes, in the steps of every rank's part. Tiles are
     narrow: four of them, of sums that wait for their siblings, stay in the registers.
     """
-    tiled = tiling(shape, dtype, is_batch_invariant=True)
+    return _lane_tiling(shape, dtype, lanes, NUM_MULTIPROCESSORS)
+
+
+@lru_cache(MOST_SHAPES)
+def _lane_tiling(
+    shape: tuple[int, int, int], dtype: torch.dtype, lanes: SumLanes, num_multiprocessors: int
+) -> Tiling:
+    tiled = _tiling(shape, dtype, True, num_multiprocessors)
     least = lanes.alignment & -lanes.alignment  # the power of two that divides all borders
     block_k = min(tiled.block_k, least) if least >= LEAST_STEP else tiled.block_k
-    return replace(
-        tiled,
+    return tiled._replace(
         block_k=block_k,
         block_n=min(tiled.block_n, LANE_BLOCK_N),
         is_split=tiled.is_split or not has_even_lanes(lanes, block_k),
     )
 
 
+@cache
 def has_even_lanes(lanes: SumLanes, block_k: int) -> bool:
     """Whether all lanes have equally many full steps: one program can loop over all of them."""
     widths = {end - first for first, end in lanes.ranges}
@@ -140,8 +166,8 @@ def _breakpoints(columns: Iterable[int], max_rows: int) -> list[int]:
     )
     counts = {1, *(size + 1 for size in ROW_TILES)}
     for num_columns, block_m, block_n in product(columns, ROW_TILES, COLUMN_TILES):
-        tiles = triton.cdiv(num_columns, block_n)
-        counts |= {(triton.cdiv(least, tiles) - 1) * block_m + 1 for least in least_tiles}
+        tiles = cdiv(num_columns, block_n)
+        counts |= {(cdiv(least, tiles) - 1) * block_m + 1 for least in least_tiles}
     return sorted(count for count in counts if count <= max_rows)
 
 
@@ -161,44 +187,58 @@ def multiply(
     A second kernel adds split segments, or lanes. For y of FP32 [L, M, N], only the lanes are
     computed.
     """
-    (num_rows, num_columns), width = out.shape[-2:], operands[0].shape[1]
-    num_tiles = triton.cdiv(num_rows, tiled.block_m) * triton.cdiv(num_columns, tiled.block_n)
-    num_segments = NUM_SEGMENTS if lanes is None else lanes.num
+    num_rows, num_columns = out.shape[-2:]
+    shape = num_rows, num_columns, operands[0].shape[1]
+    plan = _plan(tiled, shape, lanes, is_batch_invariant)
     sums, is_added = out, tiled.is_split and out.ndim == 2
     if is_added:
-        sums = out.new_empty((num_segments, *out.shape), dtype=torch.float32)
-    widths = [width] if lanes is None else [end - first for first, end in lanes.ranges]
-    is_uneven = lanes is not None and not has_even_lanes(lanes, tiled.block_k)
-    kernel[(num_tiles, num_segments if tiled.is_split else 1)](
-        *(*operands, bias, sums, *strides, num_rows, num_columns, width),
-        borders_on(lanes, out.device) if is_uneven else None,
+        sums = out.new_empty((plan.num_segments, *out.shape), dtype=torch.float32)
+    kernel[plan.grid](
+        *(*operands, bias, sums, *strides, *shape),
+        borders_on(lanes, out.device) if plan.is_uneven else None,
         HAS_BIAS=bias is not None,
-        IS_CUT=is_batch_invariant and not tiled.is_split,
-        IS_SPLIT=tiled.is_split,
-        IS_LANED=lanes is not None,
-        IS_UNEVEN=is_uneven,
-        IS_ALIGNED=lanes is not None and lanes.alignment % 16 == 0,
-        IS_EVEN_K=all(each % tiled.block_k == 0 for each in widths),
-        NUM_SEGMENTS=num_segments,
-        GROUP=GROUP_ROWS,
-        BLOCK_M=tiled.block_m,
-        BLOCK_N=tiled.block_n,
-        BLOCK_K=tiled.block_k,
-        num_warps=tiled.num_warps,
-        num_stages=tiled.num_stages,
-        maxnreg=MAX_REGISTERS,
+        **plan.constants,
         **constants,
         enable_fp_fusion=True,
     )
     if is_added:
-        _add_segments_kernel[(triton.cdiv(out.numel(), REDUCE_BLOCK),)](
+        _add_segments_kernel[(cdiv(out.numel(), REDUCE_BLOCK),)](
             *(sums, bias, out, num_rows, num_columns),
             HAS_BIAS=bias is not None,
-            NUM=num_segments,
+            NUM=plan.num_segments,
             IS_LANED=lanes is not None,
             BLOCK=REDUCE_BLOCK,
             enable_fp_fusion=True,
         )
+
+
+@lru_cache(MOST_SHAPES)
+def _plan(
+    tiled: Tiling, shape: tuple[int, int, int], lanes: SumLanes | None, is_batch_invariant: bool
+) -> Plan:
+    num_rows, num_columns, width = shape
+    num_tiles = cdiv(num_rows, tiled.block_m) * cdiv(num_columns, tiled.block_n)
+    num_segments = NUM_SEGMENTS if lanes is None else lanes.num
+    widths = [width] if lanes is None else [end - first for first, end in lanes.ranges]
+    is_uneven = lanes is not None and not has_even_lanes(lanes, tiled.block_k)
+    constants = {
+        "IS_CUT": is_batch_invariant and not tiled.is_split,
+        "IS_SPLIT": tiled.is_split,
+        "IS_LANED": lanes is not None,
+        "IS_UNEVEN": is_uneven,
+        "IS_ALIGNED": lanes is not None and lanes.alignment % 16 == 0,
+        "IS_EVEN_K": all(each % tiled.block_k == 0 for each in widths),
+        "NUM_SEGMENTS": num_segments,
+        "GROUP": GROUP_ROWS,
+        "BLOCK_M": tiled.block_m,
+        "BLOCK_N": tiled.block_n,
+        "BLOCK_K": tiled.block_k,
+        "num_warps": tiled.num_warps,
+        "num_stages": tiled.num_stages,
+        "maxnreg": MAX_REGISTERS,
+    }
+    grid = num_tiles, num_segments if tiled.is_split else 1
+    return Plan(grid, num_segments, is_uneven, constants)
 
 
 @cache

@@ -20,6 +20,7 @@ from kernels.gpu.gemm.linear_tile import (
     tiling,
 )
 from kernels.gpu.gemm.tile_dot import dot
+from kernels.integers import cdiv
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,8 +34,8 @@ def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
         return out
     shape = num_rows, num_heads * num_columns, width
     tiled = tiling(shape, x.dtype, is_batch_invariant=True)
-    row_tiles = triton.cdiv(num_rows, tiled.block_m)
-    _per_head_kernel[(row_tiles * triton.cdiv(num_columns, tiled.block_n), num_heads)](
+    row_tiles = cdiv(num_rows, tiled.block_m)
+    _per_head_kernel[(row_tiles * cdiv(num_columns, tiled.block_n), num_heads)](
         *(x, weight, out, *x.stride()[:2], *weight.stride()[:2]),
         *(num_rows, num_columns, width),
         IS_EVEN_K=width % tiled.block_k == 0,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.check_tensor import INDICES, expect
 from kernels.gpu.kv.kv_copy import as_words
+from kernels.integers import cdiv, next_power_of_2
 from kernels.torch_ops.copy_blocks import copy_blocks as copy_by_way_of_a_buffer
 
 TILE_WORDS = 4096  # words of 8 bytes: 16 per thread of eight warps, in its registers
@@ -35,8 +36,8 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     words = as_words(kv_cache.view(num_planes, kv_cache.shape[2], -1))
     num_words = words.shape[2]
     block_copies = next(each for each in BLOCKS_OF_COPIES if each >= num_copies)
-    block_words = min(TILE_WORDS // block_copies, MAX_WORDS, triton.next_power_of_2(num_words))
-    _copy_blocks_kernel[(triton.cdiv(num_words, block_words), num_planes)](
+    block_words = min(TILE_WORDS // block_copies, MAX_WORDS, next_power_of_2(num_words))
+    _copy_blocks_kernel[(cdiv(num_words, block_words), num_planes)](
         *(words, sources, destinations, words.stride(0), num_copies),
         BLOCK_LENGTH=num_words,
         BLOCK_COPIES=block_copies,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import INDICES, BadTensor, expect
+from kernels.integers import cdiv, next_power_of_2
 from kernels.torch_ops.payload_checksum import FACTORS, GOLDEN, WORD_BYTES
 
 TILE_WORDS = 2048  # words of 8 bytes: 8 per thread, four loads of 16 bytes
@@ -42,14 +43,14 @@ def move(
     num_layers, num_planes, _, num_kv_heads, block_size, _ = kv_cache.shape
     cache_words, wire_words = as_words(kv_cache), as_words(wire)
     row_words = cache_words.shape[-1]
-    block_words = triton.next_power_of_2(row_words)
+    block_words = next_power_of_2(row_words)
     block_rows = max(1, TILE_WORDS // block_words)
     first_block, end_block = (
         first_token // block_size,
         _num_blocks(first_token, num_tokens, kv_cache),
     )
     num_rows = (end_block - first_block) * num_kv_heads * block_size
-    kernel[(triton.cdiv(num_rows, block_rows), num_layers * num_planes)](
+    kernel[(cdiv(num_rows, block_rows), num_layers * num_planes)](
         *(cache_words, block_table, wire_words, checksum),
         *(cache_words.stride(1), first_token, num_tokens, num_rows),
         NUM_KV_HEADS=num_kv_heads,
@@ -105,7 +106,7 @@ def _expect(
 
 def _num_blocks(first_token: int, num_tokens: int, kv_cache: Tensor) -> int:
     """Returns the blocks that a sequence has up to the end of the run."""
-    return triton.cdiv(first_token + num_tokens, kv_cache.shape[4])
+    return cdiv(first_token + num_tokens, kv_cache.shape[4])
 
 
 @triton.jit

@@ -8,6 +8,8 @@ have no gaps, for any numbers of heads.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.kv.fp8 import expect_scales, scaled
+from kernels.integers import cdiv, next_power_of_2
 
 BLOCK_ELEMENTS = 2048  # a program's part: 16 per thread, two loads of 16 bytes
 NUM_WARPS = 4
@@ -39,12 +42,13 @@ def rotate_and_store(
     num_tokens, num_all_heads, head_dim = heads.shape
     num_kv_heads = kv_cache.shape[2]
     num_heads = num_all_heads - 2 * num_kv_heads
-    query = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
+    query = heads.new_empty((num_tokens, num_heads, head_dim))
     if not heads.numel():
         return query
-    blocks, unit = _row_blocks(head_dim, cos.shape[1]), _angle_unit(cos, sin)
+    half, unit = cos.shape[1], _angle_unit(cos, sin)
+    blocks = _row_blocks(head_dim, half)
     num_rows = num_tokens * num_all_heads
-    _rotate_and_store_kernel[(triton.cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
+    _rotate_and_store_kernel[(cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
         *(heads, cos, sin, query_norm, key_norm, kv_cache, kv_scales, slot_mapping, query),
         *heads.stride()[:2],
         *(cos.stride(0) // unit, sin.stride(0) // unit, kv_cache.stride(0), num_rows, eps),
@@ -52,7 +56,7 @@ def rotate_and_store(
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=kv_cache.shape[3],
         HEAD_DIM=head_dim,
-        HALF=cos.shape[1],
+        HALF=half,
         ANGLE_UNIT=unit,
         HAS_NORM=query_norm is not None,
         HAS_UNIT_OFFSET=has_unit_offset,
@@ -115,10 +119,11 @@ def _angle_unit(cos: Tensor, sin: Tensor) -> int:
     return 4 if cos.stride(0) % 4 == sin.stride(0) % 4 == 0 else 1
 
 
+@cache
 def _row_blocks(head_dim: int, half: int) -> dict[str, int]:
     """Block sizes of heads as rows of three parts: both halves of the rotary part, and the rest."""
-    block_half = triton.next_power_of_2(half)
-    block_rest = triton.next_power_of_2(max(1, head_dim - 2 * half))
+    block_half = next_power_of_2(half)
+    block_rest = next_power_of_2(max(1, head_dim - 2 * half))
     return {
         "BLOCK_ROWS": max(1, BLOCK_ELEMENTS // max(2 * block_half, block_rest)),
         "BLOCK_HALF": block_half,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.kv.fp8 import expect_scales, to_fp8
+from kernels.integers import next_power_of_2
 
 NUM_WARPS = 4
 
@@ -42,9 +43,9 @@ def rotate_and_store_latent(
         NUM_HEADS=num_heads,
         LATENT_DIM=len(norm),
         HALF=rope_dim // 2,
-        BLOCK_HEADS=triton.next_power_of_2(num_heads),
-        BLOCK_LATENT=triton.next_power_of_2(len(norm)),
-        BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
+        BLOCK_HEADS=next_power_of_2(num_heads),
+        BLOCK_LATENT=next_power_of_2(len(norm)),
+        BLOCK_HALF=next_power_of_2(rope_dim // 2),
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )

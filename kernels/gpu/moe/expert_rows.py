@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, expect
+from kernels.integers import cdiv
 from kernels.routing import ExpertRows
 
 BLOCK = 1024
@@ -50,7 +51,7 @@ def add_experts(
     out = torch.empty((num_tokens, width), dtype=y.dtype, device=device)
     if not out.numel():
         return out
-    _add_kernel[(num_tokens, triton.cdiv(width, BLOCK))](
+    _add_kernel[(num_tokens, cdiv(width, BLOCK))](
         *(y, places, weights, shared, out, y.stride(0)),
         *(0 if shared is None else shared.stride(0), width),
         NUM_CHOSEN=num_chosen,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import expect
+from kernels.integers import next_power_of_2
 from kernels.routing import NORM_EPS, ExpertChoice, ExpertRouting, chooses_by_logits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,8 +42,8 @@ def route(
         IS_BY_LOGITS=chooses_by_logits(routing, bias),
         IS_RENORMALISED=routing.is_renormalised,
         EPS=NORM_EPS,
-        BLOCK_GROUPS=triton.next_power_of_2(routing.num_groups),
-        BLOCK=triton.next_power_of_2(group_size),
+        BLOCK_GROUPS=next_power_of_2(routing.num_groups),
+        BLOCK=next_power_of_2(group_size),
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -10,12 +10,12 @@ Memory-bound: gate and up are read once, their product is written once.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, BadTensor, expect
+from kernels.integers import cdiv, next_power_of_2
 
 BLOCK_COLUMNS = 2048  # a program's part: 16 per thread, four loads of 16 bytes
 ELEMENTS_PER_WARP = 512
@@ -28,11 +28,11 @@ def gated(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     if num_columns % 2:
         raise BadTensor(f"gate_up has {num_columns} columns, not an even number")
     width = num_columns // 2
-    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty((num_tokens, width))
     if not out.numel():
         return out
-    block = min(BLOCK_COLUMNS, triton.next_power_of_2(width))
-    _gated_kernel[(num_tokens * triton.cdiv(width, block),)](
+    block = min(BLOCK_COLUMNS, next_power_of_2(width))
+    _gated_kernel[(num_tokens * cdiv(width, block),)](
         *(gate_up, out, gate_up.stride(0), width),
         IS_GELU=is_gelu,
         BLOCK_COLUMNS=block,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, expect
+from kernels.integers import next_power_of_2
 
 ELEMENTS_PER_WARP = 1024
 MAX_WARPS = 16
@@ -30,14 +31,16 @@ def norm(
     hidden = x.shape[-1]
     expect("x", x, x.shape, dtype=FLOATS)
     expect("weight", weight, (hidden,), dtype=x.dtype, device=x.device)
-    rows = x.reshape(-1, hidden)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    added = rows if residual is None else residual.reshape(-1, hidden)
-    total = x if residual is None else torch.empty_like(out)
-    if not rows.numel():
+    rows = x if x.ndim == 2 else x.reshape(-1, hidden)
+    out = x.new_empty(x.shape)
+    added, total = rows, x
+    if residual is not None:
+        added = residual if x.ndim == 2 else residual.reshape(-1, hidden)
+        total = torch.empty_like(out)
+    if not out.numel():
         return out, total
-    block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(len(rows),)](
+    block = next_power_of_2(hidden)
+    _rms_norm_kernel[(rows.shape[0],)](
         *(rows, added, weight, out, total),
         *(rows.stride(0), added.stride(0)),
         *(hidden, eps),

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import expect
+from kernels.integers import cdiv, next_power_of_2
 
 PIECE = 4096
 WORD_BITS = 32
@@ -25,7 +26,7 @@ def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """
     expect("logits", logits, (None, None), dtype=torch.float32)
     vocab_size = logits.shape[1]
-    num_words = triton.cdiv(vocab_size, WORD_BITS)
+    num_words = cdiv(vocab_size, WORD_BITS)
     columns = {
         "rows": (rows, (None,), torch.int64),
         "words": (words, (len(rows), num_words), torch.int32),
@@ -34,8 +35,8 @@ def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
         expect(name, column, shape, dtype=dtype, device=logits.device, is_contiguous=True)
     if not len(rows):
         return
-    piece = min(PIECE, max(WORD_BITS, triton.next_power_of_2(vocab_size)))
-    _apply_token_mask_kernel[(triton.cdiv(vocab_size, piece), len(rows))](
+    piece = min(PIECE, max(WORD_BITS, next_power_of_2(vocab_size)))
+    _apply_token_mask_kernel[(cdiv(vocab_size, piece), len(rows))](
         *(logits, rows, words),
         *(logits.stride(0), num_words, vocab_size),
         PIECE=piece,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import expect
+from kernels.integers import cdiv
 
 BLOCK = 256
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -34,7 +35,7 @@ def penalize(
             )
     if not len(rows):
         return
-    _penalize_kernel[(triton.cdiv(len(rows), BLOCK),)](
+    _penalize_kernel[(cdiv(len(rows), BLOCK),)](
         *(logits, rows, token_ids, repetition, subtracted),
         *(logits.stride(0), len(rows)),
         BLOCK=BLOCK,

@@ -38,6 +38,7 @@ from kernels.gpu.sampling.sample_scores import (
     min_p_bound,
     noisy,
 )
+from kernels.integers import cdiv, next_power_of_2
 
 PIECE = 4096
 GROUP = 64
@@ -73,8 +74,8 @@ def sample(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return tokens
-    piece = min(PIECE, max(GROUP, triton.next_power_of_2(vocab_size)))
-    num_pieces = triton.cdiv(vocab_size, piece)
+    piece = min(PIECE, max(GROUP, next_power_of_2(vocab_size)))
+    num_pieces = cdiv(vocab_size, piece)
     num_groups = piece // GROUP
 
     def scratch(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -109,8 +110,8 @@ def sample(
         *(vocab_size, num_pieces, num_pieces * num_groups),
         MOST_LISTED=num_pieces * CAPACITY // 4,
         SLACK=SLACK,
-        BLOCK_PIECES=triton.next_power_of_2(num_pieces),
-        BLOCK_GROUPS=triton.next_power_of_2(num_pieces * num_groups),
+        BLOCK_PIECES=next_power_of_2(num_pieces),
+        BLOCK_GROUPS=next_power_of_2(num_pieces * num_groups),
         num_warps=8,
         enable_fp_fusion=True,
     )
@@ -133,8 +134,8 @@ def sample(
         *(tokens, num_pieces),
         HAS_MASK=mask is not None,
         CAPACITY=CAPACITY,
-        BLOCK_PIECES=triton.next_power_of_2(num_pieces),
-        BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
+        BLOCK_PIECES=next_power_of_2(num_pieces),
+        BLOCK=min(BLOCK, next_power_of_2(vocab_size)),
         num_warps=16,
         maxnreg=SAMPLE_REGISTERS,
         enable_fp_fusion=True,
@@ -148,7 +149,7 @@ def _checked(logits: Tensor, mask: Tensor | None) -> tuple[int, int]:
     if not 0 < vocab_size < 1 << 30:
         raise BadTensor(f"logits has shape {list(logits.shape)}, not [any, 1 to 2**30 - 1]")
     if mask is not None:
-        num_words = triton.cdiv(vocab_size, 32)
+        num_words = cdiv(vocab_size, 32)
         expect("mask", mask, (num_rows, num_words), dtype=torch.int32, device=logits.device)
     return num_rows, vocab_size
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import expect
+from kernels.integers import cdiv, next_power_of_2
 from kernels.torch_ops.top_k import top_k as reference_top_k
 
 PIECE = 4096
@@ -27,7 +28,7 @@ def top_k(x: Tensor, k: int) -> Tensor:
     """Computes kernels.torch_ops.top_k, with Triton for small k. Raises BadTensor."""
     expect("x", x, (None, None), dtype=torch.float32)
     num_rows, num_columns = x.shape
-    num_pieces = triton.cdiv(num_columns, PIECE)
+    num_pieces = cdiv(num_columns, PIECE)
     k = min(k, num_columns)
     if not k or not num_rows or k > MOST or num_pieces * k > MOST_MERGED:
         return reference_top_k(x, k)
@@ -35,13 +36,13 @@ def top_k(x: Tensor, k: int) -> Tensor:
     indices = torch.empty((num_rows, k), dtype=torch.int64, device=x.device)
     _piece_kernel[(num_pieces, num_rows)](
         *(x, keys, x.stride(0), num_columns, k),
-        PIECE=min(PIECE, triton.next_power_of_2(num_columns)),
+        PIECE=min(PIECE, next_power_of_2(num_columns)),
         num_warps=8,
         enable_fp_fusion=True,
     )
     _merge_kernel[(num_rows,)](
         *(keys, indices, num_pieces * k, k),
-        BLOCK=triton.next_power_of_2(num_pieces * k),
+        BLOCK=next_power_of_2(num_pieces * k),
         num_warps=4,
         enable_fp_fusion=True,
     )

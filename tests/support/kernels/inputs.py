@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,16 +22,15 @@ def random(*shape: int, like: torch.device, dtype: torch.dtype, seed: int = 0) -
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
     """Fills what a wrapper allocates with NaN, or with -1, so that missing writes are detected."""
-    empty, empty_like = torch.empty, torch.empty_like
 
-    def poison(tensor: Tensor) -> Tensor:
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
 
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        return poison(empty(*args, **kwargs))
+        return made
 
-    def poisoned_like(*args: Any, **kwargs: Any) -> Tensor:
-        return poison(empty_like(*args, **kwargs))
-
-    with patch.object(torch, "empty", poisoned), patch.object(torch, "empty_like", poisoned_like):
+    with ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            stack.enter_context(patch.object(owner, name, poisoned(getattr(owner, name))))
         yield
