@@ -20,7 +20,7 @@ ROWS, SUMMARY = "rows.jsonl", "summary.json"
 KIT = "kit"  # the part of the kit's own row
 ENDED = ("status", "reason", "seconds")
 VENDOR = "nvidia "
-COMMIT = re.compile(r"[0-9a-f]{7,40}")
+COMMIT = re.compile(r"([0-9a-f]{7,12})[0-9a-f]{0,28}(-dirty)?")  # the checkout had changes
 Row = dict[str, Any]
 
 
@@ -76,9 +76,10 @@ def measured_run(folder: Path, commit: str | None = None) -> Run:
         raise NoMeasurement(f"the rows in {folder} are of {len(cards)} cards, not of one")
     kit = next(row for row in rows if row["part"] == KIT)
     kit["commit"] = commit or kit["commit"]
-    if not COMMIT.fullmatch(kit["commit"]):
+    found = COMMIT.fullmatch(kit["commit"])
+    if found is None:
         raise NoMeasurement(f"nobody can check out the commit {kit['commit']!r}: give --commit")
-    commit, date = kit["commit"][:12], kit["date"][:10]
+    commit, date = found[1] + (found[2] or ""), kit["date"][:10]
     return Run(f"{slug_of(cards.pop())}/{date}-{commit}", commit, [*rows, *_endings(folder)])
 
 
@@ -100,12 +101,12 @@ def store(run: Run, results: Path) -> Run:
     """Adds the rows to those of other calls of the same commit. Returns the run of all."""
     path = results / run.name / ROWS
     before = whole_rows(path) if path.exists() else []
-    rows = [*before, *(row for row in run.rows if row not in before)]
+    lines = list(dict.fromkeys(json.dumps(row) for row in (*before, *run.rows)))  # NaN equals NaN
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.write_text("".join(f"{line}\n" for line in lines))
     temporary.replace(path)
-    return Run(run.name, run.commit, rows)
+    return Run(run.name, run.commit, [json.loads(line) for line in lines])
 
 
 def stored_runs(results: Path) -> list[Run]:
@@ -122,4 +123,5 @@ def newest(runs: Iterable[Run]) -> Run | None:
 def _stored(path: Path) -> Run:
     folder = path.parent
     name = f"{folder.parent.name}/{folder.name}"
-    return Run(name, folder.name.rpartition("-")[2], whole_rows(path))
+    commit = folder.name[len("2026-12-31-") :]
+    return Run(name, commit, whole_rows(path))

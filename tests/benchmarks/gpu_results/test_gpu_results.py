@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.gpu_results import table
 from benchmarks.gpu_results.__main__ import add_run, main
 from benchmarks.gpu_results.failures import FILE, Failure, read, write
 from benchmarks.gpu_results.runs import NoMeasurement, slug_of, stored_runs, whole_rows
@@ -68,12 +69,20 @@ def test_rows_are_stored_by_card_date_and_commit(root: Path, tmp_path: Path) -> 
 
 
 def test_calls_of_one_commit_are_one_run(root: Path, tmp_path: Path) -> None:
-    first = left_by_kit(tmp_path / "a", [outcome("a", "passed")])
+    wrong = outcome("a", "failed", max_error=float("nan"))
+    first = left_by_kit(tmp_path / "a", [wrong])
     second = left_by_kit(tmp_path / "b", [outcome("b", "passed")])
-    for folder in (first, second, second):
+    for folder in (first, second, second, first):
         add_run(folder, root=root)
     (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
     assert [row["case"] for row in run.rows if "outcome" in row] == ["a", "b"]
+
+
+@pytest.mark.parametrize("commit", [COMMIT, f"{COMMIT}-dirty"])
+def test_commit_of_a_checkout_with_changes_says_so(commit: str, root: Path, tmp_path: Path) -> None:
+    add_run(left_by_kit(tmp_path / "out", [outcome("a", "passed")], commit=commit), root=root)
+    (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
+    assert (run.commit, run.name) == (commit, f"h100-80gb-hbm3/2026-12-01-{commit}")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +103,8 @@ def test_other_rows_are_refused(
     assert list((root / "benchmarks" / "results" / "gpu").iterdir()) == []
 
 
-@pytest.mark.parametrize("commit", ["unknown", f"{COMMIT}-dirty"])
-def test_unknown_commit_must_be_given(commit: str, root: Path, tmp_path: Path) -> None:
-    folder = left_by_kit(tmp_path / "out", [outcome("a", "passed")], commit=commit)
+def test_unknown_commit_must_be_given(root: Path, tmp_path: Path) -> None:
+    folder = left_by_kit(tmp_path / "out", [outcome("a", "passed")], commit="unknown")
     with pytest.raises(NoMeasurement, match="give --commit"):
         add_run(folder, root=root)
     add_run(folder, COMMIT, root=root)
@@ -194,18 +202,25 @@ def test_measured_mode_decides_auto(root: Path, tmp_path: Path) -> None:
 
 
 def test_readme_has_a_table_of_each_cards_newest_run(root: Path, tmp_path: Path) -> None:
-    row = {"part": "graph_step", "case": "batch 1|exact", "predicted_ms": 4.0}
-    row |= {"measured_ms": 5.0, "of_roofline": 0.8, "ceiling": "measured"}
+    row = {"part": "graph_step", "case": "batch 1|x", "predicted_ms": 4.0}
+    row |= {"measured_ms": 5.0, "of_roofline": 0.8, "ceiling": "measured", "mode": "exact"}
+    load = {"part": "serve", "case": "both, 1 at a time", "ttft_p50_ms": 40.5}
     for hour, commit, share in (("09", "2222222", 0.5), ("10", "1111111", 0.8)):
-        rows = [row | {"of_roofline": share}, outcome("a", "passed")]
+        rows = [row | {"of_roofline": share}, load, outcome("a", "passed")]
         folder = left_by_kit(tmp_path / commit, rows, commit=commit, date=f"2026-12-02T{hour}")
         add_run(folder, root=root)
+    loads = "| " + " | ".join(table.LOADS) + " |"
+    rule = "| " + " | ".join("---" for _ in table.LOADS) + " |"
     expected = f"""before
 {BEGIN.format(GPU)}**{H100}** — driver 580.1, commit `1111111`, 2026-12-02
 
-| part | case | measured ms | of the roofline | ceiling |
-| --- | --- | --- | --- | --- |
-| graph_step | batch 1\\|exact | 5.0 | 0.8 | measured |
+| part | case | context | mode | measured ms | of the roofline | ceiling |
+| --- | --- | --- | --- | --- | --- | --- |
+| graph_step | batch 1\\|x |  | exact | 5.0 | 0.8 | measured |
+
+{loads}
+{rule}
+| both, 1 at a time |  |  |  | 40.5 |  |  |  |
 {END}
 after
 """
