@@ -1,7 +1,7 @@
 """The READMEs' tables of measured figures, from the committed results.
 
 python -m benchmarks.readme_table            print them
-python -m benchmarks.readme_table --write    put six rows into README.md, all tables into
+python -m benchmarks.readme_table --write    put seven rows into README.md, all tables into
                                              benchmarks/README.md
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_results.table import gpu_tables
+from benchmarks.gpu_results.table import gpu_summary, gpu_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE_COLUMNS = {
@@ -192,12 +192,12 @@ def result(name: str) -> dict[str, Any]:
 
 
 def summary() -> str:
-    """Returns Markdown: the six rows of README.md, each with the command that measures it."""
+    """Returns Markdown: the rows of README.md, each with the command that measures it."""
     lines = ["| what | measured | command |", "| --- | --- | --- |"]
     for what, name, measured in SUMMARY_ROWS:
         found = result(name)
         lines.append(f"| {what} | {measured(found)} | `{found['command']}` |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *gpu_summary()]) + "\n"
 
 
 def tables() -> str:

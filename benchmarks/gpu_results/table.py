@@ -27,6 +27,8 @@ LOADS = {
     "ITL p50 ms": "itl_p50_ms",
     "ITL p99 ms": "itl_p99_ms",
 }
+SUMMED = "decode, batch {}"  # cases of the part `graph_step`
+SUMMED_BATCHES = (1, 64)
 TABLES = {"of_roofline": STEPS, "ttft_p50_ms": LOADS}  # by the column that its rows have
 
 
@@ -34,6 +36,36 @@ def gpu_tables(results: Path = ROOT / RESULTS) -> str:
     """Returns Markdown: for each card the rows that have a prediction, and those of clusters."""
     newest = {run.card: run for run in stored_runs(results)}
     return "\n".join(_table(run) for _, run in sorted(newest.items())) or NOTHING
+
+
+def gpu_summary(results: Path = ROOT / RESULTS) -> list[str]:
+    """Returns the rows of README.md: decode on each card, of the newest run that has it."""
+    found = {run.card: line for run in stored_runs(results) if (line := _summary(run))}
+    return [found[card] for card in sorted(found)]
+
+
+def _summary(run: Run) -> str:
+    modes = [text for mode in ("fast", "exact") if (text := _steps(run, mode))]
+    if not modes:
+        return ""
+    what = f"8B decode step in a CUDA graph, {run.card.upper()}"
+    batches = " and ".join(map(str, SUMMED_BATCHES))
+    measured = f"batch {batches}: {', '.join(modes)}"
+    return f"| {what} | {measured} | `scripts/gpu_kit OUT --call a` |"
+
+
+def _steps(run: Run, mode: str) -> str:
+    """Returns the times in a mode; empty if one was not measured."""
+    rows = {
+        row["case"]: row
+        for row in run.rows
+        if row["part"] == "graph_step" and row.get("mode") == mode and "measured_ms" in row
+    }
+    cases = [SUMMED.format(batch) for batch in SUMMED_BATCHES]
+    if not rows.keys() >= set(cases):
+        return ""
+    times = [f"{rows[case]['measured_ms']:.1f}" for case in cases]
+    return f"{mode} {' and '.join(times)} ms"
 
 
 def _table(run: Run) -> str:

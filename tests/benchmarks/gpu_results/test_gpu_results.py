@@ -227,6 +227,23 @@ after
     assert (root / "benchmarks" / "README.md").read_text() == expected
 
 
+def test_front_page_has_the_steps_of_the_newest_run_with_them(root: Path, tmp_path: Path) -> None:
+    """Of each card; a run of other parts changes nothing."""
+    steps = [
+        {"part": "graph_step", "mode": mode, "case": f"decode, batch {batch}", "measured_ms": took}
+        for mode, batch, took in (
+            *(("fast", 1, 4.78), ("fast", 64, 9.64)),
+            *(("exact", 1, 5.54), ("exact", 64, 9.96)),
+        )
+    ]
+    for commit, hour, rows in (("1111111", "09", steps), ("2222222", "10", steps[:1])):
+        folder = left_by_kit(tmp_path / commit, rows, commit=commit, date=f"2026-12-02T{hour}")
+        add_run(folder, root=root)
+    (line,) = table.gpu_summary(root / "benchmarks" / "results" / "gpu")
+    assert "H100-80GB-HBM3" in line
+    assert "| batch 1 and 64: fast 4.8 and 9.6 ms, exact 5.5 and 10.0 ms |" in line
+
+
 def test_cards_have_short_names() -> None:
     names = (H100, "NVIDIA H200", "NVIDIA GeForce RTX 4090")
     assert [slug_of(name) for name in names] == ["h100-80gb-hbm3", "h200", "geforce-rtx-4090"]
