@@ -14,6 +14,8 @@ above their sum.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from torch import Tensor
 from kernels import device as devices
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.gemm.tile_dot import dot
+from kernels.integers import next_power_of_2
 
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 1024  # at most 512 of them are values
@@ -55,10 +58,12 @@ def expect_attention(
         dtype=(query.dtype, torch.float8_e4m3fn),
         device=device,
     )
-    expect("kv_cache[0]", kv_cache[0], kv_cache.shape[1:], is_contiguous=True)
-    num_kv_heads = kv_cache.shape[2]
+    if not kv_cache.is_contiguous():
+        expect("kv_cache[0]", kv_cache[0], kv_cache.shape[1:], is_contiguous=True)
+    _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     expect("context_lens", context_lens, (None,), dtype=INDICES, device=device, is_contiguous=True)
-    expect("block_tables", block_tables, (len(context_lens), None), dtype=INDICES, device=device)
+    num_seqs = context_lens.shape[0]
+    expect("block_tables", block_tables, (num_seqs, None), dtype=INDICES, device=device)
     if kv_scales is not None:
         expect(
             *("kv_scales", kv_scales, (2, num_kv_heads)),
@@ -68,7 +73,7 @@ def expect_attention(
         )
     if lower is not None:
         expect(
-            *("lower", lower, (len(query),)),
+            *("lower", lower, query.shape[:1]),
             dtype=torch.int32,
             device=device,
             is_contiguous=True,
@@ -76,7 +81,7 @@ def expect_attention(
     if not num_kv_heads or num_heads % num_kv_heads:
         raise BadTensor(f"query has {num_heads} heads for {num_kv_heads} KV heads")
     _expect_dims(head_dim, value_dim)
-    if kv_cache[0].numel() // head_dim >= 2**31:
+    if num_blocks * num_kv_heads * block_size >= 2**31:
         raise BadTensor(f"kv_cache of {list(kv_cache.shape)} has more rows than 32 bits can count")
     if scale <= 0:
         raise ValueError(f"scale is {scale}, not positive")
@@ -106,6 +111,7 @@ def block_n(
     return max(16, min(most, key_bytes // dtype.itemsize // padded(head_dim)))
 
 
+@cache
 def heads_per_tile(group: int, value_dim: int | None) -> tuple[int, int]:
     """Returns how many of the `group` query heads of a KV head a tile holds, and the number of
     tiles. A tile of 128 heads over latents would exceed a multiprocessor's shared memory.
@@ -117,9 +123,10 @@ def heads_per_tile(group: int, value_dim: int | None) -> tuple[int, int]:
 
 def padded(head_dim: int) -> int:
     """Returns the columns of a tile."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
+@cache
 def columns_of(head_dim: int, value_dim: int | None) -> dict[str, int]:
     """Describes how a kernel reads rows of `head_dim` elements: the first VALUE_DIM, and then a
     tail.

@@ -29,6 +29,7 @@ from kernels.gpu.attention.attention_tile import (
     padded,
     scales,
 )
+from kernels.integers import cdiv, next_power_of_2
 
 PROGRAMS_PER_PROCESSOR = 6  # two or three run at a time: loads of one cover the ends of the others
 PARTS_AT_ONCE = 16  # concurrent loads in the kernel that joins
@@ -55,18 +56,18 @@ def decode_attention(
     expect("context_lens", context_lens, (num_seqs,))
     columns = columns_of(head_dim, value_dim)
     width = columns["VALUE_DIM"]
-    out = torch.empty((num_seqs, num_heads, width), dtype=query.dtype, device=query.device)
+    out = query.new_empty((num_seqs, num_heads, width))
     if not out.numel():
         return out
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
     tile_heads, tiles = heads_per_tile(group, value_dim)
     tile_tokens = _tile_tokens(query, kv_cache, width, is_batch_invariant)
-    max_units = triton.cdiv(
+    max_units = cdiv(
         block_tables.shape[1] * block_size, SEGMENT if is_batch_invariant else tile_tokens
     )
     num_tiles = num_kv_heads * tiles
-    num_splits = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors(query.device), num_tiles)
+    num_splits = cdiv(PROGRAMS_PER_PROCESSOR * num_processors(query.device), num_tiles)
     num_splits = max(1, min(num_splits, num_seqs * max_units))
     num_items = num_splits + num_seqs  # every sequence may need one more than its share
     num_parts = num_seqs * max_units if is_batch_invariant else num_items
@@ -75,7 +76,7 @@ def decode_attention(
         parts = query.new_empty((num_parts, num_heads, width), dtype=torch.float32)
         sums = query.new_empty((2, num_parts, num_heads), dtype=torch.float32)
     # Invariant: at least the rows of a warp group, as in prefill_attention.
-    block_m = max(64 if is_batch_invariant else 16, triton.next_power_of_2(tile_heads))
+    block_m = max(64 if is_batch_invariant else 16, next_power_of_2(tile_heads))
     plan = {
         "BLOCK_SEQS": _block_seqs(num_seqs),
         "UNIT": SEGMENT if is_batch_invariant else tile_tokens,

@@ -26,6 +26,7 @@ from kernels.gpu.attention.attention_tile import (
     normalized,
     scales,
 )
+from kernels.integers import cdiv, next_power_of_2
 
 
 def prefill_attention(
@@ -46,7 +47,7 @@ def prefill_attention(
     expect_attention(
         query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, value_dim
     )
-    num_seqs, num_tokens = len(context_lens), len(query)
+    num_seqs, num_tokens = context_lens.shape[0], query.shape[0]
     expect(
         *("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,)),
         dtype=INDICES,
@@ -55,15 +56,14 @@ def prefill_attention(
     )
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     columns = columns_of(head_dim, value_dim)
-    out = torch.empty(
-        (*query.shape[:2], columns["VALUE_DIM"]), dtype=query.dtype, device=query.device
-    )
+    num_heads, width = query.shape[1], columns["VALUE_DIM"]
+    out = query.new_empty((num_tokens, num_heads, width))
     if not out.numel():
         return out
-    tile_heads, tiles = heads_per_tile(query.shape[1] // num_kv_heads, value_dim)
+    tile_heads, tiles = heads_per_tile(num_heads // num_kv_heads, value_dim)
     is_wide = query.dtype == torch.float32 or value_dim is not None
-    block_m = max(64 if is_wide else 128, triton.next_power_of_2(tile_heads))
-    num_tiles = triton.cdiv(num_tokens, block_m // tile_heads) + num_seqs  # enough for any lengths
+    block_m = max(64 if is_wide else 128, next_power_of_2(tile_heads))
+    num_tiles = cdiv(num_tokens, block_m // tile_heads) + num_seqs  # enough for any lengths
     has_segments = is_batch_invariant and block_tables.shape[1] * block_size > SEGMENT
     done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
     _prefill_attention_kernel[(num_tiles, num_kv_heads * tiles)](
@@ -75,7 +75,7 @@ def prefill_attention(
         GROUP=tile_heads,
         TILES=tiles,
         BLOCK_M=block_m,
-        BLOCK_N=block_n(columns["VALUE_DIM"], query.dtype, query.device, is_batch_invariant),
+        BLOCK_N=block_n(width, query.dtype, query.device, is_batch_invariant),
         SEGMENT=SEGMENT if has_segments else None,
         num_warps=8,  # 16 rows each: sums and scores just fit into their registers
         num_stages=3,
