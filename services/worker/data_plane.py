@@ -22,6 +22,7 @@ from shared.errors import ConfigError
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 from shared.kv_wire.kv_server import KvServer
+from shared.kv_wire.link import PageLock
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.randomness import Randomness
 
@@ -52,13 +53,21 @@ class ProcessDataPlane:
         self._codec: asyncio.Task[FrameCodec | None] | None = None
 
     async def push_port(self) -> PushPort:
-        dialer = Dialer(codec=await self._load_codec(), security=self._security)
+        dialer = Dialer(
+            codec=await self._load_codec(),
+            security=self._security,
+            page_lock=self._memory.page_lock,
+        )
         return LocalPushPort(dialer, self._memory, self._clock)
 
     async def receive_port(self) -> ReceivePort:
         link_keys = link_keys_of(self._security, self._randomness)
         receiver = await receive_kv(
-            self._config, self._randomness.bytes(16), await self._load_codec(), link_keys
+            self._config,
+            self._randomness.bytes(16),
+            await self._load_codec(),
+            link_keys,
+            self._memory.page_lock,
         )
         return LocalReceivePort(receiver, self._memory, link_keys, counts=receiver.counts)
 
@@ -104,7 +113,11 @@ def link_keys_of(security: DataPlaneSecurity, randomness: Randomness) -> LinkKey
 
 
 async def receive_kv(
-    config: WorkerConfig, instance_id: bytes, codec: FrameCodec | None, link_keys: LinkKeys | None
+    config: WorkerConfig,
+    instance_id: bytes,
+    codec: FrameCodec | None,
+    link_keys: LinkKeys | None,
+    page_lock: PageLock | None = None,
 ) -> KvServer:
     """Listens for KV. Raises ConfigError for an address that is not this host's."""
     try:
@@ -115,6 +128,7 @@ async def receive_kv(
             advertised_host=_advertised_host(config),
             codec=codec,
             link_keys=link_keys,
+            page_lock=page_lock,
         )
     except OSError as error:
         at = f"{config.data_plane_host!r}, port {config.data_plane_port or 'any'}"

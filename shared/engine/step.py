@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from shared.kv_layout import KvLayout, KvShard
 from shared.messages import Pooling, TokenLogprobs
 from shared.numerics import Numerics
+
+if TYPE_CHECKING:
+    from shared.kv_wire.link import PageLock
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ class KvMemory(Protocol):
 
     kv_layout: KvLayout  # layout of the whole model
     numerics: Numerics
+    page_lock: PageLock | None  # of memory from and to which a device copies KV, if there is one
 
     async def read_kv(self, run: KvRun, out: memoryview) -> None:
         """Copies the KV of the run into `out`."""

@@ -9,7 +9,7 @@ for so short a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -45,11 +45,17 @@ async def copy_and_checksum(destination: memoryview, source: memoryview) -> int:
     return hasher.intdigest()
 
 
-def grown(buffer: memoryview, num_bytes: int) -> memoryview:
+def private(num_bytes: int) -> memoryview:
+    return memoryview(bytearray(num_bytes))
+
+
+def grown(
+    buffer: memoryview, num_bytes: int, allocate: Callable[[int], memoryview] = private
+) -> memoryview:
     """Returns the buffer if it has `num_bytes`, else a new one of the next power of two."""
     if len(buffer) >= num_bytes:
         return buffer
-    return memoryview(bytearray(1 << (num_bytes - 1).bit_length()))
+    return allocate(1 << (num_bytes - 1).bit_length())
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

@@ -15,7 +15,7 @@ from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec, LinkCompression
 from shared.kv_wire.frames import ProtocolError, Welcome
 from shared.kv_wire.handshake import send_hello
-from shared.kv_wire.link import CompressionCounts
+from shared.kv_wire.link import CompressionCounts, PageLock
 from shared.kv_wire.push_link import StagedLink, Staging
 from shared.kv_wire.shared_memory import SharedMemoryStaging
 from shared.kv_wire.tcp import TcpStaging
@@ -38,11 +38,15 @@ class Dialer:
         codec: FrameCodec | None = None,
         clock: Clock | None = None,
         security: DataPlaneSecurity = "none",
+        page_lock: PageLock | None = None,
     ) -> None:
-        """Dials receivers of KV. TCP links must have at least `security`."""
+        """Dials receivers of KV. TCP links must have at least `security`. `page_lock` locks the
+        slots that a device fills.
+        """
         self._security = security
         self._connect_timeout_s = connect_timeout_s
         self._codec = codec
+        self._page_lock = page_lock
         self._clock = clock or MonotonicClock()
         self.compressed = CompressionCounts()
         self._links: dict[bytes, StagedLink] = {}
@@ -134,7 +138,7 @@ class Dialer:
             # Measures the kernels, however busy the peer is
             round_trip_s = self._clock.now() - start
             greeted = await send_hello(sock, instance_id, link_key)
-            staging = _staging(sock, greeted.welcome, greeted.fd)
+            staging = _staging(sock, greeted.welcome, greeted.fd, self._page_lock)
             compression = self._compression(greeted.welcome, round_trip_s)
             link = StagedLink(staging, on_end, compression, greeted.ciphers)
             if family == socket.AF_UNIX:
@@ -154,13 +158,15 @@ class Dialer:
         return LinkCompression(codec, self._clock, self.compressed, round_trip_s=round_trip_s)
 
 
-def _staging(sock: socket.socket, welcome: Welcome, fd: int | None) -> Staging:
+def _staging(
+    sock: socket.socket, welcome: Welcome, fd: int | None, page_lock: PageLock | None
+) -> Staging:
     if fd is None:
         if sock.family == socket.AF_UNIX:
             raise ProtocolError("the welcome on the unix socket carries no memory descriptor")
         tcp.tune(sock)
         return TcpStaging(welcome.num_slots)
     try:
-        return SharedMemoryStaging(fd, welcome.num_slots, welcome.slot_bytes)
+        return SharedMemoryStaging(fd, welcome.num_slots, welcome.slot_bytes, page_lock)
     finally:
         os.close(fd)

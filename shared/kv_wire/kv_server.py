@@ -25,7 +25,7 @@ from shared.kv_wire.frames import (
     closing_record,
 )
 from shared.kv_wire.handshake import read_hello, send_sealed_welcome, send_welcome
-from shared.kv_wire.link import FrameSink
+from shared.kv_wire.link import FrameSink, PageLock
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.kv_wire.shared_memory import (
     NUM_SLOTS,
@@ -59,12 +59,14 @@ class KvServer:
         codec: FrameCodec | None,
         clock: Clock,
         link_keys: LinkKeys | None,
+        page_lock: PageLock | None = None,
     ) -> None:
         self._address = address
         self._directory = directory
         self._codec = codec
         self._clock = clock
         self._link_keys = link_keys
+        self._page_lock = page_lock
         self._placements = ExpectedPushes()
         self._receptions: set[Reception] = set()
         self._handshakes = Background()
@@ -84,10 +86,12 @@ class KvServer:
         codec: FrameCodec | None = None,
         clock: Clock | None = None,
         link_keys: LinkKeys | None = None,
+        page_lock: PageLock | None = None,
     ) -> KvServer:
         """Listens for peers, which dial `advertised_host`, by default `bind_host`, at `bind_port`
         or, if that is 0, at a free port. `codec` decodes frames that peers on TCP compress. Peers
-        on TCP must use `link_keys`; None: links are not sealed. Raises OSError.
+        on TCP must use `link_keys`; None: links are not sealed. `page_lock` locks the memory from
+        which a device copies frames. Raises OSError.
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(bind_host, bind_port, type=socket.SOCK_STREAM)
@@ -105,7 +109,8 @@ class KvServer:
             host=host, port=port, unix_path=str(unix_path), instance_id=instance_id
         )
         listeners = (tcp_listener, unix_listener)
-        return cls(address, listeners, directory, codec, clock or MonotonicClock(), link_keys)
+        clock = clock or MonotonicClock()
+        return cls(address, listeners, directory, codec, clock, link_keys, page_lock)
 
     @property
     def address(self) -> DataPlaneAddress:
@@ -209,7 +214,9 @@ class KvServer:
         fd = create_memory(NUM_SLOTS * SLOT_BYTES)
         try:
             await send_welcome(sock, Welcome(instance_id, NUM_SLOTS, SLOT_BYTES), fd)
-            return SharedMemoryReception(self._placements, self._clock, fd, NUM_SLOTS, SLOT_BYTES)
+            return SharedMemoryReception(
+                self._placements, self._clock, fd, NUM_SLOTS, SLOT_BYTES, self._page_lock
+            )
         finally:
             os.close(fd)
 

@@ -23,7 +23,8 @@ from shared.messages import DataPlaneAddress, LinkKey
 from shared.numerics import Numerics
 
 # Recommended frame size and number of frames in flight: the sender fills one while the receiver
-# copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py).
+# copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py); a link whose
+# slots a device fills has larger ones, because each frame is a launch, a copy and a wait for both.
 FRAME_BYTES = 2 * 1024 * 1024
 FRAMES_UNDER_WAY = 2
 
@@ -98,8 +99,23 @@ class KvReceiver(Protocol):
 Fill = Callable[[memoryview], Awaitable[None]]
 
 
+class PageLock(Protocol):
+    """Locks pages of the host, which a device then copies directly."""
+
+    def lock(self, memory: memoryview) -> Callable[[], None] | None:
+        """Returns a function that unlocks the memory, to call before it is unmapped and after all
+        copies; None if the memory cannot be locked.
+        """
+        ...
+
+
 class PushLink(Protocol):
     """Prefill's end of one connection."""
+
+    @property
+    def frame_bytes(self) -> int:
+        """The recommended size of a frame."""
+        ...
 
     async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
         """Returns once the receiver has acknowledged the frame.

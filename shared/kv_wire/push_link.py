@@ -39,6 +39,7 @@ class Staging(Protocol):
     """The slots that a sender fills, and the transmission of a filled one."""
 
     num_slots: int
+    frame_bytes: int  # the recommended size of a frame
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview: ...
 
@@ -146,6 +147,10 @@ class StagedLink:
         self._num_frames = 0
         self._lost: str | None = None
         self.stream = RecordStream(self, ciphers)
+
+    @property
+    def frame_bytes(self) -> int:
+        return self._staging.frame_bytes
 
     @property
     def is_lost(self) -> bool:

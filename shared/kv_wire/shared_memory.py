@@ -9,18 +9,19 @@ a small model uses little of the mapping, and the last used slot is reused first
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
+from functools import partial
 
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.checked_copy import copy_and_checksum, grown
+from shared.kv_wire.checked_copy import copy_and_checksum, grown, private
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
-from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, FrameHeader, PageLock
 from shared.kv_wire.record_stream import RecordStream
 
 NUM_SLOTS = 4
@@ -50,31 +51,60 @@ def check_memory(fd: int, num_bytes: int) -> None:
         raise ProtocolError(f"the peer's memory is not a sealed memfd of {num_bytes} bytes")
 
 
-class _Mapping:
+class PageLockedMap(mmap.mmap):
+    """A mapping that ends with the last view of it: copies in progress hold one. Its pages, if
+    they are locked, are unlocked just before.
+    """
+
+    unlock: Callable[[], None] | None = None
+
+    def lock(self, page_lock: PageLock) -> bool:
+        """Returns whether the pages are locked."""
+        self.unlock = page_lock.lock(memoryview(self))
+        return self.unlock is not None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
+def allocate_locked(page_lock: PageLock, num_bytes: int) -> memoryview:
+    """Returns private memory, page-locked if possible."""
+    mapped = PageLockedMap(-1, num_bytes)
+    mapped.lock(page_lock)
+    return memoryview(mapped)
+
+
+class _Slots:
+    """The slots of one end. No view of them may be made after `close`."""
+
     def __init__(self, fd: int, num_slots: int, slot_bytes: int, access: int) -> None:
-        self._mapped = mmap.mmap(fd, num_slots * slot_bytes, access=access)
+        self.mapped = PageLockedMap(fd, num_slots * slot_bytes, access=access)
         self._slot_bytes = slot_bytes
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview:
         start = slot_index * self._slot_bytes
-        return memoryview(self._mapped)[start : start + num_bytes]
+        return memoryview(self.mapped)[start : start + num_bytes]
 
     def close(self) -> None:
-        # A copy in progress holds a view; the mapping is then freed with the last view.
-        with contextlib.suppress(BufferError):
-            self._mapped.close()
+        del self.mapped
 
 
 class SharedMemoryStaging:
-    """The sender's side of the memory."""
+    """The sender's side of the memory. If a device can copy to the slots, frames fill them."""
 
-    def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, fd: int, num_slots: int, slot_bytes: int, page_lock: PageLock | None = None
+    ) -> None:
         check_memory(fd, num_slots * slot_bytes)
         self.num_slots = num_slots
-        self._mapping = _Mapping(fd, num_slots, slot_bytes, mmap.ACCESS_WRITE)
+        self.frame_bytes = FRAME_BYTES
+        self._slots = _Slots(fd, num_slots, slot_bytes, mmap.ACCESS_WRITE)
+        if page_lock is not None and self._slots.mapped.lock(page_lock):
+            self.frame_bytes = slot_bytes
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview:
-        return self._mapping.view(slot_index, num_bytes)
+        return self._slots.view(slot_index, num_bytes)
 
     def transmit(
         self, stream: RecordStream, frame_id: int, header: FrameHeader, slot_index: int
@@ -82,22 +112,31 @@ class SharedMemoryStaging:
         stream.send(Frame(frame_id, header, slot_index))
 
     def close(self) -> None:
-        self._mapping.close()
+        self._slots.close()
 
 
 class SharedMemoryReception:
-    """The receiver's end: copies out of a slot into one private buffer, summing the copy."""
+    """The receiver's end: copies out of a slot into one private buffer, summing the copy. A device
+    can copy from the buffer.
+    """
 
     def __init__(
-        self, placements: ExpectedPushes, clock: Clock, fd: int, num_slots: int, slot_bytes: int
+        self,
+        placements: ExpectedPushes,
+        clock: Clock,
+        fd: int,
+        num_slots: int,
+        slot_bytes: int,
+        page_lock: PageLock | None = None,
     ) -> None:
-        self._mapping = _Mapping(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
+        self._slots = _Slots(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
         self._num_slots = num_slots
         self._private = memoryview(b"")
+        self._allocate = private if page_lock is None else partial(allocate_locked, page_lock)
         self._held_slots: set[int] = set()
         self.stream = RecordStream(self)
         self.deliveries = FrameDelivery(placements, self.stream, clock)
-        self.deliveries.task.add_done_callback(lambda _: self._mapping.close())
+        self.deliveries.task.add_done_callback(lambda _: self._close())
 
     def record_arrived(self, record: Record) -> None:
         if not isinstance(record, Frame) or record.slot_index is None or record.codec:
@@ -123,7 +162,11 @@ class SharedMemoryReception:
 
     async def _take_copy(self, slot_index: int, header: FrameHeader) -> tuple[memoryview, int]:
         num_bytes = header.payload_bytes
-        self._private = grown(self._private, num_bytes)
+        self._private = grown(self._private, num_bytes, self._allocate)
         copy = self._private[:num_bytes]
-        payload_sum = await copy_and_checksum(copy, self._mapping.view(slot_index, num_bytes))
+        payload_sum = await copy_and_checksum(copy, self._slots.view(slot_index, num_bytes))
         return copy, sealed_sum(header, payload_sum)
+
+    def _close(self) -> None:
+        self._slots.close()
+        self._private = memoryview(b"")

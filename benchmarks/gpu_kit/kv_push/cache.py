@@ -14,10 +14,13 @@ import xxhash
 
 from benchmarks.gpu_kit.session import Mode
 from benchmarks.gpu_kit.shapes import Shapes
+from shared.engine.executors.cuda.cuda_device import cuda_device
+from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.kv.kv_copies import KvCopies
 from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, PagedKv, group_layers
+from shared.kv_wire.link import PageLock
 
 PLACEMENT = b"gpu-kit---------"
 DTYPE = "bfloat16"
@@ -60,6 +63,9 @@ class PushedCache:
         self.plan, self.layout, self.table = plan, plan.layout, table
         memory = allocate_kv_cache(self.layout, plan.num_blocks, device)
         self.memory = memory
+        self.page_lock: PageLock | None = None
+        if device.type == "cuda":
+            self.page_lock = CudaPageLock(cuda_device(device))
         self._copies = KvCopies(memory, self.layout)
         self._thread = ThreadPoolExecutor(1, "kv-copy", _binder(device))
 

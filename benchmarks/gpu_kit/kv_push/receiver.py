@@ -42,7 +42,7 @@ def receive(pipe: Connection, plan: PushPlan, device: str) -> None:
 
 async def _serve(pipe: Connection, plan: PushPlan, device: torch.device) -> None:
     cache = PushedCache(plan, device, list(reversed(range(plan.num_blocks))))
-    server = await KvServer.start(instance_id=b"gpu-kit-receiver")
+    server = await KvServer.start(instance_id=b"gpu-kit-receiver", page_lock=cache.page_lock)
     writer = Writer(cache)
     server.expect(PLACEMENT, writer)
     pipe.send_bytes(msgspec.msgpack.encode(server.address))

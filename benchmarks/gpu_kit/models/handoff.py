@@ -83,7 +83,7 @@ async def _send(pipe: Connection, plan: PushPlan, device: str) -> list[Row]:
     for slot in cache.memory.unbind(0):
         slot.normal_()
     wanted = await cache.digest()
-    dialer = Dialer()
+    dialer = Dialer(page_lock=cache.page_lock)
     address = msgspec.msgpack.decode(await _message(pipe), type=DataPlaneAddress)
     link = await dialer.link(address)
     rows = []
@@ -110,13 +110,13 @@ def _row(plan: PushPlan, took_s: float) -> dict[str, Any]:
 
 
 async def _push(link: PushLink, cache: PushedCache, number: int) -> None:
-    """Pushes like the prefill worker: frames of FRAME_BYTES, FRAMES_UNDER_WAY at a time."""
+    """Pushes like the prefill worker: frames of the link's size, FRAMES_UNDER_WAY at a time."""
     from benchmarks.gpu_kit.kv_push.cache import PLACEMENT
-    from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
+    from shared.kv_wire.link import FRAMES_UNDER_WAY, FrameHeader
     from shared.numerics import Numerics
 
     layout, num_tokens = cache.layout, cache.plan.num_tokens
-    num_each = max(1, min(FRAME_BYTES // layout.bytes_per_token, num_tokens // 2))
+    num_each = max(1, min(link.frame_bytes // layout.bytes_per_token, num_tokens // 2))
     starts = iter(list(enumerate(range(0, num_tokens, num_each))))
 
     async def send(index: int, first: int) -> None:

@@ -27,6 +27,7 @@ from shared.engine.executors.step_deadline import StepBudget, step_units
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_layout import KvLayout
+from shared.kv_wire.link import PageLock
 from shared.numerics import Activations, Mode
 
 log = structlog.get_logger(__name__)
@@ -42,6 +43,7 @@ class LocalExecutor:
     depth = 1
     num_stages = 1
     has_ended = False
+    page_lock: PageLock | None = None
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks,
 from shared.engine.step import KvRun, SamplingInputs, StepInputs, StepOutput, TokenMask
 from shared.engine.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
 from shared.kv_layout import KvGroup, KvLayout, PagedKv, Reach, first_seen
+from shared.kv_wire.link import PageLock
 from shared.messages import TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
@@ -73,6 +74,7 @@ class TimingExecutor:
     eos_token_ids: tuple[int, ...] = ()
     has_head = True
     revision = "timing"
+    page_lock: PageLock | None = None
 
     def __init__(
         self,

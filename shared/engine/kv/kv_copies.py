@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import gather_blocks, scatter_blocks
+from shared.engine.kv.host_copies import HostCopies
 from shared.engine.kv.kv_cache import release_blocks
 from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, KvShard
@@ -23,16 +24,24 @@ class KvCopies:
     dim]. A `shard` is a part of one group's layers and heads in this cache; None: all of them.
 
     `check_thread` raises if the calling thread would launch on another device; it runs before each
-    operation on the device.
+    operation on the device. `host_copies` pass between the device and the host; None: the default
+    of the device, which for the CPU is no copy.
     """
 
     def __init__(
-        self, kv_cache: Tensor, kv_layout: KvLayout, check_thread: Callable[[], None] = any_thread
+        self,
+        kv_cache: Tensor,
+        kv_layout: KvLayout,
+        check_thread: Callable[[], None] = any_thread,
+        host_copies: HostCopies | None = None,
     ) -> None:
         self.kv_cache = kv_cache
         self.kv_layout = kv_layout
         self._device = kv_cache.device
         self._check_thread = check_thread
+        if host_copies is None and self._device.type != "cpu":
+            host_copies = HostCopies()
+        self._host_copies = host_copies
 
     @torch.inference_mode()
     def read_kv(self, run: KvRun, out: memoryview) -> None:
@@ -44,19 +53,14 @@ class KvCopies:
         shard = self._shard_of(run)
         self._check_run(run, shard, out.nbytes)
         self._check_thread()
-        table = torch.tensor(run.block_table, device=self._device)
-        cache = self.kv_cache[shard.first_layer : shard.layers.stop]
-        wire = torch.frombuffer(out, dtype=torch.uint8).view(self.kv_cache.dtype)
-        wire = wire.view(self._wire_shape(run.num_tokens, shard))
-        if shard.num_heads < cache.shape[3]:
-            rows = self._rows(table, run, shard)
-            wire.copy_(cache[rows].permute(1, 2, 0, 3, 4))
-        elif self._device.type == "cpu":
-            gather_blocks(cache, table, run.first_token, run.num_tokens, wire)
+        shape = self._wire_shape(run.num_tokens, shard)
+        if self._host_copies is None:
+            wire = torch.frombuffer(out, dtype=torch.uint8).view(self.kv_cache.dtype).view(shape)
+            self._gather(run, shard, wire)
         else:
-            staged = torch.empty(wire.shape, dtype=wire.dtype, device=self._device)
-            gather_blocks(cache, table, run.first_token, run.num_tokens, staged)
-            wire.copy_(staged)
+            wire = torch.empty(shape, dtype=self.kv_cache.dtype, device=self._device)
+            self._gather(run, shard, wire)
+            self._host_copies.to_host(wire, out)
 
     @torch.inference_mode()
     def write_kv(self, run: KvRun, payload: memoryview) -> None:
@@ -66,19 +70,35 @@ class KvCopies:
         shard = self._shard_of(run)
         self._check_run(run, shard, payload.nbytes)
         self._check_thread()
-        wire = torch.empty(self._wire_shape(run.num_tokens, shard), dtype=self.kv_cache.dtype)
-        # A copy, because torch does not support read-only memory.
-        np.copyto(wire.view(-1).view(torch.uint8).numpy(), np.frombuffer(payload, dtype=np.uint8))
-        wire = wire.to(self._device)
-        table = torch.tensor(run.block_table, device=self._device)
+        shape = self._wire_shape(run.num_tokens, shard)
+        wire = torch.empty(shape, dtype=self.kv_cache.dtype, device=self._device)
+        if self._host_copies is None:
+            # A copy, because torch does not support read-only memory.
+            as_bytes = wire.view(-1).view(torch.uint8).numpy()
+            np.copyto(as_bytes, np.frombuffer(payload, dtype=np.uint8))
+        else:
+            self._host_copies.to_device(payload, wire)
+        self._scatter(run, shard, wire)
+
+    def _gather(self, run: KvRun, shard: KvShard, wire: Tensor) -> None:
+        table, first_token = self._table(run)
         cache = self.kv_cache[shard.first_layer : shard.layers.stop]
         if shard.num_heads < cache.shape[3]:
-            rows = self._rows(table, run, shard)
+            rows = self._rows(table, first_token, run.num_tokens, shard)
+            wire.copy_(cache[rows].permute(1, 2, 0, 3, 4))
+        else:
+            gather_blocks(cache, table, first_token, run.num_tokens, wire)
+
+    def _scatter(self, run: KvRun, shard: KvShard, wire: Tensor) -> None:
+        table, first_token = self._table(run)
+        cache = self.kv_cache[shard.first_layer : shard.layers.stop]
+        if shard.num_heads < cache.shape[3]:
+            rows = self._rows(table, first_token, run.num_tokens, shard)
             if cache.element_size() == 1:  # torch cannot copy FP8 by index
                 cache, wire = cache.view(torch.uint8), wire.view(torch.uint8)
             cache[rows] = wire.permute(2, 0, 1, 3, 4)
         else:
-            scatter_blocks(cache, table, run.first_token, run.num_tokens, wire)
+            scatter_blocks(cache, table, first_token, run.num_tokens, wire)
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: list[int]) -> None:
@@ -90,13 +110,24 @@ class KvCopies:
     def give_back(self, block_ids: list[int]) -> None:
         release_blocks(self.kv_cache, block_ids)
 
-    def _rows(self, table: Tensor, run: KvRun, shard: KvShard) -> tuple[Tensor | slice, ...]:
+    def _table(self, run: KvRun) -> tuple[Tensor, int]:
+        """Returns the blocks that hold the run, and the position of its first token in them."""
+        size = self.kv_layout.block_size
+        first, offset = divmod(run.first_token, size)
+        blocks = run.block_table[first : -(-(run.first_token + run.num_tokens) // size)]
+        if self._host_copies is None:
+            return torch.tensor(blocks), offset
+        return self._host_copies.indices(blocks, self._device), offset
+
+    def _rows(
+        self, table: Tensor, first_token: int, num_tokens: int, shard: KvShard
+    ) -> tuple[Tensor | slice, ...]:
         """Returns the index of some heads of these tokens: [num_tokens, layers, planes,
         heads, dim]. The kernels copy all heads of a cache; some of them leave only for a
         worker cut differently.
         """
         size = self.kv_layout.block_size
-        positions = torch.arange(run.num_tokens, device=self._device) + run.first_token
+        positions = torch.arange(num_tokens, device=self._device) + first_token
         heads = slice(shard.first_head, shard.heads.stop)
         return slice(None), slice(None), table[positions // size], heads, positions % size
 

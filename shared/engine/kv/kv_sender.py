@@ -17,7 +17,7 @@ from shared.background import start_awaited
 from shared.clock import Clock
 from shared.engine.step import KvMemory, KvRun
 from shared.kv_layout import KvShard, first_sent
-from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
+from shared.kv_wire.link import FRAMES_UNDER_WAY, FrameHeader, PushLink
 from shared.kv_wire.shards import in_groups, parts_of_groups
 
 
@@ -145,7 +145,7 @@ class KvSender:
         await self._settle(FRAMES_UNDER_WAY - 1)
         if self._is_cancelled:
             return
-        header = self._next_header()
+        header = self._next_header(link.frame_bytes)
         self._sends.append(start_awaited(self._send(link, header)))
         self._sent[header.group] += header.num_tokens
         self._num_frames += 1
@@ -173,13 +173,13 @@ class KvSender:
                 if error is not None and not self._is_cancelled:
                     raise error
 
-    def _next_header(self) -> FrameHeader:
+    def _next_header(self, frame_bytes: int) -> FrameHeader:
         """Returns the next tokens of the group that is furthest behind."""
         first_token = min(self._sent)
         group = self._sent.index(first_token)
         shard, layout = self._shards[group], self._memory.kv_layout
         token_bytes = shard.num_cells * layout.cell_bytes
-        per_frame = max(1, FRAME_BYTES // token_bytes)
+        per_frame = max(1, frame_bytes // token_bytes)
         num_tokens = min(per_frame, self._num_computed_tokens - first_token)
         return FrameHeader(
             placement_id=self._placement_id,

@@ -10,7 +10,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.kv.kv_sender import KvSender, PushCounts
 from shared.errors import LinkLost
-from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, FrameHeader
 from tests.support.world.clock import VirtualClock, run
 
 BLOCK_SIZE = 16
@@ -19,7 +19,8 @@ BLOCK_SIZE = 16
 class FailingLink:
     """Accepts frames until `is_lost` is set; then all frames in flight fail in one loop turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, frame_bytes: int = FRAME_BYTES) -> None:
+        self.frame_bytes = frame_bytes
         self.num_failed = 0
         self.is_lost = asyncio.Event()
 
@@ -72,6 +73,23 @@ async def _two_frames_fail(link: FailingLink) -> str:
         raised = error.message
     await computing
     return raised
+
+
+def test_frames_have_the_size_that_the_link_recommends() -> None:
+    class Accepting(FailingLink):
+        async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
+            sizes.append(header.num_tokens)
+
+    async def scenario(num_tokens: int) -> None:
+        layout = TimingExecutor(VirtualClock(), num_blocks=1).kv_layout
+        sender = _sender_over(Accepting(num_tokens * layout.bytes_per_token))
+        sender.computed(3 * BLOCK_SIZE)
+        await sender.run()
+
+    for num_tokens, expected in ((20, [20, 20, 8]), (100, [48])):
+        sizes: list[int] = []
+        run(scenario(num_tokens))
+        assert sizes == expected
 
 
 def test_first_frame_error_is_raised_and_all_are_retrieved() -> None:

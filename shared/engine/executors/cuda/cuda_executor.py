@@ -15,6 +15,7 @@ from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_ke
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
 from shared.engine.executors.cuda.meta_model import META
+from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.executors.loading.kv_scales import load_kv_scales
 from shared.engine.executors.loading.kv_sizing import num_blocks_for, num_blocks_in
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
@@ -63,6 +64,7 @@ class CudaExecutor(LocalExecutor):
             init_copy_thread=device.bind,
         )
         self._device = device
+        self.page_lock = CudaPageLock(device)
         if device.tensors_on.type == "cuda":
             on_triton_compile(self._budget.compiling)
 

@@ -10,12 +10,15 @@ from msgspec.structs import replace
 from shared.engine.kv.kv_copies import KvCopies
 from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, KvShard
+from shared.kv_wire.link import PageLock
 from shared.kv_wire.shards import in_groups
 from shared.numerics import Numerics
 
 
 class RankKvMemory:
     """A `KvMemory` that holds `shard`. `kv_layout` is that of the whole model."""
+
+    page_lock: PageLock | None = None
 
     def __init__(
         self, copies: KvCopies, kv_layout: KvLayout, shard: KvShard, numerics: Numerics

@@ -1,0 +1,61 @@
+"""Page locks of a CUDA device, with a fake CUDA."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.page_lock import CudaPageLock
+from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
+
+
+class FakeRuntime:
+    """A fake `torch.cuda.cudart()`; `error` is what it returns."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.calls: list[tuple[int, ...]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append((address, num_bytes, flags))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append((address,))
+        return self.error
+
+
+def without_cuda() -> FakeRuntime:
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
+
+def device(driver: FakeDriver) -> CudaDevice:
+    return CudaDevice(INDEX, torch.device("cpu"), driver)
+
+
+def test_memory_is_registered_on_the_bound_device_and_unregistered() -> None:
+    driver, runtime = FakeDriver(), FakeRuntime()
+    memory = mmap.mmap(-1, 8192)
+    unlock = CudaPageLock(device(driver), lambda: runtime).lock(memoryview(memory))
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert runtime.calls == [(address, 8192, 0)]
+    assert driver.current_device() == INDEX
+    assert unlock is not None
+    unlock()
+    assert runtime.calls[1:] == [(address,)]
+    memory.close()  # no view is left
+
+
+@pytest.mark.parametrize("runtime", [lambda: FakeRuntime(error=2), without_cuda])
+def test_failure_is_logged_once(runtime) -> None:  # type: ignore[no-untyped-def]
+    page_lock = CudaPageLock(device(FakeDriver()), runtime)
+    with capture_logs() as logged:
+        for _ in range(3):
+            memory = mmap.mmap(-1, 4096)
+            assert page_lock.lock(memoryview(memory)) is None
+            memory.close()
+    assert [each["event"] for each in logged] == ["page_lock_failed"]

@@ -1,0 +1,151 @@
+"""The memory of a link from and to which a device copies is page-locked while it is mapped."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.frames import MAX_FRAME_BYTES
+from shared.kv_wire.kv_server import KvServer
+from shared.kv_wire.link import FRAME_BYTES, FrameHeader
+from shared.kv_wire.push_link import StagedLink
+from shared.kv_wire.shared_memory import NUM_SLOTS, SLOT_BYTES
+from tests.shared.kv_wire.support import (
+    DEADLINE_S,
+    INSTANCE,
+    RecordingSink,
+    eventually,
+    fill_with,
+    header,
+    payload_of,
+)
+
+
+def address_of(memory: memoryview) -> int:
+    return np.frombuffer(memory, dtype=np.uint8).ctypes.data
+
+
+def is_mapped(start: int, num_bytes: int) -> bool:
+    """Whether one mapping of this process has all of these bytes."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, end = line.split()[0].partition("-")
+        if int(first, 16) <= start and start + num_bytes <= int(end, 16):
+            return True
+    return False
+
+
+class FakeLock:
+    """A `PageLock` that checks what is unlocked. `limit` is the largest memory that it can lock."""
+
+    def __init__(self, limit: int = 1 << 40) -> None:
+        self.limit = limit
+        self.locked: dict[int, int] = {}  # address -> bytes
+        self.unlocked: list[bool] = []  # whether it was still mapped
+
+    def lock(self, memory: memoryview) -> Callable[[], None] | None:
+        address, num_bytes = address_of(memory), memory.nbytes
+        if num_bytes > self.limit:
+            return None
+        assert address not in self.locked
+        self.locked[address] = num_bytes
+        return lambda: self._unlock(address)
+
+    def covers(self, memory: memoryview) -> bool:
+        start = address_of(memory)
+        return any(
+            first <= start and start + memory.nbytes <= first + num_bytes
+            for first, num_bytes in self.locked.items()
+        )
+
+    def _unlock(self, address: int) -> None:
+        self.unlocked.append(is_mapped(address, self.locked.pop(address)))
+
+
+class CheckingSink(RecordingSink):
+    """Checks that each frame lies in locked memory."""
+
+    def __init__(self, lock: FakeLock) -> None:
+        super().__init__()
+        self.lock = lock
+        self.are_locked: list[bool] = []
+
+    async def frame(self, header: FrameHeader, payload: memoryview) -> None:
+        self.are_locked.append(self.lock.covers(payload))
+        await super().frame(header, payload)
+
+
+@asynccontextmanager
+async def link_with(
+    sender: FakeLock, receiver: FakeLock, sink: RecordingSink, *, is_tcp: bool = False
+) -> AsyncIterator[StagedLink]:
+    server = await KvServer.start(instance_id=INSTANCE, page_lock=receiver)
+    dialer = Dialer(connect_timeout_s=5.0, page_lock=sender)
+    server.expect(b"placement-a", sink)
+    address = msgspec.structs.replace(
+        server.address, **({"unix_path": ""} if is_tcp else {"port": 1})
+    )
+    try:
+        yield await dialer.link(address)
+    finally:
+        await dialer.close()
+        await server.close()
+
+
+async def test_slots_and_private_buffer_are_locked_until_they_are_unmapped() -> None:
+    sender, receiver = FakeLock(), FakeLock()
+    sink = CheckingSink(receiver)
+    async with link_with(sender, receiver, sink) as link:
+        assert sender.locked and list(sender.locked.values()) == [NUM_SLOTS * SLOT_BYTES]
+        assert link.frame_bytes == MAX_FRAME_BYTES
+        for num_bytes in (3, link.frame_bytes, 70_000):
+            data = payload_of(num_bytes)
+            await link.send(header(num_bytes), fill_with(data))
+            assert sink.frames.pop()[1] == data
+        assert sink.are_locked == [True] * 3
+        assert (sender.unlocked, receiver.unlocked) == ([], [True])  # of the smaller buffer
+    del link
+    gc.collect()
+    await eventually(lambda: len(sender.unlocked) == 1 and len(receiver.unlocked) == 2)
+    assert all(sender.unlocked + receiver.unlocked)
+    assert not sender.locked and not receiver.locked
+
+
+async def test_slot_that_is_being_filled_stays_locked_after_the_link_has_ended() -> None:
+    sender = FakeLock()
+    has_started, may_end = asyncio.Event(), asyncio.Event()
+
+    async def fill(view: memoryview) -> None:
+        has_started.set()
+        await may_end.wait()
+        assert sender.covers(view)
+
+    async with link_with(sender, FakeLock(), RecordingSink()) as link:
+        send = asyncio.ensure_future(link.send(header(3), fill))
+        async with asyncio.timeout(DEADLINE_S):
+            await has_started.wait()
+            await link.close()
+            assert sender.locked and not sender.unlocked
+            may_end.set()
+            (error,) = await asyncio.gather(send, return_exceptions=True)
+        assert "this end closed the link" in str(error)
+    del link, send, error
+    gc.collect()
+    await eventually(lambda: sender.unlocked == [True])
+
+
+@pytest.mark.parametrize("is_tcp", [False, True])
+async def test_frames_arrive_unchanged_without_locked_memory(is_tcp: bool) -> None:
+    sender, receiver, sink = FakeLock(limit=0), FakeLock(limit=0), RecordingSink()
+    async with link_with(sender, receiver, sink, is_tcp=is_tcp) as link:
+        assert link.frame_bytes == FRAME_BYTES
+        data = payload_of(3 << 20)
+        await link.send(header(len(data)), fill_with(data))
+        assert sink.frames.pop()[1] == data
