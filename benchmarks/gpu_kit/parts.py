@@ -70,11 +70,11 @@ PARTS = (
     _part("kernels.tools", 35, "out-of-bounds accesses", TORCH, of="memcheck"),
     # Call d: the cluster.
     _part(
-        "models.serve", 75, "a cluster: one worker for both roles", CLUSTER, of="both", name="serve"
+        "models.serve", 85, "a cluster: one worker for both roles", CLUSTER, of="both", name="serve"
     ),
     _part(
         "models.serve",
-        90,
+        100,
         "a cluster: prefill and decode apart on one GPU",
         CLUSTER,
         of="apart",
@@ -92,7 +92,7 @@ CALLS = {
     "a": Call(170, NAMES[: NAMES.index("8b_exact")]),
     "b": Call(245, NAMES[NAMES.index("8b_exact") : NAMES.index("tests")]),
     "c": Call(130, NAMES[NAMES.index("tests") : NAMES.index("serve")]),
-    "d": Call(190, NAMES[NAMES.index("serve") : NAMES.index("rest")]),
+    "d": Call(210, NAMES[NAMES.index("serve") : NAMES.index("rest")]),
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.session import Session
+from kernels.device import TritonUnusable, check_triton
 from shared.engine.executors.cuda import cuda_executor
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.load import load_executor
@@ -91,4 +92,10 @@ class NoCuda:
 
 
 def cpu_as_cuda() -> CudaDevice:
-    return CudaDevice(0, torch.device("cpu"), NoCuda(), try_kernel=lambda _: None)
+    return CudaDevice(0, torch.device("cpu"), NoCuda(), try_kernel=launch_check)
+
+
+def launch_check(device: torch.device) -> None:
+    """Launches the kernel by which a worker checks its device, which computes nothing here."""
+    with suppress(TritonUnusable):
+        check_triton(device)

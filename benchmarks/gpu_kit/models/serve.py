@@ -47,8 +47,8 @@ LOADS, DRY_LOADS = (1, 16, 64), (1, 3)  # concurrent requests
 # More input than a decode worker computes by itself.
 LOAD = LoadTestOptions(num_input_tokens=1024, num_output_tokens=64, duration_s=6.0)
 DRY_LOAD = LoadTestOptions(num_input_tokens=64, num_output_tokens=4, num_requests=3)
-STOP_S = 6.0  # time for the cluster to stop
-LEAST_S = 9.0  # a load with less time is left out
+STOP_S, KILL_S = 6.0, 4.0  # time for the cluster to stop; after which it is killed
+LEAST_S = 5.0  # a load with less time is left out
 LOG_BYTES = 6000  # shown of each process's log
 
 
@@ -108,8 +108,12 @@ async def serve(session: Session, roles: str, model: Path) -> None:
             if session.left_s - STOP_S < LEAST_S:
                 session.add(case=case, left_out="no time left")
                 continue
-            async with asyncio.timeout(left_s(session)):
-                (row,) = await measure(*cluster, load_of(session, concurrency))
+            try:
+                async with asyncio.timeout(left_s(session)):
+                    (row,) = await measure(*cluster, load_of(session, concurrency))
+            except TimeoutError:
+                session.add(case=case, left_out="it takes more time than was left")
+                continue
             session.add(figures(session, row), case=case)
             if row["num_errors"]:
                 session.failures.append(case)
@@ -162,6 +166,7 @@ async def running(session: Session, roles: str, model: Path) -> AsyncIterator[tu
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             if not starting.cancelled() and starting.exception() is None:
+                asyncio.get_running_loop().call_later(KILL_S, cluster.kill)
                 await cluster.stop()
 
 
