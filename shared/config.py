@@ -33,6 +33,8 @@ LOAD_FORMATS = ("auto", "dummy")
 TP_SIZES = (1, 2, 4, 8)  # ranks that can share a layer
 ExpertSplit = Literal["auto", "ep", "tp"]
 EXPERT_SPLITS: tuple[ExpertSplit, ...] = ("auto", "ep", "tp")
+ExecutorChoice = Literal["auto", "plain"]
+EXECUTORS: tuple[ExecutorChoice, ...] = ("auto", "plain")
 Residency = Literal["demand", "lru"]
 RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
@@ -363,6 +365,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     rank_host: str = "127.0.0.1"  # where those join; this host's ranks advertise it
     is_trusted_network: bool = False  # ranks of several hosts exchange without encryption
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
+    executor: ExecutorChoice = "auto"  # CUDA graphs of decode steps; plain: without them
     activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
     block_size: int | None = None  # tokens; None: 16 on the CPU, 64 on CUDA
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
@@ -417,6 +420,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
         if self.mode not in MODES:
             yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
+        if self.executor not in EXECUTORS:
+            yield f"executor {self.executor!r} is none of {', '.join(EXECUTORS)}"
         if self.experts not in EXPERT_SPLITS:
             yield f"experts {self.experts!r} is none of {', '.join(EXPERT_SPLITS)}"
         if self.activations not in ACTIVATIONS:

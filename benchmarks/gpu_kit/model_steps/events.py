@@ -1,8 +1,9 @@
-"""Events on the device between the stages of a model's steps: forward, head, draw."""
+"""Events on the device between the stages of a model's eager steps: forward, head, draw."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +21,22 @@ class StepEvents:
 
     def __init__(self, model: Decoder) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(len(STAGES) + 1)]
-        _before(model, "embed", self._events[0].record)
-        _after(model, "run_layers", self._events[1].record)
-        head = model.lm_head
-        _after(head.method, "logits", self._events[2].record)
-        _after(model, "argmax_tokens", self._events[3].record)
+        start, *ends = [partial(_record, each) for each in self._events]
+        _before(model, "embed", start)
+        _after(model, "run_layers", ends[0])
+        _after(model.lm_head.method, "logits", ends[1])
+        _after(model, "argmax_tokens", ends[2])
 
     def milliseconds(self) -> dict[str, float]:
         """Returns the milliseconds of the last step, by stage."""
         spans = zip(STAGES, self._events, self._events[1:], strict=False)
         return {stage: begin.elapsed_time(end) for stage, begin, end in spans}
+
+
+def _record(event: torch.cuda.Event) -> None:
+    """A graph would record it at each replay, without its time."""
+    if not torch.cuda.is_current_stream_capturing():
+        event.record()
 
 
 def _before(owner: Any, name: str, record: Callable[[], object]) -> None:

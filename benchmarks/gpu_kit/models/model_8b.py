@@ -1,7 +1,8 @@
 """A model of Llama-3.1-8B's shape with dummy weights, as a worker loads it: start, decode, prefill.
 
 Times are those of `LocalExecutor.run`, from the inputs of a step to its token ids on the host.
-`device_ms` is between events on the device in that time, which may wait for the host's launches.
+`device_ms` is between events on the device in that time, which may wait for the host's launches; a
+replayed graph has none, and its device's time is `graph_step`'s.
 `of_roofline`: the least time for the bytes (decode) or operations (prefill) at the ceilings, by the
 measured one.
 """
@@ -105,6 +106,7 @@ class Measurement:
         figures = {
             "tokens_per_s": round(batch / step_s, 1),
             "slowest_ms": round(max(seconds for seconds, _ in took) * 1e3, 3),
+            "is_replayed": not took[-1][1],
             **medians([stages for _, stages in took]),
         }
         session.add(
@@ -133,14 +135,19 @@ class Measurement:
             **medians([stages]),
         )
 
+    @property
+    def _num_replayed(self) -> int:
+        graphs = getattr(self._executor.computer, "graphs", None)
+        return 0 if graphs is None else int(graphs.num_replayed)
+
     async def _timed(self, steps: Sequence[StepInputs]) -> tuple[float, dict[str, float]]:
         """Returns the seconds of all steps, and the milliseconds of each stage on the device."""
         seconds, stages = 0.0, defaultdict[str, float](float)
         for step in steps:
-            started = time.perf_counter()
+            num_replayed, started = self._num_replayed, time.perf_counter()
             await self._executor.run(step)
             seconds += time.perf_counter() - started
-            if self._events is not None:
+            if self._events is not None and self._num_replayed == num_replayed:
                 for stage, each in self._events.milliseconds().items():
                     stages[stage] += each
         return seconds, stages

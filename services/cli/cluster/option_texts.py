@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shared.config import (
     DATA_PLANE_SECURITIES,
+    EXECUTORS,
     EXPERT_SPLITS,
     KV_COMPRESSIONS,
     LOAD_FORMATS,
@@ -31,6 +32,7 @@ PANELS = {
         *(
             "load_format",
             "mode",
+            "executor",
             "tool_format",
             "chat_template",
             "response_template",
@@ -75,6 +77,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "data_plane_security": DATA_PLANE_SECURITIES,
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "executor": EXECUTORS,
     "experts": EXPERT_SPLITS,
     "kv_compression": KV_COMPRESSIONS,
     "kv_dtype": KV_DTYPES,
@@ -201,6 +204,8 @@ HELP = {
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
     "with equal bits share KV. fast: a resumed output may differ, and unlike hardware shares KV. "
     "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
+    "executor": "auto: on CUDA replays graphs of decode steps; plain: launches every kernel of "
+    "every step.",
     "experts": "How ranks share a layer's experts. ep: each holds some of them; tp: each holds "
     "columns of all; auto: ep for 8 experts a rank and more. All give equal bits.",
     "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "

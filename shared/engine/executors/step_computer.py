@@ -59,10 +59,7 @@ class StepComputer(KvCopies):
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:
         began_at = self._clock.now()
-        done = device_step(
-            *self._operands(inputs, samples_on_device=self._samples_on_device(inputs))
-        )
-        return self.output(done, inputs, began_at)
+        return self.output(self._computed(inputs), inputs, began_at)
 
     @torch.inference_mode()
     def output(
@@ -116,17 +113,25 @@ class StepComputer(KvCopies):
         counts: NDArray[np.int64] = torch.stack(sums).diff(dim=1).cpu().numpy()
         return counts
 
+    def _computed(self, inputs: StepInputs) -> DeviceStepOutput:
+        return device_step(
+            *self._operands(inputs, samples_on_device=self._samples_on_device(inputs))
+        )
+
     @torch.inference_mode()
     def _operands(
         self, inputs: StepInputs, *, samples_on_device: bool = False
     ) -> tuple[Model, list[Tensor], DeviceStepInputs, Tensor | None]:
         """Copies blocks, and returns the operands of `device_step`."""
         self._check_thread()
+        self._copy_blocks(inputs)
+        own = self.device_inputs(inputs, samples_on_device=samples_on_device)
+        return self.model, self.kv_slots(), own, self._entering(inputs)
+
+    def _copy_blocks(self, inputs: StepInputs) -> None:
         if inputs.block_copies:
             copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
             copy_blocks(self.kv_cache, *copies.to(self._device))
-        own = self.device_inputs(inputs, samples_on_device=samples_on_device)
-        return self.model, self.kv_slots(), own, self._entering(inputs)
 
     def _entering(self, inputs: StepInputs) -> Tensor | None:
         """Returns the input of the first layer, if it is not the embedding of the tokens."""

@@ -46,6 +46,12 @@ from shared.engine.sampling.mask_words import (
 from shared.engine.step import SamplingInputs, sampling_rows
 from shared.messages import TokenLogprobs
 
+# Operands of `sample` after the logits
+SAMPLING_COLUMNS = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("seed", "choice_index", "output_position"),
+)
+
 
 def sample_tokens(
     logits: Tensor, inputs: SamplingInputs, masks: JoinedMasks = NO_MASKS
@@ -73,8 +79,7 @@ def sampling_columns(
 ) -> list[Tensor]:
     """Returns the operands of `sample` after the logits, of these rows."""
     chosen = inputs.rows[rows]
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "output_position")
-    return _on(device, *(chosen[name] for name in names))
+    return _on(device, *(chosen[name] for name in SAMPLING_COLUMNS))
 
 
 def _rows(logits: Tensor, requested: Mapping[int, int]) -> Tensor | None:
@@ -185,10 +190,10 @@ def _add_logprobs(
 
 
 def _on(device: torch.device, *columns: NDArray[np.generic]) -> list[Tensor]:
-    return [torch.from_numpy(_as_signed(column)).to(device) for column in columns]
+    return [torch.from_numpy(as_signed(column)).to(device) for column in columns]
 
 
-def _as_signed(column: NDArray[np.generic]) -> NDArray[np.generic]:
+def as_signed(column: NDArray[np.generic]) -> NDArray[np.generic]:
     """Returns contiguous integers without unsigned integers, on which torch has few operations."""
     column = column.copy()
     return column.view(np.int64) if column.dtype == np.uint64 else column

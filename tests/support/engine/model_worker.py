@@ -50,7 +50,7 @@ class Worker:
         self.executor = executor or executor_with(model_dir, dtype, num_blocks)
         self.engine = Engine(
             num_blocks=self.executor.num_blocks,
-            block_size=16,
+            block_size=self.executor.kv_layout.block_size,
             max_context_tokens=self.executor.max_context_tokens,
             max_batch_tokens=budget,
             max_sequences=16,

@@ -13,7 +13,9 @@ from kernels.device import on_triton_compile
 from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.decode_graphs import CudaGraphs
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
+from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.meta_model import META
 from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.executors.loading.kv_scales import load_kv_scales
@@ -28,7 +30,6 @@ from shared.engine.executors.loading.model_loading import (
     set_mode,
 )
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.executors.step_computer import StepComputer
 from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.kv.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
@@ -43,9 +44,11 @@ from shared.errors import ConfigError, NoCapacity
 class CudaExecutor(LocalExecutor):
     """Create it with `load`. Steps and copies run on the device's default stream."""
 
+    computer: GraphComputer
+
     def __init__(
         self,
-        computer: StepComputer,
+        computer: GraphComputer,
         device: CudaDevice,
         *,
         num_blocks: int,
@@ -140,7 +143,7 @@ class CudaExecutor(LocalExecutor):
         )
         measure_gemms(model)
         device.release_cached()
-        computer = StepComputer(
+        computer = GraphComputer(
             model,
             allocate_kv_cache(kv_layout, 1, target),
             kv_layout,
@@ -153,6 +156,8 @@ class CudaExecutor(LocalExecutor):
         compile_kernels(StepKernels(model, kv_layout, num_blocks, options))
         num_held = 0 if options.is_parked else num_blocks
         computer.kv_cache = allocate_kv_cache(kv_layout, num_held, target)
+        if options.executor == "auto" and target.type == "cuda":
+            computer.use_graphs(CudaGraphs(target), max_rows=options.max_sequences)
         return cls(
             computer,
             device,
@@ -166,6 +171,7 @@ class CudaExecutor(LocalExecutor):
         free then.
         """
         computer, target = self.computer, self._device.tensors_on
+        computer.forget_graphs()
         computer.kv_cache = allocate_kv_cache(self.kv_layout, 0, target)
         self._device.release_cached()
         if num_blocks == 0:

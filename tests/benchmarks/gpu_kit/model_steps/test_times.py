@@ -84,6 +84,7 @@ def test_events_are_between_the_stages_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     class Method:
         def logits(self, x: str) -> str:

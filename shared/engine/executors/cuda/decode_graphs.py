@@ -1,0 +1,238 @@
+"""CUDA graphs of decode steps: one launch instead of hundreds.
+
+A graph is of a shape: a number of rows, a width of the block tables, and how tokens are drawn.
+Steps of fewer rows are padded. A shape is captured once its second step comes; the first one, and
+what no graph can do, runs eagerly. The smallest shapes are captured before a worker is ready.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from shared.clock import MonotonicClock
+from shared.engine.executors.cuda.decode_buffers import (
+    DecodeShape,
+    arrays_in,
+    fields_of,
+    fill,
+    num_bytes_of,
+    step_inputs,
+)
+from shared.engine.layers.attention_inputs import LayerKind
+from shared.engine.models.device_step import DeviceStepInputs, DeviceStepOutput
+from shared.engine.step import StepInputs
+from shared.kv_layout import KvLayout
+
+log = structlog.get_logger(__name__)
+
+FIRST_ROWS = 8  # shapes of at most so many rows are captured before a worker is ready
+SMALL_ROWS, ROWS_APART = (1, 2, 4, 8), 8
+LEAST_TOKENS, GROWTH = 2048, 4  # widths of block tables, in tokens
+# Limit of rows x tokens of a shape: attention of the exact mode keeps sums of each segment.
+MAX_TOKENS = 1 << 22
+
+Step = Callable[[DeviceStepInputs], DeviceStepOutput]
+
+
+class GraphDevice(Protocol):
+    """The part of a device that graphs need."""
+
+    def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """Returns a buffer of the host and one of the device."""
+        ...
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Copies from the host. `source` may change after the next step's results are read."""
+        ...
+
+    def capture(
+        self, call: Callable[[], DeviceStepOutput]
+    ) -> tuple[Callable[[], None], DeviceStepOutput]:
+        """Returns a function that repeats the launches of `call`, and its output, which each
+        repetition overwrites. Raises RuntimeError if something in it waits for the device.
+        """
+        ...
+
+
+class DecodeGraphs:
+    """The graphs of one model and KV cache. `step` computes a step eagerly."""
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        step: Step,
+        kv_layout: KvLayout,
+        kinds: Sequence[LayerKind],
+        kind_of_layer: Sequence[int],
+        *,
+        max_rows: int,
+        max_tokens: int,
+        has_experts: bool,
+    ) -> None:
+        """`max_tokens`: of one sequence."""
+        self.num_replayed = self.num_eager = 0  # decode steps
+        self._device, self._step = device, step
+        self._kinds, self._kind_of_layer = kinds, kind_of_layer
+        self._num_groups, self._block_size = len(kv_layout.groups), kv_layout.block_size
+        self._rows = row_counts(max_rows, is_padded=not has_experts)
+        self._widths = table_widths(max_tokens, self._block_size)
+        self._graphs: dict[DecodeShape, Graph | None] = {}  # None: cannot be captured
+        self._seen: set[DecodeShape] = set()
+        self._clock = MonotonicClock()
+
+    def graph_of(self, inputs: StepInputs) -> Graph | None:
+        """Returns None if the step must be computed eagerly."""
+        shape = self.shape_of(inputs)
+        graph = None if shape is None else self._graph_of(shape)
+        self.num_replayed += graph is not None
+        self.num_eager += shape is not None and graph is None
+        return graph
+
+    def shape_of(self, inputs: StepInputs) -> DecodeShape | None:
+        """Returns None unless each row is one token that is sampled, and a graph can hold it."""
+        num_rows, sampling = len(inputs.query_lens), inputs.sampling
+        if inputs.prompt_logprobs or inputs.pooling or sampling.num_rows != num_rows:
+            return None
+        if len(inputs.input_ids) != num_rows or not num_rows or num_rows > self._rows[-1]:
+            return None
+        rows = self._rows[bisect_left(self._rows, num_rows)]
+        num_blocks = -(-int(inputs.context_lens.max()) // self._block_size)
+        place = bisect_left(self._widths, num_blocks)
+        if place == len(self._widths):
+            return None
+        width = self._widths[place]
+        if rows * width * self._block_size > MAX_TOKENS:
+            return None
+        return DecodeShape(rows, width, sampling.is_plain, sampling.is_plain_greedy)
+
+    def capture_first(self) -> None:
+        """Captures the shapes of few rows and short contexts, the largest first."""
+        for rows in reversed(self._rows[: bisect_left(self._rows, FIRST_ROWS + 1)]):
+            for is_greedy in (True, False):
+                self._capture(DecodeShape(rows, self._widths[0], True, is_greedy))
+
+    def clear(self) -> None:
+        """Forgets all graphs: they have the addresses of a KV cache that is replaced."""
+        self._graphs.clear()
+        self._seen.clear()
+
+    def _graph_of(self, shape: DecodeShape) -> Graph | None:
+        if shape not in self._graphs:
+            if shape not in self._seen:
+                self._seen.add(shape)
+                return None
+            self._capture(shape)
+        return self._graphs[shape]
+
+    def _capture(self, shape: DecodeShape) -> None:
+        began_at, self._graphs[shape] = self._clock.now(), None
+        try:
+            self._graphs[shape] = self._captured(shape)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            log.warning("graph_not_captured", **shape._asdict(), reason=reason)
+        else:
+            seconds = round(self._clock.now() - began_at, 3)
+            log.debug("graph_captured", **shape._asdict(), seconds=seconds)
+
+    def _captured(self, shape: DecodeShape) -> Graph:
+        fields = fields_of(shape, self._num_groups, self._kinds)
+        host, device = self._device.empty(num_bytes_of(fields))
+        arrays = {name: each.numpy() for name, each in arrays_in(host, fields).items()}
+        fill(arrays, None, self._kinds)
+        self._device.upload(host, device)
+        inputs = step_inputs(arrays_in(device, fields), shape, self._kinds, self._kind_of_layer)
+        replay, output = self._device.capture(lambda: self._step(inputs))
+
+        def upload(step: StepInputs) -> None:
+            fill(arrays, step, self._kinds)
+            self._device.upload(host, device)
+
+        return Graph(upload, replay, output)
+
+
+class Graph:
+    """A captured step. Its output is void once the next graph runs."""
+
+    def __init__(
+        self,
+        upload: Callable[[StepInputs], None],
+        replay: Callable[[], None],
+        output: DeviceStepOutput,
+    ) -> None:
+        self._upload, self._replay, self._output = upload, replay, output
+
+    def run(self, inputs: StepInputs) -> DeviceStepOutput:
+        self._upload(inputs)
+        self._replay()
+        rows = len(inputs.input_ids)
+        return DeviceStepOutput._make(
+            None if each is None else each[:rows] for each in self._output
+        )
+
+
+def row_counts(max_rows: int, *, is_padded: bool) -> tuple[int, ...]:
+    """Returns 1, 2, 4, 8, 16, 24, ... up to the first that holds `max_rows`. Without padding all
+    numbers: with experts, padding would be routed to some that are read for it, and be counted.
+    """
+    if not is_padded:
+        return tuple(range(1, max_rows + 1))
+    largest = -(-max_rows // ROWS_APART) * ROWS_APART
+    counts = (*SMALL_ROWS, *range(2 * ROWS_APART, largest + 1, ROWS_APART))
+    return counts[: bisect_left(counts, max_rows) + 1]
+
+
+def table_widths(max_tokens: int, block_size: int) -> tuple[int, ...]:
+    """Returns the widths of block tables, in blocks, up to the first that holds `max_tokens`."""
+    tokens = [LEAST_TOKENS]
+    while tokens[-1] < max_tokens:
+        tokens.append(tokens[-1] * GROWTH)
+    return tuple(-(-min(each, max_tokens) // block_size) for each in tokens)
+
+
+class CudaGraphs:
+    """A `GraphDevice` on CUDA. All graphs share memory: one runs at a time, and its output is read
+    before the next one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return host, torch.empty(num_bytes, dtype=torch.uint8, device=self._on)
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def capture(
+        self, call: Callable[[], DeviceStepOutput]
+    ) -> tuple[Callable[[], None], DeviceStepOutput]:
+        graph = torch.cuda.CUDAGraph()
+        with self._on_own_stream():
+            call()  # loads kernels, and makes what the libraries make once for a stream
+            self._stream.synchronize()
+            # other threads may allocate and copy meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = call()
+            finally:
+                graph.capture_end()
+        return graph.replay, output
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._on)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)

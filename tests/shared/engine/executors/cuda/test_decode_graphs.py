@@ -1,0 +1,184 @@
+"""Decode steps by graphs, on CPU tensors: a replay computes the step again from the same inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+from shared.engine.executors.cuda.decode_graphs import (
+    MAX_TOKENS,
+    DecodeGraphs,
+    row_counts,
+    table_widths,
+)
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.warm_up import idle_step
+from shared.engine.models.device_step import DeviceStepOutput
+from shared.messages import SamplingParams, TokenLogprobs
+from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.rig import new_sequence
+
+PROMPTS = [[(11 * n + k) % 190 + 3 for n in range(20 + 9 * k)] for k in range(5)]
+SAMPLINGS = {
+    "greedy": [SamplingParams(seed=3, max_tokens=9, temperature=0.0)],
+    "drawn": [
+        SamplingParams(seed=3, max_tokens=9, temperature=0.9, top_k=40, top_p=0.95),
+        SamplingParams(seed=4, max_tokens=12, temperature=0.0),
+    ],
+    "on the host": [
+        SamplingParams(seed=5, max_tokens=9, temperature=0.8, frequency_penalty=1.0),
+        SamplingParams(seed=6, max_tokens=9, temperature=0.0, num_logprobs=2),
+    ],
+}
+
+
+class Replays:
+    """A `GraphDevice` of the CPU."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.num_captured = fails, 0
+
+    def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        return torch.empty(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def capture(
+        self, call: Callable[[], DeviceStepOutput]
+    ) -> tuple[Callable[[], None], DeviceStepOutput]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        self.num_captured += 1
+        output = call()
+
+        def replay() -> None:
+            for kept, new in zip(output, call(), strict=True):
+                if kept is not None:
+                    kept.copy_(new)
+
+        return replay, output
+
+
+def load(folder: Path, graphs: Replays | None = None, **options: object) -> CudaExecutor:
+    device = CudaDevice(INDEX, torch.device("cpu"), FakeDriver(), lambda _: None)
+    given = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_batch_tokens": 64} | options
+    chosen = LoadOptions(**given, max_sequences=16)  # type: ignore[arg-type]
+    executor = CudaExecutor.load(folder, chosen, device)
+    if graphs is not None:
+        executor.computer.use_graphs(graphs, max_rows=16)
+    return executor
+
+
+def graphs_of(executor: CudaExecutor) -> DecodeGraphs:
+    assert executor.computer.graphs is not None
+    return executor.computer.graphs
+
+
+Generated = list[tuple[list[int], list[TokenLogprobs]]]
+
+
+def generated(folder: Path, executor: CudaExecutor, samplings: list[SamplingParams]) -> Generated:
+    """Runs the prompts with the samplings in turn. Returns the tokens and logprobs of each."""
+    worker = Worker(folder, "float32", executor=executor)
+    sequences = [
+        new_sequence(prompt, samplings[n % len(samplings)]) for n, prompt in enumerate(PROMPTS)
+    ]
+    asyncio.run(worker.run(*sequences))
+    ids = [each.sequence_id for each in sequences]
+    return [(worker.tokens[each], worker.logprobs[each]) for each in ids]
+
+
+# Grouped queries, windows, chunks with temperatures, latents; with experts rows are not padded.
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "llama4, experts", "deepseek"])
+def test_tokens_are_those_of_eager_steps(family: str, tmp_path: Path) -> None:
+    FAMILIES[family].write(tmp_path)
+    plain, graphed = load(tmp_path), load(tmp_path, Replays())
+    for samplings in SAMPLINGS.values():
+        wanted = generated(tmp_path, plain, samplings)
+        assert generated(tmp_path, graphed, samplings) == wanted
+    graphs = graphs_of(graphed)
+    assert graphs.num_replayed > graphs.num_eager > 0
+    assert plain.computer.graphs is None
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    write_llama(tmp_path)
+    return tmp_path
+
+
+def test_smallest_shapes_are_captured_first(llama: Path) -> None:
+    device = Replays()
+    executor = load(llama, device)
+    assert device.num_captured == 8  # 1, 2, 4 and 8 rows, greedy and drawn
+    generated(llama, executor, SAMPLINGS["greedy"])
+    assert (device.num_captured, graphs_of(executor).num_eager) == (8, 0)
+
+
+def test_other_shapes_are_captured_at_their_second_step(llama: Path) -> None:
+    device = Replays()
+    executor = load(llama, device)
+    for _ in range(2):  # every shape comes twice
+        generated(llama, executor, SAMPLINGS["on the host"])
+    assert 0 < device.num_captured - 8 == graphs_of(executor).num_eager
+
+
+def test_another_kv_cache_gets_other_graphs(llama: Path) -> None:
+    device = Replays()
+    executor = load(llama, device)
+    wanted = generated(llama, executor, SAMPLINGS["greedy"])
+    asyncio.run(executor.resize_kv(executor.num_blocks))
+    assert generated(llama, executor, SAMPLINGS["greedy"]) == wanted
+    assert device.num_captured > 8
+
+
+def test_step_that_cannot_be_captured_stays_eager(llama: Path) -> None:
+    with capture_logs() as logs:
+        executor = load(llama, Replays(fails=True))
+        found = generated(llama, executor, SAMPLINGS["greedy"])
+    assert found == generated(llama, load(llama), SAMPLINGS["greedy"])
+    assert graphs_of(executor).num_replayed == 0
+    (reason,) = {each["reason"] for each in logs if each["event"] == "graph_not_captured"}
+    assert reason == "operation not permitted when stream is capturing"
+
+
+def test_steps_that_no_graph_can_do(llama: Path) -> None:
+    graphs = graphs_of(load(llama, Replays()))
+    assert graphs.shape_of(idle_step(16, [1, 1], temperature=0.0, num_groups=1)) is not None
+    assert graphs.shape_of(idle_step(16, [2, 1], temperature=0.0, num_groups=1)) is None
+    assert graphs.shape_of(idle_step(16, [1] * 17, temperature=0.0, num_groups=1)) is None
+
+
+def test_row_counts() -> None:
+    assert row_counts(20, is_padded=True) == (1, 2, 4, 8, 16, 24)
+    assert row_counts(256, is_padded=True)[-2:] == (248, 256)
+    assert row_counts(3, is_padded=True) == (1, 2, 4)
+    assert row_counts(3, is_padded=False) == (1, 2, 3)
+
+
+def test_table_widths() -> None:
+    assert table_widths(131_072, 64) == (32, 128, 512, 2048)
+    assert table_widths(3000, 16) == (128, 188)
+    assert table_widths(100, 16) == (7,)
+    assert MAX_TOKENS == 64 * 65_536
+
+
+def test_padding_reads_and_stores_nothing(llama: Path) -> None:
+    """The first graphs are captured with rows of padding alone."""
+    executor = load(llama)
+    before = executor.computer.kv_cache.clone()
+    executor.computer.use_graphs(Replays(), max_rows=16)
+    assert np.array_equal(executor.computer.kv_cache.numpy(), before.numpy())
