@@ -201,22 +201,20 @@ def attend(
     else:
         first_full = tl.maximum(first, tl.minimum(first_full, end))
         end_full = tl.maximum(first_full, tl.minimum(end_full, end))
-        state = _fresh(q, first, readable, paged, BLOCK_SIZE, BLOCK_N)
+        running = _no_tokens(q)
         if scoring[2] is not None:
-            state = _attend_tiles(
-                *(q, position, state, first, first_full, readable, paged, scoring),
+            running = _attend_tiles(
+                *(q, position, running, first, first_full, readable, paged, scoring),
                 *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
             )
-        state = _attend_tiles(
-            *(q, position, state, first_full, end_full, readable, paged, scoring),
+        running = _attend_tiles(
+            *(q, position, running, first_full, end_full, readable, paged, scoring),
             *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, False),
         )
-        # One more tile, masked for every row, adds the last tile's values.
-        state = _attend_tiles(
-            *(q, position, state, end_full, end + BLOCK_N, readable, paged, scoring),
+        running = _attend_tiles(
+            *(q, position, running, end_full, end, readable, paged, scoring),
             *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
         )
-        running = state[0]
     return running
 
 
@@ -229,20 +227,10 @@ def _no_tokens(q):
 
 
 @triton.jit
-def _fresh(q, first, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The initial state of rows, with zero weights for the tile before `first`."""
-    top, total, acc = _no_tokens(q)
-    weight = tl.zeros((q.shape[0], BLOCK_N), tl.int32 if q.dtype == tl.float32 else tl.int16)
-    # Zero weights multiply the first values: of tokens that exist, because 0 · NaN is not 0.
-    block = _block_ids(first, first + BLOCK_N, readable, paged, BLOCK_SIZE, BLOCK_N)
-    return (top, total, acc), (weight, total, block * paged[3])
-
-
-@triton.jit
 def _attend_tiles(
     q,
     position,
-    state,
+    running,
     first,  # a multiple of BLOCK_N
     end,
     readable,
@@ -253,18 +241,14 @@ def _attend_tiles(
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,  # else every row attends to every token of the tiles
 ):
-    """Computes the weights of the tiles of [first, end), and adds the values of all but the last to
-    `state`.
+    """Adds the tiles of [first, end) to the state `running`.
 
-    Values are added one tile late: the tensor cores do it while the next weights are computed.
-    Block ids are read one tile early, so that address computations do not wait.
+    Block ids are read one tile early, so that address computations do not wait. Weights stay within
+    their iteration: a tensor core reads them from registers after the instruction is issued, and
+    those of a loop's variable are overwritten meanwhile.
     """
-    running, pending = state
     top, total, acc = running
-    weight, kept, last_row = pending
     key_ptr, value_ptr, _, block_rows = paged
-    # The loop carries weights as integer bits: as floats they would go through shared memory.
-    BITS: tl.constexpr = weight.dtype
     column = tl.arange(0, q.shape[1])[None, :]  # [1, BLOCK_D]
     last_seen = tl.minimum(position, readable[1] - 1)  # [BLOCK_M]
     block = _block_ids(first, end, readable, paged, BLOCK_SIZE, BLOCK_N)
@@ -273,21 +257,15 @@ def _attend_tiles(
         next_block = _block_ids(start + BLOCK_N, end, readable, paged, BLOCK_SIZE, BLOCK_N)
         token = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         row = block * block_rows + token % BLOCK_SIZE  # [BLOCK_N]
-        key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, HEAD_DIM, IS_MASKED)
-        value = _load_rows(
-            *(value_ptr, last_row, start - BLOCK_N, column, readable, HEAD_DIM, HEAD_DIM),
-            IS_MASKED or scoring[2] is not None,
-        )
         block = next_block
-        last_row = row
-
+        key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, HEAD_DIM, IS_MASKED)
+        value = _load_rows(value_ptr, row, start, column, readable, HEAD_DIM, HEAD_DIM, IS_MASKED)
         score = dot(q, tl.trans(key.to(q.dtype)), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        acc = dot(weight.to(q.dtype, bitcast=True), value.to(q.dtype), acc * kept[:, None])
         top, total, kept, grown = _weights(
             *(score, token, last_seen, top, total, scoring, IS_MASKED),
         )
-        weight = grown.to(q.dtype).to(BITS, bitcast=True)
-    return (top, total, acc), (weight, kept, last_row)
+        acc = dot(grown.to(q.dtype), value.to(q.dtype), acc * kept[:, None])
+    return top, total, acc
 
 
 @triton.jit
@@ -305,9 +283,8 @@ def _attend_latents(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The same for values that are parts of their keys: all tiles are masked, and a tile's values
-    are added at once. What a second loop or a later tile's values need would take registers of the
-    sums, which have most of them.
+    """The same for values that are parts of their keys: all tiles are masked. What a second loop
+    needs would take registers of the sums, which have most of them.
     """
     top, total, acc = _no_tokens(q)
     key_ptr, _, _, block_rows = paged

@@ -19,7 +19,8 @@ HEAD = """
 For compute capability 9.0, ahead of time: the most that a launch class of each kernel uses, over
 all model families, both modes and the stored forms of weights and KV, with Triton {releases}. A
 program can have 227 KiB of shared memory, a thread 255 registers; local loads are of registers that
-do not fit. Copies: of 16 bytes to shared memory without waiting, the fewest of a class.
+do not fit. Copies: of 16 bytes to shared memory without waiting, the fewest of a class. No operand
+of an asynchronous product is overwritten before the product has read it.
 
 `python -m tests.kernels.compiled.compile_table --write` records a row for each class, with the
 installed Triton, and this page; `--resume` compiles only classes without a row.
@@ -28,12 +29,14 @@ installed Triton, and this page; `--resume` compiles only classes without a row.
 
 @dataclass(frozen=True)
 class Row:
-    """`wide_copies`: instructions that copy 16 bytes to shared memory without waiting.
+    """`overwritten`: products of which an operand is overwritten before they have read it.
+    `wide_copies`: instructions that copy 16 bytes to shared memory without waiting.
     `has_products`: on tensor cores.
     """
 
     registers: int
     local_loads: int
+    overwritten: int
     shared_bytes: int
     wide_copies: int
     has_products: bool
@@ -43,6 +46,7 @@ class Row:
         return cls(
             registers=code.num_registers,
             local_loads=code.num_local_loads,
+            overwritten=code.num_overwritten,
             shared_bytes=code.shared_bytes,
             wide_copies=code.num_wide_copies,
             has_products=bool(code.dot_layouts),

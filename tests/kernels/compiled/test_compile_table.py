@@ -112,6 +112,7 @@ def test_every_class_fits_and_operands_are_copied_wide(release: Path) -> None:
             assert row.shared_bytes <= MAX_SHARED_BYTES[CAPABILITY], (kernel, key)
             assert row.local_loads <= MAX_LOCAL_LOADS.get(kernel, 0), (kernel, key)
             assert row.wide_copies or not row.has_products, (kernel, key)
+            assert row.overwritten == 0, (kernel, key)
 
 
 @pytest.mark.parametrize(

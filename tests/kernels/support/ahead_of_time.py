@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import device as devices
+from tests.kernels.support.async_operands import overwritten_operands
 
 WARP_SIZE = 32
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, per program
@@ -46,6 +47,7 @@ class MachineCode:
     num_registers: int
     num_spilled_bytes: int  # to local memory: the stack of a thread
     num_local_loads: int
+    num_overwritten: int  # products of which an operand is overwritten before they have read it
     shared_bytes: int
     # Generations of tensor-core instructions, and how many elements of K a register of an operand
     # holds: the compiler's choices that determine the bits of a product.
@@ -128,15 +130,18 @@ def _is_aligned(value: Any) -> bool:
     return type(value) is int and value % 16 == 0
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, bytes of stack and loads from it, per thread."""
+def _resources(cubin: bytes) -> tuple[int, int, int, int]:
+    """Registers, bytes of stack and loads from it, per thread; products with an operand that is
+    overwritten too early.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = _dumped("--dump-resource-usage", file.name)
         registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
-        loads = re.findall(r"\bLDL\b", _dumped("--dump-sass", file.name)) if int(stack) else []
-    return int(registers), int(stack), len(loads)
+        sass = _dumped("--dump-sass", file.name)
+    num_loads = len(re.findall(r"\bLDL\b", sass)) if int(stack) else 0
+    return int(registers), int(stack), num_loads, len(overwritten_operands(sass))
 
 
 def _dumped(option: str, path: str) -> str:
