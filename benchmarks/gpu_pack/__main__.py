@@ -73,11 +73,11 @@ def make(parts: Sequence[Part], folder: Path) -> list[str]:
 
 def sizes_of(folder: Path, root: Path = ROOT) -> dict[str, int]:
     """Returns the bytes of what travels, by kind."""
-    return {
-        "checkout": checkout_bytes(root),
-        "wheels": folder_bytes(folder / "wheels"),
-        "kernels": sum((folder / name).stat().st_size for name in (ARCHIVE, MANIFEST)),
-    }
+    packages = folder_bytes(folder / "wheels")
+    kernels = sum((folder / name).stat().st_size for name in (ARCHIVE, MANIFEST))
+    others = folder_bytes(folder) - packages - kernels
+    own = {"checkout": checkout_bytes(root), "wheels": packages, "kernels": kernels}
+    return own | ({"others": others} if others else {})
 
 
 def instructions(folder: Path) -> str:

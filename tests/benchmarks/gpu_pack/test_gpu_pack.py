@@ -114,6 +114,14 @@ def test_checkout_is_what_git_tracks_or_would_track(tmp_path: Path) -> None:
     assert checkout_bytes(tmp_path) == len("ignored\n") + 3
 
 
+def test_other_files_of_the_folder_travel_too(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    for name in ("wheels/a.whl", ARCHIVE, MANIFEST, "notes.txt"):
+        (tmp_path / name).write_text("12345")
+    found = gpu_pack.sizes_of(tmp_path, ROOT)
+    assert (found["wheels"], found["kernels"], found["others"]) == (5, 10, 5)
+
+
 def test_command_installs_without_a_network_and_fits_one_line() -> None:
     """DIR travels within the checkout, where git ignores it."""
     told = gpu_pack.instructions(Path("/elsewhere"))
