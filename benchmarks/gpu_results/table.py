@@ -1,11 +1,11 @@
-"""The figures that are measured on GPUs, for `benchmarks/README.md`: each card's newest run."""
+"""The figures that are measured on GPUs, for READMEs: the newest of each case, by card."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.gpu_results.runs import RESULTS, ROOT, Run, stored_runs
+from benchmarks.gpu_results.runs import RESULTS, ROOT, Row, Run, stored_runs
 
 NOTHING = "**Nothing here has run on a GPU yet.**\n"
 STEPS = {
@@ -16,6 +16,7 @@ STEPS = {
     "measured ms": "measured_ms",
     "of the roofline": "of_roofline",
     "ceiling": "ceiling",
+    "commit": "commit",
 }
 LOADS = {
     "a cluster over HTTP": "case",
@@ -26,7 +27,9 @@ LOADS = {
     "TTFT p99 ms": "ttft_p99_ms",
     "ITL p50 ms": "itl_p50_ms",
     "ITL p99 ms": "itl_p99_ms",
+    "commit": "commit",
 }
+CASE = ("part", "case", "context", "mode")  # columns that tell cases apart
 SUMMED = "decode, batch {}"  # cases of the part `graph_step`
 SUMMED_BATCHES = (1, 64)
 TABLES = {"of_roofline": STEPS, "ttft_p50_ms": LOADS}  # by the column that its rows have
@@ -34,8 +37,10 @@ TABLES = {"of_roofline": STEPS, "ttft_p50_ms": LOADS}  # by the column that its 
 
 def gpu_tables(results: Path = ROOT / RESULTS) -> str:
     """Returns Markdown: for each card the rows that have a prediction, and those of clusters."""
-    newest = {run.card: run for run in stored_runs(results)}
-    return "\n".join(_table(run) for _, run in sorted(newest.items())) or NOTHING
+    runs = stored_runs(results)
+    cards = sorted({run.card for run in runs})
+    tables = [_tables([run for run in runs if run.card == card]) for card in cards]
+    return "\n".join(tables) or NOTHING
 
 
 def gpu_summary(results: Path = ROOT / RESULTS) -> list[str]:
@@ -68,15 +73,27 @@ def _steps(run: Run, mode: str) -> str:
     return f"{mode} {' and '.join(times)} ms"
 
 
-def _table(run: Run) -> str:
-    title = f"**{_last(run, 'card')}** — driver {_last(run, 'driver')}, commit `{run.commit}`"
-    lines = [title + f", {run.date[:10]}"]
+def _tables(runs: list[Run]) -> str:
+    """Returns the tables of one card, whose newest run is the last."""
+    newest = runs[-1]
+    lines = [f"**{_last(newest, 'card')}** — driver {_last(newest, 'driver')}, {newest.date[:10]}"]
     for key, columns in TABLES.items():
-        measured = [row for row in run.rows if key in row]
+        measured = _newest_rows(runs, key)
         if measured:
             lines += ["", _line(columns), _line("---" for _ in columns)]
             lines += [_line(row.get(name, "") for name in columns.values()) for row in measured]
     return "\n".join(lines) + "\n"
+
+
+def _newest_rows(runs: Iterable[Run], key: str) -> list[Row]:
+    """Returns the last row of each case that has the column `key`, with its run's commit."""
+    rows = {
+        tuple(row.get(name) for name in CASE): row | {"commit": run.commit}
+        for run in runs
+        for row in run.rows
+        if key in row
+    }
+    return list(rows.values())
 
 
 def _line(cells: Iterable[object]) -> str:

@@ -201,26 +201,28 @@ def test_measured_mode_decides_auto(root: Path, tmp_path: Path) -> None:
         assert (reason_for_fast("sm90", (found,)) is None) == (cost < 1.25)
 
 
-def test_readme_has_a_table_of_each_cards_newest_run(root: Path, tmp_path: Path) -> None:
+def test_readme_has_the_newest_row_of_each_case(root: Path, tmp_path: Path) -> None:
     row = {"part": "graph_step", "case": "batch 1|x", "predicted_ms": 4.0}
     row |= {"measured_ms": 5.0, "of_roofline": 0.8, "ceiling": "measured", "mode": "exact"}
     load = {"part": "serve", "case": "both, 1 at a time", "ttft_p50_ms": 40.5}
     for hour, commit, share in (("09", "2222222", 0.5), ("10", "1111111", 0.8)):
-        rows = [row | {"of_roofline": share}, load, outcome("a", "passed")]
+        old = [row | {"case": "old", "of_roofline": 0.4}] if hour == "09" else []
+        rows = [row | {"of_roofline": share}, *old, load, outcome("a", "passed")]
         folder = left_by_kit(tmp_path / commit, rows, commit=commit, date=f"2026-12-02T{hour}")
         add_run(folder, root=root)
     loads = "| " + " | ".join(table.LOADS) + " |"
     rule = "| " + " | ".join("---" for _ in table.LOADS) + " |"
     expected = f"""before
-{BEGIN.format(GPU)}**{H100}** — driver 580.1, commit `1111111`, 2026-12-02
+{BEGIN.format(GPU)}**{H100}** — driver 580.1, 2026-12-02
 
-| part | case | context | mode | measured ms | of the roofline | ceiling |
-| --- | --- | --- | --- | --- | --- | --- |
-| graph_step | batch 1\\|x |  | exact | 5.0 | 0.8 | measured |
+| part | case | context | mode | measured ms | of the roofline | ceiling | commit |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| graph_step | batch 1\\|x |  | exact | 5.0 | 0.8 | measured | 1111111 |
+| graph_step | old |  | exact | 5.0 | 0.4 | measured | 2222222 |
 
 {loads}
 {rule}
-| both, 1 at a time |  |  |  | 40.5 |  |  |  |
+| both, 1 at a time |  |  |  | 40.5 |  |  |  | 1111111 |
 {END}
 after
 """
