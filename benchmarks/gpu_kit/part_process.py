@@ -55,12 +55,16 @@ class PartProcess:
         return [*command, "--seconds", str(limit_s)]
 
     def _environ(self) -> dict[str, str]:
-        """Existing paths remain: PYTHONPATH may be needed to find packages."""
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        """Existing paths remain: PYTHONPATH may be needed to find packages, whose programs are in
+        `bin`, where `pip install --target` puts them.
+        """
+        packages = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        programs = [str(Path(each, "bin")) for each in packages]
         return {
             **os.environ,
             **self.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PATH": os.pathsep.join([*programs, os.environ.get("PATH", os.defpath)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *packages]),
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
         }

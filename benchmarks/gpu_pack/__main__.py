@@ -30,8 +30,7 @@ PACKAGES = "/tmp/hearth-packages"  # folder on the machine with the GPU
 COMMAND = (
     f"python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade"
     f" --target {PACKAGES} {PACK}/wheels/*.whl"
-    f" && PATH={PACKAGES}/bin:$PATH PYTHONPATH={PACKAGES}"
-    f" scripts/gpu_kit OUT --call a --pack {PACK}"
+    f" && PYTHONPATH={PACKAGES} scripts/gpu_kit OUT --call a --pack {PACK}"
 )
 
 

@@ -28,6 +28,8 @@ def run(session: Session, behaviour: str, folder: str = "") -> None:
             print("x" * (1 << 20))
         case "flood":
             session.add(case="x" * (2 << 20))
+        case "start":
+            subprocess.run(["carried-program"], check=True)
         case "launch and raise":
             launch(session)
             raise ValueError("three is not four")

@@ -81,6 +81,17 @@ def test_deadline_ends_part_and_its_child_processes(tmp_path: Path) -> None:
     assert [each for each in ids if is_running(each)] == []
 
 
+def test_programs_of_carried_packages_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "packages" / "bin" / "carried-program"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    assert kit(tmp_path, part("start"))["start"]["status"] == "ok"
+
+
 def test_no_part_starts_without_time_left(tmp_path: Path) -> None:
     found = kit(tmp_path, part("fine"), budget_s=RESERVED_S + 1)
     assert (found["fine"]["status"], found["fine"]["reason"]) == ("not run", "no time left")
