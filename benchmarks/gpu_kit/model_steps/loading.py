@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -89,6 +89,17 @@ class NoCuda:
 
     def mem_get_info(self, device: int, /) -> tuple[int, int]:
         raise RuntimeError("a dry run has no memory to measure")
+
+    def Stream(self, device: int, /) -> Any:  # noqa: N802
+        return None
+
+    def Event(self) -> Any:  # noqa: N802
+        return self
+
+    def record(self) -> None: ...
+
+    def stream(self, stream: Any, /) -> AbstractContextManager[Any]:
+        raise RuntimeError("a dry run copies no KV")
 
 
 def cpu_as_cuda() -> CudaDevice:

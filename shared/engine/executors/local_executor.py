@@ -114,7 +114,7 @@ class LocalExecutor:
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         """Computes a step on the step thread."""
-        output: StepOutput = await _on(self._step_thread, self._run, inputs)
+        output: StepOutput = await self._launch(self._run, inputs)
         return output
 
     def step_logits(self, inputs: StepInputs) -> Tensor:
@@ -128,25 +128,25 @@ class LocalExecutor:
         """Runs a step of a prompt and a decode, which both sample a token."""
         layout = self.kv_layout
         step = idle_step(layout.block_size, [2, 1], temperature=1.0, num_groups=len(layout.groups))
-        await _on(self._step_thread, self.computer.run, step)
+        await self._launch(self.computer.run, step)
 
     async def read_kv(self, run: KvRun, out: memoryview) -> None:
-        await _on(self._copy_thread, self.computer.read_kv, run, out)
+        await self._copy(self.computer.read_kv, run, out)
 
     async def write_kv(self, run: KvRun, payload: memoryview) -> None:
-        await _on(self._copy_thread, self.computer.write_kv, run, payload)
+        await self._copy(self.computer.write_kv, run, payload)
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
-        await _on(self._step_thread, self.computer.zero_blocks, block_ids)
+        await self._launch(self.computer.zero_blocks, block_ids)
 
     async def give_back(self, block_ids: list[int]) -> None:
-        await _on(self._step_thread, self.computer.give_back, block_ids)
+        await self._launch(self.computer.give_back, block_ids)
 
     async def resize_kv(self, num_blocks: int) -> None:
-        await _on(self._step_thread, self._resize_kv, num_blocks)
+        await self._launch(self._resize_kv, num_blocks)
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
-        counts: NDArray[np.int64] | None = await _on(self._step_thread, self.computer.expert_counts)
+        counts: NDArray[np.int64] | None = await self._launch(self.computer.expert_counts)
         return counts
 
     async def close(self) -> None:
@@ -154,6 +154,14 @@ class LocalExecutor:
         loop = asyncio.get_running_loop()
         for thread in (self._step_thread, self._copy_thread):
             await loop.run_in_executor(None, thread.shutdown)
+
+    async def _launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function on the step thread."""
+        return await _on(self._step_thread, function, *arguments)
+
+    async def _copy(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function on the copy thread."""
+        await _on(self._copy_thread, function, *arguments)
 
     def _resize_kv(self, num_blocks: int) -> None:
         """Runs on the step thread."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +27,9 @@ class CudaDriver(Protocol):
     def synchronize(self) -> None: ...
     def empty_cache(self) -> None: ...
     def mem_get_info(self, device: int, /) -> tuple[int, int]: ...
+    def Stream(self, device: int, /) -> Any: ...  # noqa: N802
+    def Event(self) -> Any: ...  # noqa: N802
+    def stream(self, stream: Any, /) -> AbstractContextManager[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from kernels.device import on_triton_compile
 from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
+from shared.engine.executors.cuda.copy_stream import CopyStream
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.decode_graphs import CudaGraphs
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
@@ -42,7 +44,7 @@ from shared.errors import ConfigError, NoCapacity
 
 
 class CudaExecutor(LocalExecutor):
-    """Create it with `load`. Steps and copies run on the device's default stream."""
+    """Create it with `load`. Steps run on the device's default stream, copies on another one."""
 
     computer: GraphComputer
 
@@ -67,6 +69,7 @@ class CudaExecutor(LocalExecutor):
             init_copy_thread=device.bind,
         )
         self._device = device
+        self._copies = CopyStream(device)
         self.page_lock = CudaPageLock(device)
         if device.tensors_on.type == "cuda":
             on_triton_compile(self._budget.compiling)
@@ -165,6 +168,15 @@ class CudaExecutor(LocalExecutor):
             revision=revision,
             options=options,
         )
+
+    async def _launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return await super()._launch(self._copies.launch, function, *arguments)
+        finally:
+            self._copies.deliver()
+
+    async def _copy(self, function: Callable[..., None], *arguments: Any) -> None:
+        await super()._copy(self._copies.copy, self._copies.delivered, function, *arguments)
 
     def _resize_kv(self, num_blocks: int) -> None:
         """Replaces the cache. Only the computer refers to the old one, so its memory is

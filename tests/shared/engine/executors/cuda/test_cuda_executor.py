@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,31 @@ INDEX = 3
 PROMPT = list(range(5, 45))
 
 
+@dataclass(eq=False)
+class FakeEvent:
+    marks: list[FakeEvent]
+
+    def record(self) -> None:
+        self.marks.append(self)
+
+
+@dataclass
+class FakeStream:
+    done: list[object]
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.done.append(event)
+
+    def synchronize(self) -> None:
+        self.done.append("synchronize")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.done.append("begin")
+        yield
+        self.done.append("end")
+
+
 @dataclass
 class FakeDriver:
     """A fake `torch.cuda`: every thread starts on device 0; `free` gives the free bytes."""
@@ -41,6 +67,8 @@ class FakeDriver:
     free: Callable[[], int] = lambda: 1 << 20
     bound: dict[str, int] = field(default_factory=dict)  # thread name -> device
     calls: list[str] = field(default_factory=list)
+    marks: list[FakeEvent] = field(default_factory=list)  # events in the order of their records
+    copies: list[object] = field(default_factory=list)  # what a copy stream does
     _current: threading.local = field(default_factory=threading.local)
 
     def set_device(self, device: int) -> None:
@@ -60,6 +88,16 @@ class FakeDriver:
         assert device == INDEX
         self.calls.append("mem_get_info")
         return self.free(), 1 << 30
+
+    def Stream(self, device: int) -> FakeStream:  # noqa: N802
+        assert device == INDEX
+        return FakeStream(self.copies)
+
+    def Event(self) -> FakeEvent:  # noqa: N802
+        return FakeEvent(self.marks)
+
+    def stream(self, stream: FakeStream) -> AbstractContextManager[None]:
+        return stream.current()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""Copies of KV on a stream of their own: they wait for no step that the device still computes.
+
+    step thread:  step 1 ─mark─ step 2 ─mark─         the device's default stream
+                            └───────▶ copies          the copy stream, while step 2 is computed
+
+A copy waits for the last mark whose work was delivered when the copy was asked for. That covers all
+work on its blocks: what it reads was computed by a delivered step, and blocks that it writes become
+free only once no step in flight uses them. It has ended when it returns, so later steps see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+
+T = TypeVar("T")
+
+
+class CopyStream:
+    def __init__(self, device: CudaDevice) -> None:
+        """Marks what the calling thread has launched until now."""
+        self._driver = device.driver
+        self._stream = device.driver.Stream(device.index)
+        self._mark()
+        self.delivered = self._launched
+
+    def launch(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function that launches work, also if it then fails, and marks the end."""
+        try:
+            return function(*arguments)
+        finally:
+            self._mark()
+
+    def deliver(self) -> None:
+        """Records that the caller of the last function has its result."""
+        self.delivered = self._launched
+
+    def copy(self, mark: object, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function that copies KV after the work before `mark`, and waits for its end."""
+        with self._driver.stream(self._stream):
+            self._stream.wait_event(mark)
+            try:
+                function(*arguments)
+            finally:
+                self._stream.synchronize()
+
+    def _mark(self) -> None:
+        event = self._driver.Event()
+        event.record()
+        self._launched = event

@@ -1,0 +1,85 @@
+"""Copies of KV wait for the work that was delivered, and for no other; with a fake device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine.executors.cuda.copy_stream import CopyStream
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.step import KvRun
+from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, PROMPT, FakeDriver, load
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.steps import Blocks, step_of
+
+DEADLINE_S = 20.0
+
+
+def failing() -> None:
+    raise ValueError("a failed step")
+
+
+def test_mark_is_delivered_after_its_function() -> None:
+    driver = FakeDriver()
+    stream = CopyStream(CudaDevice(INDEX, torch.device("cpu"), driver))
+    assert [stream.delivered] == driver.marks  # what was launched before, as the zeros of a cache
+    assert stream.launch(len, "abc") == 3
+    assert [stream.delivered] == driver.marks[:1]
+    stream.deliver()
+    assert stream.delivered is driver.marks[1]
+    with pytest.raises(ValueError, match="a failed step"):
+        stream.launch(failing)
+    stream.deliver()
+    assert stream.delivered is driver.marks[2]
+
+
+def test_copy_waits_for_its_mark_and_has_ended_when_it_returns() -> None:
+    driver = FakeDriver()
+    stream = CopyStream(CudaDevice(INDEX, torch.device("cpu"), driver))
+    mark = stream.delivered
+    stream.copy(mark, driver.copies.append, "copy")
+    assert driver.copies == ["begin", mark, "copy", "synchronize", "end"]
+    driver.copies.clear()
+    with pytest.raises(ValueError, match="a failed step"):
+        stream.copy(mark, failing)
+    assert driver.copies == ["begin", mark, "synchronize"]
+
+
+async def test_copies_beside_a_step_wait_for_the_step_before(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    driver = FakeDriver()
+    executor = load(tmp_path, driver)
+    line = Blocks(executor.num_blocks).line(PROMPT)
+    step, run = step_of([(line, len(PROMPT))]), KvRun(line.block_table, 0, 16)
+    wire = memoryview(bytearray(16 * executor.kv_layout.bytes_per_token))
+    launched, may_end = threading.Event(), threading.Event()
+    compute = executor.computer.run
+
+    def computed_slowly(inputs: object) -> object:
+        try:
+            return compute(inputs)  # type: ignore[arg-type]
+        finally:
+            launched.set()
+            may_end.wait(DEADLINE_S)
+
+    await executor.run(step)
+    delivered = driver.marks[-1]
+    executor.computer.run = computed_slowly  # type: ignore[method-assign, assignment]
+    second = asyncio.ensure_future(executor.run(step))
+    assert await asyncio.to_thread(launched.wait, DEADLINE_S)
+    await executor.read_kv(run, wire)
+    await executor.write_kv(run, wire)
+    may_end.set()
+    await second
+    assert [each for each in driver.copies if each in driver.marks] == [delivered] * 2
+    for launch in (executor.zero_blocks([0]), executor.resize_kv(executor.num_blocks)):
+        await launch
+        driver.copies.clear()
+        await executor.write_kv(run, wire)
+        assert driver.copies[1] is driver.marks[-1]
+        assert driver.marks[-1] is not delivered
+    await executor.close()
