@@ -30,7 +30,7 @@ MISROUTED = -1  # stands for a token id
 Model: TypeAlias = Decoder | RankDecoder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class DeviceStepInputs:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]

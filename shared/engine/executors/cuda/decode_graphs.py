@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -53,7 +54,7 @@ class GraphDevice(Protocol):
         ...
 
     def capture(
-        self, call: Callable[[], DeviceStepOutput]
+        self, call: partial[DeviceStepOutput]
     ) -> tuple[Callable[[], None], DeviceStepOutput]:
         """Returns a function that repeats the launches of `call`, and its output, which each
         repetition overwrites. Raises RuntimeError if something in it waits for the device.
@@ -149,13 +150,13 @@ class DecodeGraphs:
         fill(arrays, None, self._kinds)
         self._device.upload(host, device)
         inputs = step_inputs(arrays_in(device, fields), shape, self._kinds, self._kind_of_layer)
-        replay, output = self._device.capture(lambda: self._step(inputs))
+        replay, output = self._device.capture(partial(self._step, inputs))
 
         def upload(step: StepInputs) -> None:
             fill(arrays, step, self._kinds)
             self._device.upload(host, device)
 
-        return Graph(upload, replay, output)
+        return Graph(inputs, upload, replay, output)
 
 
 class Graph:
@@ -163,10 +164,12 @@ class Graph:
 
     def __init__(
         self,
+        inputs: DeviceStepInputs,
         upload: Callable[[StepInputs], None],
         replay: Callable[[], None],
         output: DeviceStepOutput,
     ) -> None:
+        self._inputs = inputs  # a graph reads their memory, and does not keep it
         self._upload, self._replay, self._output = upload, replay, output
 
     def run(self, inputs: StepInputs) -> DeviceStepOutput:
@@ -215,7 +218,7 @@ class CudaGraphs:
         target.copy_(source, non_blocking=True)
 
     def capture(
-        self, call: Callable[[], DeviceStepOutput]
+        self, call: partial[DeviceStepOutput]
     ) -> tuple[Callable[[], None], DeviceStepOutput]:
         graph = torch.cuda.CUDAGraph()
         with self._on_own_stream():

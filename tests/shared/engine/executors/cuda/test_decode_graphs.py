@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +47,7 @@ SAMPLINGS = {
 
 
 class Replays:
-    """A `GraphDevice` of the CPU."""
+    """A `GraphDevice` of the CPU. Like a graph, it keeps nothing that a step reads."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.num_captured = fails, 0
@@ -57,15 +59,17 @@ class Replays:
         target.copy_(source)
 
     def capture(
-        self, call: Callable[[], DeviceStepOutput]
+        self, call: partial[DeviceStepOutput]
     ) -> tuple[Callable[[], None], DeviceStepOutput]:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
         self.num_captured += 1
-        output = call()
+        output, step, inputs = call(), call.func, weakref.ref(*call.args)
 
         def replay() -> None:
-            for kept, new in zip(output, call(), strict=True):
+            read = inputs()
+            assert read is not None, "the memory that the graph reads is free"
+            for kept, new in zip(output, step(read), strict=True):
                 if kept is not None:
                     kept.copy_(new)
 
