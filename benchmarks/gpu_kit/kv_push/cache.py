@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import xxhash
 
 from benchmarks.gpu_kit.session import Mode
 from benchmarks.gpu_kit.shapes import Shapes
+from shared.engine.executors.cuda.copy_stream import CopyStream
 from shared.engine.executors.cuda.cuda_device import cuda_device
 from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.kv.kv_cache import allocate_kv_cache
@@ -63,11 +65,20 @@ class PushedCache:
         self.plan, self.layout, self.table = plan, plan.layout, table
         memory = allocate_kv_cache(self.layout, plan.num_blocks, device)
         self.memory = memory
+        self._copies = KvCopies(memory, self.layout)
         self.page_lock: PageLock | None = None
+        self._stream: CopyStream | None = None
         if device.type == "cuda":
             self.page_lock = CudaPageLock(cuda_device(device))
-        self._copies = KvCopies(memory, self.layout)
+            self._stream = CopyStream(cuda_device(device))
         self._thread = ThreadPoolExecutor(1, "kv-copy", _binder(device))
+
+    def fill(self) -> None:
+        """Fills the cache with random numbers."""
+        for slot in self.memory.unbind(0):
+            slot.normal_()
+        if self._stream is not None:
+            torch.cuda.synchronize()
 
     async def read(self, first: int, count: int, out: memoryview) -> None:
         await self._on_thread(self._copies.read_kv, first, count, out)
@@ -92,8 +103,10 @@ class PushedCache:
     async def _on_thread(
         self, copy: Callable[[KvRun, memoryview], None], first: int, count: int, data: memoryview
     ) -> None:
-        run = KvRun(self.table, first, count)
-        await asyncio.get_running_loop().run_in_executor(self._thread, copy, run, data)
+        call = partial(copy, KvRun(self.table, first, count), data)
+        if self._stream is not None:
+            call = partial(self._stream.copy, self._stream.delivered, call)
+        await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
 
 def _binder(device: torch.device) -> Callable[[], None]:

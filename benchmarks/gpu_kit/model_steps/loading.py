@@ -90,7 +90,7 @@ class NoCuda:
     def mem_get_info(self, device: int, /) -> tuple[int, int]:
         raise RuntimeError("a dry run has no memory to measure")
 
-    def Stream(self, device: int, /) -> Any:  # noqa: N802
+    def Stream(self, device: int, priority: int, /) -> Any:  # noqa: N802
         return None
 
     def Event(self) -> Any:  # noqa: N802

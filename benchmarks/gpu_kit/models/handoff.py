@@ -3,7 +3,8 @@
 Both caches have Llama-3.1-8B's layout, 128 KiB a token. Frames go through shared memory to a
 process with a cache of its own (on the second device, if there is one), which writes them, reads
 them back and returns their digest. A damaged push fails the part. The same bytes are copied between
-the device and pinned and pageable memory, which shows what the link could gain.
+the device and pinned and pageable memory, which shows what the link could gain. During the last
+push the sending device computes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu_kit.kv_push.cache import PushedCache, PushPlan
     from shared.kv_wire.link import PushLink
 
-NUM_TOKENS, REPETITIONS = 8192, 3
+NUM_TOKENS, REPETITIONS = 8192, 4
 DRY_TOKENS = 48
 READY_S = 15.0  # timeout of each message of the receiving process
 KERNELS = ("gather_blocks", "scatter_blocks")
@@ -75,25 +77,29 @@ async def _send(pipe: Connection, plan: PushPlan, device: str) -> list[Row]:
     import msgspec
     import torch
 
+    from benchmarks.gpu_kit.kv_push.busy_device import busy
     from benchmarks.gpu_kit.kv_push.cache import PushedCache
     from shared.kv_wire.dialer import Dialer
     from shared.messages import DataPlaneAddress
 
     cache = PushedCache(plan, torch.device(device), list(range(plan.num_blocks)))
-    for slot in cache.memory.unbind(0):
-        slot.normal_()
+    cache.fill()
     wanted = await cache.digest()
     dialer = Dialer(page_lock=cache.page_lock)
     address = msgspec.msgpack.decode(await _message(pipe), type=DataPlaneAddress)
     link = await dialer.link(address)
     rows = []
     for repetition in range(plan.repetitions):
-        started = time.perf_counter()
-        await _push(link, cache, repetition)
-        took_s = time.perf_counter() - started
+        is_busy = cache.memory.is_cuda and repetition == plan.repetitions - 1
+        with busy(cache.memory.device) if is_busy else nullcontext():
+            started = time.perf_counter()
+            await _push(link, cache, repetition)
+            took_s = time.perf_counter() - started
         if await _message(pipe) != wanted:
             raise RuntimeError("the received KV differs from the sent KV")
-        rows.append(_row(plan, took_s))
+        rows.append(_row(plan, took_s) | {"frame_kib": link.frame_bytes >> 10})
+        if is_busy:
+            rows[-1]["case"] += " while the device computes"
     await dialer.close()
     cache.close()
     if plan.mode != "device":

@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 
 T = TypeVar("T")
+# Kernels of copies take microseconds, and else wait for all programs of a product that runs.
+HIGH_PRIORITY = -1
 
 
 class CopyStream:
     def __init__(self, device: CudaDevice) -> None:
         """Marks what the calling thread has launched until now."""
         self._driver = device.driver
-        self._stream = device.driver.Stream(device.index)
+        self._stream = device.driver.Stream(device.index, HIGH_PRIORITY)
         self._mark()
         self.delivered = self._launched
 

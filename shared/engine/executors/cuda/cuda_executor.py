@@ -200,4 +200,6 @@ class CudaExecutor(LocalExecutor):
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Binds the calling thread."""
         self._device.bind()
-        return super().step_logits(inputs)
+        logits = self._copies.launch(super().step_logits, inputs)
+        self._copies.deliver()
+        return logits

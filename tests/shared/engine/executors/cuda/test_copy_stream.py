@@ -76,10 +76,16 @@ async def test_copies_beside_a_step_wait_for_the_step_before(tmp_path: Path) -> 
     may_end.set()
     await second
     assert [each for each in driver.copies if each in driver.marks] == [delivered] * 2
-    for launch in (executor.zero_blocks([0]), executor.resize_kv(executor.num_blocks)):
-        await launch
+    launches = (
+        lambda: executor.zero_blocks([0]),
+        lambda: executor.resize_kv(executor.num_blocks),
+        lambda: asyncio.to_thread(executor.step_logits, step),
+    )
+    for launch in launches:
+        await launch()
         driver.copies.clear()
         await executor.write_kv(run, wire)
         assert driver.copies[1] is driver.marks[-1]
         assert driver.marks[-1] is not delivered
+        delivered = driver.marks[-1]
     await executor.close()

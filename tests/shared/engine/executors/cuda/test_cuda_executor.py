@@ -89,8 +89,9 @@ class FakeDriver:
         self.calls.append("mem_get_info")
         return self.free(), 1 << 30
 
-    def Stream(self, device: int) -> FakeStream:  # noqa: N802
+    def Stream(self, device: int, priority: int) -> FakeStream:  # noqa: N802
         assert device == INDEX
+        assert priority < 0  # the steps have 0
         return FakeStream(self.copies)
 
     def Event(self) -> FakeEvent:  # noqa: N802
