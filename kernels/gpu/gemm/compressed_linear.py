@@ -70,7 +70,7 @@ def compressed_linear(
         *(_compressed_linear_kernel, tiled, operands, strides, bias, out),
         is_batch_invariant=is_batch_invariant,
         lanes=lanes,
-        HALF=HALF,
+        constants=(HALF,),
     )
     return out
 

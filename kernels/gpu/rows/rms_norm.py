@@ -28,14 +28,14 @@ def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, has_unit_offset: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the normalised sum (or x, if residual is None) and the sum. Raises BadTensor."""
-    hidden = x.shape[-1]
-    expect("x", x, x.shape, dtype=FLOATS)
+    shape, hidden = x.shape, x.shape[-1]
+    expect("x", x, shape, dtype=FLOATS)
     expect("weight", weight, (hidden,), dtype=x.dtype, device=x.device)
-    rows = x if x.ndim == 2 else x.reshape(-1, hidden)
-    out = x.new_empty(x.shape)
+    rows = x if len(shape) == 2 else x.reshape(-1, hidden)
+    out = x.new_empty(shape)
     added, total = rows, x
     if residual is not None:
-        added = residual if x.ndim == 2 else residual.reshape(-1, hidden)
+        added = residual if len(shape) == 2 else residual.reshape(-1, hidden)
         total = torch.empty_like(out)
     if not out.numel():
         return out, total

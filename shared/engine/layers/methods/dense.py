@@ -37,10 +37,10 @@ class DenseMethod:
         return self._packed is not None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        mode = {"is_batch_invariant": self._is_batch_invariant}
-        if self._lanes is not None:
-            return lane_linear(x, self.weight, bias, lanes=self._lanes, **mode)
-        return linear(x, self._dense(), bias, **mode)
+        is_invariant, lanes = self._is_batch_invariant, self._lanes
+        if lanes is None:
+            return linear(x, self._dense(), bias, is_batch_invariant=is_invariant)
+        return lane_linear(x, self.weight, bias, lanes=lanes, is_batch_invariant=is_invariant)
 
     def partials(self, x: Tensor, num_sums: int = 1) -> Tensor:
         if self._lanes is None:
