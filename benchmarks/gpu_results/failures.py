@@ -4,21 +4,23 @@
     still    it failed, and is in the file
     fixed    it is in the file, and passed in this run: it is removed
 
-A failure is one card's: the same test may pass on another. A test that did not run stays.
+A failure is one card's: the same test may pass on another. A test that did not run stays. A part
+that failed, or ran out of time, is one if none of its cases is.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu_results.runs import Row, Run
+from benchmarks.gpu_results.runs import ENDED, Row, Run
 
 FILE = "expected_failures.toml"
 UNKNOWN = "unknown"
+FAILED = ("failed", "timed out")
 HEAD = (
     "# Failures on GPUs, by benchmarks/gpu_results: only the suspected cause is written by hand.\n"
 )
@@ -48,7 +50,7 @@ class Outcome:
     digest: str
 
 
-def outcomes(rows: Iterable[Row]) -> dict[str, Outcome]:
+def outcomes(rows: Collection[Row]) -> dict[str, Outcome]:
     """Returns the outcomes of tests, and of the cases of other parts.
 
     The last row decides, as the fixture of a test that passed may fail.
@@ -64,7 +66,17 @@ def outcomes(rows: Iterable[Row]) -> dict[str, Outcome]:
             found[case] = Outcome(not row["ok"], error, digest)
         elif isinstance(row.get("raised"), str):
             found[case] = Outcome(True, row["raised"], digest)
-    return found
+    return found | _endings(rows, {test for test, each in found.items() if each.has_failed})
+
+
+def _endings(rows: Iterable[Row], failed: Collection[str]) -> dict[str, Outcome]:
+    """Returns the outcomes of parts, but for those with one of the failed cases."""
+    parts = {test.partition(": ")[0] for test in failed}
+    return {
+        f"{row['part']}: {ENDED}": Outcome(row["status"] in FAILED, row["reason"], "")
+        for row in rows
+        if row["case"] == ENDED and row["part"] not in parts
+    }
 
 
 def compare(expected: list[Failure], run: Run) -> tuple[list[Failure], list[str]]:

@@ -2,6 +2,9 @@
 
 benchmarks/results/gpu/<card>/<date>-<commit>/rows.jsonl     a row a line, of all calls of a commit
 
+A checkout with changes has `-dirty` and the digest of its kernels behind the commit, as calls of
+other changes are other runs.
+
 The kit's own row of a call has its date and commit; a row `ended` of each part has its status.
 """
 
@@ -18,9 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/gpu")
 ROWS, SUMMARY = "rows.jsonl", "summary.json"
 KIT = "kit"  # the part of the kit's own row
-ENDED = ("status", "reason", "seconds")
+ENDED = "ended"  # the case of the row on how a part ended
+ENDING = ("status", "reason", "seconds")
+DIGEST_CHARS = 8
 VENDOR = "nvidia "
-COMMIT = re.compile(r"([0-9a-f]{7,12})[0-9a-f]{0,28}(-dirty)?")  # the checkout had changes
+COMMIT = re.compile(r"([0-9a-f]{7,12})[0-9a-f]{0,28}(-dirty)?")
 Row = dict[str, Any]
 
 
@@ -79,15 +84,17 @@ def measured_run(folder: Path, commit: str | None = None) -> Run:
     found = COMMIT.fullmatch(kit["commit"])
     if found is None:
         raise NoMeasurement(f"nobody can check out the commit {kit['commit']!r}: give --commit")
-    commit, date = found[1] + (found[2] or ""), kit["date"][:10]
-    return Run(f"{slug_of(cards.pop())}/{date}-{commit}", commit, [*rows, *_endings(folder)])
+    summary = json.loads((folder / SUMMARY).read_text())
+    dirty = f"{found[2]}-{summary['kernels'][:DIGEST_CHARS]}" if found[2] else ""
+    commit, date = found[1] + dirty, kit["date"][:10]
+    rows += _endings(summary["parts"])
+    return Run(f"{slug_of(cards.pop())}/{date}-{commit}", commit, rows)
 
 
-def _endings(folder: Path) -> list[Row]:
+def _endings(parts: Iterable[Row]) -> list[Row]:
     """Returns rows on how each part ended, from the kit's summary: a part that died wrote none."""
-    parts = json.loads((folder / SUMMARY).read_text())["parts"]
     return [
-        {"part": each["part"], "case": "ended", **{name: each[name] for name in ENDED}}
+        {"part": each["part"], "case": ENDED, **{name: each[name] for name in ENDING}}
         for each in parts
     ]
 

@@ -37,7 +37,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def left_by_kit(
-    folder: Path, rows: Rows, *, commit: str = COMMIT, card: str = H100, date: str = "2026-12-01T09"
+    folder: Path,
+    rows: Rows,
+    *,
+    commit: str = COMMIT,
+    card: str = H100,
+    date: str = "2026-12-01T09",
+    kernels: str = "89b4274e612b1693",
+    status: str = "ok",
 ) -> Path:
     """A folder that the kit left; rows are complete."""
     folder.mkdir()
@@ -45,8 +52,8 @@ def left_by_kit(
     common = {"card": card, "driver": "580.1"}
     lines = [json.dumps({"part": "tests", **common, **row}) + "\n" for row in (kit, *rows)]
     (folder / "rows.jsonl").write_text("".join(lines))
-    ended = {"part": "tests", "status": "ok", "reason": "", "seconds": 2.0, "answers": "?"}
-    (folder / "summary.json").write_text(json.dumps({"parts": [ended]}))
+    ended = {"part": "tests", "reason": "", "seconds": 2.0, "answers": "?", "status": status}
+    (folder / "summary.json").write_text(json.dumps({"kernels": kernels, "parts": [ended]}))
     return folder
 
 
@@ -78,11 +85,16 @@ def test_calls_of_one_commit_are_one_run(root: Path, tmp_path: Path) -> None:
     assert [row["case"] for row in run.rows if "outcome" in row] == ["a", "b"]
 
 
-@pytest.mark.parametrize("commit", [COMMIT, f"{COMMIT}-dirty"])
-def test_commit_of_a_checkout_with_changes_says_so(commit: str, root: Path, tmp_path: Path) -> None:
-    add_run(left_by_kit(tmp_path / "out", [outcome("a", "passed")], commit=commit), root=root)
-    (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
-    assert (run.commit, run.name) == (commit, f"h100-80gb-hbm3/2026-12-01-{commit}")
+def test_checkouts_with_changes_are_told_apart(root: Path, tmp_path: Path) -> None:
+    """By the commit and the kernels."""
+    for kernels in ("89b4274e612b1693", "eea0cb1976bd730e"):
+        rows = [outcome("a", "passed")]
+        dirty = left_by_kit(tmp_path / kernels, rows, commit=f"{COMMIT}-dirty", kernels=kernels)
+        add_run(dirty, root=root)
+    runs = stored_runs(root / "benchmarks" / "results" / "gpu")
+    commits = [f"{COMMIT}-dirty-89b4274e", f"{COMMIT}-dirty-eea0cb19"]
+    assert [run.commit for run in runs] == commits
+    assert [run.name for run in runs] == [f"h100-80gb-hbm3/2026-12-01-{each}" for each in commits]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +164,20 @@ def test_failures_are_new_then_still_there_then_fixed(root: Path, tmp_path: Path
 def test_test_that_passed_and_whose_fixture_failed_has_failed(root: Path, tmp_path: Path) -> None:
     rows = [outcome("a", "passed"), outcome("a", "failed"), outcome("b", "skipped")]
     assert add_run(left_by_kit(tmp_path / "out", rows), root=root)[1:] == ["new    a: "]
+
+
+@pytest.mark.parametrize("status", ["failed", "timed out"])
+def test_part_that_fails_without_a_case_is_a_failure(
+    status: str, root: Path, tmp_path: Path
+) -> None:
+    fine = [{"part": "tests", "case": "x", "ok": True}]
+    printed = add_run(left_by_kit(tmp_path / "1", fine, status=status), root=root)
+    assert printed[1:] == ["new    tests: ended: "]
+    printed = add_run(left_by_kit(tmp_path / "2", fine), root=root)
+    assert printed[1].startswith("fixed  tests: ended: ")
+    wrong = [{"part": "tests", "case": "x", "ok": False}]
+    printed = add_run(left_by_kit(tmp_path / "3", wrong, status=status), root=root)
+    assert printed[1:] == ["new    tests: x: an error of None"]
 
 
 def test_failure_is_expected_on_its_card_alone(root: Path, tmp_path: Path) -> None:
