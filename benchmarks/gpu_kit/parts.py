@@ -47,19 +47,19 @@ def _part(
 
 PARTS = (
     # Call a: contact.
-    _part("machine.device_facts", 15, "this machine, its tools, its ceilings", TORCH, name="facts"),
-    _part("kernels.smoke", 35, "whether each kernel computes what torch computes", TORCH),
+    _part("machine.device_facts", 12, "this machine, its tools, its ceilings", TORCH, name="facts"),
+    _part("kernels.smoke", 25, "whether each kernel computes what torch computes", TORCH),
     _part("models.graph_step", 30, "the device's own time of a decode step", ENGINE),
     _part("kernels.mma_bits", 10, "whether tile widths change the bits of a product", TORCH),
     _part("models.prefill", 25, "the device's own time of a prompt", ENGINE),
-    _part("kernels.tools", 30, "the time of each kernel of a step", ENGINE, of="profile"),
+    _part("kernels.tools", 25, "the time of each kernel of a step", ENGINE, of="profile"),
     # Call b: the engine.
     _part("models.model_8b", 40, "8B shape, batch-invariant", ENGINE, of="exact", name="8b_exact"),
-    _part("models.model_8b", 35, "8B shape, the library's GEMM", ENGINE, of="fast", name="8b_fast"),
+    _part("models.model_8b", 30, "8B shape, the library's GEMM", ENGINE, of="fast", name="8b_fast"),
     _part("models.graphs", 20, "whether graphs of decode steps compute the same tokens", ENGINE),
-    _part("kernels.bits", 50, "whether a row's bits depend on the other rows", ENGINE),
+    _part("kernels.bits", 25, "whether a row's bits depend on the other rows", ENGINE),
     _part("models.modes", 25, "the mode that `auto` selects", ENGINE),
-    _part("models.handoff", 30, "KV from process to process", ENGINE),
+    _part("models.handoff", 20, "KV from process to process", ENGINE),
     _part("kernels.products", 10, "products in lanes", TORCH, of="lanes"),
     _part("kernels.products", 10, "products of mixtures of experts", TORCH, of="grouped"),
     _part("kernels.latent", 10, "attention over latents", TORCH),
@@ -90,8 +90,8 @@ PARTS = (
 )
 NAMES = tuple(part.name for part in PARTS)
 CALLS = {
-    "a": Call(170, NAMES[: NAMES.index("8b_exact")]),
-    "b": Call(265, NAMES[NAMES.index("8b_exact") : NAMES.index("tests")]),
+    "a": Call(155, NAMES[: NAMES.index("8b_exact")]),
+    "b": Call(225, NAMES[NAMES.index("8b_exact") : NAMES.index("tests")]),
     "c": Call(130, NAMES[NAMES.index("tests") : NAMES.index("serve")]),
     "d": Call(210, NAMES[NAMES.index("serve") : NAMES.index("rest")]),
 }
