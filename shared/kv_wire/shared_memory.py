@@ -2,7 +2,8 @@
 
 The memory belongs to one connection and is sealed against resizing; the kernel frees it when both
 processes have unmapped it, even after a crash. Pages are allocated when a frame first uses them, so
-a small model uses little of the mapping, and the last used slot is reused first.
+a small model uses little of the mapping, and the last used slot is reused first. A lock of the
+pages allocates all of them, when the link is made.
 
     slot: free ──fill──▶ filled ──Frame──▶ receiver's ──Ack, Refusal──▶ free
 """

@@ -45,9 +45,11 @@ class CudaPageLock:
                 log.warning("page_lock_failed", num_bytes=num_bytes, error=str(error))
             self._has_failed = True
             return None
-        return partial(_unlock, runtime, address)
+        return partial(self._unlock, runtime, address)
 
-
-def _unlock(runtime: CudaRuntime, address: int) -> None:
-    """Ignores errors: a process that ends may have unloaded CUDA already."""
-    runtime.cudaHostUnregister(address)
+    def _unlock(self, runtime: CudaRuntime, address: int) -> None:
+        """Ignores errors: a process that ends may have unloaded CUDA already. Binds the calling
+        thread, which may be the first to call CUDA.
+        """
+        self._device.bind()
+        runtime.cudaHostUnregister(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,7 +46,9 @@ def test_memory_is_registered_on_the_bound_device_and_unregistered() -> None:
     assert runtime.calls == [(address, 8192, 0)]
     assert driver.current_device() == INDEX
     assert unlock is not None
-    unlock()
+    with ThreadPoolExecutor(1, "other") as other:
+        other.submit(unlock).result()
+    assert driver.bound["other_0"] == INDEX
     assert runtime.calls[1:] == [(address,)]
     memory.close()  # no view is left
 
