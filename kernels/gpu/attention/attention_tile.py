@@ -15,6 +15,7 @@ above their sum.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -126,19 +127,28 @@ def padded(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-@cache
-def columns_of(head_dim: int, value_dim: int | None) -> dict[str, int]:
-    """Describes how a kernel reads rows of `head_dim` elements: the first VALUE_DIM, and then a
-    tail.
+class Columns(NamedTuple):
+    """How a kernel reads rows of `head_dim` elements: the first `value_dim`, and then a tail. These
+    are the kernel's first constants.
     """
+
+    head_dim: int
+    value_dim: int
+    block_d: int
+    block_tail: int
+    is_latent: bool
+
+
+@cache
+def columns_of(head_dim: int, value_dim: int | None) -> Columns:
     width = head_dim if value_dim is None else value_dim
-    return {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": width,
-        "BLOCK_D": padded(width),
-        "BLOCK_TAIL": padded(head_dim - width) if head_dim > width else 0,
-        "IS_LATENT": value_dim is not None,
-    }
+    return Columns(
+        head_dim=head_dim,
+        value_dim=width,
+        block_d=padded(width),
+        block_tail=padded(head_dim - width) if head_dim > width else 0,
+        is_latent=value_dim is not None,
+    )
 
 
 @triton.jit

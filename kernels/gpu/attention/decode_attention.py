@@ -55,7 +55,7 @@ def decode_attention(
     num_seqs, num_heads, head_dim = query.shape
     expect("context_lens", context_lens, (num_seqs,))
     columns = columns_of(head_dim, value_dim)
-    width = columns["VALUE_DIM"]
+    width = columns.value_dim
     out = query.new_empty((num_seqs, num_heads, width))
     if not out.numel():
         return out
@@ -77,22 +77,13 @@ def decode_attention(
         sums = query.new_empty((2, num_parts, num_heads), dtype=torch.float32)
     # Invariant: at least the rows of a warp group, as in prefill_attention.
     block_m = max(64 if is_batch_invariant else 16, next_power_of_2(tile_heads))
-    plan = {
-        "BLOCK_SEQS": _block_seqs(num_seqs),
-        "UNIT": SEGMENT if is_batch_invariant else tile_tokens,
-        "IS_INVARIANT": is_batch_invariant,
-    }
+    unit = SEGMENT if is_batch_invariant else tile_tokens
+    plan = _block_seqs(num_seqs), unit, is_batch_invariant  # BLOCK_SEQS, UNIT, IS_INVARIANT
     _decode_attention_kernel[(num_tiles, num_items)](
         *(query, kv_cache, block_tables, context_lens, lower, kv_scales, out, parts, sums),
         *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
         *(num_seqs, num_splits, max_units, num_parts, scale, softcap),
-        **columns,
-        BLOCK_SIZE=block_size,
-        GROUP=tile_heads,
-        TILES=tiles,
-        BLOCK_M=block_m,
-        BLOCK_N=tile_tokens,
-        **plan,
+        *(*columns, block_size, tile_heads, tiles, block_m, tile_tokens, *plan),
         num_warps=_num_warps(block_m, query.dtype, value_dim, is_batch_invariant),
         num_stages=3,
         enable_fp_fusion=False,
@@ -101,12 +92,8 @@ def decode_attention(
         _join_kernel[(num_seqs, num_heads)](
             *(context_lens, lower, kv_scales, out, parts, sums),
             *(num_seqs, num_splits, max_units, num_parts),
-            VALUE_DIM=width,
-            GROUP=group,
-            BLOCK_D=columns["BLOCK_D"],
-            PARTS_AT_ONCE=PARTS_AT_ONCE,
-            **plan,
-            num_warps=max(1, columns["BLOCK_D"] // 32),
+            *(width, group, columns.block_d, PARTS_AT_ONCE, *plan),
+            num_warps=max(1, columns.block_d // 32),
             enable_fp_fusion=False,
         )
     return out

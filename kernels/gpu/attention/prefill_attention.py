@@ -56,13 +56,14 @@ def prefill_attention(
     )
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     columns = columns_of(head_dim, value_dim)
-    num_heads, width = query.shape[1], columns["VALUE_DIM"]
+    num_heads, width = query.shape[1], columns.value_dim
     out = query.new_empty((num_tokens, num_heads, width))
     if not out.numel():
         return out
     tile_heads, tiles = heads_per_tile(num_heads // num_kv_heads, value_dim)
     is_wide = query.dtype == torch.float32 or value_dim is not None
     block_m = max(64 if is_wide else 128, next_power_of_2(tile_heads))
+    tile_tokens = block_n(width, query.dtype, query.device, is_batch_invariant)
     num_tiles = cdiv(num_tokens, block_m // tile_heads) + num_seqs  # enough for any lengths
     has_segments = is_batch_invariant and block_tables.shape[1] * block_size > SEGMENT
     done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
@@ -70,13 +71,8 @@ def prefill_attention(
         *(query, kv_cache, block_tables, cu_seqlens_q, context_lens, lower, kv_scales, out, done),
         *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
         *(out.stride(0), num_seqs, scale, softcap),
-        **columns,
-        BLOCK_SIZE=block_size,
-        GROUP=tile_heads,
-        TILES=tiles,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n(width, query.dtype, query.device, is_batch_invariant),
-        SEGMENT=SEGMENT if has_segments else None,
+        *(*columns, block_size, tile_heads, tiles, block_m),
+        *(tile_tokens, SEGMENT if has_segments else None),
         num_warps=8,  # 16 rows each: sums and scores just fit into their registers
         num_stages=3,
         enable_fp_fusion=False,

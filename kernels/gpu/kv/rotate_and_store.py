@@ -48,20 +48,12 @@ def rotate_and_store(
     half, unit = cos.shape[1], _angle_unit(cos, sin)
     blocks = _row_blocks(head_dim, half)
     num_rows = num_tokens * num_all_heads
-    _rotate_and_store_kernel[(cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
+    _rotate_and_store_kernel[(cdiv(num_rows, blocks[0]),)](
         *(heads, cos, sin, query_norm, key_norm, kv_cache, kv_scales, slot_mapping, query),
         *heads.stride()[:2],
         *(cos.stride(0) // unit, sin.stride(0) // unit, kv_cache.stride(0), num_rows, eps),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        BLOCK_SIZE=kv_cache.shape[3],
-        HEAD_DIM=head_dim,
-        HALF=half,
-        ANGLE_UNIT=unit,
-        HAS_NORM=query_norm is not None,
-        HAS_UNIT_OFFSET=has_unit_offset,
-        HAS_SCALES=kv_scales is not None,
-        **blocks,
+        *(num_heads, num_kv_heads, kv_cache.shape[3], head_dim, half, unit),
+        *(query_norm is not None, has_unit_offset, kv_scales is not None, *blocks),
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
@@ -120,15 +112,14 @@ def _angle_unit(cos: Tensor, sin: Tensor) -> int:
 
 
 @cache
-def _row_blocks(head_dim: int, half: int) -> dict[str, int]:
-    """Block sizes of heads as rows of three parts: both halves of the rotary part, and the rest."""
+def _row_blocks(head_dim: int, half: int) -> tuple[int, int, int]:
+    """BLOCK_ROWS, BLOCK_HALF, BLOCK_REST: heads are rows of three parts, both halves of the rotary
+    part, and the rest.
+    """
     block_half = next_power_of_2(half)
     block_rest = next_power_of_2(max(1, head_dim - 2 * half))
-    return {
-        "BLOCK_ROWS": max(1, BLOCK_ELEMENTS // max(2 * block_half, block_rest)),
-        "BLOCK_HALF": block_half,
-        "BLOCK_REST": block_rest,
-    }
+    block_rows = max(1, BLOCK_ELEMENTS // max(2 * block_half, block_rest))
+    return block_rows, block_half, block_rest
 
 
 @triton.jit(do_not_specialize=["num_rows"])
