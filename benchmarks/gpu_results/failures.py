@@ -21,6 +21,7 @@ from benchmarks.gpu_results.runs import ENDED, Row, Run
 FILE = "expected_failures.toml"
 UNKNOWN = "unknown"
 FAILED = ("failed", "timed out")
+RAN = ("ok", *FAILED)  # statuses of parts that ran
 HEAD = (
     "# Failures on GPUs, by benchmarks/gpu_results: only the suspected cause is written by hand.\n"
 )
@@ -75,7 +76,7 @@ def _endings(rows: Iterable[Row], failed: Collection[str]) -> dict[str, Outcome]
     return {
         f"{row['part']}: {ENDED}": Outcome(row["status"] in FAILED, row["reason"], "")
         for row in rows
-        if row["case"] == ENDED and row["part"] not in parts
+        if row["case"] == ENDED and row["status"] in RAN and row["part"] not in parts
     }
 
 

@@ -24,6 +24,7 @@ KIT = "kit"  # the part of the kit's own row
 ENDED = "ended"  # the case of the row on how a part ended
 ENDING = ("status", "reason", "seconds")
 DIGEST_CHARS = 8
+COMPILED = "compile"  # marks rows of kernels that a device compiled before the part: no figures
 VENDOR = "nvidia "
 COMMIT = re.compile(r"([0-9a-f]{7,12})[0-9a-f]{0,28}(-dirty)?")
 Row = dict[str, Any]
@@ -72,7 +73,7 @@ def measured_run(folder: Path, commit: str | None = None) -> Run:
 
     Raises NoMeasurement.
     """
-    rows = whole_rows(folder / ROWS)
+    rows = [row for row in whole_rows(folder / ROWS) if row.get("dry") != COMPILED]
     num_dry = sum("dry" in row for row in rows)
     if num_dry:
         raise NoMeasurement(f"{num_dry} of {len(rows)} rows in {folder} are of a dry run")

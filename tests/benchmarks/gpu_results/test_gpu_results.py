@@ -85,6 +85,13 @@ def test_calls_of_one_commit_are_one_run(root: Path, tmp_path: Path) -> None:
     assert [row["case"] for row in run.rows if "outcome" in row] == ["a", "b"]
 
 
+def test_rows_of_kernels_compiled_there_are_left_out(root: Path, tmp_path: Path) -> None:
+    rows = [outcome("a", "passed", dry="compile"), outcome("b", "passed")]
+    add_run(left_by_kit(tmp_path / "out", rows), root=root)
+    (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
+    assert [row["case"] for row in run.rows] == ["run", "b", "ended"]
+
+
 def test_checkouts_with_changes_are_told_apart(root: Path, tmp_path: Path) -> None:
     """By the commit and the kernels."""
     for kernels in ("89b4274e612b1693", "eea0cb1976bd730e"):
@@ -101,7 +108,6 @@ def test_checkouts_with_changes_are_told_apart(root: Path, tmp_path: Path) -> No
     ("change", "reason"),
     [
         ({"dry": "dry"}, "1 of 3 rows in .* are of a dry run"),
-        ({"dry": "compile"}, "1 of 3 rows in .* are of a dry run"),
         ({"card": "NVIDIA H200"}, "of 2 cards, not of one"),
     ],
 )
@@ -173,6 +179,7 @@ def test_part_that_fails_without_a_case_is_a_failure(
     fine = [{"part": "tests", "case": "x", "ok": True}]
     printed = add_run(left_by_kit(tmp_path / "1", fine, status=status), root=root)
     assert printed[1:] == ["new    tests: ended: "]
+    assert not add_run(left_by_kit(tmp_path / "0", [], status="not run"), root=root)[1:]
     printed = add_run(left_by_kit(tmp_path / "2", fine), root=root)
     assert printed[1].startswith("fixed  tests: ended: ")
     wrong = [{"part": "tests", "case": "x", "ok": False}]
