@@ -170,6 +170,7 @@ BARS = {
     "slow_links": "Ranks over slow links between hosts",
     "chaos_soak": "A steady load without a fault",
     "transports": "Dialects and transports of one gateway, engines that take no time, by turns",
+    "launch_cost": "The host's time of the launches of a layer of Llama 3.1 8B, without a GPU",
     "telemetry": "Traces of requests beside none, the whole control plane, by turns",
     "page": "The gateway's page, and what a tab of the cluster costs",
     "adversity": "Failing devices, doubled identities, greedy tenants, distance and attackers",

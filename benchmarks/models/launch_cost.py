@@ -33,7 +33,7 @@ from benchmarks.gpu_kit.model_steps.inputs import decode_step, prefill_step
 from benchmarks.gpu_kit.models.dummy_model import make_executor
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B
-from benchmarks.report import Row, write_result
+from benchmarks.report import Bar, Row, at_most, write_result
 from kernels import ops
 from shared.engine.executors.loading.model_loading import set_mode
 from shared.engine.executors.step_computer import StepComputer
@@ -47,7 +47,8 @@ STEPS = {
     "decode of 64": decode_step(64, CONTEXT, BLOCK_SIZE),
     f"prefill of {CHUNK}": prefill_step(CONTEXT - CHUNK, CHUNK, BLOCK_SIZE),
 }
-LIBRARY = "linear of the library"
+LAYER, LIBRARY = "layer", "linear of the library"
+MAX_OWN_US = 20.0  # of a launch, outside Triton
 _empty = torch.empty
 
 Call = Callable[[], object]
@@ -119,7 +120,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, engine_without_device():
         rows = measure(make_model(Path(name)), options.steps)
-    write_result("launch_cost", rows, [], ["-m", "benchmarks.models.launch_cost", *sys.argv[1:]])
+    command = ["-m", "benchmarks.models.launch_cost", *sys.argv[1:]]
+    write_result("launch_cost", rows, list(bars_of(rows)), command)
 
 
 @contextmanager
@@ -154,6 +156,13 @@ def measure(executor: StepComputer, num_steps: int) -> list[Row]:
             for operation, cost in least_costs(call, num_steps).items():
                 rows.append({"mode": mode, "step": name, "operation": operation} | cost.row(LAYERS))
     return rows
+
+
+def bars_of(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in rows:
+        if row["operation"] == LAYER:
+            name = f"{row['mode']}, {row['step']}: a launch outside Triton"
+            yield at_most(name, row["own us"] / row["launches"], MAX_OWN_US, "us")
 
 
 def layers_of(executor: StepComputer, step: StepInputs) -> Call:
@@ -192,7 +201,7 @@ def least_costs(call: Call, num_steps: int) -> dict[str, Cost]:
             kept.triton_s = min(kept.triton_s, cost.triton_s)
     layers.launches = sum(each.launches for each in least.values())
     layers.triton_s = sum(each.triton_s for each in least.values())
-    return {**least, "layer": layers}
+    return {**least, LAYER: layers}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import BadTensor, expect
-from kernels.device import IS_INTERPRETED
+from kernels.device import IS_INTERPRETED, compute_capability
 from kernels.reference.store_kv import FP8_LARGEST
 
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
@@ -17,7 +17,7 @@ _LARGEST = tl.constexpr(FP8_LARGEST)
 
 def expect_scales(kv_scales: Tensor, num_kv_heads: int, device: torch.device) -> None:
     """Checks the scales of a cache in FP8. Raises BadTensor, also for a device without FP8."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and compute_capability(device) < 89:
         raise BadTensor("kv_cache is FP8, which needs compute capability 8.9 or more")
     expect(
         "kv_scales",
