@@ -24,7 +24,8 @@ from shared.numerics import Numerics
 
 # Recommended frame size and number of frames in flight: the sender fills one while the receiver
 # copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py); a link whose
-# slots a device fills has larger ones, because each frame is a launch, a copy and a wait for both.
+# slots a device fills has larger ones, because each frame is a launch, a copy and a wait for both,
+# and one more under way: a third is copied on a thread. One slot is left for another tenant.
 FRAME_BYTES = 2 * 1024 * 1024
 FRAMES_UNDER_WAY = 2
 
@@ -100,12 +101,16 @@ Fill = Callable[[memoryview], Awaitable[None]]
 
 
 class PageLock(Protocol):
-    """Locks pages of the host, which a device then copies directly."""
+    """Locks pages of the host, which a device then copies directly, and copies between them."""
 
     def lock(self, memory: memoryview) -> Callable[[], None] | None:
         """Returns a function that unlocks the memory, to call before it is unmapped and after all
         copies; None if the memory cannot be locked.
         """
+        ...
+
+    def copy(self, destination: memoryview, source: memoryview) -> None:
+        """Copies without the interpreter lock."""
         ...
 
 
@@ -115,6 +120,11 @@ class PushLink(Protocol):
     @property
     def frame_bytes(self) -> int:
         """The recommended size of a frame."""
+        ...
+
+    @property
+    def frames_under_way(self) -> int:
+        """The recommended number of frames of one push that are sent at a time."""
         ...
 
     async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:

@@ -39,7 +39,9 @@ class Staging(Protocol):
     """The slots that a sender fills, and the transmission of a filled one."""
 
     num_slots: int
-    frame_bytes: int  # the recommended size of a frame
+    # recommended for one push
+    frame_bytes: int
+    frames_under_way: int
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview: ...
 
@@ -151,6 +153,10 @@ class StagedLink:
     @property
     def frame_bytes(self) -> int:
         return self._staging.frame_bytes
+
+    @property
+    def frames_under_way(self) -> int:
+        return self._staging.frames_under_way
 
     @property
     def is_lost(self) -> bool:

@@ -10,19 +10,21 @@ pages allocates all of them, when the link is made.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
 from collections.abc import Callable
 from functools import partial
 
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.checked_copy import copy_and_checksum, grown, private
-from shared.kv_wire.expected_pushes import ExpectedPushes
+from shared.kv_wire.checked_copy import copy_and_checksum, copy_and_sum, grown
+from shared.kv_wire.expected_pushes import ExpectedPushes, TakeCopy
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
-from shared.kv_wire.link import FRAME_BYTES, FrameHeader, PageLock
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PageLock
 from shared.kv_wire.record_stream import RecordStream
 
 NUM_SLOTS = 4
@@ -99,10 +101,10 @@ class SharedMemoryStaging:
     ) -> None:
         check_memory(fd, num_slots * slot_bytes)
         self.num_slots = num_slots
-        self.frame_bytes = FRAME_BYTES
+        self.frame_bytes, self.frames_under_way = FRAME_BYTES, FRAMES_UNDER_WAY
         self._slots = _Slots(fd, num_slots, slot_bytes, mmap.ACCESS_WRITE)
         if page_lock is not None and self._slots.mapped.lock(page_lock):
-            self.frame_bytes = slot_bytes
+            self.frame_bytes, self.frames_under_way = slot_bytes, num_slots - 1
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview:
         return self._slots.view(slot_index, num_bytes)
@@ -117,8 +119,10 @@ class SharedMemoryStaging:
 
 
 class SharedMemoryReception:
-    """The receiver's end: copies out of a slot into one private buffer, summing the copy. A device
-    can copy from the buffer.
+    """The receiver's end: copies out of a slot into one private buffer, summing the copy.
+
+    With a `page_lock` each slot has such a buffer, from which a device copies. Threads fill them
+    as frames arrive, while the device copies from others.
     """
 
     def __init__(
@@ -132,8 +136,8 @@ class SharedMemoryReception:
     ) -> None:
         self._slots = _Slots(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
         self._num_slots = num_slots
-        self._private = memoryview(b"")
-        self._allocate = private if page_lock is None else partial(allocate_locked, page_lock)
+        self._page_lock = page_lock
+        self._private = [memoryview(b"")] * num_slots
         self._held_slots: set[int] = set()
         self.stream = RecordStream(self)
         self.deliveries = FrameDelivery(placements, self.stream, clock)
@@ -147,13 +151,11 @@ class SharedMemoryReception:
             raise ProtocolError(f"slot {slot_index} does not exist or is in use")
         self.deliveries.announce(record)
         self._held_slots.add(slot_index)
-        self.deliveries.add(
-            Arrival(
-                record,
-                lambda: self._take_copy(slot_index, record.header),
-                lambda: self._held_slots.discard(slot_index),
-            )
-        )
+        take_copy: TakeCopy = partial(self._take_copy, slot_index, record.header)
+        if self._page_lock is not None:
+            take_copy = self._copied_ahead(slot_index, record.header, self._page_lock)
+        release = partial(self._held_slots.discard, slot_index)
+        self.deliveries.add(Arrival(record, take_copy, release))
 
     def payload_arrived(self, checksum: int) -> None:
         raise ProtocolError("payloads are not sent on this connection")
@@ -163,11 +165,24 @@ class SharedMemoryReception:
 
     async def _take_copy(self, slot_index: int, header: FrameHeader) -> tuple[memoryview, int]:
         num_bytes = header.payload_bytes
-        self._private = grown(self._private, num_bytes, self._allocate)
-        copy = self._private[:num_bytes]
+        self._private[0] = grown(self._private[0], num_bytes)
+        copy = self._private[0][:num_bytes]
         payload_sum = await copy_and_checksum(copy, self._slots.view(slot_index, num_bytes))
         return copy, sealed_sum(header, payload_sum)
 
+    def _copied_ahead(self, slot_index: int, header: FrameHeader, page_lock: PageLock) -> TakeCopy:
+        """Starts to copy."""
+        num_bytes, allocate = header.payload_bytes, partial(allocate_locked, page_lock)
+        self._private[slot_index] = grown(self._private[slot_index], num_bytes, allocate)
+        copy = self._private[slot_index][:num_bytes]
+        source = self._slots.view(slot_index, num_bytes)
+        summed = start_awaited(asyncio.to_thread(copy_and_sum, copy, source, page_lock.copy))
+
+        async def take_copy() -> tuple[memoryview, int]:
+            return copy, sealed_sum(header, await summed)
+
+        return take_copy
+
     def _close(self) -> None:
         self._slots.close()
-        self._private = memoryview(b"")
+        self._private.clear()

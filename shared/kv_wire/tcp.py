@@ -22,7 +22,7 @@ from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
-from shared.kv_wire.link import FRAME_BYTES, FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
 from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.sealing.cipher_choice import TAG_BYTES
 
@@ -52,7 +52,7 @@ def tune(sock: socket.socket) -> None:
 class TcpStaging:
     """The sender's private slots, allocated on demand in the size of the frames."""
 
-    frame_bytes = FRAME_BYTES
+    frame_bytes, frames_under_way = FRAME_BYTES, FRAMES_UNDER_WAY
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
-from benchmarks.gpu_kit.kv_push.cache import PLACEMENT, PushedCache, PushPlan
+from benchmarks.gpu_kit.kv_push.cache import DIGESTED_TOKENS, PLACEMENT, PushedCache, PushPlan
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FrameHeader
 
@@ -43,6 +43,8 @@ def receive(pipe: Connection, plan: PushPlan, device: str) -> None:
 async def _serve(pipe: Connection, plan: PushPlan, device: torch.device) -> None:
     cache = PushedCache(plan, device, list(reversed(range(plan.num_blocks))))
     server = await KvServer.start(instance_id=b"gpu-kit-receiver", page_lock=cache.page_lock)
+    warm = min(DIGESTED_TOKENS, plan.num_tokens)  # loads the kernel, as a worker does at its start
+    await cache.write(0, warm, memoryview(bytes(warm * plan.layout.bytes_per_token)))
     writer = Writer(cache)
     server.expect(PLACEMENT, writer)
     pipe.send_bytes(msgspec.msgpack.encode(server.address))

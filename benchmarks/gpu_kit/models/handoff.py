@@ -116,9 +116,9 @@ def _row(plan: PushPlan, took_s: float) -> dict[str, Any]:
 
 
 async def _push(link: PushLink, cache: PushedCache, number: int) -> None:
-    """Pushes like the prefill worker: frames of the link's size, FRAMES_UNDER_WAY at a time."""
+    """Pushes like the prefill worker: frames of the link's size, and as many at a time."""
     from benchmarks.gpu_kit.kv_push.cache import PLACEMENT
-    from shared.kv_wire.link import FRAMES_UNDER_WAY, FrameHeader
+    from shared.kv_wire.link import FrameHeader
     from shared.numerics import Numerics
 
     layout, num_tokens = cache.layout, cache.plan.num_tokens
@@ -147,7 +147,7 @@ async def _push(link: PushLink, cache: PushedCache, number: int) -> None:
         for index, first in starts:
             await send(index, first)
 
-    await asyncio.gather(*(worker() for _ in range(FRAMES_UNDER_WAY)))
+    await asyncio.gather(*(worker() for _ in range(link.frames_under_way)))
 
 
 async def _message(pipe: Connection) -> bytes:

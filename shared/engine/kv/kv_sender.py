@@ -17,7 +17,7 @@ from shared.background import start_awaited
 from shared.clock import Clock
 from shared.engine.step import KvMemory, KvRun
 from shared.kv_layout import KvShard, first_sent
-from shared.kv_wire.link import FRAMES_UNDER_WAY, FrameHeader, PushLink
+from shared.kv_wire.link import FrameHeader, PushLink
 from shared.kv_wire.shards import in_groups, parts_of_groups
 
 
@@ -142,7 +142,7 @@ class KvSender:
 
     async def _send_frame(self) -> None:
         link = await self._dial()
-        await self._settle(FRAMES_UNDER_WAY - 1)
+        await self._settle(link.frames_under_way - 1)
         if self._is_cancelled:
             return
         header = self._next_header(link.frame_bytes)

@@ -12,7 +12,7 @@ from shared.engine.kv.kv_sender import KvSender, PushCounts
 from shared.engine.kv.kv_writer import KvWriter
 from shared.errors import FrameRefused
 from shared.kv_layout import Chunk, Reach, Window
-from shared.kv_wire.link import FRAME_BYTES, Fill, FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader
 from tests.support.engine.rig import BLOCK_SIZE, Rig, new_sequence, prompt, seeded, solo
 from tests.support.records import frame_header
 from tests.support.world.clock import VirtualClock
@@ -23,6 +23,7 @@ FOUR: tuple[Reach, ...] = (Window(5), None, Window(16), Window(30))
 
 class DirectLink:
     frame_bytes = FRAME_BYTES
+    frames_under_way = FRAMES_UNDER_WAY
 
     def __init__(self, writer: KvWriter, *, fails_at: int | None = None) -> None:
         self.writer = writer

@@ -6,11 +6,13 @@ import asyncio
 import gc
 from array import array
 
+import pytest
+
 from shared.engine.batching.sequence import Sequence
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.kv.kv_sender import KvSender, PushCounts
 from shared.errors import LinkLost
-from shared.kv_wire.link import FRAME_BYTES, FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
 from tests.support.world.clock import VirtualClock, run
 
 BLOCK_SIZE = 16
@@ -19,8 +21,10 @@ BLOCK_SIZE = 16
 class FailingLink:
     """Accepts frames until `is_lost` is set; then all frames in flight fail in one loop turn."""
 
-    def __init__(self, frame_bytes: int = FRAME_BYTES) -> None:
-        self.frame_bytes = frame_bytes
+    def __init__(
+        self, frame_bytes: int = FRAME_BYTES, frames_under_way: int = FRAMES_UNDER_WAY
+    ) -> None:
+        self.frame_bytes, self.frames_under_way = frame_bytes, frames_under_way
         self.num_failed = 0
         self.is_lost = asyncio.Event()
 
@@ -75,21 +79,28 @@ async def _two_frames_fail(link: FailingLink) -> str:
     return raised
 
 
-def test_frames_have_the_size_that_the_link_recommends() -> None:
+@pytest.mark.parametrize(
+    ("frame_tokens", "under_way", "sizes"), [(20, 1, [20, 20, 8]), (12, 3, [12] * 4), (99, 2, [48])]
+)
+def test_frames_are_those_that_the_link_recommends(
+    frame_tokens: int, under_way: int, sizes: list[int]
+) -> None:
+    found: list[int] = []
+    num_under_way: list[int] = [0]
+
     class Accepting(FailingLink):
         async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
-            sizes.append(header.num_tokens)
+            found.append(header.num_tokens)
+            num_under_way.append(num_under_way[-1] + 1)
+            await asyncio.sleep(0.1)
+            num_under_way.append(num_under_way[-1] - 1)
 
-    async def scenario(num_tokens: int) -> None:
-        layout = TimingExecutor(VirtualClock(), num_blocks=1).kv_layout
-        sender = _sender_over(Accepting(num_tokens * layout.bytes_per_token))
-        sender.computed(3 * BLOCK_SIZE)
-        await sender.run()
-
-    for num_tokens, expected in ((20, [20, 20, 8]), (100, [48])):
-        sizes: list[int] = []
-        run(scenario(num_tokens))
-        assert sizes == expected
+    layout = TimingExecutor(VirtualClock(), num_blocks=1).kv_layout
+    link = Accepting(frame_tokens * layout.bytes_per_token, under_way)
+    sender = _sender_over(link)
+    sender.computed(3 * BLOCK_SIZE)
+    assert run(sender.run())
+    assert (found, max(num_under_way)) == (sizes, min(under_way, len(sizes)))
 
 
 def test_first_frame_error_is_raised_and_all_are_retrieved() -> None:

@@ -15,7 +15,7 @@ import pytest
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import MAX_FRAME_BYTES
 from shared.kv_wire.kv_server import KvServer
-from shared.kv_wire.link import FRAME_BYTES, FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
 from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.shared_memory import NUM_SLOTS, SLOT_BYTES
 from tests.shared.kv_wire.support import (
@@ -49,6 +49,7 @@ class FakeLock:
         self.limit = limit
         self.locked: dict[int, int] = {}  # address -> bytes
         self.unlocked: list[bool] = []  # whether it was still mapped
+        self.num_copied_bytes = 0
 
     def lock(self, memory: memoryview) -> Callable[[], None] | None:
         address, num_bytes = address_of(memory), memory.nbytes
@@ -57,6 +58,10 @@ class FakeLock:
         assert address not in self.locked
         self.locked[address] = num_bytes
         return lambda: self._unlock(address)
+
+    def copy(self, destination: memoryview, source: memoryview) -> None:
+        destination[:] = source
+        self.num_copied_bytes += len(source)
 
     def covers(self, memory: memoryview) -> bool:
         start = address_of(memory)
@@ -104,7 +109,7 @@ async def test_slots_and_private_buffer_are_locked_until_they_are_unmapped() -> 
     sink = CheckingSink(receiver)
     async with link_with(sender, receiver, sink) as link:
         assert sender.locked and list(sender.locked.values()) == [NUM_SLOTS * SLOT_BYTES]
-        assert link.frame_bytes == MAX_FRAME_BYTES
+        assert (link.frame_bytes, link.frames_under_way) == (MAX_FRAME_BYTES, NUM_SLOTS - 1)
         for num_bytes in (3, link.frame_bytes, 70_000):
             data = payload_of(num_bytes)
             await link.send(header(num_bytes), fill_with(data))
@@ -116,6 +121,23 @@ async def test_slots_and_private_buffer_are_locked_until_they_are_unmapped() -> 
     await eventually(lambda: len(sender.unlocked) == 1 and len(receiver.unlocked) == 2)
     assert all(sender.unlocked + receiver.unlocked)
     assert not sender.locked and not receiver.locked
+
+
+async def test_frames_are_copied_while_another_is_delivered() -> None:
+    receiver, gate = FakeLock(), asyncio.Event()
+    sink = RecordingSink(gate)
+    sent = [payload_of(2 << 20, seed=number) for number in range(NUM_SLOTS)]
+    async with link_with(FakeLock(), receiver, sink) as link:
+        sends = [
+            asyncio.ensure_future(link.send(header(len(data)), fill_with(data))) for data in sent
+        ]
+        async with asyncio.timeout(DEADLINE_S):
+            await sink.entered.wait()
+            await eventually(lambda: receiver.num_copied_bytes == sum(map(len, sent)))
+            assert sink.frames == []
+            gate.set()
+            await asyncio.gather(*sends)
+    assert [data for _, data in sink.frames] == sent
 
 
 async def test_slot_that_is_being_filled_stays_locked_after_the_link_has_ended() -> None:
@@ -145,7 +167,7 @@ async def test_slot_that_is_being_filled_stays_locked_after_the_link_has_ended()
 async def test_frames_arrive_unchanged_without_locked_memory(is_tcp: bool) -> None:
     sender, receiver, sink = FakeLock(limit=0), FakeLock(limit=0), RecordingSink()
     async with link_with(sender, receiver, sink, is_tcp=is_tcp) as link:
-        assert link.frame_bytes == FRAME_BYTES
+        assert (link.frame_bytes, link.frames_under_way) == (FRAME_BYTES, FRAMES_UNDER_WAY)
         data = payload_of(3 << 20)
         await link.send(header(len(data)), fill_with(data))
         assert sink.frames.pop()[1] == data

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import structlog
 import torch
 
@@ -46,6 +47,9 @@ class CudaPageLock:
             self._has_failed = True
             return None
         return partial(self._unlock, runtime, address)
+
+    def copy(self, destination: memoryview, source: memoryview) -> None:
+        np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
     def _unlock(self, runtime: CudaRuntime, address: int) -> None:
         """Ignores errors: a process that ends may have unloaded CUDA already. Binds the calling

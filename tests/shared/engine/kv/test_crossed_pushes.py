@@ -20,7 +20,7 @@ from shared.engine.parallel.rank_layout import rank_layout
 from shared.engine.parallel.rank_part import RankPart
 from shared.engine.step import KvRun
 from shared.kv_layout import KvLayout, KvShard, first_sent
-from shared.kv_wire.link import FRAME_BYTES, CompressionCounts, Fill, FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, CompressionCounts, Fill, FrameHeader
 from shared.kv_wire.shards import in_group, sent_shards
 from shared.messages import DataPlaneAddress, KvTarget, LinkKey
 from shared.numerics import Numerics
@@ -68,6 +68,7 @@ class Link:
     sent: Counter[bytes]
     name: bytes
     frame_bytes: int = FRAME_BYTES
+    frames_under_way: int = FRAMES_UNDER_WAY
 
     async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
         payload = memoryview(bytearray(header.payload_bytes))

@@ -41,7 +41,8 @@ def device(driver: FakeDriver) -> CudaDevice:
 def test_memory_is_registered_on_the_bound_device_and_unregistered() -> None:
     driver, runtime = FakeDriver(), FakeRuntime()
     memory = mmap.mmap(-1, 8192)
-    unlock = CudaPageLock(device(driver), lambda: runtime).lock(memoryview(memory))
+    page_lock = CudaPageLock(device(driver), lambda: runtime)
+    unlock = page_lock.lock(memoryview(memory))
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     assert runtime.calls == [(address, 8192, 0)]
     assert driver.current_device() == INDEX
@@ -49,6 +50,10 @@ def test_memory_is_registered_on_the_bound_device_and_unregistered() -> None:
     with ThreadPoolExecutor(1, "other") as other:
         other.submit(unlock).result()
     assert driver.bound["other_0"] == INDEX
+    target = memoryview(bytearray(8192))
+    memory[:] = bytes(range(256)) * 32
+    page_lock.copy(target, memoryview(memory))
+    assert target == memory[:]
     assert runtime.calls[1:] == [(address,)]
     memory.close()  # no view is left
 
