@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
+from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.copy_stream import CopyStream
@@ -18,6 +19,7 @@ from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.decode_graphs import CudaGraphs
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
 from shared.engine.executors.cuda.graph_computer import GraphComputer
+from shared.engine.executors.cuda.idle_captures import IdleCaptures
 from shared.engine.executors.cuda.meta_model import META
 from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.executors.loading.kv_scales import load_kv_scales
@@ -35,7 +37,7 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.kv.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.step import StepInputs
+from shared.engine.step import StepInputs, StepOutput
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.reading.staging import LocalStaging, num_readers, pinned_ring
 from shared.engine.weights.shared_weights import compress_weights
@@ -71,8 +73,24 @@ class CudaExecutor(LocalExecutor):
         self._device = device
         self._copies = CopyStream(device)
         self.page_lock = CudaPageLock(device)
+        self._captures = IdleCaptures(computer.has_graphs_left, self._capture_next)
         if device.tensors_on.type == "cuda":
             on_triton_compile(self._budget.compiling)
+
+    def submit(self, rows: list[ScheduledSequence]) -> int:
+        step = super().submit(rows)
+        self._captures.begin_step()
+        return step
+
+    async def result(self, step: int) -> StepOutput:
+        try:
+            return await super().result(step)
+        finally:
+            self._captures.end_step()
+
+    async def close(self) -> None:
+        await self._captures.stop()
+        await super().close()
 
     @classmethod
     def load(
@@ -177,6 +195,9 @@ class CudaExecutor(LocalExecutor):
 
     async def _copy(self, function: Callable[..., None], *arguments: Any) -> None:
         await super()._copy(self._copies.copy, self._copies.delivered, function, *arguments)
+
+    async def _capture_next(self) -> None:
+        await self._launch(self.computer.capture_next)
 
     def _resize_kv(self, num_blocks: int) -> None:
         """Replaces the cache. Only the computer refers to the old one, so its memory is

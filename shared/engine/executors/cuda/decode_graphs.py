@@ -1,8 +1,9 @@
 """CUDA graphs of decode steps: one launch instead of hundreds.
 
 A graph is of a shape: a number of rows, a width of the block tables, and how tokens are drawn.
-Steps of fewer rows are padded. A shape is captured once its second step comes; the first one, and
-what no graph can do, runs eagerly. The smallest shapes are captured before a worker is ready.
+Steps of fewer rows are padded. The smallest shapes are captured before a worker is ready, others of
+short contexts in idle moments after it, and the rest once their second step comes; the first one,
+and what no graph can do, runs eagerly.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from shared.kv_layout import KvLayout
 log = structlog.get_logger(__name__)
 
 FIRST_ROWS = 8  # shapes of at most so many rows are captured before a worker is ready
+MOST_IDLE_ROWS = 64  # limit of the numbers of rows whose shapes are captured in idle moments
 SMALL_ROWS, ROWS_APART = (1, 2, 4, 8), 8
 LEAST_TOKENS, GROWTH = 2048, 4  # widths of block tables, in tokens
 # Limit of rows x tokens of a shape: attention of the exact mode keeps sums of each segment.
@@ -86,6 +88,7 @@ class DecodeGraphs:
         self._widths = table_widths(max_tokens, self._block_size)
         self._graphs: dict[DecodeShape, Graph | None] = {}  # None: cannot be captured
         self._seen: set[DecodeShape] = set()
+        self._may_have_next = True
         self._clock = MonotonicClock()
 
     def graph_of(self, inputs: StepInputs) -> Graph | None:
@@ -119,10 +122,30 @@ class DecodeGraphs:
             for is_greedy in (True, False):
                 self._capture(DecodeShape(rows, self._widths[0], True, is_greedy))
 
+    def has_next(self) -> bool:
+        """Whether shapes are left of short contexts."""
+        if self._may_have_next:  # asked after every step
+            self._may_have_next = next(self._left(), None) is not None
+        return self._may_have_next
+
+    def capture_next(self) -> None:
+        """Captures the smallest shape that is left of short contexts, or none."""
+        shape = next(self._left(), None)
+        if shape is not None:
+            self._capture(shape)
+
+    def _left(self) -> Iterator[DecodeShape]:
+        for rows in self._rows[:MOST_IDLE_ROWS]:
+            for is_greedy in (True, False):
+                shape = DecodeShape(rows, self._widths[0], True, is_greedy)
+                if shape not in self._graphs:
+                    yield shape
+
     def clear(self) -> None:
         """Forgets all graphs: they have the addresses of a KV cache that is replaced."""
         self._graphs.clear()
         self._seen.clear()
+        self._may_have_next = True
 
     def _graph_of(self, shape: DecodeShape) -> Graph | None:
         if shape not in self._graphs:

@@ -25,6 +25,15 @@ class GraphComputer(StepComputer):
         if self.kv_cache.numel():
             self.graphs.capture_first()
 
+    def has_graphs_left(self) -> bool:
+        """Whether graphs may be captured in idle moments."""
+        return self.graphs is not None and self.kv_cache.numel() > 0 and self.graphs.has_next()
+
+    def capture_next(self) -> None:
+        self._check_thread()
+        if self.graphs is not None and self.kv_cache.numel():
+            self.graphs.capture_next()
+
     def forget_graphs(self) -> None:
         """Must be called when the KV cache is replaced."""
         if self.graphs is not None:

@@ -22,6 +22,7 @@ from shared.engine.executors.cuda.decode_graphs import (
     row_counts,
     table_widths,
 )
+from shared.engine.executors.cuda.idle_captures import IdleCaptures
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.models.device_step import DeviceStepOutput
@@ -186,3 +187,36 @@ def test_padding_reads_and_stores_nothing(llama: Path) -> None:
     before = executor.computer.kv_cache.clone()
     executor.computer.use_graphs(Replays(), max_rows=16)
     assert np.array_equal(executor.computer.kv_cache.numpy(), before.numpy())
+
+
+async def test_other_shapes_are_captured_while_no_step_runs(llama: Path) -> None:
+    device = Replays()
+    executor = load(llama, device)
+    captures = executor._captures
+    captures._idle_s = 0.01
+    captures.begin_step()
+    captures.end_step()
+    await captures._background.idle()
+    assert device.num_captured == 10  # and of 16 rows
+    assert not executor.computer.has_graphs_left()
+    captures.begin_step()
+    captures.end_step()
+    assert len(captures._background) == 0
+    await executor.close()
+
+
+async def test_nothing_is_captured_while_a_step_runs() -> None:
+    left = ["a", "b"]
+
+    async def capture() -> None:
+        left.pop()
+
+    captures = IdleCaptures(lambda: bool(left), capture, idle_s=0.01)
+    captures.begin_step()
+    captures.end_step()
+    captures.begin_step()
+    await asyncio.sleep(0.05)
+    assert len(left) == 2
+    captures.end_step()
+    await captures._background.idle()
+    assert not left
