@@ -37,10 +37,12 @@ STAGES = (
 Seconds = dict[str, list[float]]
 
 
-def load(session: Session, folder: Path, mode: Any) -> tuple[LocalExecutor, Seconds]:
+def load(
+    session: Session, folder: Path, mode: Any, load_format: str = "dummy"
+) -> tuple[LocalExecutor, Seconds]:
     """Returns the executor, and the seconds of each call of a stage."""
     options: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": load_format,
         "mode": mode,
         "max_batch_tokens": max(session.shapes.chunks),
         "block_size": session.shapes.block_size,
