@@ -59,17 +59,11 @@ def copy_and_sum(
     return hasher.intdigest()
 
 
-def private(num_bytes: int) -> memoryview:
-    return memoryview(bytearray(num_bytes))
-
-
-def grown(
-    buffer: memoryview, num_bytes: int, allocate: Callable[[int], memoryview] = private
-) -> memoryview:
+def grown(buffer: memoryview, num_bytes: int) -> memoryview:
     """Returns the buffer if it has `num_bytes`, else a new one of the next power of two."""
     if len(buffer) >= num_bytes:
         return buffer
-    return allocate(1 << (num_bytes - 1).bit_length())
+    return memoryview(bytearray(1 << (num_bytes - 1).bit_length()))
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

@@ -135,7 +135,7 @@ class SharedMemoryReception:
         page_lock: PageLock | None = None,
     ) -> None:
         self._slots = _Slots(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
-        self._num_slots = num_slots
+        self._num_slots, self._slot_bytes = num_slots, slot_bytes
         self._page_lock = page_lock
         self._private = [memoryview(b"")] * num_slots
         self._held_slots: set[int] = set()
@@ -172,10 +172,10 @@ class SharedMemoryReception:
 
     def _copied_ahead(self, slot_index: int, header: FrameHeader, page_lock: PageLock) -> TakeCopy:
         """Starts to copy."""
-        num_bytes, allocate = header.payload_bytes, partial(allocate_locked, page_lock)
-        self._private[slot_index] = grown(self._private[slot_index], num_bytes, allocate)
-        copy = self._private[slot_index][:num_bytes]
-        source = self._slots.view(slot_index, num_bytes)
+        if not self._private[slot_index]:  # in its final size: a lock may wait for the device
+            self._private[slot_index] = allocate_locked(page_lock, self._slot_bytes)
+        copy = self._private[slot_index][: header.payload_bytes]
+        source = self._slots.view(slot_index, header.payload_bytes)
         summed = start_awaited(asyncio.to_thread(copy_and_sum, copy, source, page_lock.copy))
 
         async def take_copy() -> tuple[memoryview, int]:
