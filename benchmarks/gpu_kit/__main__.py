@@ -42,6 +42,7 @@ DRY_SLACK = 5  # the machine of a dry run may be busy
 PROBE = Part("probe", 25, "whether the device still computes", f"{HERE}.probe", ("torch",))
 COMPILE_S = 60  # limit for the kernels of one part, on all processors
 CARRIED_S = 20  # limit to unpack kernels and compare the keys of both machines
+KEPT = ("date", "commit", "kernels")  # of the summary in the kit's own row
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
 
@@ -110,7 +111,7 @@ class Kit:
             "predictions": [],
         }
         self.outputs.write_summary(summary)
-        self._add_row("kit", case="run", **{name: summary[name] for name in ("date", "commit")})
+        self._add_row("kit", case="run", **{name: summary[name] for name in KEPT})
         self._unpack()
         for part in parts:
             summary["parts"].append(self._report(part, ends))

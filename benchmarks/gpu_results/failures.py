@@ -5,7 +5,7 @@
     fixed    it is in the file, and passed in this run: it is removed
 
 A failure is one card's: the same test may pass on another. A test that did not run stays. A part
-that failed, or ran out of time, is one if none of its cases is.
+that failed, or exceeded its deadline, is one if none of its cases is.
 """
 
 from __future__ import annotations
@@ -76,8 +76,14 @@ def _endings(rows: Iterable[Row], failed: Collection[str]) -> dict[str, Outcome]
     return {
         f"{row['part']}: {ENDED}": Outcome(row["status"] in FAILED, row["reason"], "")
         for row in rows
-        if row["case"] == ENDED and row["status"] in RAN and row["part"] not in parts
+        if row["case"] == ENDED and _has_ended(row) and row["part"] not in parts
     }
+
+
+def _has_ended(row: Row) -> bool:
+    """Returns whether a part ran, and was not cut off by the end of its call."""
+    is_cut = row["status"] == "timed out" and row["seconds"] < row.get("deadline_s", 0)
+    return row["status"] in RAN and not is_cut
 
 
 def compare(expected: list[Failure], run: Run) -> tuple[list[Failure], list[str]]:

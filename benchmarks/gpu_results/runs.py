@@ -22,7 +22,7 @@ RESULTS = Path("benchmarks/results/gpu")
 ROWS, SUMMARY = "rows.jsonl", "summary.json"
 KIT = "kit"  # the part of the kit's own row
 ENDED = "ended"  # the case of the row on how a part ended
-ENDING = ("status", "reason", "seconds")
+ENDING = ("status", "reason", "seconds", "deadline_s")
 DIGEST_CHARS = 8
 COMPILED = "compile"  # marks rows of kernels that a device compiled before the part: no figures
 VENDOR = "nvidia "
@@ -85,11 +85,18 @@ def measured_run(folder: Path, commit: str | None = None) -> Run:
     found = COMMIT.fullmatch(kit["commit"])
     if found is None:
         raise NoMeasurement(f"nobody can check out the commit {kit['commit']!r}: give --commit")
-    summary = json.loads((folder / SUMMARY).read_text())
-    dirty = f"{found[2]}-{summary['kernels'][:DIGEST_CHARS]}" if found[2] else ""
+    summary = _summary(folder)
+    kernels = kit.get("kernels") or summary.get("kernels", "unknown")
+    dirty = f"{found[2]}-{kernels[:DIGEST_CHARS]}" if found[2] else ""
     commit, date = found[1] + dirty, kit["date"][:10]
-    rows += _endings(summary["parts"])
+    rows += _endings(summary.get("parts", []))
     return Run(f"{slug_of(cards.pop())}/{date}-{commit}", commit, rows)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """Returns an empty one if the kit was killed before it was written, or it was not brought."""
+    path = folder / SUMMARY
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _endings(parts: Iterable[Row]) -> list[Row]:

@@ -81,7 +81,8 @@ def measure_shared(session: Session, other: subprocess.Popen[str]) -> None:
     given = json.dumps(share(source))
     answer, error = other.communicate(given, timeout=min(READER_S, max(1.0, session.left_s - 1)))
     if other.returncode:
-        raise RuntimeError(error.strip().rpartition("\n")[2])
+        reason = error.strip().rpartition("\n")[2]
+        raise RuntimeError(f"the reader ended with status {other.returncode}: {reason}")
     session.add(case="CUDA IPC", **json.loads(answer.strip().rpartition("\n")[2]))
 
 

@@ -44,6 +44,7 @@ def share(tensor: Tensor) -> list[Any]:
 
 def open_shared(parts: list[Any]) -> Tensor:
     """Returns the memory as bytes."""
+    torch.cuda.init()  # opening memory does not
     new: Any = torch.UntypedStorage._new_shared_cuda
     storage = new(*(from_json(part) for part in parts))
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -45,6 +45,7 @@ def left_by_kit(
     date: str = "2026-12-01T09",
     kernels: str = "89b4274e612b1693",
     status: str = "ok",
+    seconds: float = 2.0,
 ) -> Path:
     """A folder that the kit left; rows are complete."""
     folder.mkdir()
@@ -52,7 +53,8 @@ def left_by_kit(
     common = {"card": card, "driver": "580.1"}
     lines = [json.dumps({"part": "tests", **common, **row}) + "\n" for row in (kit, *rows)]
     (folder / "rows.jsonl").write_text("".join(lines))
-    ended = {"part": "tests", "reason": "", "seconds": 2.0, "answers": "?", "status": status}
+    ended = {"part": "tests", "reason": "", "seconds": seconds, "answers": "?", "status": status}
+    ended["deadline_s"] = 2
     (folder / "summary.json").write_text(json.dumps({"kernels": kernels, "parts": [ended]}))
     return folder
 
@@ -83,6 +85,17 @@ def test_calls_of_one_commit_are_one_run(root: Path, tmp_path: Path) -> None:
         add_run(folder, root=root)
     (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
     assert [row["case"] for row in run.rows if "outcome" in row] == ["a", "b"]
+
+
+def test_rows_without_a_summary_are_stored(root: Path, tmp_path: Path) -> None:
+    """Those of a kit that was killed; older rows have no digest of kernels."""
+    rows = [outcome("a", "passed")]
+    folder = left_by_kit(tmp_path / "out", rows, commit=f"{COMMIT}-dirty")
+    (folder / "summary.json").unlink()
+    add_run(folder, root=root)
+    (run,) = stored_runs(root / "benchmarks" / "results" / "gpu")
+    assert run.commit == f"{COMMIT}-dirty-unknown"
+    assert [row["case"] for row in run.rows] == ["run", "a"]
 
 
 def test_rows_of_kernels_compiled_there_are_left_out(root: Path, tmp_path: Path) -> None:
@@ -179,7 +192,9 @@ def test_part_that_fails_without_a_case_is_a_failure(
     fine = [{"part": "tests", "case": "x", "ok": True}]
     printed = add_run(left_by_kit(tmp_path / "1", fine, status=status), root=root)
     assert printed[1:] == ["new    tests: ended: "]
-    assert not add_run(left_by_kit(tmp_path / "0", [], status="not run"), root=root)[1:]
+    for other, seconds in (("not run", 0.0), ("timed out", 1.0)):  # the call had no time left
+        folder = left_by_kit(tmp_path / other, [], status=other, seconds=seconds)
+        assert not add_run(folder, root=root)[1:]
     printed = add_run(left_by_kit(tmp_path / "2", fine), root=root)
     assert printed[1].startswith("fixed  tests: ended: ")
     wrong = [{"part": "tests", "case": "x", "ok": False}]
