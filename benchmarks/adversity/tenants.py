@@ -92,9 +92,9 @@ async def rejected_requests(run: Run) -> list[Bar]:
     client, host = Client(run.target.url), urlsplit(run.target.url).netloc
     num_rejected, num_charged, level = 0, 0, 0.0
     for attack in attacks:
-        status = await client.send(attack.message(host, api_key))
+        response = await client.send(attack.message(host, api_key))
         used = (await run.admin.state(tenant)).used["requests_per_min"]
-        num_rejected += status.startswith("4")
+        num_rejected += response.status.startswith("4")
         num_charged += used > level
         level = used
     client.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
+from benchmarks.adversity.attacker import ErrorBodies, Response, read_response
 from benchmarks.adversity.attacks import KINDS, MAX_BODY_BYTES, NUM_PREFIXES, STEERED_TOKEN, Attack
 from benchmarks.adversity.turns import Waits
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
@@ -52,3 +54,13 @@ def test_ratio_compares_p99() -> None:
     assert rejected.holds
     waits.rejected.append("status 429")
     assert not waits.bars("F1", "an attack")[1].holds
+
+
+async def test_first_body_of_each_error_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    body = b'{"error": {"code": "queue_full"}}' + b"x" * 300
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"HTTP/1.1 429 x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    errors, rejected = ErrorBodies(), await read_response(reader)
+    for response in (rejected, Response("429", b"other"), Response("200", b"x"), Response("reset")):
+        errors.take(response)
+    assert capsys.readouterr().err == f"first 429: {body.decode()[:300]}\n"
