@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 import typer
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.cli.options import OPERATE
 from services.local.hub_download import local_copy
 from shared.clock import MonotonicClock
+from shared.telemetry.log import configure_child_logging
 
+log = structlog.get_logger(__name__)
 app = typer.Typer()
 
 
@@ -39,6 +42,7 @@ def warm(
     """Compile the CPU kernels of a model into the cache directory."""
     from shared.engine.executors.loading.warm import compile_model
 
+    configure_child_logging("warm")  # `hearth up` starts it, too
     clock = MonotonicClock()
     started = clock.now()
     compile_model(
@@ -49,4 +53,4 @@ def warm(
         block_size=block_size,
         has_rows=rows,
     )
-    print(f"CPU kernels compiled in {clock.now() - started:.1f} s")
+    log.info("cpu_kernels_compiled", duration_s=round(clock.now() - started, 1))

@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 
+from services.local.processes.log_files import is_redis_notice
 from shared.config import LOG_LEVELS
 from shared.telemetry.log_text import text_of
 
 _TEXT = re.compile(r"(\d{4}-\d\d-\d\d) (\d\d:\d\d:\d\d\.\d{3})Z (debug|info|warning|error) ")
 _NATS = re.compile(r"\[\d+\] (\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d+) \[(\w{3})\] +(.*)")
 _REDIS = re.compile(r"\d+:[A-Z] (\d\d \w{3} \d{4} \d\d:\d\d:\d\d\.\d{3}) ([.\-*#]) (.*)")
+_REDIS_SIGNAL = re.compile(r"\d+:signal-handler \((\d+)\) (.*)")
 _NATS_LEVELS = {"TRC": "debug", "DBG": "debug", "WRN": "warning", "ERR": "error", "FTL": "error"}
 _REDIS_LEVELS = {".": "debug", "-": "debug", "#": "warning"}  # else it is "info"
 _NATS_TIME, _REDIS_TIME = "%Y/%m/%d %H:%M:%S.%f", "%d %b %Y %H:%M:%S.%f"
@@ -68,8 +70,12 @@ def _server_line(raw: str, process: str) -> LogLine | None:
         at, level = found[1], _NATS_LEVELS.get(found[2], "info")
         return _line(datetime.strptime(at, _NATS_TIME), process, raw, level, found[3])
     if found := _REDIS.fullmatch(raw):
-        at, level = found[1], _REDIS_LEVELS.get(found[2], "info")
-        return _line(datetime.strptime(at, _REDIS_TIME), process, raw, level, found[3])
+        at, text = found[1], found[3]
+        level = "info" if is_redis_notice(text) else _REDIS_LEVELS.get(found[2], "info")
+        return _line(datetime.strptime(at, _REDIS_TIME), process, raw, level, text)
+    if found := _REDIS_SIGNAL.fullmatch(raw):
+        at_signal = datetime.fromtimestamp(int(found[1]), UTC)
+        return _line(at_signal, process, raw, "info", found[2])
     return None
 
 

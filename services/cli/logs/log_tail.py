@@ -31,7 +31,17 @@ class LogTail:
         whole, _, _ = added.rpartition(b"\n")  # the rest of an unfinished line is read later
         self._position += len(whole) + 1 if whole else 0
         text = (older + whole).decode(errors="replace")
-        return [self._parsed(each) for each in text.split("\n") if each.strip()]
+        raw = [each for each in text.split("\n") if each.strip()]
+        if raw and not self._before_s:
+            self._before_s = self._first_time(raw)
+        return [self._parsed(each) for each in raw]
+
+    def _first_time(self, raw: Iterable[str]) -> float:
+        """Returns the first time of these lines, which those before it have too; without any, that
+        of the last write.
+        """
+        times = (parse_line(each, self.process, 0.0).unix_s for each in raw)
+        return next((each for each in times if each), _written_s(self._path))
 
     def _parsed(self, raw: str) -> LogLine:
         line = parse_line(raw, self.process, self._before_s)
@@ -49,6 +59,14 @@ def _content(path: Path, position: int) -> bytes | None:
             return file.read()
     except OSError:
         return b""
+
+
+def _written_s(path: Path) -> float:
+    """Returns when the file was last written, as Unix time; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def find_logs(folders: Iterable[Path]) -> dict[str, Path]:

@@ -24,11 +24,16 @@ MAX_LOG_BYTES = 8 << 20
 MAX_LOGS = 64  # logs of a folder; the oldest leave first
 CHECK_S = 5.0
 ERRORS = ("error", "critical")
-# Text of a service, of nats-server and of redis-server, which marks its warnings with #.
+# Text of a service, of nats-server and of redis-server, which marks its warnings with #, and until
+# its release 7.2 lines of its start and end, too.
 _LEVEL = re.compile(
     r"\S+ \S+Z (debug|info|warning|error|critical) "
     r"|\[\d+\] \S+ \S+ \[(\w+)\] "
     r"|\d+:[XCSM] \d+ \w+ \d+ \S+ ([.\-*#]) "
+)
+_REDIS_NOTICE = re.compile(
+    r"oO0OoO0OoO0Oo \w+ is starting|\w+ version=|Configuration loaded|Server initialized"
+    r"|User requested shutdown|\w+ is now ready to exit"
 )
 _LEVELS = {
     **dict.fromkeys(("error", "ERR", "#"), "error"),
@@ -55,7 +60,17 @@ def level_of(line: str) -> str | None:
             return None
         return level or None
     found = _LEVEL.match(line)
-    return None if found is None else _LEVELS.get(found[found.lastindex or 0], "info")
+    if found is None:
+        return None
+    mark = found[found.lastindex or 0]
+    if mark == "#" and is_redis_notice(line[found.end() :]):
+        return "info"
+    return _LEVELS.get(mark, "info")
+
+
+def is_redis_notice(text: str) -> bool:
+    """Whether Redis says that it starts or ends as it should, which it may mark as a warning."""
+    return _REDIS_NOTICE.match(text) is not None
 
 
 def last_event(path: Path) -> str:

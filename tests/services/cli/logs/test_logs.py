@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_json_line_is_shown_as_text() -> None:
         ("[7] 2026/11/27 16:36:13.655484 [INF]   Version:  2.15.1", "info", "Version:  2.15.1"),
         ("8:M 27 Nov 2026 16:36:13.697 # Can't save", "warning", "Can't save"),
         ("8:M 27 Nov 2026 16:36:13.697 * Ready", "info", "Ready"),
+        ("8:M 27 Nov 2026 16:36:13.697 # Server initialized", "info", "Server initialized"),
+        ("8:signal-handler (1795801810) Received SIGTERM", "info", "Received SIGTERM"),
         ("2026-11-27 16:36:13.655Z error   worker-1 failed x=1", "error", "failed x=1"),
         ("worker-1: no such file", "error", "worker-1: no such file"),
         ("UserWarning: odd", "warning", "UserWarning: odd"),
@@ -71,6 +74,16 @@ def test_tail_reads_whole_lines_once_also_after_a_rotation(tmp_path: Path) -> No
     assert events() == ["3"]
 
 
+def test_lines_before_the_first_time_have_that_time(tmp_path: Path) -> None:
+    path = tmp_path / "warm.log"
+    path.write_text(f"odd\n{LISTENING}\n")
+    odd, listening = LogTail(path).read()
+    assert odd.unix_s == listening.unix_s > 1_795_700_000
+    path.write_text("odd\n")
+    (odd,) = LogTail(path).read()
+    assert odd.unix_s == pytest.approx(path.stat().st_mtime)
+
+
 def test_following_finds_new_logs_and_orders_what_came_together(tmp_path: Path) -> None:
     (tmp_path / "b.log").write_text("")
     added = iter([{"b": LOST, "a": LISTENING}, {}])
@@ -99,6 +112,7 @@ def test_logs_of_the_newest_cluster(tmp_path: Path) -> None:
     of_host = tmp_path / "hearth" / "hosts" / "host-1" / "logs"
     of_host.mkdir(parents=True)
     (of_host / "qwen-r1.log").write_text("hearth: no memory\n")
+    os.utime(of_host / "qwen-r1.log", (1, 1))  # the time of its line
     assert hearth_logs("--json", "-n", "1") == (0, f"{LOST}\n", "")
     assert hearth_logs("gateway-1", "--json") == (0, f"{LISTENING}\n", "")
     status, output, _ = hearth_logs("--level", "error")
