@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -51,6 +52,8 @@ Unsubscribe = Callable[[], Awaitable[None]]
 
 MAX_SERVED_AT_ONCE = 1024
 MAX_REJECTIONS = 10  # takes 1 s: the server may not have read a new credential yet
+MAX_DENIALS = 64  # the last ones are retained
+DENIAL = "permissions violation"
 TRACE_HEADER = "traceparent"
 TRACE_BYTES = 128  # more than the header takes in a message
 _encode = msgspec.msgpack.Encoder().encode
@@ -231,6 +234,7 @@ class _ConnectionEvents:
         self.last_error: Exception | None = None
         self.rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_losses = 0  # of the connection
+        self.denials: deque[str] = deque(maxlen=MAX_DENIALS)  # in the server's words
         self._client = client
         self._num_rejections = 0
         self.expects_gaps = False
@@ -242,6 +246,8 @@ class _ConnectionEvents:
     def _take_error(self, error: Exception) -> None:
         if self._client.is_connected:
             log.warning("nats_error", error=str(error))
+            if DENIAL in str(error).lower():
+                self.denials.append(str(error).lower())
             return
         is_rejection = "authorization" in str(error).lower()
         self._num_rejections += is_rejection
@@ -386,6 +392,14 @@ class NatsBus:
     @property
     def num_sender_mismatches(self) -> int:
         return self._sender_check.num_sender_mismatches
+
+    def has_denied(self, subject: str) -> bool:
+        """Whether the server has lately rejected that this credential sends to the subject or
+        receives from it.
+        """
+        wire = (sent_by(subject, self.process_id), from_anyone(subject))
+        quoted = [f'"{each.lower()}"' for each in wire]
+        return any(each in denial for denial in self._events.denials for each in quoted)
 
     async def publish(self, subject: str, message: Message) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterable
 
 import msgspec
 
@@ -15,11 +16,11 @@ from services.local.credentials import process_id_for
 from shared.errors import ConfigError, DependencyUnavailable, HearthError
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.messages import Heartbeat, ReadTimeline, TimelineRead
-from shared.subjects import HEARTBEATS, trace
+from shared.subjects import HEARTBEATS, credential_of, trace
 from shared.telemetry.log import configure_logging
 from shared.telemetry.timeline import Timeline
 from shared.tls import TlsFiles
-from shared.transport.bus import Bus, NatsBus
+from shared.transport.bus import NatsBus
 
 LISTEN_S = 3 * HEARTBEAT_INTERVAL_S  # waits for a heartbeat of every gateway
 REPLY_TIMEOUT_S = 1.0
@@ -68,9 +69,9 @@ async def _find(nats_url: str, request_id: str) -> FoundTimeline:
         await bus.close()
 
 
-async def find_timeline(bus: Bus, request_id: str) -> FoundTimeline:
+async def find_timeline(bus: NatsBus, request_id: str) -> FoundTimeline:
     """Searches the gateways for a request's timeline. Raises DependencyUnavailable if no gateway
-    sends heartbeats.
+    sends heartbeats, ConfigError if the credential may not read timelines.
     """
     gateway_ids: set[str] = set()
 
@@ -81,17 +82,28 @@ async def find_timeline(bus: Bus, request_id: str) -> FoundTimeline:
     leave = await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
     await asyncio.sleep(LISTEN_S)
     await leave()
+    _check_permission(bus, (HEARTBEATS,))
     if not gateway_ids:
         raise DependencyUnavailable(f"no gateway within {LISTEN_S:g} s: is the cluster running?")
     ordered = sorted(gateway_ids)
     replies = await asyncio.gather(*(_ask(bus, each, request_id) for each in ordered))
     missing = [name for name, reply in zip(ordered, replies, strict=True) if reply is None]
+    _check_permission(bus, map(trace, missing))
     known = (reply.timeline for reply in replies if reply is not None)
     found = next((timeline for timeline in known if timeline is not None), None)
     return FoundTimeline(found, tuple(missing))
 
 
-async def _ask(bus: Bus, gateway_id: str, request_id: str) -> TimelineRead | None:
+def _check_permission(bus: NatsBus, subjects: Iterable[str]) -> None:
+    """Raises ConfigError if the server has rejected one of the subjects."""
+    if any(map(bus.has_denied, subjects)):
+        raise ConfigError(
+            f"the NATS credential {credential_of(bus.process_id)} may not read timelines: use one "
+            "of an observer or an operator (`hearth credential observer`)"
+        )
+
+
+async def _ask(bus: NatsBus, gateway_id: str, request_id: str) -> TimelineRead | None:
     """Asks a gateway. Returns None if it does not reply."""
     question = ReadTimeline(request_id=request_id)
     try:

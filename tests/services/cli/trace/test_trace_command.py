@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
 import pytest_asyncio
 from rich.console import Console
 
@@ -74,7 +75,11 @@ class Gateways:
 async def gateways(tmp_path: Path) -> AsyncIterator[Gateways]:
     """One gateway knows r-1, the other one is silent."""
     names = ("gateway-1", "gateway-2")
-    users = (("observer", "observer-1"), *(("gateway", name) for name in names))
+    users = (
+        ("observer", "observer-1"),
+        ("client", "client-1"),
+        *(("gateway", name) for name in names),
+    )
     server = NatsServer(tmp_path, users)  # type: ignore[arg-type]
     monitors = []
     for name in names:
@@ -95,8 +100,10 @@ def _read(question: ReadTimeline) -> TimelineRead:
     return TimelineRead(timeline=TIMELINE if question.request_id == "r-1" else None)
 
 
-async def run(gateways: Gateways, *arguments: str) -> CompletedProcess[str]:
-    environ = {"HEARTH_NATS_URL": gateways.server.url("observer-1")}
+async def run(
+    gateways: Gateways, *arguments: str, credential: str = "observer-1"
+) -> CompletedProcess[str]:
+    environ = {"HEARTH_NATS_URL": gateways.server.url(credential)}
     return await asyncio.to_thread(call_hearth, ("trace", *arguments), environ)
 
 
@@ -111,6 +118,14 @@ async def test_trace_prints_the_timeline(gateways: Gateways) -> None:
     found = await run(gateways, "r-2")
     assert found.returncode == 1
     assert "no gateway knows the request 'r-2'" in found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("credential", ["gateway-2", "client-1"])
+async def test_credential_without_permission_is_named(gateways: Gateways, credential: str) -> None:
+    found = await run(gateways, "r-1", credential=credential)
+    assert found.returncode == 2
+    assert f"credential {credential} may not read timelines: use one of an obs" in found.stderr
+    assert "no reply" not in found.stderr
 
 
 def test_table_has_workers_bytes_and_late_masks() -> None:
