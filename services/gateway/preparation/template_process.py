@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from services.gateway.preparation.recently_used import RecentlyUsed
-from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.chat_template import NO_TEMPLATE, ChatTemplate, LiteralText
 from services.gateway.text.lone_surrogates import without_lone_surrogates
 from services.gateway.text.named_model import named_model
 from services.gateway.text.process_jobs import (
@@ -205,7 +205,7 @@ def _failed(job: Job | JobRejected, error: BaseException) -> JobRejected:
 
 def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
     if template is None:
-        return JobRejected("this model has no chat template")
+        return JobRejected(NO_TEMPLATE)
     given = template_values(job)
     try:
         parts = template.render(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.preparation.preparation_pool import PreparationPool
-from services.gateway.text.chat_template import LiteralText
+from services.gateway.text.chat_template import NO_TEMPLATE, LiteralText
 from services.gateway.text.process_jobs import (
     NO_MODEL,
     BodyJob,
@@ -64,7 +64,7 @@ class Renderer:
         memory, Overloaded if the tenant's turn does not come, and NoCapacity.
         """
         if self._setup.template is None:
-            raise InvalidRequest("this model has no chat template", param="messages")
+            raise InvalidRequest(NO_TEMPLATE, param="messages")
         job = render_job(messages, tools, add_generation_prompt, variables)
         reply = await self._pool.run(tenant_id, self._setup, job)
         _check(reply)

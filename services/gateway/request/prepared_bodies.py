@@ -29,7 +29,7 @@ from services.gateway.request.prompt import (
     encoded_prompt,
     naming_field_of,
 )
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import NO_TEMPLATE, ChatTemplate
 from services.gateway.text.lone_surrogates import without_lone_surrogates
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody, TokenizedPrompt
@@ -122,7 +122,7 @@ def _rendered(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
     if not isinstance(prompt, ChatPrompt):
         return prompt
     if template is None:
-        raise InvalidRequest("this model has no chat template", param=prompt.param)
+        raise InvalidRequest(NO_TEMPLATE, param=prompt.param)
     with naming_field_of(prompt):
         parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
     return msgspec.structs.replace(prompt, parts=tuple(parts))

@@ -44,6 +44,9 @@ from shared.transport.wire_errors import one_line
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 MAX_REASON_CHARS = 500
+NO_TEMPLATE = (
+    "this model has no chat template: use /v1/completions, or give it one with --chat-template FILE"
+)
 _REFERENCE = re.compile(f"{_OPEN}[0-9]+{_CLOSE}")
 
 # A template that compares a content with none expects none beside calls; others expect a text.

@@ -15,7 +15,7 @@ from services.gateway.models.model_names import ModelNames
 from services.gateway.request.prepared_bodies import is_small
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.prompt import ChatPrompt
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import NO_TEMPLATE, ChatTemplate
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
@@ -66,7 +66,7 @@ def count_large(
     body: PromptFields = COUNT_FIELDS.decode(job.body)
     prompt = _prompt_of(body)
     if template is None:
-        raise InvalidRequest("this model has no chat template", param="messages")
+        raise InvalidRequest(NO_TEMPLATE, param="messages")
     parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
     count = TokenCount(len(tokenizer.encode(parts)))
     return PreparedBody(msgspec.json.encode(count), [])

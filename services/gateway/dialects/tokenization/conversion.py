@@ -10,7 +10,7 @@ from services.gateway.dialects.tokenization.bodies import (
     check_tokenize,
     prompt_of,
 )
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import NO_TEMPLATE, ChatTemplate
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
@@ -56,7 +56,7 @@ def encoded_body(
         add = body.add_special_tokens is not False
         return tokenizer.encode_text(body.prompt or "", add_special_tokens=add)
     if template is None:
-        raise InvalidRequest("this model has no chat template", param="messages")
+        raise InvalidRequest(NO_TEMPLATE, param="messages")
     prompt = prompt_of(body)
     parts = template.render(
         prompt.messages,

@@ -23,6 +23,7 @@ from services.cli.cluster.chat import (
     run_chat,
 )
 from services.client.local_tools import find_tools
+from services.gateway.text.chat_template import NO_TEMPLATE
 from shared.errors import ConfigError, HearthError
 
 TEXT = {"content": "It is noon."}
@@ -38,6 +39,8 @@ def call(name: str, *arguments: str) -> list[dict[str, Any]]:
 class Gateway:
     """Answers each request with the next of `answers`, each a list of deltas."""
 
+    has_template = True
+
     def __init__(self, *answers: list[dict[str, Any]]) -> None:
         self.bodies: list[dict[str, Any]] = []
         self._answers = iter(answers)
@@ -46,6 +49,8 @@ class Gateway:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "base"}, {"id": "demo"}]})
         self.bodies.append(json.loads(request.content))
+        if not self.has_template:
+            return httpx.Response(400, json={"error": {"message": NO_TEMPLATE}})
         bodies = [{"choices": [{"index": 0, "delta": each}]} for each in next(self._answers)]
         events = [f"data: {json.dumps(each)}\n\n" for each in bodies]
         return httpx.Response(200, text="".join([*events, "data: [DONE]\n\n"]))
@@ -151,6 +156,12 @@ def test_system_prompt_begins_each_conversation(run: Any) -> None:
     gateway = run([TEXT], [TEXT], [TEXT], lines="a\nb\n/new\nc\n", system="Be brief.")
     roles = [[each["role"][0] for each in body["messages"]] for body in gateway.bodies]
     assert roles == [["s", "u"], ["s", "u", "a", "u"], ["s", "u"]]
+
+
+def test_base_model_is_named_with_what_to_do(run: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Gateway, "has_template", False)
+    with pytest.raises(HearthError, match=r"no chat template: use /v1/completions, or .* FILE"):
+        run(question="?")
 
 
 def test_model_that_is_not_served_is_named(run: Any) -> None:
