@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import AsyncIterator
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 
 import httpx
 import msgspec
 
 from services.cli.doctor.check import Check
-from services.cli.doctor.processes import processes_checks
+from services.cli.doctor.processes import processes_checks, restarts_check
 from services.local.credentials import process_id_for
+from services.local.processes.supervision_log import recent_restarts
 from shared.clock import MonotonicClock
 from shared.errors import HearthError
 from shared.nats_urls import without_password
@@ -27,11 +29,12 @@ GATEWAY_ADVICE = "`hearth status` and `hearth logs gateway-1 --level warning` sh
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """The URLs of a cluster; empty: none is known."""
+    """The URLs of a cluster; empty: none is known. `logs`: the folder of a local one's logs."""
 
     nats_url: str = ""
     redis_url: str = ""
     gateway_url: str = ""
+    logs: Path | None = None
 
 
 async def check_cluster(addresses: Addresses) -> AsyncIterator[Check]:
@@ -52,6 +55,10 @@ async def check_cluster(addresses: Addresses) -> AsyncIterator[Check]:
         for each in await processes_checks(
             addresses.nats_url, timeout_s=TIMEOUT_S, has_gateway=has_gateway
         ):
+            yield each
+    if addresses.logs is not None:
+        wall_s = time.time()
+        for each in restarts_check(recent_restarts(addresses.logs, wall_s), wall_s):
             yield each
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from services.cli.doctor.check import Check
 from services.cli.fleet.fleet_poll import open_poll
+from services.cli.fleet.recent_faults import rejections_text, restarts_text
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
+from services.local.processes.supervision_log import Restarts
 from shared.clock import MonotonicClock
 from shared.errors import HearthError
 from shared.fleet.fleet_view import ProcessView
-from shared.fleet.read_fleet import ServerView
+from shared.fleet.read_fleet import Rejection, ServerView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 
 FIRST_BEAT_TIMEOUT_S = 3.0
@@ -24,6 +26,10 @@ ADVICE = {
     "stuck": f"Its engine makes no step. After a look at its log, {RESTART}",
     "doubled": "Two processes have this id: end one of them.",
 }
+REJECTED_ADVICE = (
+    "`hearth status` shows the gateways; codes: services/gateway/dialects/API.md#errors-by-code."
+)
+RESTARTED_ADVICE = "`hearth logs up` shows how each ended, `hearth logs PROCESS` what it did."
 SERVER_ADVICE = "The gateway cannot use it: see its log and the address that the gateway has."
 
 
@@ -55,6 +61,7 @@ def report_checks(report: FleetReport, wall_s: float, *, has_gateway: bool) -> I
         yield Check("processes", "ok", f"{len(report.rows)}, none is lost")
     for name, server in (("Redis", report.redis), ("NATS", report.nats)):
         yield from _server_checks(report.gateway_id, name, server, wall_s)
+    yield from _rejected_check(report.rejected)
     if report.unready and not has_gateway:
         text = f"{report.gateway_id} is not ready: {report.unready}"
         yield Check("gateway", "fail", text, f"`hearth logs {report.gateway_id}` shows more.")
@@ -65,6 +72,19 @@ def _lost_check(row: ProcessView, wall_s: float) -> Check:
     text = f"{row.process_id} is lost ({row.state}){f' since {when}' if when else ''}"
     advice = ADVICE.get(row.state, RESTART.capitalize())
     return Check("processes", "fail", text, f"{advice} Its log: `hearth logs {row.process_id}`.")
+
+
+def restarts_check(restarts: Sequence[Restarts], wall_s: float) -> Iterator[Check]:
+    """Yields one check if processes of a local cluster were started again within the last hour."""
+    if restarts:
+        text = f"within the last hour: {restarts_text(restarts, wall_s)}"
+        yield Check("restarts", "warn", text, RESTARTED_ADVICE)
+
+
+def _rejected_check(rejected: Sequence[Rejection]) -> Iterator[Check]:
+    if rejected:
+        text = f"rejected within 15 minutes: {rejections_text(rejected)}"
+        yield Check("requests", "warn", text, REJECTED_ADVICE)
 
 
 def _server_checks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.padding import Padding
@@ -58,9 +59,9 @@ async def _of_cluster(addresses: Addresses) -> list[Check]:
     return [each async for each in check_cluster(addresses)]
 
 
-def _local_cluster() -> LocalClusterState | None:
+def _local_cluster() -> tuple[Path, LocalClusterState] | None:
     try:
-        return running_cluster(clusters_dir())[1]
+        return running_cluster(clusters_dir())
     except ConfigError:
         return None
 
@@ -73,7 +74,10 @@ def _starting_cluster() -> StartingCluster | None:
 
 
 def _addresses(
-    own: LocalClusterState | None, nats_url: str | None, redis_url: str | None, url: str | None
+    own: tuple[Path, LocalClusterState] | None,
+    nats_url: str | None,
+    redis_url: str | None,
+    url: str | None,
 ) -> Addresses:
     """Returns the given URLs; if there are none, those of the local cluster. Raises ConfigError."""
     problems = [*url_problems("redis_url", redis_url, schemes=REDIS_SCHEMES)] if redis_url else []
@@ -84,13 +88,17 @@ def _addresses(
         nats_servers(nats_url)
     if (nats_url, redis_url, url) != (None, None, None) or own is None:
         return Addresses(nats_url or "", redis_url or "", (url or "").rstrip("/"))
-    return Addresses(own.nats_url_of("observer") or "", own.redis_url, own.url)
+    folder, state = own
+    nats_url = state.nats_url_of("observer") or ""
+    return Addresses(nats_url, state.redis_url, state.url, logs=folder / "logs")
 
 
-def _ports(own: LocalClusterState | None, starting: StartingCluster | None) -> frozenset[int]:
+def _ports(
+    own: tuple[Path, LocalClusterState] | None, starting: StartingCluster | None
+) -> frozenset[int]:
     """Returns the ports of this user's cluster, also of one that is starting."""
     if own is not None:
-        return frozenset(filter(None, (urlsplit(own.url).port, own.nats_port)))
+        return frozenset(filter(None, (urlsplit(own[1].url).port, own[1].nats_port)))
     port = None if starting is None else urlsplit(starting.start.url).port
     return frozenset() if port is None else frozenset({port})
 

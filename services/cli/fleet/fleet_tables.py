@@ -11,10 +11,10 @@ from rich.text import Text
 from services.cli.fleet.demand_table import table_of_demands
 from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
+from services.cli.fleet.recent_faults import restarts_text
 from services.cli.fleet.rejection_table import capacity_note, table_of_rejections
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
-from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import ProcessView
 from shared.fleet.read_fleet import RecentFigures, ServerView
 
@@ -40,7 +40,9 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
     if report.rejected:
         shown.append(table_of_rejections(report.rejected, width, wall_s))
     if report.restarts:
-        shown.append(Text(_restarts(report.restarts, wall_s), style="yellow"))
+        restarted = restarts_text(report.restarts, wall_s)
+        text = f"restarted within the last hour: {restarted}; see `hearth logs up`"
+        shown.append(Text(text, style="yellow"))
     if report.demands:
         shown.append(table_of_demands(report.demands, width))
     if report.hosts:
@@ -59,15 +61,6 @@ def _figures(recent: RecentFigures) -> str:
     if recent.ttft_p50_s is None or recent.ttft_p99_s is None:
         return rate
     return f"{rate}, TTFT {_duration(recent.ttft_p50_s)}, p99 {_duration(recent.ttft_p99_s)}"
-
-
-def _restarts(restarts: Sequence[Restarts], wall_s: float) -> str:
-    """Returns the processes with the number and the last time of their restarts."""
-    shown = (
-        f"{each.process_id} ({each.number}, last {since(wall_s - each.last_at, wall_s)})"
-        for each in restarts
-    )
-    return f"restarted within the last hour: {', '.join(shown)}; see `hearth logs up`"
 
 
 def _duration(seconds: float) -> str:

@@ -11,7 +11,14 @@ import httpx
 import pytest
 
 from services.cli.doctor.check import GIB, Check
-from services.cli.doctor.cluster import gateway_checks, nats_check, redis_check, skew_check
+from services.cli.doctor.cluster import (
+    Addresses,
+    check_cluster,
+    gateway_checks,
+    nats_check,
+    redis_check,
+    skew_check,
+)
 from services.cli.doctor.machine import (
     cpu_check,
     descriptor_check,
@@ -27,8 +34,9 @@ from services.cli.doctor.software import (
     server_check,
 )
 from services.cli.fleet.report import FleetReport
+from services.local.processes.supervision_log import RESTARTING, SupervisionLog
 from shared.fleet.fleet_view import ProcessView
-from shared.fleet.read_fleet import ServerView
+from shared.fleet.read_fleet import Rejection, ServerView
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer, RedisServer
 
@@ -154,6 +162,26 @@ def test_lost_processes_and_servers_are_failures() -> None:
     assert checks == [("processes", "ok"), ("Redis", "fail"), ("gateway", "fail")]
     (unknown,) = report_checks(FleetReport(rows=rows[1:]), 3661, has_gateway=True)
     assert unknown.level == "warn"
+
+
+def test_rejected_requests_are_a_warning_with_their_codes() -> None:
+    rejected = [
+        Rejection(gateway_id=gateway, code=code, count=count, at=0.0)
+        for gateway, code, count in (("g-1", "a", 2), ("g-1", "b", 3), ("g-2", "a", 1500))
+    ]
+    report = FleetReport(rows=[], gateway_id="g-1", rejected=rejected)
+    found = [each for each in report_checks(report, 0.0, has_gateway=True) if each.level == "warn"]
+    (check,) = found
+    assert check.text == "rejected within 15 minutes: 1,502 a, 3 b"
+    assert "hearth status" in check.advice
+
+
+async def test_restarts_of_the_local_cluster_are_a_warning(tmp_path: Path) -> None:
+    SupervisionLog(tmp_path).write(RESTARTING, child="decode-1")
+    (check,) = [each async for each in check_cluster(Addresses(logs=tmp_path))]
+    assert (check.name, check.level) == ("restarts", "warn")
+    assert "within the last hour: decode-1 (1, last " in check.text
+    assert "hearth logs up" in check.advice
 
 
 def test_command_prints_all_checks_and_fails_with_one(tmp_path: Path) -> None:
