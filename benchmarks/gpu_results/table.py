@@ -30,8 +30,8 @@ LOADS = {
     "commit": "commit",
 }
 CASE = ("part", "case", "context", "mode")  # columns that tell cases apart
-SUMMED = "decode, batch {}"  # cases of the part `graph_step`
-SUMMED_BATCHES = (1, 64)
+STEP, SUMMED_BATCHES = "decode, batch {}", (1, 64)  # cases of the parts `8b_fast`, `8b_exact`
+LOAD, SUMMED_USERS = "both, {} at a time", (1, 16)  # cases of the part `serve`
 TABLES = {"of_roofline": STEPS, "ttft_p50_ms": LOADS}  # by the column that its rows have
 
 
@@ -44,33 +44,49 @@ def gpu_tables(results: Path = ROOT / RESULTS) -> str:
 
 
 def gpu_summary(results: Path = ROOT / RESULTS) -> list[str]:
-    """Returns the rows of README.md: decode on each card, of the newest run that has it."""
-    found = {run.card: line for run in stored_runs(results) if (line := _summary(run))}
-    return [found[card] for card in sorted(found)]
+    """Returns the rows of README.md: decode and a cluster on each card, by the newest rows."""
+    runs = stored_runs(results)
+    found = []
+    for card in sorted({run.card for run in runs}):
+        rows = {
+            (row["part"], row["case"]): row
+            for run in runs
+            for row in run.rows
+            if run.card == card and "case" in row
+        }
+        found += [*_steps(card, rows), *_loads(card, rows)]
+    return found
 
 
-def _summary(run: Run) -> str:
-    modes = [text for mode in ("fast", "exact") if (text := _steps(run, mode))]
-    if not modes:
-        return ""
-    what = f"8B decode step in a CUDA graph, {run.card.upper()}"
+Rows = dict[tuple[str, str], Row]
+
+
+def _steps(card: str, rows: Rows) -> list[str]:
+    """Returns the line of a worker's decode steps; none unless all were measured."""
+    modes = []
+    for mode in ("fast", "exact"):
+        steps = [rows.get((f"8b_{mode}", STEP.format(batch)), {}) for batch in SUMMED_BATCHES]
+        if not all("measured_ms" in row for row in steps):
+            return []
+        times = " and ".join(f"{row['measured_ms']:.1f}" for row in steps)
+        modes.append(f"{mode} {times} ms")
     batches = " and ".join(map(str, SUMMED_BATCHES))
+    what = f"Decode step of an 8B worker, dummy weights, {card.upper()}"
     measured = f"batch {batches}: {', '.join(modes)}"
-    return f"| {what} | {measured} | `scripts/gpu_kit OUT --call a` |"
+    return [f"| {what} | {measured} | `scripts/gpu_kit OUT --call b` |"]
 
 
-def _steps(run: Run, mode: str) -> str:
-    """Returns the times in a mode; empty if one was not measured."""
-    rows = {
-        row["case"]: row
-        for row in run.rows
-        if row["part"] == "graph_step" and row.get("mode") == mode and "measured_ms" in row
-    }
-    cases = [SUMMED.format(batch) for batch in SUMMED_BATCHES]
-    if not rows.keys() >= set(cases):
-        return ""
-    times = [f"{rows[case]['measured_ms']:.1f}" for case in cases]
-    return f"{mode} {' and '.join(times)} ms"
+def _loads(card: str, rows: Rows) -> list[str]:
+    """Returns the line of a cluster; none unless all loads were measured."""
+    loads = [rows.get(("serve", LOAD.format(users)), {}) for users in SUMMED_USERS]
+    if not all("tokens_per_s" in row for row in loads):
+        return []
+    alone, busy = (
+        f"TTFT {row['ttft_p50_ms']:.0f} ms, {row['tokens_per_s']:,.0f} tokens/s" for row in loads
+    )
+    what = f"The same over HTTP, {loads[0]['prompt_tokens']:,.0f}-token prompts"
+    measured = f"alone {alone}; {SUMMED_USERS[1]} clients {busy}"
+    return [f"| {what} | {measured} | `scripts/gpu_kit OUT --call d` |"]
 
 
 def _tables(runs: list[Run]) -> str:

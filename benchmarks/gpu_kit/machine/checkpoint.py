@@ -1,4 +1,4 @@
-"""A start with weights in files: a few layers of the 8B shape, read from the page cache.
+"""A start with weights in files: a few layers of the 8B shape, read from memory.
 
 `load_weights_s` is the time of the reads and copies to the device, beside which kernels are
 compiled; the rest of `seconds` is mostly the digest of the files and the first step.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LAYERS = {"device": 8, "dry": 1, "compile": 2}
 VOCAB = 2048  # the head and the embeddings are a small part, as of all layers
 LAYERS_OF_FILE = 2
+MEMORY = Path("/dev/shm")  # as fast as the page cache; a disk may take longer to write
 WEIGHT_SCALE = 0.02
 
 
@@ -30,7 +31,7 @@ def run(session: Session) -> None:
     layers = LAYERS[session.mode]
     config = session.shapes.config | {"num_hidden_layers": layers, "vocab_size": VOCAB}
     config["eos_token_id"] = 2
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config))
         num_bytes = 0 if session.mode == "compile" else write(session, folder, config)

@@ -277,21 +277,34 @@ after
     assert (root / "benchmarks" / "README.md").read_text() == expected
 
 
-def test_front_page_has_the_steps_of_the_newest_run_with_them(root: Path, tmp_path: Path) -> None:
-    """Of each card; a run of other parts changes nothing."""
+def test_front_page_has_the_newest_figures_of_each_case(root: Path, tmp_path: Path) -> None:
+    """Of each card, though a run has only some of them."""
     steps = [
-        {"part": "graph_step", "mode": mode, "case": f"decode, batch {batch}", "measured_ms": took}
+        {"part": f"8b_{mode}", "mode": mode, "case": f"decode, batch {batch}", "measured_ms": took}
         for mode, batch, took in (
-            *(("fast", 1, 4.78), ("fast", 64, 9.64)),
-            *(("exact", 1, 5.54), ("exact", 64, 9.96)),
+            *(("fast", 1, 39.18), ("fast", 64, 9.99)),
+            *(("exact", 1, 6.03), ("exact", 64, 10.51)),
         )
     ]
-    for commit, hour, rows in (("1111111", "09", steps), ("2222222", "10", steps[:1])):
+    newer = [
+        {"part": "8b_fast", "mode": "fast", "case": "decode, batch 1", "measured_ms": 5.22},
+        *(
+            {
+                **{"part": "serve", "case": f"both, {users} at a time", "prompt_tokens": 1006.1},
+                **{"ttft_p50_ms": ttft, "tokens_per_s": rate},
+            }
+            for users, ttft, rate in ((1, 41.4, 158.5), (16, 133.7, 1257.5))
+        ),
+    ]
+    for commit, hour, rows in (("1111111", "09", steps), ("2222222", "10", newer)):
         folder = left_by_kit(tmp_path / commit, rows, commit=commit, date=f"2026-12-02T{hour}")
         add_run(folder, root=root)
-    (line,) = table.gpu_summary(root / "benchmarks" / "results" / "gpu")
-    assert "H100-80GB-HBM3" in line
-    assert "| batch 1 and 64: fast 4.8 and 9.6 ms, exact 5.5 and 10.0 ms |" in line
+    decode, cluster = table.gpu_summary(root / "benchmarks" / "results" / "gpu")
+    assert "H100-80GB-HBM3" in decode
+    assert "| batch 1 and 64: fast 5.2 and 10.0 ms, exact 6.0 and 10.5 ms |" in decode
+    assert "1,006-token prompts" in cluster
+    wanted = "alone TTFT 41 ms, 158 tokens/s; 16 clients TTFT 134 ms, 1,258 tokens/s"
+    assert f"| {wanted} |" in cluster
 
 
 def test_cards_have_short_names() -> None:
