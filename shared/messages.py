@@ -747,6 +747,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
     model_context_tokens: NumTokens | None = None
     numerics: Numerics
     features: FeatureNames = ()  # features that requests may need of this worker
+    step_launch: Name | msgspec.UnsetType = msgspec.UNSET  # a GPU's: see Executor
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import msgspec
 import structlog
 
 from services.decode.service import DecodeService
@@ -252,6 +253,7 @@ def _served(
         model_context_tokens=engine.model_context_tokens,
         numerics=executor.numerics,
         features=features,
+        step_launch=executor.step_launch or msgspec.UNSET,
     )
     return EngineModel(
         card=card, eos_token_ids=frozenset(executor.eos_token_ids), has_head=executor.has_head

@@ -46,6 +46,8 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     model: str = ""
     revision: str = ""
     device: str = ""  # instruction set or architecture that the kernels use
+    mode: str = ""  # that of its numerics
+    step_launch: str = ""  # of a GPU's decode steps: graphs or plain
     kv_bytes: int | None = None  # size of the KV cache
     num_running: int | None = None
     num_waiting: int | None = None
@@ -258,6 +260,8 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
             view,
             revision=heartbeat.model.revision[:12],
             device=heartbeat.model.numerics.device,
+            mode=heartbeat.model.numerics.mode,
+            step_launch=heartbeat.model.step_launch or "",
         )
     if heartbeat.index is not None:
         return msgspec.structs.replace(

@@ -29,6 +29,8 @@ def _fields(node: inspect.Type, indent: str, above: tuple[type, ...]) -> Iterato
 
 
 def _default(field: inspect.Field) -> str:
+    if field.default_factory is field.default:  # msgspec.UNSET
+        return "omitted"
     value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
     return repr(msgspec.to_builtins(value, builtin_types=(bytes,), str_keys=False))
 

@@ -97,6 +97,7 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("hits", _hits, 8, is_number=True),
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 12, is_number=True),
+        Column("steps", _steps, 4),
         Column("state", lambda row: _state(row, wall_s)),
     ]
     return fitted_table(columns, rows, width, style=_style)
@@ -156,6 +157,11 @@ def _hits(row: ProcessView) -> str:
 
 def _failed_steps(row: ProcessView) -> str:
     return _count(row.num_failed_steps)
+
+
+def _steps(row: ProcessView) -> str:
+    """Returns the mode of a GPU's steps, and how those of decode are launched."""
+    return f"{row.mode}, {row.step_launch}" if row.step_launch else ""
 
 
 def _imbalance(row: ProcessView) -> str:

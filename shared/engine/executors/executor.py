@@ -5,7 +5,7 @@ The loop submits steps in order, at most `depth` before the oldest one is answer
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.step import StepOutput
 from shared.kv_layout import KvLayout
 from shared.numerics import Numerics
+
+StepLaunch = Literal["", "graphs", "plain"]
 
 
 class Executor(Protocol):
@@ -32,6 +34,11 @@ class Executor(Protocol):
     eos_token_ids: tuple[int, ...]
     has_head: bool  # False: the model gives embeddings only
     revision: str
+
+    @property
+    def step_launch(self) -> StepLaunch:
+        """How decode steps are launched: by CUDA graphs, or plain; empty: not on CUDA."""
+        ...
 
     @property
     def has_ended(self) -> bool:

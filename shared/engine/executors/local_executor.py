@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shared.clock import MonotonicClock
 from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.plan_builder import PlanBuilder
@@ -88,6 +89,10 @@ class LocalExecutor:
     @property
     def weights(self) -> WeightsReport:
         return weights_report(self.computer.model)
+
+    @property
+    def step_launch(self) -> StepLaunch:
+        return ""
 
     @property
     def step_extension_s(self) -> float:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
 from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
@@ -69,6 +70,7 @@ class TimingExecutor:
     """An `Executor`, and the `KvMemory` of the whole cache."""
 
     has_ended = False
+    step_launch: StepLaunch = ""
     is_elastic = True
     step_extension_s = 0.0
     eos_token_ids: tuple[int, ...] = ()

@@ -42,6 +42,7 @@ class Play:
         self.now = 50.0
         self.number = 0
         self.load = WorkerLoad(step=0, step_budget_s=0.1)
+        self.card = CARD
 
     def send_heartbeat(
         self, process_id: str, role: Role, *, epoch: int = 1, state: ProcessState = "ready"
@@ -56,7 +57,7 @@ class Play:
             interval_s=HEARTBEAT_INTERVAL_S,
             region="west" if is_worker else "",
             load=self.load if is_worker else None,
-            model=CARD if is_worker else None,
+            model=self.card if is_worker else None,
         )
         self.view.observe(heartbeat, self.now)
 
@@ -218,6 +219,15 @@ def test_imbalance_of_experts_is_shown() -> None:
         shown = printed(play.view)
         assert ("experts" in shown) == (cell is not None)  # no empty column
     assert "2.47 x" in shown
+
+
+def test_mode_and_launch_of_steps_on_gpus_are_shown() -> None:
+    for launch, shown in ((msgspec.UNSET, False), ("graphs", True)):
+        play = Play()
+        play.card = model_card(step_launch=launch)
+        play.send_heartbeat("decode-1", "decode")
+        assert ("exact, graphs" in printed(play.view)) == shown
+        assert b"step_launch" not in msgspec.msgpack.encode(model_card())
 
 
 def test_counts_of_unequal_numerics_are_shown_beside_their_gateway() -> None:

@@ -22,6 +22,7 @@ from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.idle_captures import IdleCaptures
 from shared.engine.executors.cuda.meta_model import META
 from shared.engine.executors.cuda.page_lock import CudaPageLock
+from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.kv_scales import load_kv_scales
 from shared.engine.executors.loading.kv_sizing import num_blocks_for, num_blocks_in
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
@@ -91,6 +92,10 @@ class CudaExecutor(LocalExecutor):
     async def close(self) -> None:
         await self._captures.stop()
         await super().close()
+
+    @property
+    def step_launch(self) -> StepLaunch:
+        return "plain" if self.computer.graphs is None else "graphs"
 
     @classmethod
     def load(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.group.group_steps import GroupSteps
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.executors.group.messages import (
@@ -54,6 +55,7 @@ class GroupExecutor:
     """
 
     is_elastic = True
+    step_launch: StepLaunch = ""  # ranks compute on CPUs
     step_extension_s = 0.0
 
     def __init__(

@@ -117,6 +117,7 @@ def test_tokens_are_those_of_eager_steps(family: str, tmp_path: Path) -> None:
     graphs = graphs_of(graphed)
     assert graphs.num_replayed > graphs.num_eager > 0
     assert plain.computer.graphs is None
+    assert (plain.step_launch, graphed.step_launch) == ("plain", "graphs")
 
 
 @pytest.fixture
