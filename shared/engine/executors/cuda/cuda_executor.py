@@ -16,7 +16,7 @@ from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.copy_stream import CopyStream
 from shared.engine.executors.cuda.cuda_device import CudaDevice
-from shared.engine.executors.cuda.decode_graphs import CudaGraphs
+from shared.engine.executors.cuda.decode_graphs import CudaGraphs, beside_graphs, max_graphs_in
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
 from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.idle_captures import IdleCaptures
@@ -133,6 +133,7 @@ class CudaExecutor(LocalExecutor):
             num_positions=num_positions,
             weights_on=META if is_compressed else target,
         )
+        has_graphs = options.executor == "auto" and target.type == "cuda"
         is_read = options.load_format != "dummy"  # "dummy" reads no files
         # a bundle is decoded in memory of its own
         is_staged = is_read and not is_bundle(model_dir)
@@ -177,13 +178,15 @@ class CudaExecutor(LocalExecutor):
         )
         run_largest_step(computer, options)
         if num_blocks is None:
-            num_blocks = num_blocks_in(device.memory(), kv_layout)
+            report = device.memory()
+            num_blocks = num_blocks_in(beside_graphs(report) if has_graphs else report, kv_layout)
         # Kernels of the weights' final forms and for the strides of the whole cache are included.
         compile_kernels(StepKernels(model, kv_layout, num_blocks, options))
         num_held = 0 if options.is_parked else num_blocks
         computer.kv_cache = allocate_kv_cache(kv_layout, num_held, target)
-        if options.executor == "auto" and target.type == "cuda":
-            computer.use_graphs(CudaGraphs(target), max_rows=options.max_sequences)
+        if has_graphs:
+            most = max_graphs_in(device.memory().total)
+            computer.use_graphs(CudaGraphs(target), max_rows=options.max_sequences, max_graphs=most)
         return cls(
             computer,
             device,

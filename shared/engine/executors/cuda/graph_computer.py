@@ -13,7 +13,7 @@ class GraphComputer(StepComputer):
 
     graphs: DecodeGraphs | None = None
 
-    def use_graphs(self, device: GraphDevice, *, max_rows: int) -> None:
+    def use_graphs(self, device: GraphDevice, *, max_rows: int, max_graphs: int) -> None:
         """Captures the first graphs, if there is a KV cache."""
         self._check_thread()
         self.graphs = DecodeGraphs(
@@ -21,6 +21,7 @@ class GraphComputer(StepComputer):
             max_rows=max_rows,
             max_tokens=len(self.model.cos),
             has_experts=self.model.config.has_experts,
+            max_graphs=max_graphs,
         )
         if self.kv_cache.numel():
             self.graphs.capture_first()

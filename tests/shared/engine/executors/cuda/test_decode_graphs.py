@@ -17,12 +17,16 @@ from torch import Tensor
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.cuda.decode_graphs import (
+    GRAPH_BYTES,
     MAX_TOKENS,
     DecodeGraphs,
+    beside_graphs,
+    max_graphs_in,
     row_counts,
     table_widths,
 )
 from shared.engine.executors.cuda.idle_captures import IdleCaptures
+from shared.engine.executors.loading.kv_sizing import MemoryReport
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.models.device_step import DeviceStepOutput
@@ -77,13 +81,15 @@ class Replays:
         return replay, output
 
 
-def load(folder: Path, graphs: Replays | None = None, **options: object) -> CudaExecutor:
+def load(
+    folder: Path, graphs: Replays | None = None, *, max_graphs: int = 64, **options: object
+) -> CudaExecutor:
     device = CudaDevice(INDEX, torch.device("cpu"), FakeDriver(), lambda _: None)
     given = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_batch_tokens": 64} | options
     chosen = LoadOptions(**given, max_sequences=16)  # type: ignore[arg-type]
     executor = CudaExecutor.load(folder, chosen, device)
     if graphs is not None:
-        executor.computer.use_graphs(graphs, max_rows=16)
+        executor.computer.use_graphs(graphs, max_rows=16, max_graphs=max_graphs)
     return executor
 
 
@@ -142,6 +148,25 @@ def test_other_shapes_are_captured_at_their_second_step(llama: Path) -> None:
     assert 0 < device.num_captured - 8 == graphs_of(executor).num_eager
 
 
+def test_least_recently_used_graph_gives_way(llama: Path) -> None:
+    device = Replays()
+    executor = load(llama, device, max_graphs=8)
+    graphs = graphs_of(executor)
+    assert not graphs.has_next()
+    wanted = generated(llama, load(llama), SAMPLINGS["on the host"])
+    for _ in range(2):
+        assert generated(llama, executor, SAMPLINGS["on the host"]) == wanted
+    assert device.num_captured > 8 == len(graphs._graphs)
+
+
+def test_memory_for_graphs_is_not_for_kv() -> None:
+    report = MemoryReport(free=60 << 30, total=80 << 30)
+    most = max_graphs_in(report.total)
+    assert most == 91
+    assert beside_graphs(report) == MemoryReport(report.free - most * GRAPH_BYTES, report.total)
+    assert max_graphs_in(1 << 30) == 8
+
+
 def test_another_kv_cache_gets_other_graphs(llama: Path) -> None:
     device = Replays()
     executor = load(llama, device)
@@ -186,7 +211,7 @@ def test_padding_reads_and_stores_nothing(llama: Path) -> None:
     """The first graphs are captured with rows of padding alone."""
     executor = load(llama)
     before = executor.computer.kv_cache.clone()
-    executor.computer.use_graphs(Replays(), max_rows=16)
+    executor.computer.use_graphs(Replays(), max_rows=16, max_graphs=64)
     assert np.array_equal(executor.computer.kv_cache.numpy(), before.numpy())
 
 
