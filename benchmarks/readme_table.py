@@ -315,8 +315,8 @@ def _worst_pause(found: dict[str, Any]) -> str:
     lost, altered = (sum(row[name] for row in rows) for name in ("lost", "altered"))
     decode = {row["fault"]: row["pause_s"] for row in rows if row["process"] == "decode-1"}
     return (
-        f"{decode['kill']:.2f} s, {decode['freeze']:.2f} s; of any process {pause:.2f} s, without "
-        f"recomputation; {streams:,} streams, {faults} faults, {lost} lost, {altered} altered"
+        f"{decode['kill']:.2f} s, {decode['freeze']:.2f} s; of any process {pause:.2f} s, beyond "
+        f"outage and recomputation; {streams:,} streams, {faults} faults, {lost} lost, {altered} altered"
     )
 
 
