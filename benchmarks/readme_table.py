@@ -316,7 +316,8 @@ def _worst_pause(found: dict[str, Any]) -> str:
     decode = {row["fault"]: row["pause_s"] for row in rows if row["process"] == "decode-1"}
     return (
         f"{decode['kill']:.2f} s, {decode['freeze']:.2f} s; of any process {pause:.2f} s, beyond "
-        f"outage and recomputation; {streams:,} streams, {faults} faults, {lost} lost, {altered} altered"
+        f"outage and recomputation; {streams:,} streams, {faults} faults, {lost} lost, {altered} "
+        "altered"
     )
 
 
