@@ -6,8 +6,12 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 
+import structlog
+
 from shared.background import Background
 from shared.clock import MonotonicClock
+
+log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5  # time without a step after which captures begin; each takes some 0.1 s
 
@@ -27,14 +31,20 @@ class IdleCaptures:
         self._clock = MonotonicClock()
         self._ended_at = -math.inf  # of the last step; infinity while one runs
         self._background = Background()
+        self._has_failed = False
 
     def begin_step(self) -> None:
         self._ended_at = math.inf
 
     def end_step(self) -> None:
         self._ended_at = self._clock.now()
-        if not len(self._background) and self._has_next():
-            self._background.start_own(self._run())
+        if not (len(self._background) or self._has_failed) and self._has_next():
+            self._background.start_item(self._run(), self._fail)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the captures alone: steps run without them."""
+        log.error("idle_captures_failed", exc_info=error)
+        self._has_failed = True
 
     async def stop(self) -> None:
         await self._background.stop()

@@ -246,3 +246,18 @@ async def test_nothing_is_captured_while_a_step_runs() -> None:
     captures.end_step()
     await captures._background.idle()
     assert not left
+
+
+async def test_captures_that_fail_end_alone() -> None:
+    async def capture() -> None:
+        raise ValueError("a bug")
+
+    captures = IdleCaptures(lambda: True, capture, idle_s=0.0)
+    with capture_logs() as logs:
+        captures.begin_step()
+        captures.end_step()
+        await captures._background.idle()
+    assert "idle_captures_failed" in [each["event"] for each in logs]
+    captures.begin_step()
+    captures.end_step()
+    assert len(captures._background) == 0
