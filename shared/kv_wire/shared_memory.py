@@ -139,6 +139,7 @@ class SharedMemoryReception:
         self._page_lock = page_lock
         self._private = [memoryview(b"")] * num_slots
         self._held_slots: set[int] = set()
+        self._copies: dict[int, asyncio.Task[int]] = {}  # the last one of each slot
         self.stream = RecordStream(self)
         self.deliveries = FrameDelivery(placements, self.stream, clock)
         self.deliveries.task.add_done_callback(lambda _: self._close())
@@ -171,12 +172,14 @@ class SharedMemoryReception:
         return copy, sealed_sum(header, payload_sum)
 
     def _copied_ahead(self, slot_index: int, header: FrameHeader, page_lock: PageLock) -> TakeCopy:
-        """Starts to copy."""
+        """Starts to copy once the slot's last copy has ended, which a rejection does not await."""
         if not self._private[slot_index]:  # in its final size: a lock may wait for the device
             self._private[slot_index] = allocate_locked(page_lock, self._slot_bytes)
         copy = self._private[slot_index][: header.payload_bytes]
         source = self._slots.view(slot_index, header.payload_bytes)
-        summed = start_awaited(asyncio.to_thread(copy_and_sum, copy, source, page_lock.copy))
+        to_sum = partial(copy_and_sum, copy, source, page_lock.copy)
+        summed = start_awaited(_after(self._copies.get(slot_index), to_sum))
+        self._copies[slot_index] = summed
 
         async def take_copy() -> tuple[memoryview, int]:
             return copy, sealed_sum(header, await summed)
@@ -186,3 +189,10 @@ class SharedMemoryReception:
     def _close(self) -> None:
         self._slots.close()
         self._private.clear()
+
+
+async def _after(last: asyncio.Task[int] | None, function: Callable[[], int]) -> int:
+    """Calls a function on a thread."""
+    if last is not None:
+        await asyncio.wait((last,))
+    return await asyncio.to_thread(function)

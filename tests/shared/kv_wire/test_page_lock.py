@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from shared.errors import FrameRefused
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import MAX_FRAME_BYTES
 from shared.kv_wire.kv_server import KvServer
@@ -139,6 +141,49 @@ async def test_frames_are_copied_while_another_is_delivered() -> None:
             gate.set()
             await asyncio.gather(*sends)
     assert [data for _, data in sink.frames] == sent
+
+
+class SlowFirstCopy(FakeLock):
+    """The first copy has read its source when it waits for `may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end, self.has_ended = threading.Event(), threading.Event()
+
+    def copy(self, destination: memoryview, source: memoryview) -> None:
+        if self.may_end.is_set() or self.num_copied_bytes:
+            super().copy(destination, source)
+            return
+        self.num_copied_bytes += len(source)
+        read = bytes(source)
+        assert self.may_end.wait(DEADLINE_S)
+        destination[:] = read
+        self.has_ended.set()
+
+
+class LateSink(RecordingSink):
+    """Reads a frame once the first copy has ended."""
+
+    def __init__(self, lock: SlowFirstCopy) -> None:
+        super().__init__()
+        self.lock = lock
+
+    async def frame(self, header: FrameHeader, payload: memoryview) -> None:
+        assert await asyncio.to_thread(self.lock.has_ended.wait, DEADLINE_S)
+        await super().frame(header, payload)
+
+
+async def test_copy_of_a_rejected_frame_does_not_reach_the_next_one() -> None:
+    receiver = SlowFirstCopy()
+    sink = LateSink(receiver)
+    async with link_with(FakeLock(), receiver, sink) as link:
+        first, second = payload_of(5000, seed=1), payload_of(5000, seed=2)
+        with pytest.raises(FrameRefused):
+            unknown = header(len(first), placement_id=b"placement-b")
+            await link.send(unknown, fill_with(first))
+        asyncio.get_running_loop().call_later(0.1, receiver.may_end.set)
+        await link.send(header(len(second)), fill_with(second))  # in the same slot
+    assert [data for _, data in sink.frames] == [second]
 
 
 async def test_slot_that_is_being_filled_stays_locked_after_the_link_has_ended() -> None:

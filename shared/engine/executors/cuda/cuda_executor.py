@@ -16,7 +16,8 @@ from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.copy_stream import CopyStream
 from shared.engine.executors.cuda.cuda_device import CudaDevice
-from shared.engine.executors.cuda.decode_graphs import CudaGraphs, beside_graphs, max_graphs_in
+from shared.engine.executors.cuda.cuda_graphs import CudaGraphs
+from shared.engine.executors.cuda.decode_graphs import beside_graphs, max_graphs_in
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
 from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.idle_captures import IdleCaptures

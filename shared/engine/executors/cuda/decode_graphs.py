@@ -8,15 +8,14 @@ and what no graph can do, runs eagerly.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import structlog
-import torch
 from torch import Tensor
 
 from shared.clock import MonotonicClock
@@ -45,6 +44,9 @@ MAX_TOKENS = 1 << 22
 # The free memory of an H200 fell by 0.14 GiB with eight graphs of a model of 32 layers.
 GRAPH_BYTES = 18 << 20
 GRAPH_SHARE = 0.02  # of the device's memory for all graphs; the least recently used one gives way
+# Seconds after one gave way until a step captures again: a batch may change among more shapes than
+# there is memory for, and each capture takes as long as several steps.
+REPLACE_APART_S = 5.0
 
 Step = Callable[[DeviceStepInputs], DeviceStepOutput]
 
@@ -64,7 +66,8 @@ class GraphDevice(Protocol):
         self, call: partial[DeviceStepOutput]
     ) -> tuple[Callable[[], None], DeviceStepOutput]:
         """Returns a function that repeats the launches of `call`, and its output, which each
-        repetition overwrites. Raises RuntimeError if something in it waits for the device.
+        repetition overwrites. Raises whatever `call` raises, and RuntimeError if something in it
+        waits for the device.
         """
         ...
 
@@ -85,7 +88,9 @@ class DecodeGraphs:
         has_experts: bool,
         max_graphs: int,
     ) -> None:
-        """`max_tokens`: of one sequence."""
+        """`max_tokens`: of one sequence. `max_graphs`: of `GRAPH_BYTES` each; the logits that one
+        returns count besides.
+        """
         self.num_replayed = self.num_eager = 0  # decode steps
         self._device, self._step = device, step
         self._kinds, self._kind_of_layer = kinds, kind_of_layer
@@ -98,6 +103,7 @@ class DecodeGraphs:
         self._seen: set[DecodeShape] = set()
         self._may_have_next = True
         self._clock = MonotonicClock()
+        self._replaced_at = -math.inf  # when a graph gave way last
 
     def graph_of(self, inputs: StepInputs) -> Graph | None:
         """Returns None if the step must be computed eagerly."""
@@ -133,7 +139,7 @@ class DecodeGraphs:
     def has_next(self) -> bool:
         """Whether shapes are left of short contexts."""
         if self._may_have_next:  # asked after every step
-            is_full = len(self._graphs) >= self._max_graphs
+            is_full = len(self._graphs) >= self._max_graphs or self._replaced_at > -math.inf
             self._may_have_next = not is_full and next(self._left(), None) is not None
         return self._may_have_next
 
@@ -154,11 +160,12 @@ class DecodeGraphs:
         """Forgets all graphs: they have the addresses of a KV cache that is replaced."""
         self._graphs.clear()
         self._seen.clear()
-        self._may_have_next = True
+        self._may_have_next, self._replaced_at = True, -math.inf
 
     def _graph_of(self, shape: DecodeShape) -> Graph | None:
         if shape not in self._graphs:
-            if shape not in self._seen:
+            is_new, now = shape not in self._seen, self._clock.now()
+            if is_new or now < self._replaced_at + REPLACE_APART_S:
                 self._seen.add(shape)
                 return None
             self._capture(shape)
@@ -166,17 +173,26 @@ class DecodeGraphs:
         return graph
 
     def _capture(self, shape: DecodeShape) -> None:
-        while len(self._graphs) >= self._max_graphs:
-            del self._graphs[next(iter(self._graphs))]
+        if len(self._graphs) >= self._max_graphs:
+            self._drop_oldest()
         began_at, self._graphs[shape] = self._clock.now(), None
         try:
             self._graphs[shape] = self._captured(shape)
-        except RuntimeError as error:
+        except Exception as error:  # also a compiler's: the step is then computed eagerly
             reason = str(error).partition("\n")[0]
             log.warning("graph_not_captured", **shape._asdict(), reason=reason)
         else:
             seconds = round(self._clock.now() - began_at, 3)
             log.debug("graph_captured", **shape._asdict(), seconds=seconds)
+        while len(self._graphs) > 1 and self._num_bytes() > self._max_graphs * GRAPH_BYTES:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        del self._graphs[next(iter(self._graphs))]
+        self._replaced_at = self._clock.now()
+
+    def _num_bytes(self) -> int:
+        return sum(0 if each is None else each.num_bytes for each in self._graphs.values())
 
     def _captured(self, shape: DecodeShape) -> Graph:
         fields = fields_of(shape, self._num_groups, self._kinds)
@@ -206,6 +222,8 @@ class Graph:
     ) -> None:
         self._inputs = inputs  # a graph reads their memory, and does not keep it
         self._upload, self._replay, self._output = upload, replay, output
+        logits_bytes = 0 if output.logits is None else output.logits.nbytes
+        self.num_bytes = GRAPH_BYTES + logits_bytes
 
     def run(self, inputs: StepInputs) -> DeviceStepOutput:
         self._upload(inputs)
@@ -243,44 +261,3 @@ def table_widths(max_tokens: int, block_size: int) -> tuple[int, ...]:
     while tokens[-1] < max_tokens:
         tokens.append(tokens[-1] * GROWTH)
     return tuple(-(-min(each, max_tokens) // block_size) for each in tokens)
-
-
-class CudaGraphs:
-    """A `GraphDevice` on CUDA. All graphs share memory: one runs at a time, and its output is read
-    before the next one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return host, torch.empty(num_bytes, dtype=torch.uint8, device=self._on)
-
-    def upload(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def capture(
-        self, call: partial[DeviceStepOutput]
-    ) -> tuple[Callable[[], None], DeviceStepOutput]:
-        graph = torch.cuda.CUDAGraph()
-        with self._on_own_stream():
-            call()  # loads kernels, and makes what the libraries make once for a stream
-            self._stream.synchronize()
-            # other threads may allocate and copy meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                output = call()
-            finally:
-                graph.capture_end()
-        return graph.replay, output
-
-    @contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self._on)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
