@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from shared.engine.executors.cuda.decode_graphs import DecodeGraphs, GraphDevice
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.models.device_step import DeviceStepInputs, DeviceStepOutput, device_step
@@ -30,10 +32,17 @@ class GraphComputer(StepComputer):
         """Whether graphs may be captured in idle moments."""
         return self.graphs is not None and self.kv_cache.numel() > 0 and self.graphs.has_next()
 
+    @torch.inference_mode()
     def capture_next(self) -> None:
+        """Captures a graph. Experts do not count the padding of its first call."""
         self._check_thread()
-        if self.graphs is not None and self.kv_cache.numel():
-            self.graphs.capture_next()
+        if self.graphs is None or not self.kv_cache.numel():
+            return
+        sums = self._expert_sums()
+        before = [each.clone() for each in sums]
+        self.graphs.capture_next()
+        for each, counted in zip(sums, before, strict=True):
+            each.copy_(counted)
 
     def forget_graphs(self) -> None:
         """Must be called when the KV cache is replaced."""

@@ -244,6 +244,16 @@ def test_padding_reads_and_stores_nothing(llama: Path) -> None:
     assert np.array_equal(executor.computer.kv_cache.numpy(), before.numpy())
 
 
+async def test_experts_do_not_count_what_captures_compute(tmp_path: Path) -> None:
+    FAMILIES["llama4, experts"].write(tmp_path)
+    executor = load(tmp_path, Replays())
+    before = await executor.expert_counts()
+    executor.computer.capture_next()
+    assert before is not None
+    assert np.array_equal(await executor.expert_counts(), before)
+    await executor.close()
+
+
 async def test_other_shapes_are_captured_while_no_step_runs(llama: Path) -> None:
     device = Replays()
     executor = load(llama, device)
