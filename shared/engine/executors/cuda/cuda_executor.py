@@ -96,7 +96,8 @@ class CudaExecutor(LocalExecutor):
 
     @property
     def step_launch(self) -> StepLaunch:
-        return "plain" if self.computer.graphs is None else "graphs"
+        graphs = self.computer.graphs
+        return "plain" if graphs is None or not graphs.is_usable else "graphs"
 
     @classmethod
     def load(

@@ -105,6 +105,11 @@ class DecodeGraphs:
         self._clock = MonotonicClock()
         self._replaced_at = -math.inf  # when a graph gave way last
 
+    @property
+    def is_usable(self) -> bool:
+        """False if each capture has failed."""
+        return not self._graphs or any(self._graphs.values())
+
     def graph_of(self, inputs: StepInputs) -> Graph | None:
         """Returns None if the step must be computed eagerly."""
         shape = self.shape_of(inputs)
