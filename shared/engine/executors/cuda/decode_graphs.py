@@ -136,9 +136,14 @@ class DecodeGraphs:
         return DecodeShape(rows, width, sampling.is_plain, sampling.is_plain_greedy)
 
     def capture_first(self) -> None:
-        """Captures the shapes of few rows and short contexts, the largest first."""
-        for rows in reversed(self._rows[: bisect_left(self._rows, FIRST_ROWS + 1)]):
-            for is_greedy in (True, False):
+        """Captures shapes of short contexts: of the most rows, then of few, the largest first. The
+        memory that one graph leaves is used by smaller ones: in the reverse order each takes more.
+        """
+        few = self._rows[: bisect_left(self._rows, FIRST_ROWS + 1)]
+        tokens = self._widths[0] * self._block_size
+        most = self._rows[: bisect_left(self._rows, MAX_TOKENS // tokens + 1)][-1]
+        for rows in dict.fromkeys((most, *reversed(few))):
+            for is_greedy in (False, True):
                 self._capture(DecodeShape(rows, self._widths[0], True, is_greedy))
 
     def has_next(self) -> bool:
