@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one launch instead of hundreds.
 
 A graph is of a shape: a number of rows, a width of the block tables, and how tokens are drawn.
-Steps of fewer rows are padded. The smallest shapes are captured before a worker is ready, others of
+Steps of fewer rows are padded. Shapes of few rows are captured before a worker is ready, others of
 short contexts in idle moments after it, and the rest once their second step comes; the first one,
 and what no graph can do, runs eagerly.
 """
