@@ -18,6 +18,7 @@ from typing import Protocol
 import structlog
 from torch import Tensor
 
+from shared.background import item_error
 from shared.clock import MonotonicClock
 from shared.engine.executors.cuda.decode_buffers import (
     DecodeShape,
@@ -188,7 +189,8 @@ class DecodeGraphs:
         began_at, self._graphs[shape] = self._clock.now(), None
         try:
             self._graphs[shape] = self._captured(shape)
-        except Exception as error:  # also a compiler's: the step is then computed eagerly
+        except BaseException as raised:  # also a compiler's: the step is then computed eagerly
+            error = item_error(raised)
             reason = str(error).partition("\n")[0]
             log.warning("graph_not_captured", **shape._asdict(), reason=reason)
         else:
