@@ -36,10 +36,11 @@ from services.local.servers import free_port
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import save_api_key
 from shared.transport.server_config import NatsUser
+from tests.support.cluster.service_processes import OPERATOR_TOKEN
 from tests.support.servers import PASSWORD, NatsServer, RedisServer
 
 PYTHON = ROOT / ".venv-clients" / "browser" / "bin" / "python"
-API_KEY, TOKEN = "key-of-the-page", "token-of-the-page"
+API_KEY, TOKEN = "key-of-the-page", OPERATOR_TOKEN
 SECONDS = 20.0
 FLEETS = (3, 200)
 NUM_TABS = 100
@@ -87,8 +88,10 @@ async def share_of_core(pid: int, duration_s: float) -> float:
     return (cpu_s(pid) - before) / (time.monotonic() - started)
 
 
-def open_tab(python: Path, mode: str, url: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [python, "-m", "benchmarks.page.tab", mode, url, API_KEY, TOKEN, *arguments]
+def open_tab(
+    python: Path, mode: str, url: str, *arguments: str, api_key: str = API_KEY
+) -> subprocess.Popen[str]:
+    command = [python, "-m", "benchmarks.page.tab", mode, url, api_key, TOKEN, *arguments]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
 
@@ -180,7 +183,7 @@ async def measure_streams(python: Path) -> Row:
     the largest fleet.
     """
     model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
-    command = ["-m", "services", "gateway", *model, "--operator-token", TOKEN]
+    command = ["-m", "services", "gateway", *model]
     with tempfile.TemporaryDirectory() as folder:
         server = NatsServer(Path(folder), users_of(credentials(ONE_WORKER)))
         fleet = Workers(server, FLEETS[-1], model="another", has_scheduler=False)
@@ -193,7 +196,7 @@ async def measure_streams(python: Path) -> Row:
             await asyncio.sleep(10.0)
             pid, watched = processes["gateway"].pid, f"decode-{FLEETS[-1]}"
             closed = await share_of_core(pid, SECONDS / 2)
-            tab = open_tab(python, "cluster", target.url, watched)
+            tab = open_tab(python, "cluster", target.url, watched, api_key=target.api_key)
             await figures(tab)
             opened = await share_of_core(pid, SECONDS - 1)
             longest = await figures(tab)

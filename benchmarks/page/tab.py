@@ -107,6 +107,7 @@ def cluster(page: Page, tab: HearthPage, worker: str) -> None:
 def open_with_keys(page: Page, tab: HearthPage, fragment: str) -> None:
     """Opens the page with keys. It does not wait for models: no worker here can serve one."""
     page.goto(f"{tab.account.url}/{fragment}")
+    page.locator("#keys").wait_for()  # opens by itself
     tab.enter_keys(tab.account.token, tab.account.operator_token)
 
 
