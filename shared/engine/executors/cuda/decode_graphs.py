@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 FIRST_ROWS = 8  # shapes of at most so many rows are captured before a worker is ready
 MOST_IDLE_ROWS = 64  # limit of the numbers of rows whose shapes are captured in idle moments
 SMALL_ROWS, ROWS_APART = (1, 2, 4, 8), 8
+NUM_FIRST = 2 * (len(SMALL_ROWS) + 1)  # graphs before a worker is ready: the largest's, too
 LEAST_TOKENS, GROWTH = 2048, 4  # widths of block tables, in tokens
 # Limit of rows x tokens of a shape: attention of the exact mode keeps sums of each segment.
 MAX_TOKENS = 1 << 22
@@ -248,7 +249,7 @@ class Graph:
 
 def max_graphs_in(total_bytes: int) -> int:
     """Returns how many graphs a device of this memory holds."""
-    return max(2 * len(SMALL_ROWS), int(total_bytes * GRAPH_SHARE) // GRAPH_BYTES)
+    return max(NUM_FIRST, int(total_bytes * GRAPH_SHARE) // GRAPH_BYTES)
 
 
 def beside_graphs(report: MemoryReport) -> MemoryReport:
