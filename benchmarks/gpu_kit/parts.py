@@ -87,6 +87,7 @@ PARTS = (
     _part("kernels.tools", 30, "the bottlenecks of four launches", ENGINE, of="ncu"),
     _part("kernels.kernel_speeds", 90, "kernels beside libraries", BENCHES, name="kernels"),
     _part("machine.checkpoint", 40, "a start with weights in files", ENGINE),
+    _part("models.captures", 30, "captures beside steps, copies and failures", ENGINE),
     _part("kernels.tilings", 40, "GEMMs with other tiles", TORCH),
     _part("kernels.kernel_speeds", 50, "12-bit weights", BENCHES, of="split_products"),
 )
