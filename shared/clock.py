@@ -1,4 +1,4 @@
-"""The time seam. Logic reads a `Clock`; only `MonotonicClock` reads the system's clock.
+"""The time seam. Logic reads a `Clock`; only this module reads the system's clock.
 
 Messages carry durations, never timestamps, because two hosts share no clock.
 """
@@ -6,7 +6,10 @@ Messages carry durations, never timestamps, because two hosts share no clock.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 
@@ -24,3 +27,12 @@ class MonotonicClock:
 
     async def sleep(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
+
+
+def process_age_s() -> float | None:
+    """Returns the seconds since this process was started; None without Linux's /proc."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    return None

@@ -23,8 +23,9 @@ from benchmarks.gpu_kit.dry.dry_device import dry_device
 from benchmarks.gpu_kit.model_steps.loading import cpu_as_cuda
 from benchmarks.gpu_kit.shapes import CONFIG_8B
 from benchmarks.report import Row, at_most, write_result
-from shared.engine.executors.cuda import cuda_executor
+from shared.engine.executors.cuda import cuda_load
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
+from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.step_computer import StepComputer
 
@@ -44,10 +45,10 @@ def measure(folder: Path, mode: str) -> Row:
     )
     with (
         dry_device("ttir") as driver,
-        patch.object(cuda_executor, "load_weights", lambda *_: None),
+        patch.object(cuda_load, "load_weights", lambda *_: None),
         patch.object(StepComputer, "run", autospec=True, side_effect=StepComputer.run) as run,
     ):
-        executor = cuda_executor.CudaExecutor.load(folder, options, cpu_as_cuda())
+        executor = CudaExecutor.load(folder, options, cpu_as_cuda())
         num_launches, num_kernels = driver.num_launches, len(driver.compiled)
         began = time.thread_time()
         for num_blocks in (1, executor.num_blocks):  # `load` uses both, too

@@ -1,6 +1,6 @@
 """A start with weights in files: a few layers of the 8B shape, read from memory.
 
-`load_weights_s` is the time of the reads and copies to the device, beside which kernels are
+`weights_s` is the time of the reads and copies to the device, beside which kernels are
 compiled; the rest of `seconds` is mostly the digest of the files and the first step.
 """
 
@@ -43,7 +43,7 @@ def run(session: Session) -> None:
     if not session.is_dry:
         figures = {
             "seconds": round(seconds, 2),
-            "weights_gb_s": round(num_bytes / stages["load_weights_s"][0] / 1e9, 2),
+            "weights_gb_s": round(num_bytes / stages["weights_s"] / 1e9, 2),
             **stages,
         }
     session.add(case="start from files", gib=round(num_bytes / 2**30, 2), layers=layers, **figures)

@@ -5,9 +5,8 @@ There the stages run, up to the last one, and only the weights stay unset.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,66 +16,35 @@ import torch
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.session import Session
 from kernels.device import TritonUnusable, check_triton
-from shared.engine.executors.cuda import cuda_executor
+from shared.engine.executors.cuda import cuda_load
 from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.local_executor import LocalExecutor
 
-# Functions that `CudaExecutor.load` calls; kernels are compiled while the weights are read.
-STAGES = (
-    "empty_model",
-    "load_weights",
-    "finish_model",
-    "allocate_kv_cache",
-    "compile_kernels",
-    "measure_gemms",
-    "run_largest_step",
-)
-
-Seconds = dict[str, list[float]]
+Seconds = Mapping[str, float]
 
 
 def load(
     session: Session, folder: Path, mode: Any, load_format: str = "dummy"
 ) -> tuple[LocalExecutor, Seconds]:
-    """Returns the executor, and the seconds of each call of a stage."""
+    """Returns the executor, and the seconds of each stage as it tells them."""
     options: dict[str, Any] = {
         "load_format": load_format,
         "mode": mode,
         "max_batch_tokens": max(session.shapes.chunks),
         "block_size": session.shapes.block_size,
     }
-    with timed(cuda_executor, STAGES) as seconds:
-        if not session.is_dry:
-            return load_executor(folder, device="cuda", **options), seconds
-        tokens = max(session.shapes.prompt, session.shapes.context)
-        num_bytes = tokens * roofline.kv_bytes_per_token(session.shapes.config)
-        chosen = LoadOptions(dtype="bfloat16", kv_cache_bytes=num_bytes, **options)
-        with patch.object(cuda_executor, "load_weights", lambda *_: None):
-            return cuda_executor.CudaExecutor.load(folder, chosen, cpu_as_cuda()), seconds
-
-
-@contextmanager
-def timed(module: Any, names: tuple[str, ...]) -> Iterator[Seconds]:
-    """Inside, calls of a module's functions are timed on the host."""
-    seconds: Seconds = {}
-    with ExitStack() as stack:
-        for name in names:
-            call = _timed(getattr(module, name), seconds.setdefault(f"{name}_s", []))
-            stack.enter_context(patch.object(module, name, call))
-        yield seconds
-
-
-def _timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds.append(round(time.perf_counter() - started, 3))
-
-    return call
+    if not session.is_dry:
+        executor = load_executor(folder, device="cuda", **options)
+        return executor, executor.load_stages
+    tokens = max(session.shapes.prompt, session.shapes.context)
+    num_bytes = tokens * roofline.kv_bytes_per_token(session.shapes.config)
+    chosen = LoadOptions(dtype="bfloat16", kv_cache_bytes=num_bytes, **options)
+    with patch.object(cuda_load, "load_weights", lambda *_: None):
+        executor = CudaExecutor.load(folder, chosen, cpu_as_cuda())
+    return executor, executor.load_stages
 
 
 class NoCuda:

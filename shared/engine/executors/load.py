@@ -16,6 +16,7 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.executors.mode_choice import resolve_mode
 from shared.errors import ConfigError
 from shared.numerics import ModeChoice
+from shared.telemetry.stage_times import StageTimes
 
 
 def resolve_device(name: str) -> torch.device:
@@ -49,15 +50,18 @@ def load_executor(
     takes the time. Raises CheckpointError for a bad checkpoint, ConfigError for a bad
     option.
     """
-    model_dir, target = Path(model_dir), resolve_device(device)
-    if options.get("block_size") is None:
-        options["block_size"] = default_block_size(target.type)
-    chosen = LoadOptions(mode=resolve_mode(mode, target), **options)
+    times = StageTimes()
+    with times.stage("context"):  # CUDA's, of which the first use of the device makes one
+        model_dir, target = Path(model_dir), resolve_device(device)
+        if options.get("block_size") is None:
+            options["block_size"] = default_block_size(target.type)
+        chosen = LoadOptions(mode=resolve_mode(mode, target), **options)
     if target.type == "cuda":
-        from shared.engine.executors.cuda.cuda_device import cuda_device
-        from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+        with times.stage("imports"):
+            from shared.engine.executors.cuda.cuda_device import cuda_device
+            from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 
-        return CudaExecutor.load(model_dir, chosen, cuda_device(target), on_phase)
+        return CudaExecutor.load(model_dir, chosen, cuda_device(target), on_phase, times)
     from shared.engine.executors.cpu_executor import CpuExecutor  # numba
 
     return CpuExecutor.load(model_dir, chosen, on_phase)

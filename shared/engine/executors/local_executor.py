@@ -7,7 +7,7 @@ wait for a step, nor a step for a push. `CpuExecutor` and `CudaExecutor` add wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,7 @@ class LocalExecutor:
     num_stages = 1
     has_ended = False
     page_lock: PageLock | None = None
+    load_stages: Mapping[str, float] = {}  # NAME_s: seconds, of those that a device tells
 
     def __init__(
         self,

@@ -54,18 +54,19 @@ def test_kernels_are_compiled_for_the_blocks_that_a_device_runs(
     """Both have the size of a worker's, and otherwise equal options."""
     found: dict[str, LoadOptions] = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def load(folder: Path, options: LoadOptions, device: object) -> None:
+    def note(name: str) -> Callable[..., SimpleNamespace]:
+        def load(folder: Path, options: LoadOptions, device: object) -> SimpleNamespace:
             found[name] = msgspec.structs.replace(options, dtype="auto", kv_cache_bytes=None)
+            return SimpleNamespace(load_stages={})
 
         return load
 
-    def load_executor(folder: Path, *, device: str, **options: Any) -> None:
-        note("device")(folder, LoadOptions(**options), device)
+    def load_executor(folder: Path, *, device: str, **options: Any) -> SimpleNamespace:
+        return note("device")(folder, LoadOptions(**options), device)
 
     monkeypatch.setattr(loading, "load_executor", load_executor)
     for mode in ("device", "compile"):
-        monkeypatch.setattr(loading.cuda_executor.CudaExecutor, "load", note(mode))
+        monkeypatch.setattr(loading.CudaExecutor, "load", note(mode))
         loading.load(Session("8b_exact", tmp_path / "rows.jsonl", mode=mode), tmp_path, "exact")
     assert found["device"] == found["compile"]
     sizes = {found["device"].block_size, EIGHT_B.block_size, SMALL.block_size}

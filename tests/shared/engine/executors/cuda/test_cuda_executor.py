@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from kernels import ops
 from kernels.device import IS_INTERPRETED, TritonUnusable
-from shared.engine.executors.cuda import cuda_executor
+from shared.engine.executors.cuda import cuda_load
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.load import load_executor
@@ -162,11 +164,25 @@ def test_start_runs_one_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     assert step.sampling.num_rows == 4
 
 
+def test_stages_of_a_load_are_told(model_dir: Path) -> None:
+    """In their order. Those of graphs and of the library's kernels do not run on a CPU."""
+    with capture_logs() as logs:
+        executor = load(model_dir, FakeDriver(), lambda _: time.sleep(0.01))
+    (told,) = [each for each in logs if each["event"] == "loaded"]
+    assert {name: each for name, each in told.items() if name.endswith("_s")} == (
+        executor.load_stages
+    )
+    stages = list(executor.load_stages)
+    assert executor.load_stages["device_s"] >= 0.01
+    assert stages.index("device_s") < stages.index("weights_s") < stages.index("first_step_s")
+    assert "graphs_s" not in stages
+
+
 def test_weights_are_compressed_as_they_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of experts and norms are on the device at once."""
-    monkeypatch.setattr(cuda_executor, "run_largest_step", lambda *_: None)  # compiles CPU kernels
+    monkeypatch.setattr(cuda_load, "run_largest_step", lambda *_: None)  # compiles CPU kernels
     FAMILIES["llama4, experts"].write(tmp_path, hidden_size=96)
     dense, found = (
         load(tmp_path, FakeDriver(), dtype="bfloat16", weights=weights, kv_cache_bytes=1 << 22)

@@ -1,0 +1,251 @@
+"""Loads a model on one CUDA device, stage by stage, and tells the time of each.
+
+device, empty_model, staging ──▶ weights, digest, kernels_wait ──▶ finish, gemms, first_step,
+                      └──▶ kernels, on a thread ──┘                last_kernels, kv_cache, graphs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from shared.engine.codec.manifest import is_bundle
+from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.cuda_graphs import CudaGraphs
+from shared.engine.executors.cuda.decode_graphs import beside_graphs, max_graphs_in
+from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
+from shared.engine.executors.cuda.graph_computer import GraphComputer
+from shared.engine.executors.cuda.meta_model import META
+from shared.engine.executors.loading.kv_scales import load_kv_scales
+from shared.engine.executors.loading.kv_sizing import num_blocks_for, num_blocks_in
+from shared.engine.executors.loading.load_options import LoadOptions, OnPhase
+from shared.engine.executors.loading.model_loading import (
+    OpenedWeights,
+    empty_model,
+    finish_model,
+    kv_layout_of,
+    open_weights,
+    resolve_dtype,
+    set_mode,
+)
+from shared.engine.kv.kv_cache import allocate_kv_cache
+from shared.engine.kv.kv_dtype import resolve_kv_dtype
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.decoder import Decoder
+from shared.engine.weights.load import load_weights
+from shared.engine.weights.reading.staging import (
+    LocalStaging,
+    WeightStaging,
+    num_readers,
+    pinned_ring,
+)
+from shared.engine.weights.shared_weights import compress_weights
+from shared.engine.weights.weight_form import uses_compressed
+from shared.errors import ConfigError
+from shared.kv_layout import KvLayout
+from shared.telemetry.stage_times import StageTimes
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`stages` are the fields of the log event: NAME_s, the seconds of each stage."""
+
+    computer: GraphComputer
+    num_blocks: int
+    revision: str
+    stages: Mapping[str, float]
+
+
+def load_on_cuda(
+    model_dir: Path,
+    options: LoadOptions,
+    device: CudaDevice,
+    on_phase: OnPhase,
+    times: StageTimes | None = None,
+) -> LoadedModel:
+    """Binds the calling thread. `times` has the stages before it. Raises as `CudaExecutor.load`."""
+    times = StageTimes() if times is None else times
+    with times.stage("device"):
+        device.bind()
+        device.check_kernels()  # reading the model, which follows, takes minutes
+    loaded = _CudaLoad(model_dir, options, device, on_phase, times).run()
+    log.info("loaded", **loaded.stages)
+    return loaded
+
+
+class _CudaLoad:
+    """One load. Its methods are the stages; `run` calls them in order."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        options: LoadOptions,
+        device: CudaDevice,
+        on_phase: OnPhase,
+        times: StageTimes,
+    ) -> None:
+        """Raises CheckpointError, ConfigError."""
+        self._model_dir, self._options, self._device = model_dir, options, device
+        self._on_phase, self._stage, self._times = on_phase, times.stage, times
+        self._target = target = device.tensors_on
+        self._config = config = read_config(model_dir)
+        self._is_compressed = uses_compressed(
+            options.weights, model_dir, target, options.load_format
+        )
+        self._dtype = resolve_dtype(options.dtype, target)
+        self._layout = _kv_layout(config, options, self._dtype, target)
+        self._given_blocks = _given_blocks(options, self._layout)
+
+    def run(self) -> LoadedModel:
+        with self._stage("empty_model"):
+            model = self._empty_model()
+        revision = self._read(model)
+        with self._stage("finish"):
+            self._finish(model)
+        with self._stage("gemms"):
+            measure_gemms(model)
+            self._device.release_cached()
+        computer = self._computer(model)
+        with self._stage("first_step"):
+            run_largest_step(computer, self._options)
+        num_blocks = self._num_blocks()
+        with self._stage("last_kernels"):
+            # of the weights' final forms, and for the strides of the whole cache
+            compile_kernels(StepKernels(model, self._layout, num_blocks, self._options))
+        with self._stage("kv_cache"):
+            num_held = 0 if self._options.is_parked else num_blocks
+            computer.kv_cache = allocate_kv_cache(self._layout, num_held, self._target)
+        if self._has_graphs:
+            with self._stage("graphs"):
+                self._capture_graphs(computer)
+        return LoadedModel(computer, num_blocks, revision, self._times.fields())
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self._options.executor == "auto" and self._target.type == "cuda"
+
+    @property
+    def _is_read(self) -> bool:
+        return self._options.load_format != "dummy"  # "dummy" reads no files
+
+    def _empty_model(self) -> Decoder:
+        given, options = self._given_blocks, self._options
+        ceiling = None if given is None else options.kv_ceiling(self._layout, given)
+        return empty_model(
+            *(self._model_dir, self._config, self._dtype, self._target),
+            num_positions=options.context_tokens(self._config, ceiling),
+            weights_on=META if self._is_compressed else self._target,
+        )
+
+    def _read(self, model: Decoder) -> str:
+        """Fills the model while kernels are compiled by their keys. Returns the revision."""
+        with self._stage("staging"):
+            staging = self._staging()
+        with self._threads() as (readers, compiler), self._opened(model, staging, readers) as found:
+            set_mode(model, self._options.mode)
+            load_kv_scales(model, found.tensors, self._config, self._layout)
+            compiled = self._begin_to_compile(model, compiler)
+            with self._stage("weights"):
+                self._fill(model, found, readers)
+            with self._stage("digest"):
+                revision = found.revision()
+            staging.close()
+            self._on_phase("compiling")
+            if compiled is not None:
+                with self._stage("kernels_wait"):
+                    compiled.result()
+        return revision
+
+    def _staging(self) -> WeightStaging:
+        """A bundle is decoded in memory of its own."""
+        is_staged = self._is_read and not is_bundle(self._model_dir)
+        return pinned_ring(self._target) if is_staged else LocalStaging()
+
+    @contextmanager
+    def _threads(self) -> Iterator[tuple[Executor, Executor]]:
+        """Yields those that read, and one that compiles."""
+        bind, num = self._device.bind, num_readers() if self._is_read else 1
+        with (
+            ThreadPoolExecutor(num, "read", initializer=bind) as readers,
+            ThreadPoolExecutor(1, "compile", initializer=bind) as compiler,
+        ):
+            yield readers, compiler
+
+    def _opened(
+        self, model: Decoder, staging: WeightStaging, readers: Executor
+    ) -> AbstractContextManager[OpenedWeights]:
+        where = self._model_dir, self._config, model, self._options.load_format
+        return open_weights(*where, staging=staging, readers=readers)
+
+    def _begin_to_compile(self, model: Decoder, compiler: Executor) -> Future[None] | None:
+        """Returns None for quantized weights: before `finish_model` their memory is no operand."""
+        if self._config.is_quantized:
+            return None
+        kernels = StepKernels(model, self._layout, self._given_blocks or 1, self._options)
+        return compiler.submit(self._compile, kernels)
+
+    def _compile(self, kernels: StepKernels) -> None:
+        with self._stage("kernels"):
+            compile_kernels(kernels)
+
+    def _fill(self, model: Decoder, found: OpenedWeights, readers: Executor) -> None:
+        destinations = model.weight_destinations()
+        if self._is_compressed:
+            compress_weights(model, destinations, found.tensors, self._target, readers)
+        else:
+            load_weights(found.tensors, destinations, readers)
+
+    def _finish(self, model: Decoder) -> None:
+        finish_model(
+            *(model, self._options.mode),
+            is_compressed=self._is_compressed,
+            activations=self._options.activations,
+        )
+
+    def _computer(self, model: Decoder) -> GraphComputer:
+        """Returns one with a single block, which is enough for the first step."""
+        cache = allocate_kv_cache(self._layout, 1, self._target)
+        check = self._device.check_bound
+        return GraphComputer(model, cache, self._layout, check_thread=check)
+
+    def _num_blocks(self) -> int:
+        """Returns the given ones, or those in the memory that the first step has left."""
+        if self._given_blocks is not None:
+            return self._given_blocks
+        report = self._device.memory()
+        return num_blocks_in(beside_graphs(report) if self._has_graphs else report, self._layout)
+
+    def _capture_graphs(self, computer: GraphComputer) -> None:
+        most = max_graphs_in(self._device.memory().total)
+        max_rows = self._options.max_sequences
+        computer.use_graphs(CudaGraphs(self._target), max_rows=max_rows, max_graphs=most)
+
+
+def _kv_layout(
+    config: ModelConfig, options: LoadOptions, dtype: str, target: torch.device
+) -> KvLayout:
+    kv_dtype = resolve_kv_dtype(options.kv_dtype, dtype, config, target)
+    return kv_layout_of(config, kv_dtype, options.block_size)
+
+
+def _given_blocks(options: LoadOptions, layout: KvLayout) -> int | None:
+    """Returns the blocks of the given size, or None if free memory gives it. Raises ConfigError."""
+    if options.kv_cache_bytes is not None:
+        return num_blocks_for(layout, options.kv_cache_bytes)
+    if options.is_parked:
+        raise ConfigError(
+            "a worker that starts parked needs kv_cache_bytes: what is free at its start is "
+            "not what it gets later",
+            param="kv_cache_bytes",
+        )
+    return None
