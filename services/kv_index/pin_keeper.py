@@ -151,7 +151,7 @@ class PinKeeper:
         num_others = sum(len(p.digests) for t, p in self._tenants.items() if t != tenant_id)
         for name, entry in entries.items():
             if entry.is_over(now):
-                await pinned_prefix.delete(self._store, tenant_id, name)
+                await pinned_prefix.delete(self._store, tenant_id, name, entry.digest)
             elif num_others + len(digests) >= MAX_PINS:
                 self._waiting.add(tenant_id)
                 self._reasons.explain(

@@ -54,6 +54,13 @@ local function record_change(version_key, changes_key, tenant)
 end
 """
 
+_HAS_DIGEST = """
+local function has_digest(entries_key, name, digest)
+  local entry = redis.call('HGET', entries_key, name)
+  return entry and cmsgpack.unpack(entry)[1] == digest
+end
+"""
+
 # KEYS[7], KEYS[8]: the sizes, the ends. `ends_at`: 0: never.
 _SET_SIZE = """
 local function set_size(key, size, ends_at)
@@ -71,13 +78,16 @@ end
 # tenant's reasons, the sizes, the ends, all tenants' records, which an operator may have changed.
 # ARGV: name, Entry, PinnedPrefix, time when it expires (0: never), creation time, tenant, the
 # limits of prefixes and of their bytes, the start of the keys of the tenant's prefixes, now, the
-# limit of all tenants' bytes (-1: none), and the writer's region.
+# limit of all tenants' bytes (-1: none), the digest in the Entry to replace (empty: any or none),
+# and the writer's region.
 SAVE_LUA = (
     MAY_STORE_LUA
+    + _HAS_DIGEST
     + _RECORD_CHANGE
     + _SET_SIZE
     + f"""
-if ARGV[12] and not may_store(KEYS[9], ARGV[6], ARGV[12]) then return 'forbidden' end
+if ARGV[13] and not may_store(KEYS[9], ARGV[6], ARGV[13]) then return 'forbidden' end
+if ARGV[12] ~= '' and not has_digest(KEYS[1], ARGV[1], ARGV[12]) then return 'changed' end
 local now, ends_at, max_all = tonumber(ARGV[10]), tonumber(ARGV[4]), tonumber(ARGV[11])
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[8], '-inf', now, 'LIMIT', 0, 256)) do
   set_size(key, 0, 0)
@@ -107,11 +117,13 @@ return 'saved'
 )
 
 # KEYS: as of SAVE_LUA, without the last. ARGV: name, tenant, which leaves the tenants with its last
-# prefix.
+# prefix, and the digest in the Entry to delete (empty: any).
 DELETE_LUA = (
-    _RECORD_CHANGE
+    _HAS_DIGEST
+    + _RECORD_CHANGE
     + _SET_SIZE
     + """
+if ARGV[3] ~= '' and not has_digest(KEYS[1], ARGV[1], ARGV[3]) then return end
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('DEL', KEYS[2])
 redis.call('HDEL', KEYS[6], ARGV[1])
@@ -254,10 +266,12 @@ async def save(
     *,
     max_prefixes: int = MAX_PER_TENANT,
     max_all_bytes: int | None = None,
+    replaces: str = "",
     region: str | None = None,
 ) -> bool:
-    """Adds a prefix, or replaces the one with the same name. Returns False if the tenant's present
-    record forbids a writer of this region to store it.
+    """Adds a prefix, or replaces the one with the same name; with `replaces`, only one whose Entry
+    has this digest. Returns False if there is no such one, or if the tenant's present record
+    forbids a writer of this region to store it.
 
     `now` is in unix seconds. `max_all_bytes` is the limit of Redis for all tenants' prefixes.
     `region` is the writer's, or None for an operator. Raises TooManyPrefixes, PrefixStorageFull or
@@ -272,11 +286,11 @@ async def save(
     arguments: list[str | bytes | int | float] = [
         *(prefix.name, _encode(entry), _encode(prefix), prefix.expires_at or 0, prefix.created_at),
         *(prefix.tenant_id, max_prefixes, max_own, _body_key(prefix.tenant_id, "")),
-        *(now, -1 if max_all_bytes is None else max_all_bytes),
+        *(now, -1 if max_all_bytes is None else max_all_bytes, replaces),
         *(() if region is None else (region,)),
     ]
     match await store.evaluate(SAVE_LUA, keys, arguments):
-        case b"forbidden":
+        case b"forbidden" | b"changed":
             return False
         case b"too_many":
             raise TooManyPrefixes(f"there can be at most {max_prefixes} prefixes: delete one first")
@@ -290,9 +304,11 @@ async def save(
     return True
 
 
-async def delete(store: Store, tenant_id: str, name: str) -> None:
-    """Deletes a prefix. Raises StoreUnavailable."""
-    await store.evaluate(DELETE_LUA, _keys(tenant_id, name), [name, tenant_id])
+async def delete(store: Store, tenant_id: str, name: str, digest: str = "") -> None:
+    """Deletes a prefix; with `digest`, unless its Entry has another one. Raises
+    StoreUnavailable.
+    """
+    await store.evaluate(DELETE_LUA, _keys(tenant_id, name), [name, tenant_id, digest])
 
 
 async def delete_all(store: Store, tenant_id: str) -> int:

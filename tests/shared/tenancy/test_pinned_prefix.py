@@ -77,14 +77,30 @@ async def check_life_cycle(store: Store) -> None:
         assert await pinned_prefix.reasons(store, "t") == {"other": "full"}
 
 
+async def check_changes_since(store: Store) -> None:
+    """What a process has read is neither replaced nor deleted by it after a change of another."""
+    text, tokenized = make_prefix("since", "c", token_ids=b""), make_prefix("since", "c")
+    assert not await pinned_prefix.save(store, tokenized, NOW, replaces=text.digest)
+    assert await pinned_prefix.entries(store, "c") == {}
+    await pinned_prefix.save(store, text, NOW)
+    assert await pinned_prefix.save(store, tokenized, NOW, replaces=text.digest)
+    assert not await pinned_prefix.save(store, text, NOW, replaces=text.digest)
+    await pinned_prefix.delete(store, "c", "since", text.digest)
+    assert await pinned_prefix.load(store, "c", "since") == tokenized
+    await pinned_prefix.delete(store, "c", "since", tokenized.digest)
+    assert await pinned_prefix.load(store, "c", "since") is None
+
+
 def test_life_cycle_in_memory() -> None:
     store = MemoryStore()
     run(check_life_cycle(store))
+    run(check_changes_since(store))
 
 
 async def test_life_cycle_in_redis(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     await check_life_cycle(store)
+    await check_changes_since(store)
     await store.close()
 
 

@@ -153,10 +153,13 @@ def _may_store(store: MemoryStore, tenants_key: str, tenant_id: str, region: str
 
 def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
     name, entry, body, ends_at, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments[:9]
-    now, max_all, *region = arguments[9:]
+    now, max_all, replaces, *region = arguments[9:]
     if region and not _may_store(store, keys[8], tenant_id, *region):
         return b"forbidden"
-    others = [each for each in _fields(store, keys[0]) if each != name.encode()]
+    entries = _fields(store, keys[0])
+    if replaces and replaces != _digest_of(entries.get(name.encode())):
+        return b"changed"
+    others = [each for each in entries if each != name.encode()]
     if len(others) >= max_prefixes:
         return b"too_many"
     sizes = [len(store.data.get(stem + each.decode(errors="replace"), b"")) for each in others]
@@ -183,8 +186,14 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
     return b"saved"
 
 
+def _digest_of(entry: bytes | None) -> str | None:
+    return None if entry is None else msgspec.msgpack.decode(entry)[0]
+
+
 def _delete_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> None:
-    name, tenant_id = arguments
+    name, tenant_id, digest = arguments
+    if digest and digest != _digest_of(_fields(store, keys[0]).get(name.encode())):
+        return
     store.apply([("HDEL", keys[0], name), ("DEL", keys[1]), ("HDEL", keys[5], name)])
     if not _fields(store, keys[0]):
         store.apply([("ZREM", keys[2], tenant_id)])

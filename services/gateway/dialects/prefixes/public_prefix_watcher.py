@@ -69,18 +69,18 @@ class PublicPrefixWatcher:
             if self._models.serves(entry.model):
                 prefix = await pinned_prefix.load(self._store, PUBLIC_TENANT_ID, name)
                 if prefix is not None:
-                    read = await self._read_alone(prefix)
+                    read = await self._read_alone(prefix, entry.digest)
                     is_complete = is_complete and read is not None
                     prefixes.append(prefix if read is None else read)
         self._public.replace(prefix for prefix in prefixes if prefix.token_ids)
         self._version, self._names, self._is_complete = changes.version, names, is_complete
 
-    async def _read_alone(self, prefix: PinnedPrefix) -> PinnedPrefix | None:
+    async def _read_alone(self, prefix: PinnedPrefix, digest: str) -> PinnedPrefix | None:
         """Returns None if the read fails: the next poll repeats it, and other prefixes do not wait
         for it. Raises StoreUnavailable.
         """
         try:
-            return await self._read_public(prefix)
+            return await self._read_public(prefix, digest)
         except StoreUnavailable:
             raise
         except HearthError as error:  # for example, nothing can serve the model yet
@@ -97,16 +97,18 @@ class PublicPrefixWatcher:
             self._failed.add(prefix.digest)
             log.error("public_prefix_failed", name=prefix.name, exc_info=error)
 
-    async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
+    async def _read_public(self, prefix: PinnedPrefix, digest: str) -> PinnedPrefix:
         """Returns the prefix with its tokens. The operator stores the text; the first gateway that
-        serves the model adds the tokens.
+        serves the model adds the tokens, unless the record, which had this digest, has been changed
+        or deleted since: the next poll reads the change.
         """
         if prefix.token_ids:
             return prefix
         try:
             model = await self._models.main(prefix.model)
             read = await self._reader_of(model).read(prefix, model.card)
-            await pinned_prefix.save(self._store, read, self._wall_clock())
+            now = self._wall_clock()
+            await pinned_prefix.save(self._store, read, now, replaces=digest)
         except (InvalidRequest, TooManyPrefixes) as error:
             log.warning("public_prefix_refused", name=prefix.name, error=error.message)
             return prefix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -12,10 +12,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.dialects.prefixes.dialect import OpenPrefixDialect
+from services.gateway.dialects.prefixes import public_prefix_watcher
 from services.gateway.dialects.prefixes.errors import PrefixTooLarge, PrefixTooShort
 from services.gateway.dialects.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
-from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.request.generation_request import scoped_affinity_key
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import Encoded
@@ -42,26 +41,28 @@ PREFIXES = "/v1/prefixes"
 CHAT = "/v1/chat/completions"
 
 
-def public_watcher(cluster: Cluster) -> PublicPrefixWatcher:
-    opened = cluster.gateway.dialects.opened
-    return next(each.watcher for each in opened if isinstance(each, OpenPrefixDialect))
+@pytest.fixture(scope="module", autouse=True)
+def frequent_polls() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(public_prefix_watcher, "POLL_INTERVAL_S", 0.02)
+        yield
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
     """Redis without prefixes, before and after the test."""
     store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
-    await _delete_all(store)
+    await _delete_all(cluster, store)
     yield store
-    await _delete_all(store)
-    await public_watcher(cluster)._poll()
+    await _delete_all(cluster, store)
     await store.close()
 
 
-async def _delete_all(store: RedisStore) -> None:
+async def _delete_all(cluster: Cluster, store: RedisStore) -> None:
     for tenant_id in ("tenant-1", "tenant-2", PUBLIC_TENANT_ID):
         for name in await pinned_prefix.entries(store, tenant_id):
             await pinned_prefix.delete(store, tenant_id, name)
+    await until(lambda: not cluster.gateway.preparer.public._prefixes)
 
 
 async def add_tenant(store: RedisStore, **limits: object) -> dict[str, str]:
@@ -372,8 +373,8 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
     )
     await pinned_prefix.save(store, prefix, 1_000)
     public = cluster.gateway.preparer.public
-    await public_watcher(cluster)._poll()  # not after a second
-    return unpack_token_ids(public._prefixes[0].token_ids)
+    (read,) = await until(lambda: public._prefixes)
+    return unpack_token_ids(read.token_ids)
 
 
 async def test_tenants_share_the_blocks_of_a_public_prefix_only(
@@ -430,6 +431,7 @@ async def test_deleted_public_prefix_is_not_shared(cluster: Cluster, store: Redi
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
     public = cluster.gateway.preparer.public
     await until(lambda: not public._prefixes)
+    assert await pinned_prefix.entries(store, PUBLIC_TENANT_ID) == {}  # not saved again since
     assert (await received(cluster)).num_public_blocks == 0
 
 

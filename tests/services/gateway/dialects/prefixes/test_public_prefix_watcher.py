@@ -83,6 +83,33 @@ def test_failed_prefix_is_read_again_without_a_change(error: Exception) -> None:
     run(play())
 
 
+def test_change_while_a_prefix_is_read_is_not_undone() -> None:
+    """Neither a deletion nor a new text: the tokens of the old one come too late."""
+
+    async def play(*new: PinnedPrefix) -> None:
+        store, public = MemoryStore(), PublicPrefixes()
+        await pinned_prefix.save(store, prefix_of("house"), 1.0)
+
+        class ChangedMeanwhile(Models):
+            async def read(self, prefix: PinnedPrefix, card: None) -> PinnedPrefix:
+                await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
+                for each in new:
+                    await pinned_prefix.save(store, each, 1.0)
+                return await super().read(prefix, card)
+
+        watcher = watcher_of(public, store, [])
+        models = cast(Any, ChangedMeanwhile(iter(())))
+        watcher._reader_of = lambda _: models
+        await watcher._poll()
+        saved = await pinned_prefix.load(store, PUBLIC_TENANT_ID, "house")
+        assert saved == (new[0] if new else None)
+        await watcher._poll()
+        assert public._prefixes == new
+
+    run(play())
+    run(play(prefix_of("house", b"\2\0\0\0")))
+
+
 def test_unexpected_error_is_logged_once_for_each_version() -> None:
     async def play() -> None:
         store = MemoryStore()
