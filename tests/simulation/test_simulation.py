@@ -133,7 +133,7 @@ def test_models_with_groups_of_layers_keep_all_promises(seed: int) -> None:
     assert run_plan(with_layer_groups(plan_of(seed))).wrongs == []
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), 1809])  # in the last one, devices raise
 def test_groups_of_ranks_are_members_like_others(seed: int) -> None:
     """With several steps in flight, and when ranks die or freeze."""
     assert run_plan(with_rank_groups(plan_of(seed))).wrongs == []

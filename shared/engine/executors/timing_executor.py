@@ -131,7 +131,8 @@ class TimingExecutor:
             if not self._runs_ahead:
                 self._inputs = self._inputs_of(plan, masks)
             else:
-                self._last = start_awaited(self._answer(encode(plan), masks, self._last))
+                answer = self._answer(encode(plan), masks, self._last)
+                self._last = start_awaited(answer, Exception)  # `result` raises what the step did
                 self._steps[plan.step] = _QueuedStep(plan, rows, self._last)
         except BaseException:
             self._plans.take_back(plan, rows)

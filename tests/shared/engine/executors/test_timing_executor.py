@@ -7,9 +7,10 @@ import math
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from shared.engine.executors.timing_executor import FIRST_TOKEN_ID, StepCost, TimingExecutor
-from shared.engine.step import KvRun
+from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.messages import LogprobsMode, SamplingParams
 from tests.support.engine.rig import (
     BLOCK_SIZE,
@@ -152,3 +153,21 @@ def test_step_takes_the_time_of_the_cost_model() -> None:
             rig.engine.apply(rows, sampled)
 
     run(scenario())
+
+
+def test_failure_of_a_step_that_runs_ahead_is_its_callers_alone() -> None:
+    class Failing(TimingExecutor):
+        async def run(self, inputs: StepInputs) -> StepOutput:
+            raise RuntimeError("the device says no")
+
+    async def scenario() -> None:
+        executor = Failing(VirtualClock(), num_blocks=8, block_size=BLOCK_SIZE, depth=2)
+        rig = Rig(max_batch_tokens=8)
+        rig.add(new_sequence(prompt(5), greedy()))
+        step = executor.submit(rig.begin())
+        with pytest.raises(RuntimeError, match="the device says no"):
+            await executor.result(step)
+
+    with capture_logs() as logs:
+        run(scenario())
+    assert logs == []
