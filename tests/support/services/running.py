@@ -71,7 +71,9 @@ def processes_of(state_home: Path) -> dict[int, str]:
         try:
             is_inside = (entry / "cwd").readlink().is_relative_to(state_home)
             if is_inside or variable in (entry / "environ").read_bytes().split(b"\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().decode()
+                line = (entry / "cmdline").read_bytes().decode()
+                if line:  # it has not ended meanwhile
+                    found[int(entry.name)] = line
         except OSError:
             continue  # the process ended, or belongs to another user
     return found

@@ -106,7 +106,8 @@ def test_up_starts_one_process_per_service(running: Up) -> None:
     assert 1 <= len(checking) <= 3
     encoding = [each for each in lines if "encoding_process" in each]
     assert len(encoding) <= 1  # of its model, which it starts last
-    compiling = [each for each in lines if "kernels.cpu" in each]  # what long prompts will need
+    # what long prompts will need, and the loops of the scheduler's costs
+    compiling = [each for each in lines if "kernels.cpu" in each or "cost_kernel" in each]
     # a process that is just being forked has the command line of its parent
     others = {*lines} - {*preparing, *checking, *encoding, *compiling}
     services = sorted(each.split("\0")[3] for each in others if "\0services\0" in each)

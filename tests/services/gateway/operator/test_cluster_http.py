@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
 import pytest_asyncio
 
 from services.gateway.operator.cluster.kept_history import KEY, HistoryKeeper
@@ -31,9 +30,12 @@ async def operated(shared_cluster: SharedCluster) -> AsyncIterator[Beside]:
         yield beside
 
 
-@pytest.fixture
-def opened(cluster: Cluster, operated: Beside) -> Beside:
-    """A gateway of this module, beside a cluster in its first state."""
+@pytest_asyncio.fixture(loop_scope="session")
+async def opened(cluster: Cluster, operated: Beside) -> Beside:
+    """A gateway of this module, which knows all processes of a cluster in its first state."""
+    fleet, shown = operated.gateway._health_monitor.fleet, operated.gateway._operator.feed.state
+    names = {"gateway-1", "scheduler-1", *(each.worker_id for each in cluster.decodes)}
+    await until(lambda: all(fleet.is_live(each) and each in shown._view for each in names))
     return operated
 
 
@@ -77,7 +79,6 @@ async def test_only_the_operator_reads_the_cluster(opened: Beside) -> None:
 async def test_rejected_requests_of_a_client_leave_a_loss_in_sight(
     opened: Beside, cluster: Cluster
 ) -> None:
-    await until(lambda: "decode-1" in opened.gateway._operator.feed.state._view)
     opened.gateway._operator.feed.lose("decode-1", Loss.DISCONNECTED)
     given = {"authorization": f"Bearer {API_KEY}"}
     for _ in range(65):
