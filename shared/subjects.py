@@ -133,8 +133,12 @@ def trace(gateway_id: str) -> str:
     return command("gateway", gateway_id, "trace")
 
 
+READ_FLEET = f"{PREFIX}.gateway.{ANY}.fleet"
+READ_FLEET_GROUP = "gateway"
+
+
 def fleet(gateway_id: str) -> str:
-    """Carries ReadFleet."""
+    """Carries ReadFleet to one gateway, READ_FLEET to any."""
     return command("gateway", gateway_id, "fleet")
 
 
@@ -295,7 +299,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
 }
 
 _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
-    "gateway": (),
+    "gateway": (READ_FLEET,),
     "scheduler": (SUBMIT,),
     "decode": (),
     "prefill": (),
@@ -308,7 +312,7 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     """Returns the minimal permissions that the credential's processes need."""
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
-        commands: tuple[str, ...] = (_TRACE, _FLEET, _LIST_MODELS)
+        commands: tuple[str, ...] = (_TRACE, READ_FLEET, _FLEET, _LIST_MODELS)
         if role == "operator":
             commands = (*commands, *_LIFECYCLE, _HOST_MODELS)
         sent = (sent_by(subject, f"{credential}.*") for subject in commands)

@@ -180,7 +180,12 @@ class FleetView:
     def models(self) -> list[ModelView]:
         """Returns the models of all hosts."""
         return in_order(
-            model for each in self._hosts() for model in model_views(each.heartbeat, each.state)
+            model
+            for each in self._hosts()
+            if each.heartbeat.host is not None
+            for model in model_views(
+                host_view(each.heartbeat, each.state), each.heartbeat.host.models
+            )
         )
 
     def demands(self) -> list[RoleDemand]:

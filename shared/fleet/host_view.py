@@ -70,9 +70,8 @@ def host_view(heartbeat: Heartbeat, state: str) -> HostView:
     )
 
 
-def model_views(heartbeat: Heartbeat, state: str) -> Iterable[ModelView]:
-    if heartbeat.host is not None:
-        yield from (_model_view(each, heartbeat, state) for each in heartbeat.host.models)
+def model_views(host: HostView, models: Iterable[HostedModel]) -> Iterable[ModelView]:
+    return (_model_view(each, host) for each in models)
 
 
 def in_order(models: Iterable[ModelView]) -> list[ModelView]:
@@ -82,10 +81,10 @@ def in_order(models: Iterable[ModelView]) -> list[ModelView]:
     )
 
 
-def _model_view(model: HostedModel, heartbeat: Heartbeat, host_state: str) -> ModelView:
+def _model_view(model: HostedModel, host: HostView) -> ModelView:
     return ModelView(
         **{name: getattr(model, name) for name in _OF_MODEL},
-        host_id=heartbeat.process_id,
-        host_state=host_state,
-        region=heartbeat.region,
+        host_id=host.process_id,
+        host_state=host.state,
+        region=host.region,
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from shared.fleet.fleet_view import ProcessView
-from shared.messages import Message, ProcessId, TotalSeconds
+from shared.fleet.host_view import HostView
+from shared.messages import Message, ProcessId, RoleDemand, TotalSeconds
 
 MAX_PROCESSES = 8192
 
@@ -63,6 +64,8 @@ class FleetRead(Message, frozen=True, kw_only=True):
     unready: str = ""
     recent: RecentFigures | None = None  # None before the gateway has counted
     rejected: tuple[Rejection, ...] = ()
+    hosts: tuple[HostView, ...] = ()
+    demands: tuple[RoleDemand, ...] = ()
 
     @property
     def sender_id(self) -> str:

@@ -133,7 +133,7 @@ class ReceivedModels:
 
     async def _request(self, host_id: str, known: _Known) -> None:
         try:
-            received = await self._pages(host_id)
+            received = await read_host_models(self._bus, host_id)
         except HearthError as error:
             log.debug("host_models_not_received", host=host_id, reason=error.message)
             return
@@ -144,24 +144,28 @@ class ReceivedModels:
             known.version, known.models = version, {}
             known.put(models, self._clock.now())
 
-    async def _pages(self, host_id: str) -> tuple[int, list[HostedModel]]:
-        """Begins again if the list changes meanwhile."""
-        found: list[HostedModel] = []
-        version = -1
-        while True:
-            page = await self._bus.request(
-                list_host_models(host_id),
-                ListHostModels(first=len(found)),
-                HostModelPage,
-                timeout_s=REQUEST_TIMEOUT_S,
-            )
-            if found and page.version != version:
-                found = []
-                continue
-            version = page.version
-            found += page.models
-            if not page.models or len(found) >= page.num_models:
-                return version, found
+
+async def read_host_models(bus: Bus, host_id: str) -> tuple[int, list[HostedModel]]:
+    """Returns the list of a host with its version. It begins again if the list changes meanwhile.
+
+    Raises the errors of `Bus.request`.
+    """
+    found: list[HostedModel] = []
+    version = -1
+    while True:
+        page = await bus.request(
+            list_host_models(host_id),
+            ListHostModels(first=len(found)),
+            HostModelPage,
+            timeout_s=REQUEST_TIMEOUT_S,
+        )
+        if found and page.version != version:
+            found = []
+            continue
+        version = page.version
+        found += page.models
+        if not page.models or len(found) >= page.num_models:
+            return version, found
 
 
 def _key(model: HostedModel) -> _Key:

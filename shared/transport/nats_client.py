@@ -12,18 +12,20 @@ release that was tested, and a test compares the internals with `INTERNALS`.
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nats.aio.client import NO_RESPONDERS_STATUS, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import NoRespondersError, TimeoutError
+from nats.errors import FlushTimeoutError, NoRespondersError, TimeoutError
 from nats.js.api import Header
 
 from shared.background import item_error
 from shared.transport.nkeys import UserKey
 
+FLUSH_S = 2
 LATE_REPLY_S = 2.0  # how long after its timeout a reply is still taken, if the caller wants it
 REPLIES = (b"PUB _INBOX.", b"HPUB _INBOX.")  # commands; nothing else is sent to an inbox
 Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, reply subject or "", data
@@ -37,12 +39,13 @@ INTERNALS = {
     "_process_msg": ("self", "sid", "subject", "reply", "data", "headers"),
     "_process_pong": ("self",),
     "_remove_sub": ("self", "sid", "max_msgs"),
+    "_send_ping": ("self", "future"),
     "_send_unsubscribe": ("self", "sid", "limit"),
 }
 # Attributes of a Client and of a Subscription that are read or written here.
 CLIENT_ATTRIBUTES = (
     *("_subs", "_pongs", "_error_cb", "_transport", "_public_nkey"),
-    *("_reading_task", "_reconnection_task", "_pending", "_pending_data_size"),
+    *("_reading_task", "_reconnection_task", "_flusher_task", "_pending", "_pending_data_size"),
 )
 SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
 
@@ -120,7 +123,26 @@ class DirectClient(Client):
         PONG returns: the second PING follows the buffer.
         """
         for _ in range(2):
-            await self.flush(timeout=2)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Returns when the server has answered a PING. Raises FlushTimeoutError.
+
+        nats-py's `flush` waits with `wait_for`, which in Python 3.11 swallows a cancellation that
+        coincides with the PONG: the cancelled task would go on.
+        """
+        loops = (self._reading_task, self._flusher_task)
+        if self.is_closed or any(each is None or each.done() for each in loops):
+            await self.flush(FLUSH_S)
+            return
+        pong = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self._send_ping(pong)
+                await pong
+        except builtins.TimeoutError:
+            pong.cancel()
+            raise FlushTimeoutError from None
 
     async def stop_listening(self, subscription: Subscription) -> None:
         """Unsubscribes, and still handles the messages that the server sends until then."""

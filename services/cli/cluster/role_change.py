@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-from services.cli.cluster.status import find_nats
+from services.cli.nats_address import find_nats
 from services.local.credentials import process_id_for
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S

@@ -39,8 +39,7 @@ async def processes_checks(nats_url: str, *, timeout_s: float, has_gateway: bool
     """
     try:
         async with open_poll(nats_url, MonotonicClock(), timeout_s=timeout_s) as poll:
-            await poll.first_heartbeat(FIRST_BEAT_TIMEOUT_S)
-            report = await poll.first_report(FIRST_POLL_S)
+            report = await poll.first_report(FIRST_POLL_S, FIRST_BEAT_TIMEOUT_S)
     except HearthError as error:
         return [Check("processes", "fail", error.message, "Start a cluster: `hearth up`.")]
     return list(report_checks(report, time.time(), has_gateway=has_gateway))

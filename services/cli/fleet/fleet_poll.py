@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import nats.errors
 
+from services.cli.fleet.gateway_reads import MAX_ASKED, ask_gateways, read_fleet, read_models
 from services.cli.fleet.report import FleetReport
 from services.local.credentials import process_id_for
 from shared.background import Background
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable, HearthError
+from shared.errors import DependencyUnavailable
 from shared.fleet.fleet_view import FleetView
-from shared.fleet.read_fleet import FleetRead, ReadFleet
+from shared.fleet.host_view import ModelView
+from shared.fleet.read_fleet import FleetRead
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import Heartbeat
 from shared.nats_urls import without_password
-from shared.subjects import HEARTBEATS, fleet
+from shared.subjects import HEARTBEATS
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
 LISTEN_S = 1.2 * HEARTBEAT_INTERVAL_S  # a heartbeat of each process
-REPLY_TIMEOUT_S = 1.0
-MAX_ASKED = 3  # gateways
 
 
 @contextlib.asynccontextmanager
@@ -70,11 +70,24 @@ class FleetPoll:
     async def stop(self) -> None:
         await self._background.stop()
 
-    async def first_heartbeat(self, timeout_s: float) -> None:
-        """Waits for the first heartbeat, which a machine under load may delay for seconds.
+    async def first_report(
+        self, longest_s: float, first_beat_s: float | None = None
+    ) -> FleetReport:
+        """Returns a report as soon as a gateway answers. If none does, it waits for heartbeats:
+        with `first_beat_s` so long for the first one, then `longest_s`, so that speeds are known
+        and the models of hosts.
 
-        Raises DependencyUnavailable.
+        Raises DependencyUnavailable without a heartbeat.
         """
+        read = await read_fleet(self._bus)
+        if read is not None:
+            return self._report(read, await read_models(self._bus, read.hosts))
+        if first_beat_s is not None:
+            await self._first_heartbeat(first_beat_s)
+        return await self._observed_report(longest_s)
+
+    async def _first_heartbeat(self, timeout_s: float) -> None:
+        """Waits for the first heartbeat, which a machine under load may delay for seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._received.wait()
@@ -82,10 +95,7 @@ class FleetPoll:
             message = f"no heartbeat at {self._where} within {timeout_s:g} s"
             raise DependencyUnavailable(message) from None
 
-    async def first_report(self, longest_s: float) -> FleetReport:
-        """Returns a report as soon as a gateway answers, else after `longest_s`: heartbeats show
-        speeds by then, and the models of hosts.
-        """
+    async def _observed_report(self, longest_s: float) -> FleetReport:
         began_at = self._clock.now()
         await self._clock.sleep(min(LISTEN_S, longest_s))
         with contextlib.suppress(TimeoutError):
@@ -98,9 +108,16 @@ class FleetPoll:
     async def report(self) -> FleetReport:
         return self._report(await self._read())
 
-    def _report(self, read: FleetRead | None) -> FleetReport:
-        now, is_connected = self._clock.now(), self._bus.is_connected
-        return FleetReport.of(self._view, read, now, is_connected=is_connected)
+    def _report(
+        self, read: FleetRead | None, models: Sequence[ModelView] | None = None
+    ) -> FleetReport:
+        return FleetReport.of(
+            self._view,
+            read,
+            self._clock.now(),
+            models=models,
+            is_connected=self._bus.is_connected,
+        )
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         self._view.observe(self._models.complete(beat), self._clock.now())
@@ -116,16 +133,7 @@ class FleetPoll:
             return None
         live = [name for name in self._gateways if not self._view.is_lost(name)]
         oldest = sorted(live, key=lambda name: -self._gateways[name])[:MAX_ASKED]
-        replies = await asyncio.gather(*map(self._ask, oldest))
-        return next((each for each in replies if each is not None), None)
-
-    async def _ask(self, gateway_id: str) -> FleetRead | None:
-        try:
-            return await self._bus.request(
-                fleet(gateway_id), ReadFleet(), FleetRead, timeout_s=REPLY_TIMEOUT_S
-            )
-        except HearthError:
-            return None
+        return next(iter(await ask_gateways(self._bus, oldest)), None)
 
     async def _judge(self) -> None:
         """Uses server round trips instead of heartbeat echoes, as an observer sends no

@@ -38,18 +38,27 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, view: FleetView, read: FleetRead | None, now: float, *, is_connected: bool = True
+        cls,
+        view: FleetView,
+        read: FleetRead | None,
+        now: float,
+        *,
+        models: Sequence[ModelView] | None = None,
+        is_connected: bool = True,
     ) -> Self:
-        """Returns the report of heartbeats, with what a gateway knows better if one answered."""
+        """Returns the report of heartbeats, with what a gateway knows better if one answered.
+        `models` of the hosts are those of the view by default.
+        """
+        models = view.models() if models is None else models
         local = {each.process_id: each for each in view.rows(now)}
-        shown: dict[str, Any] = {
-            "demands": view.demands(),
-            "hosts": view.hosts(),
-            "models": view.models(),
-        }
         if read is None:
-            nats = ServerView(state="ok" if is_connected else "unavailable")
-            return cls(rows=list(local.values()), nats=nats, **shown)
+            return cls(
+                rows=list(local.values()),
+                nats=ServerView(state="ok" if is_connected else "unavailable"),
+                demands=view.demands(),
+                hosts=view.hosts(),
+                models=models,
+            )
         known = {each.process_id: each for each in read.processes}
         return cls(
             rows=in_order_of_roles((local | known).values()),
@@ -59,7 +68,9 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             unready=read.unready,
             recent=read.recent,
             rejected=read.rejected,
-            **shown,
+            demands=read.demands,
+            hosts=read.hosts,
+            models=models,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The states of models on hosts, from the heartbeats of a moment."""
+"""The states of models on hosts, from the hosts that a gateway knows, or heartbeats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.cli.cluster.status import find_nats
+from services.cli.fleet.gateway_reads import read_fleet, read_models
+from services.cli.nats_address import find_nats
 from services.local.credentials import process_id_for
 from shared.background import Background
 from shared.clock import MonotonicClock
@@ -62,7 +63,12 @@ async def connected(nats_url: str, role: str, timeout_s: float) -> AsyncIterator
 
 
 async def observed_models(bus: Bus) -> list[ModelView]:
-    """Returns the models of all hosts that send a heartbeat within LISTEN_S."""
+    """Returns the models of the hosts that a gateway knows; without its answer, of all hosts that
+    send a heartbeat within LISTEN_S.
+    """
+    read = await read_fleet(bus)
+    if read is not None:
+        return await read_models(bus, read.hosts)
     clock, view, background = MonotonicClock(), FleetView(), Background()
     received = ReceivedModels(bus, clock, background)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from services.cli.cluster.status import find_nats
 from services.cli.fleet.host_tables import short_digest
 from services.cli.models.live_states import connected, observed_models
+from services.cli.nats_address import find_nats
 from shared.errors import ConfigError
 from shared.fleet.host_view import ModelView
 from shared.messages import Done, ModelWaking, ParkModel, WakeModel

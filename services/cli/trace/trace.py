@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from services.cli.cluster.status import find_nats
+from services.cli.fleet.gateway_reads import live_gateways, read_fleet
+from services.cli.nats_address import find_nats
 from services.cli.output import table_console
 from services.cli.trace.timeline_table import timeline_parts
 from services.local.credentials import process_id_for
@@ -73,6 +74,18 @@ async def find_timeline(bus: NatsBus, request_id: str) -> FoundTimeline:
     """Searches the gateways for a request's timeline. Raises DependencyUnavailable if no gateway
     sends heartbeats, ConfigError if the credential may not read timelines.
     """
+    read = await read_fleet(bus)
+    ordered = await _observed_gateways(bus) if read is None else live_gateways(read)
+    replies = await asyncio.gather(*(_ask(bus, each, request_id) for each in ordered))
+    missing = [name for name, reply in zip(ordered, replies, strict=True) if reply is None]
+    _check_permission(bus, map(trace, missing))
+    known = (reply.timeline for reply in replies if reply is not None)
+    found = next((timeline for timeline in known if timeline is not None), None)
+    return FoundTimeline(found, tuple(missing))
+
+
+async def _observed_gateways(bus: NatsBus) -> list[str]:
+    """Returns the gateways that send a heartbeat within LISTEN_S. Raises as `find_timeline`."""
     gateway_ids: set[str] = set()
 
     def on_heartbeat(beat: Heartbeat) -> None:
@@ -85,13 +98,7 @@ async def find_timeline(bus: NatsBus, request_id: str) -> FoundTimeline:
     _check_permission(bus, (HEARTBEATS,))
     if not gateway_ids:
         raise DependencyUnavailable(f"no gateway within {LISTEN_S:g} s: is the cluster running?")
-    ordered = sorted(gateway_ids)
-    replies = await asyncio.gather(*(_ask(bus, each, request_id) for each in ordered))
-    missing = [name for name, reply in zip(ordered, replies, strict=True) if reply is None]
-    _check_permission(bus, map(trace, missing))
-    known = (reply.timeline for reply in replies if reply is not None)
-    found = next((timeline for timeline in known if timeline is not None), None)
-    return FoundTimeline(found, tuple(missing))
+    return sorted(gateway_ids)
 
 
 def _check_permission(bus: NatsBus, subjects: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from services.gateway.models.live_models import Readiness
 from services.gateway.operator.cluster.state import ClusterView
 from services.gateway.operator.servers import Servers
 from shared.fleet.read_fleet import MAX_PROCESSES, FleetRead, ReadFleet, RecentFigures
-from shared.subjects import fleet
+from shared.subjects import READ_FLEET, READ_FLEET_GROUP, fleet
 from shared.transport.bus import Bus
 
 
@@ -31,6 +31,7 @@ class FleetReads:
 
     async def serve(self) -> None:
         await self._bus.serve(fleet(self._bus.process_id), ReadFleet, self._read)
+        await self._bus.serve(READ_FLEET, ReadFleet, self._read, queue=READ_FLEET_GROUP)
 
     async def _read(self, _: ReadFleet) -> FleetRead:
         await self._servers.poll()
@@ -43,6 +44,8 @@ class FleetReads:
             unready=self._readiness().reason or "",
             recent=self._recent(),
             rejected=self._cluster.recent_rejections,
+            hosts=self._cluster.hosts(),
+            demands=self._cluster.demands(),
         )
 
     def _recent(self) -> RecentFigures | None:

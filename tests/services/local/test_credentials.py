@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.cluster import commands
+from services.cli.cluster.credential_commands import nats_config as print_nats_config
 from services.local.credentials import (
     Credential,
     named_credentials,
@@ -95,7 +95,7 @@ def test_nats_conf_equals_output_of_the_command_in_line_1() -> None:
 
 
 def test_tls_block_follows_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    commands.nats_config(["decode=decode-1"], host="127.0.0.1", port=4222, tls="/etc/nats/tls")
+    print_nats_config(["decode=decode-1"], host="127.0.0.1", port=4222, tls="/etc/nats/tls")
     first, *_ = text = capsys.readouterr().out.splitlines()
     assert first.endswith("--host 127.0.0.1 --port 4222 --tls /etc/nats/tls")
     assert text[text.index("tls {") :] == [

@@ -182,6 +182,16 @@ async def test_cancelled_flush_does_not_break_client(connect: Connect) -> None:
     assert await requester.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
 
 
+async def test_cancellation_that_coincides_with_the_pong_ends_the_flush(connect: Connect) -> None:
+    client = await connect("kv_index-1")
+    flushing = asyncio.create_task(client.flush_all())
+    await asyncio.sleep(0)
+    client._pongs.pop().set_result(True)
+    flushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await flushing
+
+
 def test_nats_py_internals_have_expected_parameters() -> None:
     """Review a release that changes them before pyproject.toml admits it."""
     assert version("nats-py").startswith(f"{nats_client.TESTED_RELEASE}.")

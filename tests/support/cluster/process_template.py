@@ -144,7 +144,7 @@ def main() -> None:
     for module in MODULES:
         import_module(module)
     import_worker()
-    import_module("services.__main__")._command()  # the tree of commands, which each would build
+    dict(import_module("services.__main__")._command().commands)  # which each would build
     serve(_become_monitored)
 
 

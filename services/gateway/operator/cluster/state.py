@@ -184,9 +184,9 @@ class ClusterView:
         return ClusterLists(
             figures=self.history.current,
             rejected=self._rejections.rows,
-            hosts=tuple(self._view.hosts()),
+            hosts=self.hosts(),
             models=tuple(models),
-            demands=tuple(self._view.demands()),
+            demands=self.demands(),
         )
 
     @property
@@ -198,6 +198,12 @@ class ClusterView:
         now = self._now()
         self._view.forget(now)
         return self._view.rows(now)
+
+    def hosts(self) -> tuple[HostView, ...]:
+        return tuple(self._view.hosts())
+
+    def demands(self) -> tuple[RoleDemand, ...]:
+        return tuple(self._view.demands())
 
     def _processes(self) -> dict[str, Fields]:
         return {each.process_id: self._fields(each) for each in self.rows()}

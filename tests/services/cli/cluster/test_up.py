@@ -17,7 +17,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from services.cli.cluster import bench, status, up
+from services.cli.cluster import bench, up
+from services.cli.fleet import status
 from services.cli.fleet.report import FleetReport
 from services.client.chat_request import ChatReply
 from services.client.first_answers import describe, first_requests

@@ -68,9 +68,11 @@ async def test_only_the_operator_reads_the_cluster(opened: Beside) -> None:
     given = {"authorization": f"Bearer {API_KEY}"}
     public = (await opened.http.get("/ready", headers=given)).json()
     assert public == {"ready": True, "reason": None, "redis": "ok"}
+    peers, view = ("gateway-1", "decode-1", "decode-2"), opened.gateway._operator.feed.state._view
+    await until(lambda: all(each in view for each in peers))
     snapshot = (await opened.http.get("/v1/cluster")).json()
     assert snapshot["gateway_id"] == "gateway-2"
-    assert {"gateway-1", "decode-1", "decode-2"} <= snapshot["processes"].keys()
+    assert snapshot["processes"].keys() >= {*peers}
     assert snapshot["processes"]["decode-1"]["role"] == "decode"
     assert "joined" in {event["kind"] for event in snapshot["events"]}
     assert snapshot["lists"].keys() >= {"figures", "rejected", "hosts", "models", "demands"}

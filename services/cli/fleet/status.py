@@ -16,13 +16,13 @@ from rich.live import Live
 from services.cli.fleet.fleet_poll import open_poll
 from services.cli.fleet.fleet_tables import tables
 from services.cli.fleet.report import FleetReport
+from services.cli.nats_address import find_nats
 from services.cli.output import table_console
 from services.local.processes.supervision_log import recent_restarts
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.subjects import CredentialRole
 from shared.telemetry.log import configure_logging
 from shared.transport.bus import NatsRejected
 
@@ -30,20 +30,6 @@ CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0
 FIRST_POLL_S = 5 * HEARTBEAT_INTERVAL_S  # two heartbeats of each process, so speeds are known
 UNSOUND_STATUS = 1
-
-
-def find_nats(nats_url: str | None, role: CredentialRole = "observer") -> str:
-    """Returns the given URL, else the local cluster's URL with its credential of this role.
-
-    Raises ConfigError.
-    """
-    if nats_url is not None:
-        return nats_url
-    _, state = running_cluster(clusters_dir())
-    found = state.nats_url_of(role)
-    if found is None:
-        raise ConfigError("this cluster uses an external NATS: give its URL in HEARTH_NATS_URL")
-    return found
 
 
 def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s: float) -> int:
@@ -90,13 +76,13 @@ async def _status(
     logs: Path | None = None,
 ) -> bool:
     """Prints the cluster once, or every `interval_s` until it is interrupted. Returns whether it is
-    sound. It waits at most `first_beat_s` for the first heartbeat, then `first_poll_s`.
+    sound. Without a gateway's answer it waits at most `first_beat_s` for the first heartbeat, then
+    `first_poll_s`.
     """
     clock = MonotonicClock()
     async with open_poll(nats_url, clock, timeout_s=CONNECT_TIMEOUT_S) as poll:
-        if is_once:
-            await poll.first_heartbeat(first_beat_s)
-        report = _with_restarts(await poll.first_report(first_poll_s), logs)
+        first = await poll.first_report(first_poll_s, first_beat_s if is_once else None)
+        report = _with_restarts(first, logs)
         with _screen(is_live=not (is_once or is_json)) as show:
             while True:
                 print_json(report) if is_json else show(report)

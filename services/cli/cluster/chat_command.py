@@ -1,0 +1,56 @@
+"""`hearth chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.options import START
+
+app = typer.Typer()
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog='Examples:  hearth chat  ·  hearth chat "What is the KV cache?" > answer.txt  ·  '
+    "hearth chat --url http://site-a:8000 --api-key KEY"
+    "  ·  hearth chat --tools clock,dice  ·  hearth chat --json SCHEMA.json",
+)
+def chat(
+    question: Annotated[
+        str | None, typer.Argument(help="Answer this and end (default: a conversation).")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster)."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key (default: local cluster's).")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model (default: the cluster's first).")
+    ] = None,
+    system: Annotated[
+        str, typer.Option(metavar="TEXT", help="System prompt (default: none).")
+    ] = "",
+    tools: Annotated[
+        str, typer.Option(metavar="NAMES", help="Local tools: clock,dice (default: none).")
+    ] = "",
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON Schema of the answers (default: free text)."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print answers and errors alone.")] = False,
+) -> None:
+    """Chat with a model in this terminal, or print its answer to one question.
+
+    Answers go to standard output, all else to standard error.
+    """
+    from services.cli.cluster.chat import ChatOptions, run_chat
+
+    options = ChatOptions(
+        question=question, model=model, system=system, tools=tools, schema=json, is_quiet=quiet
+    )
+    run_chat(url, api_key, options)

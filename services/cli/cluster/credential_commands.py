@@ -1,0 +1,144 @@
+"""`hearth credential` and `hearth nats-config`: who may connect to NATS."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from services.cli.operators.audited import audited
+from services.cli.options import OPERATE, among
+from shared.errors import ConfigError
+from shared.subjects import CredentialRole
+
+if TYPE_CHECKING:
+    from services.local.join import NewCredential
+    from shared.tenancy.tenant_admin import TenantAdmin
+
+app = typer.Typer()
+
+
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5  ·  "
+    "hearth credential client --tenant default",
+)
+@audited("credential")
+def credential(
+    role: Annotated[
+        str,
+        typer.Argument(
+            help="gateway, scheduler, prefill, decode, kv_index, host, worker, observer, operator: "
+            "commands hosts and workers, or client: an application that sends requests over NATS.",
+            autocompletion=among(*get_args(CredentialRole)),
+        ),
+    ],
+    process_id: Annotated[
+        str | None,
+        typer.Option("--process-id", "--name", help="Its name (default: ROLE-<6 hex digits>)."),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of this machine for the other host.")
+    ] = None,
+    region: Annotated[
+        str, typer.Option(help="The region that the process may announce; empty: none.")
+    ] = "",
+    tenant: Annotated[str, typer.Option(help="The tenant of a client.")] = "",
+) -> None:
+    """Create a credential for other processes of the local cluster, or for a client of its API:
+    prints its NATS URL.
+    """
+    from services.local.join import add_credential
+
+    if role == "client":
+        added = _add_client(tenant, process_id, host)
+    elif tenant:
+        raise ConfigError("--tenant is for the role client: processes belong to no tenant")
+    else:
+        added = add_credential(role, process_id, host, region)
+    print(added.nats_url)
+    if not added.is_reachable:
+        note = "note: this NATS listens on loopback only; `hearth up --advertise HOST` opens it"
+        print(note, file=sys.stderr)
+    print(_usage_of(added.credential.role), file=sys.stderr)
+
+
+def _add_client(tenant: str, name: str | None, host: str | None) -> NewCredential:
+    """Adds the credential, then its tenant: until then gateways reject the client."""
+    from services.cli.tenants.tenant_tables import with_tenant_admin
+    from services.local.credentials import random_process_id
+    from services.local.join import add_credential
+
+    if not tenant:
+        raise ConfigError("a client needs --tenant: `hearth tenant list` shows the tenants")
+    client_id = random_process_id("client") if name is None else name
+
+    async def add(admin: TenantAdmin) -> NewCredential:
+        await admin.check_client(tenant, client_id)
+        added = add_credential("client", client_id, host)
+        await admin.add_client(tenant, client_id)
+        return added
+
+    return with_tenant_admin(None, add)
+
+
+def _usage_of(role: str) -> str:
+    if role == "client":
+        return "in the application: services/client/hearth_nats.py connects to this URL"
+    is_reader = role in ("observer", "operator")
+    command = "status" if is_reader else f"{role.replace('_', '-')} --help"
+    return f"on the other host: HEARTH_NATS_URL=… hearth {command}"
+
+
+@app.command(
+    "nats-config",
+    rich_help_panel=OPERATE,
+    epilog="Example:  hearth nats-config gateway=gateway decode=decode-eu@eu decode=decode-us@us",
+)
+def nats_config(
+    processes: Annotated[list[str], typer.Argument(metavar="ROLE=NAME[@REGION]...")],
+    host: Annotated[str, typer.Option(help="Address that nats-server listens on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port that nats-server listens on.")] = 4222,
+    tls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Require TLS, with server.crt, server.key and ca.crt of this directory; processes "
+            "must have a certificate of that authority, too.",
+        ),
+    ] = None,
+    nkeys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Users by public keys in place of passwords. The seed of each is NAME.nk of this "
+            "directory, created if it is missing: nats://NAME@HOST:PORT?seed=NAME.nk",
+        ),
+    ] = None,
+) -> None:
+    """Print a nats-server configuration: credentials with least permissions.
+
+    The replicas of one service may share a credential. A process announces the credential's region,
+    or none.
+
+    Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD. With
+    --nkeys there are none.
+    """
+    from services.local.credentials import (
+        named_credentials,
+        nats_config_with_nkeys,
+        nats_config_with_variables,
+        tls_block,
+    )
+
+    named = named_credentials(processes)
+    options = f"--host {host} --port {port}" + ("" if tls is None else f" --tls {tls}")
+    if nkeys is None:
+        text = nats_config_with_variables(named, host=host, port=port)
+    else:
+        text = nats_config_with_nkeys(named, nkeys, host=host, port=port)
+        options += f" --nkeys {nkeys}"
+    print(f"# hearth nats-config {' '.join(processes)} {options}")
+    print(text + ("" if tls is None else tls_block(tls)), end="")
