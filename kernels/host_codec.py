@@ -58,7 +58,7 @@ def frame_codec_failure() -> str | None:
     """Returns the reason that this host cannot encode frames; None if it can."""
     from kernels.cpu import probe
 
-    return probe.failure()
+    return probe.frames_failure()
 
 
 @contextmanager

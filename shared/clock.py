@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+_IMPORTED_AT = time.monotonic()
+
 
 class Clock(Protocol):
     def now(self) -> float:
@@ -29,10 +31,12 @@ class MonotonicClock:
         await asyncio.sleep(delay_s)
 
 
-def process_age_s() -> float | None:
-    """Returns the seconds since this process was started; None without Linux's /proc."""
+def process_age_s() -> float:
+    """Returns the seconds since this process was started; without Linux's /proc, since the import
+    of this module.
+    """
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the boot
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-    return None
+    return time.monotonic() - _IMPORTED_AT

@@ -14,7 +14,7 @@ from shared.config import WorkerConfig
 from shared.engine.executors.group.kv.group_push import GroupPushPort
 from shared.engine.executors.group.kv.group_receive import GroupReceivePort
 from shared.engine.executors.group.kv.rank_links import RankLinks
-from shared.engine.kv.frame_codec import load_codec
+from shared.engine.kv.frame_codec import CODED_DTYPE, load_codec
 from shared.engine.kv.local_ports import LocalPushPort, LocalReceivePort
 from shared.engine.kv.ports import PushPort, ReceivePort
 from shared.engine.step import KvMemory
@@ -27,6 +27,28 @@ from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.randomness import Randomness
 
 log = structlog.get_logger(__name__)
+
+
+class CodecLoading:
+    """Loads the codec of KV on a thread, once: from `begin`, or when it is first needed."""
+
+    def __init__(self, kv_compression: str) -> None:
+        self._kv_compression = kv_compression
+        self._loading: asyncio.Task[FrameCodec | None] | None = None
+
+    def begin(self) -> None:
+        """Its loops may have to be compiled, which takes seconds, beside the weights."""
+        if self._loading is None:
+            loading = asyncio.to_thread(load_codec, self._kv_compression, CODED_DTYPE)
+            self._loading = start_awaited(loading)
+
+    async def codec(self, dtype: str) -> FrameCodec | None:
+        """Returns the codec of KV of this dtype, or None if it has none."""
+        if dtype != CODED_DTYPE:
+            return None
+        self.begin()
+        assert self._loading is not None, "it has begun"
+        return await self._loading
 
 
 class DataPlane(Protocol):
@@ -43,14 +65,19 @@ class ProcessDataPlane:
     """The `DataPlane` of a worker of one process."""
 
     def __init__(
-        self, config: WorkerConfig, memory: KvMemory, clock: Clock, randomness: Randomness
+        self,
+        config: WorkerConfig,
+        memory: KvMemory,
+        clock: Clock,
+        randomness: Randomness,
+        codec: CodecLoading,
     ) -> None:
         self._config = config
         self._memory = memory
         self._clock = clock
         self._randomness = randomness
         self._security = data_plane_security(config)
-        self._codec: asyncio.Task[FrameCodec | None] | None = None
+        self._codec = codec
 
     async def push_port(self) -> PushPort:
         dialer = Dialer(
@@ -72,13 +99,8 @@ class ProcessDataPlane:
         return LocalReceivePort(receiver, self._memory, link_keys, counts=receiver.counts)
 
     async def _load_codec(self) -> FrameCodec | None:
-        """Returns the codec that both ports share, and loads it on first use."""
-        if self._codec is None:
-            loading = asyncio.to_thread(
-                load_codec, self._config.kv_compression, self._memory.kv_layout.dtype
-            )
-            self._codec = start_awaited(loading)
-        return await self._codec
+        """Returns the codec that both ports share."""
+        return await self._codec.codec(self._memory.kv_layout.dtype)
 
 
 class GroupDataPlane:

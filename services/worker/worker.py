@@ -13,10 +13,10 @@ import structlog
 
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
-from services.worker.data_plane import DataPlane, GroupDataPlane, ProcessDataPlane
+from services.worker.data_plane import CodecLoading, DataPlane, GroupDataPlane, ProcessDataPlane
 from services.worker.rank_leader import listening_for_ranks
 from services.worker.role_and_standby import RoleAndStandby
-from shared.clock import Clock, MonotonicClock
+from shared.clock import Clock, MonotonicClock, process_age_s
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
@@ -41,6 +41,7 @@ from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import WORKER_ROLES, ModelCard, Role
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
+from shared.telemetry.stage_times import StageTimes
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
@@ -59,19 +60,25 @@ class WorkerProcess:
         handlers: list[PrefillService | DecodeService],
         bus: NatsBus,
         heartbeats: StartHeartbeats,
+        times: StageTimes,
     ) -> None:
+        """`times` has the stages so far."""
         self._worker = worker
+        self._times = times
         self._heartbeats = heartbeats
         self._handlers = handlers
         self._bus = bus
         self._role_and_standby = RoleAndStandby(worker, handlers)
 
     async def start(self) -> None:
-        await self._worker.start()
-        await self._heartbeats.stop()
-        for handler in self._handlers:
-            await handler.start()
-        await self._role_and_standby.start()
+        with self._times.stage("join"):
+            await self._worker.start()
+            await self._heartbeats.stop()
+        with self._times.stage("handlers"):
+            for handler in self._handlers:
+                await handler.start()
+            await self._role_and_standby.start()
+        log.info("worker_started", **self._times.fields())
 
     async def drain(self) -> None:
         await self._role_and_standby.leave()
@@ -89,13 +96,16 @@ class WorkerProcess:
 
 
 def load_model(
-    config: WorkerConfig, hosts: HostListener | None = None, on_phase: OnPhase = ignore_phase
+    config: WorkerConfig,
+    hosts: HostListener | None = None,
+    on_phase: OnPhase = ignore_phase,
+    times: StageTimes | None = None,
 ) -> Executor:
     """Loads the model. `hosts` listens for ranks of other hosts. Raises CheckpointError,
     ConfigError.
     """
-    # torch: other executors do not need it
-    from shared.engine.executors.load import load_executor
+    with (times or StageTimes()).stage("torch"):  # other executors do not need it
+        from shared.engine.executors.load import load_executor
 
     names = set(LoadOptions.__struct_fields__) & set(config.__struct_fields__)
     options: dict[str, Any] = {name: getattr(config, name) for name in names}
@@ -143,31 +153,39 @@ async def build_worker(
     ConfigError, CheckpointError, DependencyUnavailable.
     """
     check(config)
+    times = StageTimes()
+    times.add("imports", process_age_s())  # since the process began
     worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
     if config.may_be_parked:
         use_one_arena()
-    config = await asyncio.to_thread(on_device, config, roles)
-    bus = await connect(config, roles[0])
+    with times.stage("auto_device"):
+        config = await asyncio.to_thread(on_device, config, roles)
+    with times.stage("connect"):
+        bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
     numbers = HeartbeatNumbers.random(randomness)
     heartbeats = StartHeartbeats(
         *(bus, clock, numbers, worker_roles), region=config.region, model=config.served_name
     )
+    codec = _codec_loading(config)
     try:
         with bus.expecting_gaps():  # imports hold the event loop up
             await heartbeats.start()
-            executor = await _loaded(config, bus, load or _loading(heartbeats))
-            grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
+            with times.stage("load"):
+                executor = await _loaded(config, bus, load or _loading(heartbeats, times))
+            with times.stage("grammars"):
+                grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
     except BaseException:
         await heartbeats.leave()
         await bus.close()
         raise
     engine = _engine(config, executor)
-    data_plane = _data_plane(config, executor, clock, randomness)
+    data_plane = _data_plane(config, executor, clock, randomness, codec)
     receive_port = None
     if "decode" in roles:
         try:
-            receive_port = await data_plane.receive_port()
+            with times.stage("receive_port"):
+                receive_port = await data_plane.receive_port()
         except ConfigError:
             await heartbeats.leave()
             await bus.close()
@@ -193,14 +211,25 @@ async def build_worker(
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
-        handlers.append(PrefillService(worker, await data_plane.push_port()))
+        with times.stage("push_port"):
+            handlers.append(PrefillService(worker, await data_plane.push_port()))
     if receive_port is not None:
         handlers.append(DecodeService(worker, receive_port, grammars))
-    return WorkerProcess(worker, handlers, bus, heartbeats)
+    return WorkerProcess(worker, handlers, bus, heartbeats, times)
 
 
-def _loading(heartbeats: StartHeartbeats) -> Callable[..., Executor]:
-    return partial(load_model, on_phase=heartbeats.enter)
+def _loading(heartbeats: StartHeartbeats, times: StageTimes) -> Callable[..., Executor]:
+    return partial(load_model, on_phase=heartbeats.enter, times=times)
+
+
+def _codec_loading(config: WorkerConfig) -> CodecLoading:
+    """On CUDA it begins at once, on cores that are idle. On a CPU the model's own kernels, which
+    are compiled first, include it.
+    """
+    codec = CodecLoading(config.kv_compression)
+    if config.device.startswith("cuda") and config.tp * config.pp == 1:
+        codec.begin()
+    return codec
 
 
 async def _loaded(config: WorkerConfig, bus: NatsBus, load: Callable[..., Executor]) -> Executor:
@@ -214,10 +243,11 @@ def _data_plane(
     executor: Executor,
     clock: Clock,
     randomness: Randomness,
+    codec: CodecLoading,
 ) -> DataPlane:
     if isinstance(executor, GroupExecutor):
         return GroupDataPlane(config, executor.kv_links, randomness)
-    return ProcessDataPlane(config, cast(KvMemory, executor), clock, randomness)
+    return ProcessDataPlane(config, cast(KvMemory, executor), clock, randomness, codec)
 
 
 def _engine(config: WorkerConfig, executor: Executor) -> Engine:

@@ -21,7 +21,7 @@ import structlog
 import uvloop
 
 from shared.background import TASK_FAILED, Background, start_awaited
-from shared.clock import MonotonicClock
+from shared.clock import MonotonicClock, process_age_s
 from shared.config import ProcessConfig
 from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
@@ -90,7 +90,7 @@ async def _live(
     try:
         freeze_heap()
         background.start_own(collect_garbage(MonotonicClock()))
-        log.info("ready")
+        log.info("ready", after_s=round(process_age_s(), 2))
         await stopping.wait()
         log.info("draining")
         async with asyncio.timeout(drain_timeout_s):

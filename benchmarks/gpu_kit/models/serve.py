@@ -21,6 +21,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.gpu_kit.models.worker_starts import start_rows
 from benchmarks.gpu_kit.part_process import ROOT
 from benchmarks.gpu_kit.session import Row, Session, Unavailable
 from services.client.load_test import LoadTestOptions, measure
@@ -160,6 +161,7 @@ async def running(session: Session, roles: str, model: Path) -> AsyncIterator[tu
             seconds = round(time.perf_counter() - began, 2)
             times = {} if session.is_dry else {"seconds": seconds, **ready}
             session.add(times, case=f"{roles}, start", kv_cache_bytes=options.kv_cache_bytes)
+            add_stages(session, cluster.state_dir / "logs")
             yield cluster.url, cluster.api_key
         finally:
             print_logs(Path(folder))
@@ -168,6 +170,13 @@ async def running(session: Session, roles: str, model: Path) -> AsyncIterator[tu
             if not starting.cancelled() and starting.exception() is None:
                 asyncio.get_running_loop().call_later(KILL_S, cluster.kill)
                 await cluster.stop()
+
+
+def add_stages(session: Session, logs: Path) -> None:
+    """Adds rows of each worker's start. A dry run's have the names of the stages alone."""
+    for row in start_rows(logs):
+        case = f"start of {row.pop('of')}"
+        session.add({"stages": sorted(row)} if session.is_dry else row, case=case)
 
 
 def print_logs(folder: Path) -> None:

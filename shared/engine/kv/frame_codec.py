@@ -10,12 +10,14 @@ from shared.kv_wire.compression import FrameCodec
 
 log = structlog.get_logger(__name__)
 
+CODED_DTYPE = "bfloat16"
+
 
 def load_codec(kv_compression: str, dtype: str) -> FrameCodec | None:
     """Returns the compiled codec. None for another dtype than BF16, if compression is off, or if
     the host cannot compile the codec.
     """
-    if kv_compression == "off" or dtype != "bfloat16":
+    if kv_compression == "off" or dtype != CODED_DTYPE:
         return None
     try:
         from shared.engine.kv.kv_codec import Bf16FrameCodec  # imports numba, not needed by others

@@ -74,6 +74,8 @@ async def test_loading_worker_is_seen_and_gets_no_work(tmp_path: Path) -> None:
         await until(lambda: states() == ["stopped"])
         await monitor.stop()
         await bus.close()
+    (started,) = (each for each in logs if each["event"] == "worker_started")
+    assert min(started[f"{stage}_s"] for stage in ("imports", "connect", "load", "join")) > 0
     events = [each["event"] for each in logs]
     assert "peer_lost" not in events and "nats_disconnected" not in events
     nats.stop()

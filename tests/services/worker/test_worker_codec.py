@@ -7,6 +7,7 @@ from pathlib import Path
 import numba
 import pytest
 
+from services.worker.data_plane import CodecLoading
 from shared.config import WorkerConfig, check
 from shared.engine.kv.frame_codec import load_codec
 from shared.errors import ConfigError
@@ -49,3 +50,12 @@ def test_host_that_cannot_compile_has_no_codec(
 def test_unknown_kv_compression_is_rejected() -> None:
     with pytest.raises(ConfigError, match="kv_compression 'always' is none of auto, off"):
         check(config("always"))
+
+
+async def test_both_ports_have_the_codec_that_was_begun() -> None:
+    codec = CodecLoading("auto")
+    codec.begin()
+    found = await codec.codec("bfloat16")
+    assert found is not None
+    assert found is await codec.codec("bfloat16")
+    assert await codec.codec("float8_e4m3fn") is None
