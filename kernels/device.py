@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 # Read when `triton.jit` decorates, so it must be set before the process imports a kernel.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -26,6 +28,23 @@ def computing_device(device: torch.device) -> torch.device:
     if device.type == "meta" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copies an array to the device. On CUDA it goes through page-locked memory, so that the host
+    waits neither for the copy nor for the work before it.
+    """
+    host = torch.from_numpy(values)
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Begins a copy to the host, which is complete once the device has done its work until then."""
+    is_cuda = values.device.type == "cuda"
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
+    return host.copy_(values, non_blocking=True)
 
 
 def compute_capability(device: torch.device) -> int:

@@ -263,10 +263,14 @@ class Engine:
         sequences that failed between two steps.
 
         With `samples_ahead` a row may compute the token that a step in flight samples for it: the
-        device holds that token before the host does. `num_stages` is as in `Batcher.schedule`.
+        device holds that token before the host does. If a row depends on more than its token,
+        there is no step ahead: the rows that do not would take a step for each that it waits.
+        `num_stages` is as in `Batcher.schedule`.
         """
         failed = self._end_failed()
         if samples_ahead:
+            if any(map(self._awaits_token, self.batcher.running)):
+                return [], failed
             rows, found = self.batcher.schedule(self._may_sample_ahead)
         else:
             rows, found = self.batcher.schedule(num_stages=num_stages)
@@ -459,17 +463,20 @@ class Engine:
         """Whether the next inputs do not depend on the token being sampled, and only a stop token
         could end the sequence there.
         """
-        params = sequence.sampling
-        if params is None or params.bad_words or params.is_penalized:
+        return not (self._ends_at_token(sequence) or _depends_on_token(sequence))
+
+    def _awaits_token(self, sequence: Sequence) -> bool:
+        """Whether a step in flight samples a token that is needed for the next step's inputs."""
+        if not sequence.in_flight or not sequence.in_flight[-1].samples or sequence.is_aborted:
             return False
-        num_tokens = sequence.next_num_tokens
-        if sequence.grammar is not None:
-            num_sampled = num_tokens - len(sequence.token_ids)
-            if sequence.grammar.num_free_tokens <= num_sampled:
-                return False
-        is_long = num_tokens - sequence.num_prompt_tokens >= params.max_tokens
-        limit = min(self.model_context_tokens - 1, self.max_context_tokens)
-        return not is_long and num_tokens <= limit
+        return _depends_on_token(sequence) and not self._ends_at_token(sequence)
+
+    def _ends_at_token(self, sequence: Sequence) -> bool:
+        """Whether the token that is being sampled is its last one here."""
+        params, num_tokens = sequence.sampling, sequence.next_num_tokens
+        if params is None or num_tokens - sequence.num_prompt_tokens >= params.max_tokens:
+            return True
+        return num_tokens > min(self.model_context_tokens - 1, self.max_context_tokens)
 
     def _commit_full_blocks(self, sequence: Sequence) -> None:
         first = sequence.num_committed_blocks
@@ -548,6 +555,17 @@ def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
         logprobs = output.prompt_logprobs.get(index, [])
         sequence.prompt_logprobs[sequence.num_computed_tokens :] = logprobs
     sequence.pooled = output.pooled.get(index)
+
+
+def _depends_on_token(sequence: Sequence) -> bool:
+    """Whether the inputs of its next step depend on the token being sampled by more than itself."""
+    params = sequence.sampling
+    if params is not None and (params.bad_words or params.is_penalized):
+        return True
+    if sequence.grammar is None:
+        return False
+    num_sampled = sequence.next_num_tokens - len(sequence.token_ids)
+    return sequence.grammar.num_free_tokens <= num_sampled
 
 
 def check_samplable(sequence: Sequence) -> None:

@@ -128,7 +128,8 @@ class StepInputs(msgspec.Struct, frozen=True):
     whose layers form G groups.
     """
 
-    input_ids: NDArray[np.int64]  # [T]
+    # [T] -1 - i: the token i that the step before samples, which is not known when this one starts
+    input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]  # [T]
     slot_mapping: NDArray[np.int64]  # [G, T] block_id * block_size + offset; -1 = skip
     query_lens: NDArray[np.int64]  # [S] new tokens of each sequence; sums to T

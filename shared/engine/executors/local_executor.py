@@ -1,4 +1,4 @@
-"""One step at a time of a torch model in this process.
+"""Steps of a torch model in this process.
 
 Steps run on one thread, copies from and to the cache on a second one, so that a push of KV does not
 wait for a step, nor a step for a push. `CpuExecutor` and `CudaExecutor` add what is of the device.
@@ -7,8 +7,10 @@ wait for a step, nor a step for a push. `CpuExecutor` and `CudaExecutor` add wha
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,9 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.warm_up import idle_step
-from shared.engine.executors.plan_builder import PlanBuilder
-from shared.engine.executors.rank_state import RankState
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.executors.step_deadline import StepBudget, step_units
+from shared.engine.executors.step_queue import Answer, StepQueue
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_layout import KvLayout
@@ -36,7 +37,8 @@ log = structlog.get_logger(__name__)
 
 class LocalExecutor:
     """An `Executor` of depth 1, and the `KvMemory` of the whole cache. Its step starts when the
-    result is awaited. `revision` is a digest of config and weights.
+    result is awaited, unless a subclass does otherwise. `revision` is a digest of config and
+    weights.
 
     `init_step_thread` and `init_copy_thread` run first on their threads.
     """
@@ -78,10 +80,10 @@ class LocalExecutor:
         self.eos_token_ids = config.eos_token_ids
         self.has_head = config.has_head
         self.step_budget_s = 0.0
-        self._plans = PlanBuilder()
-        self._state = RankState(self.kv_layout.block_size, len(self.kv_layout.groups))
-        self._step = -1
-        self._inputs: StepInputs | None = None  # inputs of the step in flight
+        self._steps = StepQueue(
+            self.kv_layout.block_size, len(self.kv_layout.groups), self._start_in_time
+        )
+        self._budgets = deque[float]()  # seconds of each step in flight
         self._budget = StepBudget()
         self._clock = MonotonicClock()
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
@@ -100,35 +102,39 @@ class LocalExecutor:
         return self._budget.extension_s
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
-        plan, masks = self._plans.build(rows)
-        try:
-            self._inputs = self._state.apply(plan, masks)
-        except BaseException:
-            self._plans.take_back(plan, rows)
-            raise
-        self._step = plan.step
-        self.step_budget_s = self._budget.seconds(step_units(self._inputs))
-        return self._step
+        return self._steps.submit(rows, self.depth)
 
     async def result(self, step: int) -> StepOutput:
-        inputs, self._inputs = self._inputs, None
-        if inputs is None or step != self._step:
-            raise ValueError(f"step {step} is not in flight")
-        output = await self.run(inputs)
-        self._state.record(output)
-        return output
+        return await self._steps.result(step)
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         """Computes a step on the step thread."""
-        output: StepOutput = await self._launch(self._run, inputs)
-        return output
+        return await self.start(inputs)()
+
+    def start(self, inputs: StepInputs) -> Answer:
+        """Begins a step after those before it. Their answers are awaited in the same order."""
+        return partial(self._launch, self._run, inputs)
+
+    def _start_in_time(self, inputs: StepInputs) -> Answer:
+        """Sets the time that the steps in flight may take."""
+        answer = self.start(inputs)
+        budget_s = self._budget.seconds(step_units(inputs), is_first=not self._budgets)
+        self._budgets.append(budget_s)
+        self.step_budget_s = sum(self._budgets)
+        return partial(self._in_time, answer)
+
+    async def _in_time(self, answer: Answer) -> StepOutput:
+        try:
+            return await answer()
+        finally:
+            self._budgets.popleft()
 
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
         return self.computer.step_logits(inputs)
 
     async def forget_ended(self) -> None:
-        self._state.end(self._plans.end_rows())
+        self._steps.end_rows()
 
     async def check(self) -> None:
         """Runs a step of a prompt and a decode, which both sample a token."""

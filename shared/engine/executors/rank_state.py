@@ -8,7 +8,8 @@ A row's arrays stay in place, so a decode step gathers them instead of building 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,13 @@ _FEWEST_ROWS, _FEWEST_BLOCKS = 16, 16
 Integers = NDArray[np.int64]
 
 
+class Recording(NamedTuple):
+    """The rows whose results of a step are to be recorded."""
+
+    sampled: Integers  # [R] in the order of its tokens
+    pooled: Mapping[int, tuple[int, int]]  # index in the step -> row, its tokens so far
+
+
 class RankState:
     def __init__(self, block_size: int, num_groups: int) -> None:
         self._block_size = block_size
@@ -63,10 +71,17 @@ class RankState:
         self._tables = np.zeros(shape, dtype=np.int64)  # 0 after the end of each row's blocks
         self._num_blocks = np.zeros(shape[:2], dtype=np.int64)
 
-    def apply(self, plan: StepPlan, masks: Sequence[TokenMask] = ()) -> StepInputs:
+    @property
+    def recording(self) -> Recording:
+        """The rows of the last plan whose results are to be recorded."""
+        return Recording(self._sampled_rows, self._pooled)
+
+    def apply(
+        self, plan: StepPlan, masks: Sequence[TokenMask] = (), unread: Recording | None = None
+    ) -> StepInputs:
         """Applies a plan; `masks` belong to its masked rows. The tokens of earlier steps that the
-        plan does not feed must have been recorded. A plan that raises counts as one that has not
-        come.
+        plan does not feed must have been recorded, except those of the step before it if that is
+        `unread`: as in `StepInputs.input_ids`. A plan that raises counts as one that has not come.
 
         Raises StepFailed for a plan that does not follow the last one: this rank has lost one, or
         is another worker's.
@@ -75,17 +90,29 @@ class RankState:
             raise StepFailed(f"plan {plan.step} came, expected plan {self.next_step}")
         self._update(plan)
         rows, starts, query_lens = map(unpack, (plan.rows, plan.starts, plan.num_tokens))
-        inputs = self._inputs(plan, masks, rows, starts, query_lens)
+        inputs = self._inputs(plan, masks, rows, starts, query_lens, unread)
         self.next_step += 1
         return inputs
 
-    def record(self, output: StepOutput) -> None:
-        """Records what the last plan's step sampled and pooled. Call it before the next plan."""
+    def needs_output(self, plan: StepPlan) -> bool:
+        """Whether the inputs of a plan depend on the output of the step before it by more than
+        tokens: it has a row with penalties, sums or the like.
+        """
+        special = self._special
+        return bool(special) and not special.keys().isdisjoint(unpack(plan.rows).tolist())
+
+    def record(self, output: StepOutput, recording: Recording | None = None) -> None:
+        """Records what a step sampled and pooled, by default that of the last plan. Steps are
+        recorded in order. Rows that have ended since take a token without meaning.
+        """
+        sampled, pooled = self.recording if recording is None else recording
         if output.token_ids:  # empty if another rank samples
-            self._rows["last_id"][self._sampled_rows] = output.token_ids
-        for index, (row, num_tokens) in self._pooled.items():
-            special = self._special[row]
-            special.pooled, special.num_pooled_tokens = output.pooled.get(index), num_tokens
+            kept = sampled < len(self._rows)
+            self._rows["last_id"][sampled[kept]] = np.array(output.token_ids)[kept]
+        for index, (row, num_tokens) in pooled.items():
+            special = self._special.get(row)
+            if special is not None:
+                special.pooled, special.num_pooled_tokens = output.pooled.get(index), num_tokens
 
     def end(self, rows: bytes) -> None:
         """Forgets rows that have ended: tokens, options, blocks."""
@@ -161,18 +188,20 @@ class RankState:
         rows: Integers,
         starts: Integers,
         query_lens: Integers,
+        unread: Recording | None,
     ) -> StepInputs:
         kept = self._rows.take(rows)  # much faster than by index, for records
         context_lens = starts + query_lens
         num_tokens = int(query_lens.sum())
         row_of_token = np.arange(len(rows))
-        ends, positions, input_ids = row_of_token + 1, starts, kept["last_id"].copy()
+        last_ids = kept["last_id"] if unread is None else _unread_ids(kept, rows, unread.sampled)
+        ends, positions, input_ids = row_of_token + 1, starts, last_ids.copy()
         if num_tokens > len(rows):
             ends = query_lens.cumsum()
             row_of_token = row_of_token.repeat(query_lens)
             positions = np.arange(num_tokens) + (context_lens - ends)[row_of_token]
             input_ids = np.zeros(num_tokens, dtype=np.int64)
-            input_ids[ends - 1] = kept["last_id"]
+            input_ids[ends - 1] = last_ids
         _feed(input_ids, plan.fed, rows, ends)
         self._extend_histories(rows, ends, context_lens, input_ids)
         tables = self._tables_of(rows)
@@ -296,6 +325,19 @@ def _prompt_logprobs(plan: StepPlan, rows: Integers) -> dict[int, PromptSuccesso
         index_of[each.row]: PromptSuccessors(unpack(each.token_ids), each.num_top_logprobs)
         for each in plan.successors
     }
+
+
+def _unread_ids(kept: NDArray[np.void], rows: Integers, sampled: Integers) -> Integers:
+    """[S] the last token of each row: -1 - its place among those that the step before samples."""
+    place_of = {row: place for place, row in enumerate(sampled.tolist())}
+    last_ids = kept["last_id"].tolist()
+    return np.array(
+        [
+            -1 - place_of[row] if row in place_of else token_id
+            for row, token_id in zip(rows.tolist(), last_ids, strict=True)
+        ],
+        dtype=np.int64,
+    )
 
 
 def _feed(input_ids: Integers, fed: tuple[Fed, ...], rows: Integers, ends: Integers) -> None:

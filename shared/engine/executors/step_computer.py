@@ -37,6 +37,8 @@ class StepComputer(KvCopies):
     `kind_of_layer`: the index of each layer's inputs among those of a step.
     """
 
+    last_tokens: Tensor | None = None  # as in `DeviceStepInputs`
+
     def __init__(
         self,
         model: Model,
@@ -56,10 +58,15 @@ class StepComputer(KvCopies):
         self._slot_of_layer = [slot for _, slot in kv_layout.places]
         self._clock = MonotonicClock()
 
-    @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepOutput:
+        return self.launch(inputs)()
+
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs) -> Callable[[], StepOutput]:
+        """Returns what gives the output, once the device has computed what was launched."""
         began_at = self._clock.now()
-        return self.output(self._computed(inputs), inputs, began_at)
+        output = self.output(self._computed(inputs), inputs, began_at)
+        return lambda: output
 
     @torch.inference_mode()
     def output(
@@ -91,7 +98,9 @@ class StepComputer(KvCopies):
     ) -> DeviceStepInputs:
         kinds = self._kinds, self.kind_of_layer
         return DeviceStepInputs.build(
-            inputs, self._device, *kinds, samples_on_device=samples_on_device
+            *(inputs, self._device, *kinds),
+            samples_on_device=samples_on_device,
+            last_tokens=self.last_tokens,
         )
 
     def kv_slots(self) -> list[Tensor]:
@@ -152,14 +161,17 @@ class StepComputer(KvCopies):
         if done.sampled is None:
             return [], [], frozenset()
         if done.token_ids is not None:
-            token_ids = done.token_ids.tolist()
-            self._check_routing(MISROUTED in token_ids)
-            return token_ids, [], frozenset()
+            return self._drawn(done.token_ids), [], frozenset()
         assert done.logits is not None
         try:  # the flags are read after the tokens: the device has computed both
             return self._sample_logits(done.logits, inputs, began_at)
         finally:
             self._check_routing(done.is_misrouted is not None and bool(done.is_misrouted.any()))
+
+    def _drawn(self, token_ids: Tensor) -> list[int]:
+        found: list[int] = token_ids.tolist()
+        self._check_routing(MISROUTED in found)
+        return found
 
     def _check_routing(self, is_misrouted: bool) -> None:
         """Raises FloatingPointError if a router's logits were no numbers."""

@@ -37,16 +37,19 @@ class StepBudget:
 
     def __init__(self, seconds_per_unit: float = 0.02) -> None:
         self._seconds_per_unit = seconds_per_unit
-        self._num_compiled = 0  # kernels compiled in the current step
+        self._num_compiled = 0  # kernels compiled in the steps in flight
 
-    def seconds(self, units: float) -> float:
-        """Returns the seconds that the next step may take. Must be called before each step."""
-        self._num_compiled = 0
+    def seconds(self, units: float, *, is_first: bool = True) -> float:
+        """Returns the seconds that the next step may take. Must be called before each step;
+        `is_first` says that none is in flight.
+        """
+        if is_first:
+            self._num_compiled = 0
         return FLOOR_S + SLACK * self._seconds_per_unit * units
 
     @property
     def extension_s(self) -> float:
-        """Time for the compiler, to be added to the current step's budget."""
+        """Time for the compiler, to be added to the budget of the steps in flight."""
         return COMPILE_S * self._num_compiled
 
     def compiling(self) -> None:
@@ -55,6 +58,7 @@ class StepBudget:
 
     def observe(self, units: float, elapsed_s: float) -> None:
         if self._num_compiled:
+            self._num_compiled = 0
             return
         pace = elapsed_s / units
         self._seconds_per_unit = max(pace, 0.99 * self._seconds_per_unit)

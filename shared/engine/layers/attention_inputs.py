@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.device import IS_INTERPRETED
+from kernels.device import IS_INTERPRETED, to_device
 from shared.engine.model_config.model_config import QueryTemperature
 from shared.engine.step import StepInputs
 from shared.kv_layout import Chunk, Reach, Window
@@ -108,7 +108,7 @@ def query_factors(
 
 
 def _on(device: torch.device, values: NDArray[Any] | None) -> Tensor | None:
-    return None if values is None else torch.from_numpy(values).to(device)
+    return None if values is None else to_device(values, device)
 
 
 def _tables(inputs: StepInputs, index: NDArray[np.int64], device: torch.device) -> Tensor:
@@ -122,10 +122,10 @@ def _by_group(values: NDArray[Any], device: torch.device) -> Tensor:
     bytes: Triton compiles other kernels for arguments that do not.
     """
     if _has_cpu_kernels(device) or len(values) == 1:
-        return torch.from_numpy(values).to(device)
+        return to_device(values, device)
     size = values.shape[-1]
     ends = [(0, 0)] * (values.ndim - 1) + [(0, -size % (ALIGNMENT // values.itemsize))]
-    return torch.from_numpy(np.pad(values, ends)).to(device)[..., :size]
+    return to_device(np.pad(values, ends), device)[..., :size]
 
 
 def _has_cpu_kernels(device: torch.device) -> bool:
@@ -157,12 +157,12 @@ class _PrefillRuns:
         rows = None
         if len(index) < len(inputs.query_lens):
             flat = [np.arange(starts[i], starts[i + 1]) for i in index]
-            rows = torch.from_numpy(np.concatenate(flat)).to(device)
+            rows = to_device(np.concatenate(flat), device)
         return cls(
             rows=rows,
             block_tables=_tables(inputs, index, device),
-            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(lens)))).to(device),
-            context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
+            cu_seqlens_q=to_device(np.concatenate(([0], np.cumsum(lens))), device),
+            context_lens=to_device(inputs.context_lens[index], device),
         )
 
     def rows_of(self, group: int, lower: Tensor | None) -> PrefillRows:
@@ -188,9 +188,9 @@ class _DecodeRuns:
     ) -> Self:
         has_all_rows = len(index) == len(inputs.query_lens)
         return cls(
-            rows=None if has_all_rows else torch.from_numpy(starts[index]).to(device),
+            rows=None if has_all_rows else to_device(starts[index], device),
             block_tables=_tables(inputs, index, device),
-            context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
+            context_lens=to_device(inputs.context_lens[index], device),
         )
 
     def rows_of(self, group: int, lower: Tensor | None) -> DecodeRows:

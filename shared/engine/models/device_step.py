@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.device import to_device
 from kernels.ops import sample
 from shared.engine.layers.attention_inputs import (
     AttentionInputs,
@@ -32,12 +35,16 @@ Model: TypeAlias = Decoder | RankDecoder
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class DeviceStepInputs:
-    token_ids: Tensor  # [T]
+    token_ids: Tensor  # [T] void where `token_sources` has another place
     positions: Tensor  # [T]
     attention: tuple[AttentionInputs, ...]  # an element for each layer
     logits_rows: Tensor | None  # [R] of the batch; None: nothing is sampled
     samples_on_device: bool  # False: the host samples from the logits
     sampling: list[Tensor] | None  # [R] each; None: all rows are greedy
+    # Tokens that the step before has sampled, first; the step writes its own there. None: the host
+    # knows all tokens.
+    last_tokens: Tensor | None = None
+    token_sources: Tensor | None = None  # [T] places in `last_tokens` and `token_ids`, joined
 
     @classmethod
     def build(
@@ -48,6 +55,7 @@ class DeviceStepInputs:
         kind_of_layer: Sequence[int],
         *,
         samples_on_device: bool,
+        last_tokens: Tensor | None = None,
     ) -> Self:
         """Copies `inputs` to the device. `samples_on_device` requires that nothing else changes the
         logits.
@@ -58,13 +66,30 @@ class DeviceStepInputs:
         has_rows = sampling.num_rows > 0
         of_kinds = build_attention_inputs(inputs, device, kinds)
         return cls(
-            token_ids=torch.from_numpy(inputs.input_ids).to(device),
-            positions=torch.from_numpy(inputs.positions).to(device),
+            token_ids=to_device(inputs.input_ids, device),
+            positions=to_device(inputs.positions, device),
             attention=tuple(of_kinds[kind] for kind in kind_of_layer),
-            logits_rows=torch.from_numpy(sampling.logits_indices).to(device) if has_rows else None,
+            logits_rows=to_device(sampling.logits_indices, device) if has_rows else None,
             samples_on_device=samples_on_device,
             sampling=columns,
+            last_tokens=last_tokens,
+            token_sources=_sources_on(device, inputs, last_tokens),
         )
+
+
+def _sources_on(
+    device: torch.device, inputs: StepInputs, last_tokens: Tensor | None
+) -> Tensor | None:
+    """Returns None if the host knows all tokens."""
+    if last_tokens is None or (inputs.input_ids >= 0).all():
+        return None
+    return to_device(token_sources(inputs.input_ids, len(last_tokens)), device)
+
+
+def token_sources(input_ids: NDArray[np.int64], num_last: int) -> NDArray[np.int64]:
+    """Returns `DeviceStepInputs.token_sources` of `StepInputs.input_ids`."""
+    own = num_last + np.arange(len(input_ids))
+    return np.where(input_ids < 0, -1 - input_ids, own)
 
 
 class DeviceStepOutput(NamedTuple):
@@ -95,6 +120,8 @@ def device_step(
     token_ids = _sample(model, sampled, inputs.sampling)
     if is_misrouted is not None:
         token_ids = token_ids.masked_fill(is_misrouted, MISROUTED)
+    if inputs.last_tokens is not None:  # a misrouted row's next step is void, but is computed
+        torch.clamp(token_ids, min=0, out=inputs.last_tokens[: len(token_ids)])
     return DeviceStepOutput(hidden, sampled, None, token_ids, is_misrouted)
 
 
@@ -116,8 +143,14 @@ def hidden_states(
 
     `entering` has those of an earlier stage, in the same shape; None: the tokens are embedded here.
     """
-    x = model.embed(inputs.token_ids) if entering is None else entering
+    x = model.embed(_token_ids(inputs)) if entering is None else entering
     return model.run_layers(x, inputs.positions, kv_slots, inputs.attention)
+
+
+def _token_ids(inputs: DeviceStepInputs) -> Tensor:
+    if inputs.token_sources is None or inputs.last_tokens is None:
+        return inputs.token_ids
+    return torch.cat((inputs.last_tokens, inputs.token_ids)).index_select(0, inputs.token_sources)
 
 
 def _sample(model: Model, sampled: Tensor, columns: list[Tensor] | None) -> Tensor:

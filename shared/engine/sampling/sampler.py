@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.device import to_device
 from kernels.ops import (
     apply_token_mask,
     argmax,
@@ -190,7 +191,7 @@ def _add_logprobs(
 
 
 def _on(device: torch.device, *columns: NDArray[np.generic]) -> list[Tensor]:
-    return [torch.from_numpy(as_signed(column)).to(device) for column in columns]
+    return [to_device(as_signed(column), device) for column in columns]
 
 
 def as_signed(column: NDArray[np.generic]) -> NDArray[np.generic]:

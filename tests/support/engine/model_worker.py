@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 
+from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.load import load_executor
@@ -45,11 +46,14 @@ class Worker:
         num_blocks: int = 64,
         budget: int = 64,
         executor: LocalExecutor | None = None,
+        most_blocks: int | None = None,
     ):
-        """If given, `executor` has this model, dtype and `num_blocks`, and no other user."""
+        """If given, `executor` has this model, dtype and `num_blocks`, and no other user; of its
+        blocks `most_blocks` are used.
+        """
         self.executor = executor or executor_with(model_dir, dtype, num_blocks)
         self.engine = Engine(
-            num_blocks=self.executor.num_blocks,
+            num_blocks=self.executor.num_blocks if most_blocks is None else most_blocks,
             block_size=self.executor.kv_layout.block_size,
             max_context_tokens=self.executor.max_context_tokens,
             max_batch_tokens=budget,
@@ -61,6 +65,7 @@ class Worker:
         self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
         self.endings: dict[bytes, StepProgress] = {}
         self.num_computed_tokens = 0
+        self.in_flight: deque[tuple[list[ScheduledSequence], int]] = deque()
 
     async def run(self, *sequences: Sequence) -> list[int]:
         """Runs all sequences to completion. Returns the new tokens of the first."""
@@ -70,15 +75,28 @@ class Worker:
         return self.tokens[sequences[0].sequence_id]
 
     async def run_on(self) -> None:
-        while self.engine.batcher.waiting or self.engine.batcher.running:
-            rows, _ = self.engine.schedule()
-            if not rows:
-                continue
-            sampled = await self.executor.result(self.executor.submit(rows))
-            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
-            for each in self.engine.apply(rows, sampled):
-                self._record(each)
-            self.engine.pool.check()
+        while await self.turn():
+            pass
+
+    async def turn(self) -> bool:
+        """Submits a step, and applies the oldest if no more may be in flight. Returns False if all
+        work is done.
+        """
+        rows, found = self.engine.schedule(samples_ahead=self.executor.depth > 1)
+        for each in found:
+            self._record(each)
+        if rows:
+            self.in_flight.append((rows, self.executor.submit(rows)))
+        if self.in_flight and (not rows or len(self.in_flight) == self.executor.depth):
+            await self._apply(*self.in_flight.popleft())
+        return bool(self.in_flight or self.engine.batcher.waiting or self.engine.batcher.running)
+
+    async def _apply(self, rows: list[ScheduledSequence], step: int) -> None:
+        sampled = await self.executor.result(step)
+        self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
+        for each in self.engine.apply(rows, sampled):
+            self._record(each)
+        self.engine.pool.check()
 
     def _record(self, progress: StepProgress) -> None:
         sequence_id = progress.sequence.sequence_id

@@ -11,7 +11,7 @@ free only once no step in flight uses them. It has ended when it returns, so lat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 
@@ -20,35 +20,44 @@ T = TypeVar("T")
 HIGH_PRIORITY = -1
 
 
+class Mark(NamedTuple):
+    """The end of what was launched until then."""
+
+    number: int
+    event: Any
+
+
 class CopyStream:
     def __init__(self, device: CudaDevice) -> None:
         """Marks what the calling thread has launched until now."""
         self._driver = device.driver
         self._stream = device.driver.Stream(device.index, HIGH_PRIORITY)
-        self._mark()
-        self.delivered = self._launched
+        self._launched = self.delivered = Mark(0, self._event())
 
-    def launch(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function that launches work, also if it then fails, and marks the end."""
+    def launch(self, function: Callable[..., T], *arguments: Any) -> tuple[T, Mark]:
+        """Calls a function that launches work, and marks the end, also if it then fails."""
         try:
-            return function(*arguments)
+            result = function(*arguments)
         finally:
-            self._mark()
+            self._launched = mark = Mark(self._launched.number + 1, self._event())
+        return result, mark
 
-    def deliver(self) -> None:
-        """Records that the caller of the last function has its result."""
-        self.delivered = self._launched
+    def deliver(self, mark: Mark | None = None) -> None:
+        """Records that a caller has what was launched before the mark, or all that was."""
+        mark = self._launched if mark is None else mark
+        if mark.number > self.delivered.number:
+            self.delivered = mark
 
-    def copy(self, mark: object, function: Callable[..., None], *arguments: Any) -> None:
+    def copy(self, mark: Mark, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function that copies KV after the work before `mark`, and waits for its end."""
         with self._driver.stream(self._stream):
-            self._stream.wait_event(mark)
+            self._stream.wait_event(mark.event)
             try:
                 function(*arguments)
             finally:
                 self._stream.synchronize()
 
-    def _mark(self) -> None:
+    def _event(self) -> Any:
         event = self._driver.Event()
         event.record()
-        self._launched = event
+        return event

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.executors.cuda.copy_stream import CopyStream
+from shared.engine.executors.cuda.copy_stream import CopyStream, Mark
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_load import load_on_cuda
 from shared.engine.executors.cuda.graph_computer import GraphComputer
@@ -20,10 +22,20 @@ from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.executors.local_executor import LocalExecutor
+from shared.engine.executors.step_deadline import step_units
+from shared.engine.executors.step_queue import MOST_AHEAD, Answer
 from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.step import StepInputs, StepOutput
 from shared.errors import NoCapacity
 from shared.telemetry.stage_times import StageTimes
+
+
+class _Launched(NamedTuple):
+    """A step that is launched: `read` returns its output once the device is at `mark`."""
+
+    read: Callable[[], StepOutput]
+    mark: Mark
+    began_at: float
 
 
 class CudaExecutor(LocalExecutor):
@@ -52,11 +64,17 @@ class CudaExecutor(LocalExecutor):
             init_copy_thread=device.bind,
         )
         self._device = device
+        self._read_at = 0.0  # the last step's output
         self._copies = CopyStream(device)
         self.page_lock = CudaPageLock(device)
         self._captures = IdleCaptures(computer.has_graphs_left, self._capture_next)
         if device.tensors_on.type == "cuda":
             on_triton_compile(self._budget.compiling)
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        """With graphs the host prepares a step while the device computes the one before it."""
+        return 1 if self.computer.graphs is None else MOST_AHEAD
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
         step = super().submit(rows)
@@ -68,6 +86,11 @@ class CudaExecutor(LocalExecutor):
             return await super().result(step)
         finally:
             self._captures.end_step()
+
+    def start(self, inputs: StepInputs) -> Answer:
+        """Launches the step once those before it are launched, not computed."""
+        launched = self._step_thread.submit(self._launch_step, inputs)
+        return partial(self._answer, launched, step_units(inputs))
 
     async def close(self) -> None:
         await self._captures.stop()
@@ -105,9 +128,34 @@ class CudaExecutor(LocalExecutor):
 
     async def _launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return await super()._launch(self._copies.launch, function, *arguments)
+            result, _ = await super()._launch(self._copies.launch, function, *arguments)
         finally:
             self._copies.deliver()
+        return result
+
+    def _launch_step(self, inputs: StepInputs) -> _Launched:
+        """Runs on the step thread."""
+        began_at = self._clock.now()
+        read, mark = self._copies.launch(self.computer.launch, inputs)
+        return _Launched(read, mark, began_at)
+
+    async def _answer(self, launched: Future[_Launched], units: float) -> StepOutput:
+        """Waits on the step thread: a step that is submitted before this is launched first."""
+        mark = None
+        try:
+            output, mark = await super()._launch(self._wait, launched, units)
+        finally:
+            self._copies.deliver(mark)
+        return output
+
+    def _wait(self, launched: Future[_Launched], units: float) -> tuple[StepOutput, Mark]:
+        """Runs on the step thread."""
+        read, mark, began_at = launched.result()
+        mark.event.synchronize()
+        output, now = read(), self._clock.now()
+        self._budget.observe(units, now - max(began_at, self._read_at))
+        self._read_at = now
+        return output, mark
 
     async def _copy(self, function: Callable[..., None], *arguments: Any) -> None:
         await super()._copy(self._copies.copy, self._copies.delivered, function, *arguments)
@@ -137,6 +185,6 @@ class CudaExecutor(LocalExecutor):
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Binds the calling thread."""
         self._device.bind()
-        logits = self._copies.launch(super().step_logits, inputs)
-        self._copies.deliver()
+        logits, mark = self._copies.launch(super().step_logits, inputs)
+        self._copies.deliver(mark)
         return logits

@@ -9,14 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shared.engine.executors.step_queue import MOST_AHEAD
 from shared.engine.models.device_step import DeviceStepOutput
 
 MAX_FAILED = 4  # failed captures after which none is tried: each keeps its memory
 
 
 class CudaGraphs:
-    """A `GraphDevice` on CUDA. All graphs share memory: one runs at a time, and its output is read
-    before the next one.
+    """A `GraphDevice` on CUDA. All graphs share memory: one runs at a time, and its output is
+    copied before the next one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,8 +27,8 @@ class CudaGraphs:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return host, torch.empty(num_bytes, dtype=torch.uint8, device=self._on)
+        hosts = torch.empty((MOST_AHEAD, num_bytes), dtype=torch.uint8, pin_memory=True)
+        return hosts, torch.empty(num_bytes, dtype=torch.uint8, device=self._on)
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -23,11 +23,11 @@ from shared.engine.layers.attention_inputs import (
     lower_bounds,
     query_factors,
 )
-from shared.engine.models.device_step import DeviceStepInputs
+from shared.engine.models.device_step import DeviceStepInputs, token_sources
 from shared.engine.sampling.sampler import SAMPLING_COLUMNS, as_signed
 from shared.engine.step import SAMPLING_ROW, StepInputs, sampling_rows
 
-COLUMNS = ("token_ids", "positions", "context_lens")
+COLUMNS = ("token_ids", "token_sources", "positions", "context_lens")
 SKIPPED_SLOT = -1
 OF_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
 Arrays: TypeAlias = dict[str, NDArray[Any]]
@@ -77,11 +77,15 @@ def arrays_in(buffer: Tensor, fields: Fields) -> dict[str, Tensor]:
     return found
 
 
-def fill(arrays: Arrays, inputs: StepInputs | None, kinds: Sequence[LayerKind]) -> None:
-    """Writes the rows of a step, and padding after them; with None only padding."""
+def fill(
+    arrays: Arrays, inputs: StepInputs | None, kinds: Sequence[LayerKind], num_last: int
+) -> None:
+    """Writes the rows of a step, and padding after them; with None only padding. `num_last` is the
+    length of `DeviceStepInputs.last_tokens`.
+    """
     rows = 0 if inputs is None else len(inputs.input_ids)
     for name in COLUMNS:
-        arrays[name][rows:] = 0
+        arrays[name][rows:] = 0  # any source will do
     for name, array in arrays.items():
         if name.startswith("slots"):
             array[rows:] = SKIPPED_SLOT
@@ -91,6 +95,7 @@ def fill(arrays: Arrays, inputs: StepInputs | None, kinds: Sequence[LayerKind]) 
     if inputs is None:
         return
     arrays["token_ids"][:rows] = inputs.input_ids
+    arrays["token_sources"][:rows] = token_sources(inputs.input_ids, num_last)
     arrays["positions"][:rows] = inputs.positions
     arrays["context_lens"][:rows] = inputs.context_lens
     for group, (slots, table) in enumerate(
@@ -123,6 +128,7 @@ def step_inputs(
     shape: DecodeShape,
     kinds: Sequence[LayerKind],
     kind_of_layer: Sequence[int],
+    last_tokens: Tensor,
 ) -> DeviceStepInputs:
     """Returns the inputs of a step that reads these arrays. Every row samples."""
     of_kinds = [_attention(arrays, index, kind) for index, kind in enumerate(kinds)]
@@ -136,6 +142,8 @@ def step_inputs(
         logits_rows=torch.arange(shape.num_rows, device=arrays["token_ids"].device),
         samples_on_device=shape.is_drawn,
         sampling=columns,
+        last_tokens=last_tokens,
+        token_sources=arrays["token_sources"],
     )
 
 

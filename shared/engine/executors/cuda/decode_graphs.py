@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Protocol
 
 import structlog
@@ -21,6 +23,7 @@ from torch import Tensor
 from shared.background import item_error
 from shared.clock import MonotonicClock
 from shared.engine.executors.cuda.decode_buffers import (
+    Arrays,
     DecodeShape,
     arrays_in,
     fields_of,
@@ -57,11 +60,11 @@ class GraphDevice(Protocol):
     """The part of a device that graphs need."""
 
     def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Returns a buffer of the host and one of the device."""
+        """Returns buffers of the host [MOST_AHEAD, num_bytes], and one of the device."""
         ...
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Copies from the host. `source` may change after the next step's results are read."""
+        """Copies from the host. `source` changes only once results of this step are read."""
         ...
 
     def capture(
@@ -84,6 +87,8 @@ class DecodeGraphs:
         kv_layout: KvLayout,
         kinds: Sequence[LayerKind],
         kind_of_layer: Sequence[int],
+        last_tokens: Tensor,
+        counts: Sequence[Tensor],
         *,
         max_rows: int,
         max_tokens: int,
@@ -91,11 +96,14 @@ class DecodeGraphs:
         max_graphs: int,
     ) -> None:
         """`max_tokens`: of one sequence. `max_graphs`: of `GRAPH_BYTES` each; the logits that one
-        returns count besides.
+        returns count besides. `last_tokens`: of a step with the most rows, as in
+        `DeviceStepInputs`. `counts`: tensors to which each step adds.
         """
         self.num_replayed = self.num_eager = 0  # decode steps
         self._device, self._step = device, step
         self._kinds, self._kind_of_layer = kinds, kind_of_layer
+        self._last_tokens = last_tokens
+        self._changed = (last_tokens, *counts)  # by a step
         self._num_groups, self._block_size = len(kv_layout.groups), kv_layout.block_size
         self._rows = row_counts(max_rows, is_padded=not has_experts)
         self._widths = table_widths(max_tokens, self._block_size)
@@ -209,17 +217,19 @@ class DecodeGraphs:
 
     def _captured(self, shape: DecodeShape) -> Graph:
         fields = fields_of(shape, self._num_groups, self._kinds)
-        host, device = self._device.empty(num_bytes_of(fields))
-        arrays = {name: each.numpy() for name, each in arrays_in(host, fields).items()}
-        fill(arrays, None, self._kinds)
-        self._device.upload(host, device)
-        inputs = step_inputs(arrays_in(device, fields), shape, self._kinds, self._kind_of_layer)
-        replay, output = self._device.capture(partial(self._step, inputs))
+        hosts, device = self._device.empty(num_bytes_of(fields))
+        turns = cycle([(host, _as_numpy(arrays_in(host, fields))) for host in hosts])
 
-        def upload(step: StepInputs) -> None:
-            fill(arrays, step, self._kinds)
+        def upload(step: StepInputs | None) -> None:
+            host, arrays = next(turns)
+            fill(arrays, step, self._kinds, len(self._last_tokens))
             self._device.upload(host, device)
 
+        upload(None)
+        kinds = self._kinds, self._kind_of_layer
+        inputs = step_inputs(arrays_in(device, fields), shape, *kinds, self._last_tokens)
+        with _restored(self._changed):  # its first call samples tokens of padding
+            replay, output = self._device.capture(partial(self._step, inputs))
         return Graph(inputs, upload, replay, output)
 
 
@@ -245,6 +255,20 @@ class Graph:
         return DeviceStepOutput._make(
             None if each is None else each[:rows] for each in self._output
         )
+
+
+@contextmanager
+def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    before = [each.clone() for each in tensors]
+    try:
+        yield
+    finally:
+        for each, values in zip(tensors, before, strict=True):
+            each.copy_(values)
+
+
+def _as_numpy(arrays: Mapping[str, Tensor]) -> Arrays:
+    return {name: each.numpy() for name, each in arrays.items()}
 
 
 def max_graphs_in(total_bytes: int) -> int:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
-from shared.engine.executors.cuda.decode_graphs import DecodeGraphs, GraphDevice
+from kernels.device import to_device, to_host
+from shared.engine.executors.cuda.decode_graphs import DecodeGraphs, GraphDevice, row_counts
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.models.device_step import DeviceStepInputs, DeviceStepOutput, device_step
-from shared.engine.step import StepInputs
+from shared.engine.step import StepInputs, StepOutput
 
 
 class GraphComputer(StepComputer):
-    """A `StepComputer` that has graphs once `use_graphs` is called."""
+    """A `StepComputer` that has graphs once `use_graphs` is called, and does not wait for tokens
+    that the device samples before it launches the next step.
+    """
 
     graphs: DecodeGraphs | None = None
 
     def use_graphs(self, device: GraphDevice, *, max_rows: int, max_graphs: int) -> None:
         """Captures the first graphs, if there is a KV cache."""
         self._check_thread()
+        has_experts = self.model.config.has_experts
+        most_rows = row_counts(max_rows, is_padded=not has_experts)[-1]
+        self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
         self.graphs = DecodeGraphs(
             *(device, self._step, self.kv_layout, self._kinds, self.kind_of_layer),
+            self.last_tokens,
+            self._expert_sums(),
             max_rows=max_rows,
             max_tokens=len(self.model.cos),
-            has_experts=self.model.config.has_experts,
+            has_experts=has_experts,
             max_graphs=max_graphs,
         )
         if self.kv_cache.numel():
@@ -34,20 +45,27 @@ class GraphComputer(StepComputer):
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Captures a graph. Experts do not count the padding of its first call."""
+        """Captures a graph."""
         self._check_thread()
-        if self.graphs is None or not self.kv_cache.numel():
-            return
-        sums = self._expert_sums()
-        before = [each.clone() for each in sums]
-        self.graphs.capture_next()
-        for each, counted in zip(sums, before, strict=True):
-            each.copy_(counted)
+        if self.graphs is not None and self.kv_cache.numel():
+            self.graphs.capture_next()
 
     def forget_graphs(self) -> None:
         """Must be called when the KV cache is replaced."""
         if self.graphs is not None:
             self.graphs.clear()
+
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs) -> Callable[[], StepOutput]:
+        """The output may be asked for once the device has done what is launched."""
+        began_at = self._clock.now()
+        done = self._computed(inputs)
+        if done.token_ids is None or inputs.prompt_logprobs or inputs.pooling:
+            output = self.output(done, inputs, began_at)
+            self._keep_tokens(output.token_ids)
+            return lambda: output
+        token_ids = to_host(done.token_ids)
+        return lambda: StepOutput(self._drawn(token_ids))
 
     def _computed(self, inputs: StepInputs) -> DeviceStepOutput:
         self._check_thread()
@@ -59,3 +77,9 @@ class GraphComputer(StepComputer):
 
     def _step(self, inputs: DeviceStepInputs) -> DeviceStepOutput:
         return device_step(self.model, self.kv_slots(), inputs)
+
+    def _keep_tokens(self, token_ids: list[int]) -> None:
+        """Writes tokens that the host has sampled where the next step reads them."""
+        if self.last_tokens is not None and token_ids:
+            sampled = to_device(np.array(token_ids), self._device)
+            self.last_tokens[: len(token_ids)] = sampled

@@ -29,14 +29,16 @@ class IdleCaptures:
     ) -> None:
         self._has_next, self._capture_next, self._idle_s = has_next, capture_next, idle_s
         self._clock = MonotonicClock()
-        self._ended_at = -math.inf  # of the last step; infinity while one runs
+        self._num_in_flight = 0
+        self._ended_at = -math.inf  # of the last step
         self._background = Background()
         self._has_failed = False
 
     def begin_step(self) -> None:
-        self._ended_at = math.inf
+        self._num_in_flight += 1
 
     def end_step(self) -> None:
+        self._num_in_flight -= 1
         self._ended_at = self._clock.now()
         if not (len(self._background) or self._has_failed) and self._has_next():
             self._background.start_item(self._run(), self._fail)
@@ -51,7 +53,8 @@ class IdleCaptures:
 
     async def _run(self) -> None:
         while self._has_next():
-            left_s = self._ended_at + self._idle_s - self._clock.now()
+            ended_at = math.inf if self._num_in_flight else self._ended_at
+            left_s = ended_at + self._idle_s - self._clock.now()
             if left_s > 0:
                 await asyncio.sleep(min(left_s, self._idle_s))
             else:

@@ -18,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from shared.background import start_awaited
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.executors.step_queue import MOST_AHEAD, Answer, StepQueue
 from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.step import StepInputs, StepOutput
@@ -212,6 +214,57 @@ class CheckedGroup(CheckedExecutor):
         return len(self.group._in_flight)
 
 
+class CheckedAhead(CheckedExecutor):
+    """The same, with steps that are launched ahead: they name tokens by their places in the output
+    of the step before. A step that fails leaves tokens of an earlier one there.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.queue = StepQueue(BLOCK_SIZE, len(self.kv_layout.groups), self.start)
+        self.rank_state, self.result = self.queue.state, self.queue.result
+        self.last_tokens, self.is_submitting = [0] * 64, False
+        self.previous: asyncio.Task[StepOutput] | None = None
+
+    def submit_rows(self, rows: list[ScheduledSequence]) -> int:
+        self.is_submitting = True
+        try:
+            return self.queue.submit(rows, self.depth)
+        finally:
+            self.is_submitting = False
+
+    async def forget_ended(self) -> None:
+        self.queue.end_rows()
+
+    @property
+    def _num_in_flight(self) -> int:
+        return len(self.queue)
+
+    def start(self, inputs: StepInputs) -> Answer:
+        self.num_applied += 1
+        if self.num_applied in self.fail_at["apply"]:
+            if not self.is_submitting:  # it waited for the step before it, and is the only one
+                self.expected.pop()
+            raise MemoryError("the device says no")
+        task = self.previous = start_awaited(self.after(self.previous, inputs))
+
+        async def answer() -> StepOutput:
+            await asyncio.wait((task,))
+            return task.result()
+
+        return answer
+
+    async def after(
+        self, previous: asyncio.Task[StepOutput] | None, inputs: StepInputs
+    ) -> StepOutput:
+        if previous is not None:
+            await asyncio.wait((previous,))
+        ids = [self.last_tokens[-1 - id] if id < 0 else id for id in inputs.input_ids.tolist()]
+        output = await self.run(msgspec.structs.replace(inputs, input_ids=np.array(ids)))
+        self.last_tokens[: len(output.token_ids)] = output.token_ids
+        return output
+
+
 class Worker:
     def __init__(self, executor: CheckedExecutor, **options: Any) -> None:
         self.executor = executor
@@ -342,7 +395,7 @@ def forked(submission: Submission, num_choices: int) -> Submission:
 
 CASES = given(
     shape=st.sampled_from(SHAPES),
-    is_group=st.booleans(),
+    kind=st.sampled_from([CheckedExecutor, CheckedGroup, CheckedAhead]),
     submissions=st.lists(SUBMISSIONS, min_size=1, max_size=5),
     forks=st.lists(st.builds(forked, SUBMISSIONS, st.integers(2, 3)), max_size=1),
     embedded=st.lists(PROMPTS, max_size=2),
@@ -371,7 +424,7 @@ def test_tokens_do_not_depend_on_the_steps_in_flight_of_many_schedules(**case: A
 
 def check_case(
     shape: tuple[int, int],
-    is_group: bool,
+    kind: type[CheckedExecutor],
     submissions: list[Submission],
     forks: list[Submission],
     embedded: list[list[int]],
@@ -387,14 +440,14 @@ def check_case(
         submissions[-1].is_poisonous = True
         fail_at = frozenset()
 
-    if is_group:
+    if kind is CheckedGroup:
         shape = shape[1], shape[1]
+    elif kind is CheckedAhead:
+        shape = min(shape[0], MOST_AHEAD), 1
 
     async def scenario() -> None:
         worker = Worker(
-            (CheckedGroup if is_group else CheckedExecutor)(
-                num_blocks * len(reaches), fail_at, reaches, shape, fails_in=fails_in
-            ),
+            kind(num_blocks * len(reaches), fail_at, reaches, shape, fails_in=fails_in),
             max_batch_tokens=budget,
             max_sequences=num_sequences,
         )

@@ -26,15 +26,20 @@ def failing() -> None:
 def test_mark_is_delivered_after_its_function() -> None:
     driver = FakeDriver()
     stream = CopyStream(CudaDevice(INDEX, torch.device("cpu"), driver))
-    assert [stream.delivered] == driver.marks  # what was launched before, as the zeros of a cache
-    assert stream.launch(len, "abc") == 3
-    assert [stream.delivered] == driver.marks[:1]
-    stream.deliver()
-    assert stream.delivered is driver.marks[1]
+    (before,) = driver.marks  # what was launched before, as the zeros of a cache
+    assert stream.delivered.event is before
+    result, first = stream.launch(len, "abc")
+    assert result == 3
+    assert stream.delivered.event is before
+    _, second = stream.launch(len, "ab")
+    stream.deliver(first)  # the second is in flight
+    assert stream.delivered.event is driver.marks[1]
     with pytest.raises(ValueError, match="a failed step"):
         stream.launch(failing)
     stream.deliver()
-    assert stream.delivered is driver.marks[2]
+    assert stream.delivered.event is driver.marks[3]
+    stream.deliver(second)  # what was delivered stays so
+    assert stream.delivered.event is driver.marks[3]
 
 
 def test_copy_waits_for_its_mark_and_has_ended_when_it_returns() -> None:
@@ -42,11 +47,11 @@ def test_copy_waits_for_its_mark_and_has_ended_when_it_returns() -> None:
     stream = CopyStream(CudaDevice(INDEX, torch.device("cpu"), driver))
     mark = stream.delivered
     stream.copy(mark, driver.copies.append, "copy")
-    assert driver.copies == ["begin", mark, "copy", "synchronize", "end"]
+    assert driver.copies == ["begin", mark.event, "copy", "synchronize", "end"]
     driver.copies.clear()
     with pytest.raises(ValueError, match="a failed step"):
         stream.copy(mark, failing)
-    assert driver.copies == ["begin", mark, "synchronize"]
+    assert driver.copies == ["begin", mark.event, "synchronize"]
 
 
 async def test_copies_beside_a_step_wait_for_the_step_before(tmp_path: Path) -> None:
@@ -57,7 +62,7 @@ async def test_copies_beside_a_step_wait_for_the_step_before(tmp_path: Path) -> 
     step, run = step_of([(line, len(PROMPT))]), KvRun(line.block_table, 0, 16)
     wire = memoryview(bytearray(16 * executor.kv_layout.bytes_per_token))
     launched, may_end = threading.Event(), threading.Event()
-    compute = executor.computer.run
+    compute = executor.computer.launch
 
     def computed_slowly(inputs: object) -> object:
         try:
@@ -68,7 +73,7 @@ async def test_copies_beside_a_step_wait_for_the_step_before(tmp_path: Path) -> 
 
     await executor.run(step)
     delivered = driver.marks[-1]
-    executor.computer.run = computed_slowly  # type: ignore[method-assign, assignment]
+    executor.computer.launch = computed_slowly  # type: ignore[method-assign, assignment]
     second = asyncio.ensure_future(executor.run(step))
     assert await asyncio.to_thread(launched.wait, DEADLINE_S)
     await executor.read_kv(run, wire)

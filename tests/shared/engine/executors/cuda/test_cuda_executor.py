@@ -44,6 +44,8 @@ class FakeEvent:
     def record(self) -> None:
         self.marks.append(self)
 
+    def synchronize(self) -> None: ...
+
 
 @dataclass
 class FakeStream:

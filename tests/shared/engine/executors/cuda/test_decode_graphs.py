@@ -30,6 +30,7 @@ from shared.engine.executors.cuda.idle_captures import IdleCaptures
 from shared.engine.executors.loading.kv_sizing import MemoryReport
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import idle_step
+from shared.engine.executors.step_queue import MOST_AHEAD
 from shared.engine.models.device_step import DeviceStepOutput
 from shared.messages import SamplingParams, TokenLogprobs
 from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
@@ -60,7 +61,8 @@ class Replays:
         self.rows: list[int] = []  # of each captured step
 
     def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        return torch.empty(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+        hosts = torch.empty((MOST_AHEAD, num_bytes), dtype=torch.uint8)
+        return hosts, torch.empty(num_bytes, dtype=torch.uint8)
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
