@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +25,11 @@ def decode_step(batch: int, context: int, block_size: int) -> StepInputs:
         tables=tables,
         logits_indices=np.arange(batch),
     )
+
+
+def after_another(step: StepInputs) -> StepInputs:
+    """Returns a decode step whose tokens are those that the step before it samples."""
+    return msgspec.structs.replace(step, input_ids=-1 - np.arange(len(step.input_ids)))
 
 
 def prefill_step(start: int, num_tokens: int, block_size: int) -> StepInputs:

@@ -1,6 +1,7 @@
 """A model of Llama-3.1-8B's shape with dummy weights, as a worker loads it: start, decode, prefill.
 
-Times are those of `LocalExecutor.run`, from the inputs of a step to its token ids on the host.
+`measured_ms` is the time from one step's token ids on the host to those of the next, with as many
+steps in flight as the executor has; `alone_ms` that from a step's inputs to its token ids with one.
 `device_ms` is between events on the device in that time, which may wait for the host's launches; a
 replayed graph has none, and its device's time is `graph_step`'s.
 `of_roofline`: the least time for the bytes (decode) or operations (prefill) at the ceilings, by the
@@ -14,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks.gpu_kit.session import Session
 if TYPE_CHECKING:
     from benchmarks.gpu_kit.model_steps.events import StepEvents
     from shared.engine.executors.local_executor import LocalExecutor
+    from shared.engine.executors.step_queue import Answer
     from shared.engine.step import StepInputs
 
 WARM_UP_STEPS, STEPS, PROMPTS = 3, 20, 3
@@ -97,25 +99,32 @@ class Measurement:
         return bool(reason)
 
     async def _decode(self, heading: dict[str, Any], batch: int, context: int) -> None:
-        from benchmarks.gpu_kit.model_steps.inputs import decode_step
+        from benchmarks.gpu_kit.model_steps.inputs import after_another, decode_step
 
         session, step = self._session, decode_step(batch, context, self._block_size)
-        num_steps = 1 if session.is_dry else WARM_UP_STEPS + STEPS
-        took = [await self._timed([step]) for _ in range(num_steps)][-STEPS:]
-        step_s = statistics.median(seconds for seconds, _ in took)
-        figures = {
-            "tokens_per_s": round(batch / step_s, 1),
-            "slowest_ms": round(max(seconds for seconds, _ in took) * 1e3, 3),
-            "is_replayed": not took[-1][1],
-            **medians([stages for _, stages in took]),
+        roof_s = roofline.decode_s(session, session.shapes.config, batch, context)
+        told = {
+            "mode": self._mode,
+            "predicted_s": roof_s,
+            "kernels": graph_step.KERNELS[self._mode],
         }
+        if session.is_dry:
+            await self._timed([step])
+            session.add(**heading, **told, measured_s=None)
+            return
+        alone = [await self._timed([step]) for _ in range(WARM_UP_STEPS + STEPS)][-STEPS:]
+        following = after_another(step) if self._executor.depth > 1 else step
+        took = (await self._in_flight([step, *[following] * (WARM_UP_STEPS + STEPS)]))[-STEPS:]
+        step_s = statistics.median(took)
         session.add(
             **heading,
-            mode=self._mode,
-            predicted_s=roofline.decode_s(session, session.shapes.config, batch, context),
-            measured_s=None if session.is_dry else step_s,
-            kernels=graph_step.KERNELS[self._mode],
-            **({} if session.is_dry else figures),
+            **told,
+            measured_s=step_s,
+            tokens_per_s=round(batch / step_s, 1),
+            slowest_ms=round(max(took) * 1e3, 3),
+            alone_ms=round(statistics.median(seconds for seconds, _ in alone) * 1e3, 3),
+            is_replayed=not alone[-1][1],
+            **medians([stages for _, stages in alone]),
         )
 
     async def _prefill(self, heading: dict[str, Any], chunk: int) -> None:
@@ -123,17 +132,32 @@ class Measurement:
 
         session, shapes = self._session, self._session.shapes
         steps = prefill_steps(shapes.prompt, chunk, self._block_size)
-        num_prompts = 1 if session.is_dry else PROMPTS
-        took = [await self._timed(steps) for _ in range(num_prompts)]
-        least_s, stages = min(took, key=lambda each: each[0])
+        alone_s, stages = await self._timed(steps)
+        num_prompts = 0 if session.is_dry else PROMPTS
+        took = [sum(await self._in_flight(steps)) for _ in range(num_prompts)]
+        alone = {} if session.is_dry else {"alone_ms": round(alone_s * 1e3, 3)}
         session.add(
             **heading,
             mode=self._mode,
             predicted_s=roofline.prefill_s(session, shapes.config, shapes.prompt),
-            measured_s=None if session.is_dry else least_s,
+            measured_s=min(took, default=None),
             kernels=prefill.KERNELS[self._mode],
+            **alone,
             **medians([stages]),
         )
+
+    async def _in_flight(self, steps: Sequence[StepInputs]) -> list[float]:
+        """Returns the seconds until each step's tokens, since those of the one before."""
+        answers: deque[Answer] = deque()
+        took, ended = list[float](), time.perf_counter()
+        for step in [*steps, *[None] * self._executor.depth]:
+            if step is not None:
+                answers.append(self._executor.start(step))
+            if answers and (step is None or len(answers) == self._executor.depth):
+                await answers.popleft()()
+                took.append(time.perf_counter() - ended)
+                ended += took[-1]
+        return took
 
     @property
     def _num_replayed(self) -> int:

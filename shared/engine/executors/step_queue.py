@@ -36,7 +36,7 @@ class _Step:
     rows: list[ScheduledSequence]
     recording: Recording | None = None
     answer: Answer | None = None  # None: not launched
-    error: BaseException | None = None  # of a launch after its submission
+    error: BaseException | None = None  # it is not launched, and its result raises this
 
 
 class StepQueue:
@@ -88,14 +88,18 @@ class StepQueue:
         self.state.end(self._plans.end_rows())
 
     def _launch(self, step: _Step) -> None:
+        """Raises if its plan cannot be applied."""
         unread = self._steps[0].recording if self._steps else None
         inputs = self.state.apply(step.plan, step.masks, unread)
         step.recording = self.state.recording
-        step.answer = self._start(inputs)
+        try:
+            step.answer = self._start(inputs)
+        except BaseException as error:  # the plan has been applied
+            step.error = error
 
     def _launch_next(self) -> None:
         """Launches the step that waited for the output of the one that has left."""
-        if not self._steps or self._steps[0].answer is not None:
+        if not self._steps or self._steps[0].answer or self._steps[0].error:
             return
         (step,) = self._steps
         self._steps.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,7 +109,10 @@ class Worker:
     num_blocks = 64
     kv_layout = SimpleNamespace(block_size=16)
     computer = SimpleNamespace(model=None)
-    num_steps = 0
+    num_steps, depth = 0, 2
+
+    def start(self, step: object) -> Callable[[], Awaitable[None]]:
+        return partial(self.run, step)
 
     async def run(self, step: object) -> None:
         self.num_steps += 1
@@ -125,8 +128,8 @@ def test_worker_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(events, "StepEvents", Stages)
     session, worker = session_in(tmp_path), Worker()
     asyncio.run(model_8b.Measurement(session, worker, "exact").run())  # type: ignore[arg-type]
-    decoded = 2 * (model_8b.WARM_UP_STEPS + model_8b.STEPS)
-    assert worker.num_steps == decoded + model_8b.PROMPTS * (1 + 3)
+    decoded = 2 * (2 * (model_8b.WARM_UP_STEPS + model_8b.STEPS) + 1)  # alone, and in flight
+    assert worker.num_steps == decoded + (1 + model_8b.PROMPTS) * (1 + 3)
     measured = [row for row in session.rows if "measured_ms" in row]
     assert [row["case"] for row in measured] == [
         *("decode, batch 1", "decode, batch 3"),
