@@ -7,6 +7,7 @@ last logprob, and afterwards no worker holds anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -24,7 +25,7 @@ from tests.chaos.checks.metrics import MetricWatch, runbook_metrics
 from tests.chaos.checks.phases import Phase, reach
 from tests.support.cluster.chaos_cluster import SERVERS, ChaosCluster
 from tests.support.cluster.clients import Exchange
-from tests.support.waiting import NotReached
+from tests.support.waiting import NotReached, until
 
 Fault = Literal["kill", "freeze", "device"]  # device: each step of a worker raises
 
@@ -41,7 +42,8 @@ VICTIMS = (
 # Of workers whose ranks are processes; their spares have one process each.
 RANK_VICTIMS = ("decode-1:0", "decode-1:1", "prefill-1:0", "prefill-1:1")
 
-FROZEN_S = 2.0  # longer than every detection; it ends while most streams still run elsewhere
+FROZEN_S = 2.0  # it ends while most streams still run elsewhere
+MAX_FROZEN_S = 20.0  # more, where a machine of few cores lets others notice it late
 FROZEN_SERVER_S = 4.0  # long enough that connections are dropped
 FROZEN_GATEWAY_S = 6.0  # longer than its workers' lease: they have dropped its requests
 SERVER_OUTAGE_S = 0.5  # after which a supervisor restarts a server
@@ -100,12 +102,7 @@ class Strike:
     late: list[Call] = field(default_factory=list)
     at: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)  # the same moment in the logs' clock
-
-    @property
-    def repaired_at(self) -> float:
-        """When a frozen victim thaws, and fences its placements; infinite for a dead one."""
-        is_thawed = self.fault == "freeze" and self.rank is None
-        return self.at + _frozen_s(self.victim) if is_thawed else math.inf
+    thawed_at: float = math.inf  # a frozen victim fences its placements then
 
     @property
     def all_requests(self) -> list[tuple[int, Call]]:
@@ -147,7 +144,7 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
     strike = Strike(fault, victim, rank, phase, sent, chaos.nats is not None)
     if rank is None:
         _strike(cluster, fault, victim)
-        repair = asyncio.create_task(_repair(cluster, fault, victim))
+        repair = asyncio.create_task(_repair(chaos, strike, watch))
     else:  # its group ends by itself
         number_of = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
         os.kill(cluster.rank_pid(victim, rank), number_of[fault])
@@ -198,17 +195,30 @@ async def _send_late(chaos: Chaos, victim: str) -> tuple[list[Call], list[asynci
     return late, [asyncio.create_task(chaos.send(each, gateways)) for each in late]
 
 
-async def _repair(cluster: ChaosCluster, fault: Fault, victim: str) -> float | None:
+async def _repair(chaos: Chaos, strike: Strike, watch: MetricWatch) -> float | None:
     """Returns the outage in seconds of a victim without a spare."""
+    cluster, fault, victim = chaos.cluster, strike.fault, strike.victim
     started = time.monotonic()
     if fault == "freeze":
         await asyncio.sleep(_frozen_s(victim))
+        with contextlib.suppress(NotReached):
+            await until(lambda: _is_noticed(chaos, strike, watch), timeout_s=MAX_FROZEN_S)
+        strike.thawed_at = time.monotonic()
         cluster.thaw(victim)
     elif victim in SERVERS:
         await asyncio.sleep(SERVER_OUTAGE_S)
         await cluster.restart(victim)
     is_lasting = victim == "nats-server" or (fault == "freeze" and victim.startswith("gateway"))
     return time.monotonic() - started if is_lasting else None
+
+
+def _is_noticed(chaos: Chaos, strike: Strike, watch: MetricWatch) -> bool:
+    """Whether a gateway shows the loss of a service, and a decode worker's streams have moved."""
+    if strike.victim in SERVERS:
+        return True
+    load = chaos.monitor.newest[strike.victim].load
+    has_streams = strike.victim.startswith("decode") and load is not None and load.num_running
+    return watch.has_moved and (not has_streams or _detected(chaos, strike) is not None)
 
 
 def _frozen_s(victim: str) -> float:
@@ -266,6 +276,4 @@ def _detected(chaos: Chaos, strike: Strike) -> float | None:
     for each in monitor.of(AbortRequest, victim):
         if each.message.reason == "superseded" and each.message.placement_id in placed:
             times.append(each.at)
-    return max(
-        (at - strike.at for at in times if strike.at < at < strike.repaired_at), default=None
-    )
+    return max((at - strike.at for at in times if strike.at < at < strike.thawed_at), default=None)

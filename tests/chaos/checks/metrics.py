@@ -52,6 +52,10 @@ class MetricWatch:
         for url, series in zip(self._urls, before, strict=True):
             self._polls.append(asyncio.create_task(self._poll(url, series)))
 
+    @property
+    def has_moved(self) -> bool:
+        return len(self._unmoved) < len(self.names)
+
     async def unmoved(self) -> list[str]:
         """Call after the fault. Returns the names of which no series has moved."""
         assert self._polls, "started"

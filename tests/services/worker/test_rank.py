@@ -25,8 +25,7 @@ from shared.messages import JoinRanks, RanksAssigned
 from shared.subjects import join_ranks
 from shared.transport.bus import NatsBus
 from tests.support.servers import NatsServer
-
-WAIT_S = 30.0
+from tests.support.services.running import WAIT_S
 
 
 async def hearth_rank(nats: NatsServer, *options: str) -> Process:
@@ -57,7 +56,7 @@ async def test_worker_lives_and_dies_with_its_rank_on_another_host(
         return executor
 
     rank = await hearth_rank(nats_server)
-    async with asyncio.timeout(2 * WAIT_S):
+    async with asyncio.timeout(WAIT_S):
         worker = await build_worker(worker_config(nats_server), ("prefill", "decode"), load)
         (executor,) = executors
         await executor.check()
