@@ -43,6 +43,6 @@ def missing_route(path: str) -> str:
     for start, text in ABSENT.items():
         if parts == start or parts.startswith(f"{start}/"):
             return f"{NOTHING}: {text}"
-    if path.split("/")[1] in SERVED:
+    if path.strip("/").split("/")[0] in SERVED:
         return f"{NOTHING}: the base URL must end with {BASE}"
     return NOTHING

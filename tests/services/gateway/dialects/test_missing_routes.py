@@ -24,6 +24,8 @@ def test_message_says_what_to_do(path: str, told: str) -> None:
     assert told in missing_route(path)
 
 
-@pytest.mark.parametrize("path", ["/", "/none", "/v1/none", "/v1/filesystem", "//", "/apis"])
+@pytest.mark.parametrize(
+    "path", ["/", "/none", "/v1/none", "/v1/filesystem", "//", "/apis", "*", ""]
+)
 def test_other_paths_have_no_hint(path: str) -> None:
     assert missing_route(path) == NOTHING
