@@ -21,6 +21,7 @@ from services.client.chat_request import (
     stream_completion,
 )
 from services.client.pushed_kv import pushed_kv
+from services.client.word_wrap import WordWrap
 from shared.clock import Clock
 from shared.errors import HearthError
 
@@ -33,13 +34,19 @@ Observer = tuple[str, str]  # NATS URL and process id of a process that may read
 
 
 def text_printer(console: Console) -> Callable[[str], None]:
-    """Writes each text delta at once; formatting it would delay the next."""
+    """Writes each text delta at once, in a terminal with breaks between words."""
+    wrap = WordWrap(console.width).wrap if console.is_terminal else str
 
     def on_text(text: str) -> None:
-        console.file.write(text)
+        console.file.write(wrap(text))
         console.file.flush()
 
     return on_text
+
+
+def print_line(console: Console, text: str, *, style: str = "") -> None:
+    """Prints a text with breaks between words in a terminal, else on one line."""
+    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def describe(reply: ChatReply) -> str:
@@ -79,9 +86,9 @@ async def first_requests(
             first, second = QUESTIONS
             reply, is_chat = await _show_answer(client, model, first, console, clock)
             if reply.hearth.get("prefill_worker"):
-                console.print(await _describe_push(reply, observer), soft_wrap=True)
+                print_line(console, await _describe_push(reply, observer))
             reply, _ = await _show_answer(client, model, second, console, clock)
-            console.print(_describe_cache(reply), soft_wrap=True)
+            print_line(console, _describe_cache(reply))
             return is_chat
     except HearthError as error:
         if is_check:
@@ -111,7 +118,7 @@ async def _show_answer(
         limit = {"max_tokens": BASE_MODEL_TOKENS}
         reply = await stream_completion(client, model.id, prompt, clock, on_text, **limit)
     console.print("\n")
-    console.print(describe(reply), style="dim", soft_wrap=True)
+    print_line(console, describe(reply), style="dim")
     return reply, is_chat
 
 

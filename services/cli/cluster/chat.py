@@ -26,7 +26,7 @@ from services.client.chat_request import (
     named_model,
     stream_chat,
 )
-from services.client.first_answers import describe, text_printer
+from services.client.first_answers import describe, print_line, text_printer
 from services.client.local_tools import LocalTool, find_tools
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
@@ -114,10 +114,10 @@ class Terminal:
 
     def note(self, text: str, *, style: str = "dim") -> None:
         if not self.is_quiet:
-            self.notes.print(text, style=style, markup=False, soft_wrap=True)
+            print_line(self.notes, text, style=style)
 
     def show_error(self, text: str) -> None:
-        self.notes.print(text, style="red", markup=False, soft_wrap=True)
+        print_line(self.notes, text, style="red")
 
 
 def response_format(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from services.cli.cluster.chat import (
     response_format,
     run_chat,
 )
+from services.client.first_answers import describe
 from services.client.local_tools import find_tools
 from services.gateway.text.chat_template import NO_TEMPLATE
 from shared.errors import ConfigError, HearthError
@@ -144,6 +146,23 @@ def test_one_question_prints_its_answer_alone(run: Any, capsys: Any) -> None:
     assert body["model"] == "demo"
     run([TEXT], question="?", is_quiet=True)
     assert capsys.readouterr() == ("It is noon.\n", "")
+
+
+async def test_no_word_is_cut_at_80_columns() -> None:
+    text = "The KV cache of decode.a1b2c3d4e5f6 holds 5,461 blocks of 16 tokens each. " * 3
+    chat, printed = Gateway([{"content": text}]).chat()
+    chat.terminal.answers = chat.terminal.notes = Console(
+        file=printed, width=80, force_terminal=True, color_system=None
+    )
+    hearth = {"prefill_worker": "prefill.0123456789ab", "decode_worker": "decode.a1b2c3d4e5f6"}
+    reply = msgspec.structs.replace(await chat.ask("?"), hearth=hearth)
+    chat.terminal.answers.print()
+    chat.terminal.note(describe(reply))
+    lines = re.sub(r"\x1b\[\d+D\x1b\[K", "", printed.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert {*text.split(), *describe(reply).split()} <= {*words}
+    assert words.count("decode.a1b2c3d4e5f6") == 4
 
 
 def test_commands_are_not_sent_to_the_model(run: Any, capsys: Any) -> None:
