@@ -12,6 +12,7 @@ from shared.fleet.host_view import HostView
 from shared.messages import Message, ProcessId, RoleDemand, TotalSeconds
 
 MAX_PROCESSES = 8192
+DAY_S = 86_400.0
 
 
 class ServerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,17 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
+class RejectedCode(msgspec.Struct, frozen=True, kw_only=True):
+    """The rejected requests of all gateways with one error code within DAY_S. Times are Unix
+    seconds, of the first and the last one.
+    """
+
+    code: str
+    count: int
+    first_at: float
+    last_at: float
+
+
 class ReadFleet(Message, frozen=True, kw_only=True):
     """Asks a gateway for the fleet. Observers send it; the reply is FleetRead."""
 
@@ -64,6 +76,7 @@ class FleetRead(Message, frozen=True, kw_only=True):
     unready: str = ""
     recent: RecentFigures | None = None  # None before the gateway has counted
     rejected: tuple[Rejection, ...] = ()
+    rejected_day: tuple[RejectedCode, ...] = ()
     hosts: tuple[HostView, ...] = ()
     demands: tuple[RoleDemand, ...] = ()
 

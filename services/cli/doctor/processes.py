@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from services.cli.doctor.check import Check
 from services.cli.fleet.fleet_poll import open_poll
-from services.cli.fleet.recent_faults import rejections_text, restarts_text
+from services.cli.fleet.recent_faults import day_text, rejections_text, restarts_text
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
 from services.local.processes.supervision_log import Restarts
 from shared.clock import MonotonicClock
 from shared.errors import HearthError
 from shared.fleet.fleet_view import ProcessView
-from shared.fleet.read_fleet import Rejection, ServerView
+from shared.fleet.read_fleet import ServerView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 
 FIRST_BEAT_TIMEOUT_S = 3.0
@@ -60,7 +60,7 @@ def report_checks(report: FleetReport, wall_s: float, *, has_gateway: bool) -> I
         yield Check("processes", "ok", f"{len(report.rows)}, none is lost")
     for name, server in (("Redis", report.redis), ("NATS", report.nats)):
         yield from _server_checks(report.gateway_id, name, server, wall_s)
-    yield from _rejected_check(report.rejected)
+    yield from _rejected_checks(report, wall_s)
     if report.unready and not has_gateway:
         text = f"{report.gateway_id} is not ready: {report.unready}"
         yield Check("gateway", "fail", text, f"`hearth logs {report.gateway_id}` shows more.")
@@ -80,10 +80,14 @@ def restarts_check(restarts: Sequence[Restarts], wall_s: float) -> Iterator[Chec
         yield Check("restarts", "warn", text, RESTARTED_ADVICE)
 
 
-def _rejected_check(rejected: Sequence[Rejection]) -> Iterator[Check]:
-    if rejected:
-        text = f"rejected within 15 minutes: {rejections_text(rejected)}"
+def _rejected_checks(report: FleetReport, wall_s: float) -> Iterator[Check]:
+    """Yields a warning for lately rejected requests; those of the day are past, and no fault."""
+    if report.rejected:
+        text = f"rejected within 15 minutes: {rejections_text(report.rejected)}"
         yield Check("requests", "warn", text, REJECTED_ADVICE)
+    if report.rejected_day:
+        text = f"rejected within 24 hours: {day_text(report.rejected_day, wall_s)}"
+        yield Check("requests", "ok", text)
 
 
 def _server_checks(

@@ -12,7 +12,7 @@ from services.cli.fleet.demand_table import table_of_demands
 from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
 from services.cli.fleet.recent_faults import restarts_text
-from services.cli.fleet.rejection_table import capacity_note, table_of_rejections
+from services.cli.fleet.rejection_table import capacity_note, table_of_day, table_of_rejections
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
 from shared.fleet.fleet_view import ProcessView
@@ -39,6 +39,8 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
         shown.append(Text(_figures(report.recent)))
     if report.rejected:
         shown.append(table_of_rejections(report.rejected, width, wall_s))
+    if report.rejected_day:
+        shown.append(table_of_day(report.rejected_day, width, wall_s))
     if report.restarts:
         restarted = restarts_text(report.restarts, wall_s)
         text = f"restarted within the last hour: {restarted}; see `hearth logs up`"

@@ -1,4 +1,4 @@
-"""Shows the requests that gateways have rejected lately, and what is missing to serve more."""
+"""Shows the requests that gateways have rejected, and what is missing to serve more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
 from shared.errors import CAPACITY_CODES
-from shared.fleet.read_fleet import Rejection
+from shared.fleet.read_fleet import RejectedCode, Rejection
 from shared.messages import RoleDemand
 
 LONG_WAIT_S = 5.0
@@ -34,6 +34,24 @@ def table_of_rejections(rejected: Sequence[Rejection], width: int, wall_s: float
     ]
     if len(rows) > MAX_ROWS:
         num_others = sum(each.count for each in rows[MAX_ROWS:])
+        shown.append(Text(f"and {num_others:,} others: hearth status --json"))
+    return Group(*shown)
+
+
+def table_of_day(rejected: Sequence[RejectedCode], width: int, wall_s: float) -> Group:
+    """Returns the most frequent codes, MAX_ROWS at most."""
+    columns: tuple[Column[RejectedCode], ...] = (
+        Column("code", lambda each: escape(each.code)),
+        Column("count", lambda each: f"{each.count:,}", is_number=True),
+        Column("first", lambda each: since(wall_s - each.first_at, wall_s)),
+        Column("last", lambda each: since(wall_s - each.last_at, wall_s)),
+    )
+    shown: list[RenderableType] = [
+        Text("rejected within 24 hours:"),
+        fitted_table(columns, rejected[:MAX_ROWS], width),
+    ]
+    if len(rejected) > MAX_ROWS:
+        num_others = sum(each.count for each in rejected[MAX_ROWS:])
         shown.append(Text(f"and {num_others:,} others: hearth status --json"))
     return Group(*shown)
 

@@ -12,7 +12,13 @@ import msgspec
 from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView, in_order_of_roles
 from shared.fleet.host_view import HostView, ModelView
-from shared.fleet.read_fleet import FleetRead, RecentFigures, Rejection, ServerView
+from shared.fleet.read_fleet import (
+    FleetRead,
+    RecentFigures,
+    RejectedCode,
+    Rejection,
+    ServerView,
+)
 from shared.messages import RoleDemand
 
 UNKNOWN = ServerView(state="unknown")
@@ -21,7 +27,7 @@ UNKNOWN = ServerView(state="unknown")
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a fleet at one moment. `gateway_id` is the gateway that answered, or None.
     `unready` is why it would reject a request now, or empty. `rejected` are requests of the last
-    15 minutes: they make no report unsound.
+    15 minutes, `rejected_day` those of a day: they make no report unsound.
     """
 
     rows: Sequence[ProcessView]
@@ -34,6 +40,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     unready: str = ""
     recent: RecentFigures | None = None
     rejected: Sequence[Rejection] = ()
+    rejected_day: Sequence[RejectedCode] = ()
     restarts: Sequence[Restarts] = ()  # of a local cluster, within the last hour
 
     @classmethod
@@ -68,6 +75,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             unready=read.unready,
             recent=read.recent,
             rejected=read.rejected,
+            rejected_day=read.rejected_day,
             demands=read.demands,
             hosts=read.hosts,
             models=models,
@@ -92,6 +100,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             "unready": self.unready,
             "recent": self.recent,
             "rejected": self.rejected,
+            "rejected_day": self.rejected_day,
             "is_sound": self.is_sound,
         }
         if self.restarts:

@@ -44,6 +44,7 @@ class FleetReads:
             unready=self._readiness().reason or "",
             recent=self._recent(),
             rejected=self._cluster.recent_rejections,
+            rejected_day=self._cluster.rejected_day.totals,
             hosts=self._cluster.hosts(),
             demands=self._cluster.demands(),
         )

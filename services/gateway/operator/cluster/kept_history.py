@@ -1,6 +1,6 @@
-"""Keeps a cluster's events and samples in Redis, for the next start of a gateway.
+"""Keeps a cluster's events, samples and rejections in Redis, for the next start of a gateway.
 
-    hearth:cluster:history    JSON: the events and samples of the gateway that wrote last
+    hearth:cluster:history    JSON: those of the gateway that wrote last
 
 All gateways observe the same cluster, so any one's history serves the next. What happens while no
 gateway runs is not recorded.
@@ -15,6 +15,7 @@ import structlog
 
 from services.gateway.operator.cluster.events import ClusterEvent
 from services.gateway.operator.cluster.history import SAMPLE_S, FleetFigures
+from services.gateway.operator.cluster.rejected_day import RejectedHour
 from services.gateway.operator.cluster.state import ClusterView
 from shared.background import failing_alone
 from shared.clock import Clock
@@ -26,12 +27,13 @@ log = structlog.get_logger(__name__)
 KEY = "hearth:cluster:history"
 KEPT_S = 7 * 86_400
 EVENTS_S = 5.0  # the most that a killed gateway loses of its events
-SAMPLES_S = 60.0  # and of its samples
+SAMPLES_S = 60.0  # and of its samples and rejections
 
 
 class KeptHistory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     events: tuple[ClusterEvent, ...] = ()
     samples: tuple[FleetFigures, ...] = ()
+    rejected: tuple[RejectedHour, ...] = ()
 
 
 class HistoryKeeper:
@@ -60,7 +62,7 @@ class HistoryKeeper:
         except UNREADABLE as error:
             self._log_failure(one_line(error))
         else:
-            self._view.restore(kept.events, kept.samples)
+            self._view.restore(kept.events, kept.samples, kept.rejected)
             self._saved_event = self._view.events.last_number
 
     async def run(self) -> NoReturn:
@@ -81,7 +83,10 @@ class HistoryKeeper:
             return
         events, history = self._view.events, self._view.history
         last_event, num_samples = events.last_number, history.num_samples
-        kept = msgspec.json.encode(KeptHistory(events=events.all, samples=history.samples))
+        rejected = self._view.rejected_day.hours
+        kept = msgspec.json.encode(
+            KeptHistory(events=events.all, samples=history.samples, rejected=rejected)
+        )
         try:
             await self._store.write([("SET", KEY, kept, "EX", KEPT_S)])
         except StoreUnavailable as error:

@@ -18,11 +18,12 @@ UNKNOWN = "unknown"  # a gateway of an older release does not report codes
 
 class Rejections:
     """The rows, the last rejection first; a row counts since it was new. `wall` returns Unix
-    seconds.
+    seconds. `on_added` is called with the code and the number of further rejections.
     """
 
-    def __init__(self, wall: Callable[[], float]) -> None:
+    def __init__(self, wall: Callable[[], float], on_added: Callable[[str, int], None]) -> None:
         self._wall = wall
+        self._on_added = on_added
         self._rows: dict[tuple[str, str], Rejection] = {}
         self._minutes: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
 
@@ -63,6 +64,7 @@ class Rejections:
     def _add(self, gateway_id: str, code: str, count: int) -> int:
         if count <= 0:
             return 0
+        self._on_added(code, count)
         row, minutes = self._rows.get((gateway_id, code)), self._minutes[gateway_id, code]
         minutes[self._minute()] += count
         if len(minutes) > RECENT_MIN:

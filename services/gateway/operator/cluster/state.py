@@ -16,6 +16,7 @@ import msgspec
 from services.gateway.operator.cluster.changes import FleetChanges, registry_changes
 from services.gateway.operator.cluster.events import ClusterEvent, EventLog
 from services.gateway.operator.cluster.history import FleetFigures, FleetHistory
+from services.gateway.operator.cluster.rejected_day import RejectedDay, RejectedHour
 from services.gateway.operator.cluster.rejections import Rejections
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import HostView, ModelView
@@ -84,7 +85,8 @@ class ClusterView:
         self._lost: dict[str, None] = {}  # ids of lost processes, the last one last
         self.events = EventLog(wall)
         self.history = FleetHistory(now, wall)
-        self._rejections = Rejections(wall)
+        self.rejected_day = RejectedDay(wall)
+        self._rejections = Rejections(wall, self.rejected_day.add)
         self._sent = _Sent(lists=self._lists())
         self._number = 0
 
@@ -120,12 +122,18 @@ class ClusterView:
             for kind, name in registry_changes(before, models):
                 self.events.add(kind, name)
 
-    def restore(self, events: Iterable[ClusterEvent], samples: Iterable[FleetFigures]) -> None:
+    def restore(
+        self,
+        events: Iterable[ClusterEvent],
+        samples: Iterable[FleetFigures],
+        rejected: Iterable[RejectedHour] = (),
+    ) -> None:
         """Continues the history of an earlier process; processes that were up before this one have
         joined then.
         """
         self.events.restore(events)
         self.history.restore(samples)
+        self.rejected_day.restore(rejected)
         if self.events.last_number:
             self._began_at = self._now()
 

@@ -15,7 +15,13 @@ from services.cli.fleet.times import since
 from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import ModelView
-from shared.fleet.read_fleet import FleetRead, RecentFigures, Rejection, ServerView
+from shared.fleet.read_fleet import (
+    FleetRead,
+    RecentFigures,
+    RejectedCode,
+    Rejection,
+    ServerView,
+)
 from shared.messages import RoleDemand
 from tests.support.grids import in_one_test
 
@@ -64,7 +70,13 @@ def report(*processes: ProcessView, **fields: Any) -> FleetReport:
 def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     away = ServerView(state="unavailable", for_s=5.0)
     recent = RecentFigures(requests_per_s=1234.5, ttft_p50_s=0.021, ttft_p99_s=12.3456)
-    shown = report(worker("decode-1"), LOST, GATEWAY, redis=away, recent=recent, rejected=REJECTED)
+    shown = report(
+        *(worker("decode-1"), LOST, GATEWAY),
+        redis=away,
+        recent=recent,
+        rejected=REJECTED,
+        rejected_day=(RejectedCode(code="overloaded", count=12345, first_at=-9e4, last_at=9e3),),
+    )
     again = [Restarts("redis", 2, NOON - 60)]
     full = msgspec.structs.replace(shown, demands=[DEMAND], models=[FAILED], restarts=again)
     console = Console(width=width)
@@ -83,6 +95,7 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     assert "org/broken on host-1: model.safetensors: no such file" in lines
     assert "code count last gateway" in lines
     assert "invalid_api_key 1,533 11:59:55Z gateway-1" in lines
+    assert "overloaded 12,345 1969-12-30 23:00:00Z 02:30:00Z" in lines
     (heading,) = (line for line in lines if " wanted " in line and "(" not in line)
     assert lines[lines.index(heading) + 1].split()[heading.split().index("wanted")] == "6"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.console import Console
 
 from services.cli.doctor.check import GIB, Check
 from services.cli.doctor.cluster import (
@@ -26,7 +27,8 @@ from services.cli.doctor.machine import (
     memory_check,
     port_check,
 )
-from services.cli.doctor.processes import report_checks
+from services.cli.doctor.processes import REJECTED_ADVICE, RESTART, report_checks
+from services.cli.doctor.show_doctor import _list_of, _summary
 from services.cli.doctor.software import (
     driver_version,
     gpu_check,
@@ -36,7 +38,7 @@ from services.cli.doctor.software import (
 from services.cli.fleet.report import FleetReport
 from services.local.processes.supervision_log import RESTARTING, SupervisionLog
 from shared.fleet.fleet_view import ProcessView
-from shared.fleet.read_fleet import Rejection, ServerView
+from shared.fleet.read_fleet import RejectedCode, Rejection, ServerView
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer, RedisServer
 
@@ -169,9 +171,12 @@ def test_rejected_requests_are_a_warning_with_their_codes() -> None:
         Rejection(gateway_id=gateway, code=code, count=count, at=0.0)
         for gateway, code, count in (("g-1", "a", 2), ("g-1", "b", 3), ("g-2", "a", 1500))
     ]
-    report = FleetReport(rows=[], gateway_id="g-1", rejected=rejected)
-    found = [each for each in report_checks(report, 0.0, has_gateway=True) if each.level == "warn"]
-    (check,) = found
+    night = RejectedCode(code="overloaded", count=1533, first_at=7200.0, last_at=10800.0)
+    report = FleetReport(rows=[], gateway_id="g-1", rejected=rejected, rejected_day=[night])
+    found = report_checks(report, 86_399.0, has_gateway=True)
+    check, day = (each for each in found if each.name == "requests")
+    assert (check.level, day.level) == ("warn", "ok")
+    assert day.text == "rejected within 24 hours: 1,533 overloaded (02:00:00Z to 03:00:00Z)"
     assert check.text == "rejected within 15 minutes: 1,502 a, 3 b"
     assert "hearth status" in check.advice
 
@@ -182,6 +187,26 @@ async def test_restarts_of_the_local_cluster_are_a_warning(tmp_path: Path) -> No
     assert (check.name, check.level) == ("restarts", "warn")
     assert "within the last hour: decode-1 (1, last " in check.text
     assert "hearth logs up" in check.advice
+
+
+def test_no_figure_is_cut_at_80_columns() -> None:
+    found = [
+        Check("processes", "ok", "3 gateway, 200 decode.a1b2c3d4e5f6, 12 prefill; 1,234,567 of it"),
+        Check(
+            "rejected requests",
+            "warn",
+            "1,533 invalid_api_key, 324 overloaded, 12 requests_per_min_exceeded, 3 no_capacity",
+            REJECTED_ADVICE,
+        ),
+        Check("lost", "fail", "prefill.0123456789ab silent since 2026-11-27 23:59:59Z", RESTART),
+    ]
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(_list_of(found), _summary(found))
+    assert max(map(len, captured.get().splitlines())) <= 80
+    words = {*captured.get().split()}
+    for each in found:
+        assert {*each.name.split(), *each.text.split(), *each.advice.split()} <= words
 
 
 def test_command_prints_all_checks_and_fails_with_one(tmp_path: Path) -> None:

@@ -157,11 +157,13 @@ async def test_readers_share_one_computation_that_ends_with_the_last(opened: Bes
 
 async def test_next_gateway_has_the_history(opened: Beside) -> None:
     opened.gateway._operator.feed.lose("decode-9", Loss.STUCK)
+    opened.gateway._operator.feed.state.rejected_day.add("model_overloaded", 7)
     await opened.gateway._operator.history.save()
     store, clock = opened.gateway.tenancy.stores.slow, MonotonicClock()
     view = ClusterView(Fleet("gateway-3"), clock.now, time.time)
     await HistoryKeeper(store, view, clock, is_on=True).restore()
     assert ("stuck", "decode-9") in {(each.kind, each.process_id) for each in view.events.all}
+    assert {each.code: each.count for each in view.rejected_day.totals}["model_overloaded"] == 7
     await store.write([("SET", KEY, "{")])
     other = ClusterView(Fleet("gateway-3"), clock.now, time.time)
     await HistoryKeeper(store, other, clock, is_on=True).restore()

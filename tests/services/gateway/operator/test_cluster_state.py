@@ -128,6 +128,35 @@ def test_rejected_requests_push_out_no_event() -> None:
     assert scene.state.delta().lists["rejected"] == ()
 
 
+def test_rejected_requests_of_the_night_are_counted_through_a_restart() -> None:
+    scene = Scene()
+
+    def reject(after_s: float, **counts: int) -> None:
+        scene.now += after_s
+        found = tuple(counts.items())
+        load = GatewayLoad(num_refused_requests=sum(counts.values()), rejections=found)
+        scene.beat("gateway-2", gateway=load)
+
+    scene.beat("gateway-2", gateway=GatewayLoad())
+    reject(0, overloaded=3)
+    night = 1000.0 + scene.now
+    reject(8 * 3600, overloaded=5, no_capacity=7)
+    morning, before = 1000.0 + scene.now, scene.state.rejected_day
+    scene.state = ClusterView(scene.fleet, lambda: scene.now, lambda: 1000.0 + scene.now)
+    scene.state.restore((), (), before.hours)
+    reject(0, overloaded=5, no_capacity=7)  # counted before
+    reject(60, overloaded=6, no_capacity=7)
+    found = [(each.code, each.count) for each in scene.state.rejected_day.totals]
+    assert found == [("no_capacity", 7), ("overloaded", 6)]
+    _, overloaded = scene.state.rejected_day.totals
+    assert (overloaded.first_at, overloaded.last_at) == (night, 1000.0 + scene.now)
+    scene.now += 16 * 3600.0  # the first three are of a day ago
+    _, overloaded = sorted(scene.state.rejected_day.totals, key=lambda each: each.code)
+    assert (overloaded.count, overloaded.first_at) == (3, morning)
+    scene.now += 86_400.0
+    assert scene.state.rejected_day.totals == ()
+
+
 def test_losses_and_other_events_push_out_only_their_own_kind() -> None:
     scene = Scene()
     scene.state.lose("decode-1", Loss.STUCK)
