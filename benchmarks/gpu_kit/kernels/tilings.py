@@ -17,7 +17,7 @@ from benchmarks.gpu_kit.failures import recorded
 from benchmarks.gpu_kit.operands import products
 from benchmarks.gpu_kit.session import Session
 from kernels.gpu.gemm.linear import launch
-from kernels.gpu.gemm.linear_tile import Tiling, lane_tiling, tiling
+from kernels.gpu.gemm.linear_tile import Tiling, dense_tiling
 from kernels.sum_lanes import SumLanes
 
 LEAST_S = 1.0  # a case with less time is left out
@@ -57,16 +57,17 @@ def _measure(
         return
     shape = len(x), len(weight), x.shape[1]
     out = session.empty(len(x), len(weight))
-    own = tiling(shape, x.dtype, is_batch_invariant=True)
+    own = dense_tiling(shape, x.dtype, is_batch_invariant=True)
     tiles = [_tile(*each) for each in (LARGE if len(x) > 64 else SMALL)]
     kinds: dict[str, tuple[list[Tiling], SumLanes | None]] = {
-        "chain": ([tiling(shape, x.dtype, is_batch_invariant=False), *tiles], None)
+        "chain": ([dense_tiling(shape, x.dtype, is_batch_invariant=False), *tiles], None)
     }
     if lanes is None:
         kinds["cut"] = [own, *tiles], None
     else:
         narrow = [_tile(*each) for each in (LANED if len(x) > 64 else LANED_SMALL)]
-        kinds["lanes"] = [lane_tiling(shape, x.dtype, lanes), *narrow], lanes
+        own = dense_tiling(shape, x.dtype, is_batch_invariant=True, lanes=lanes)
+        kinds["lanes"] = [own, *narrow], lanes
     library = session.seconds(lambda: torch.nn.functional.linear(x, weight), 5)
     for kind, (chosen, own_lanes) in kinds.items():
         found = {}

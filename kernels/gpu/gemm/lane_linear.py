@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.check_tensor import expect
 from kernels.gpu.gemm.linear import launch
-from kernels.gpu.gemm.linear_tile import Tiling, expect_matmul, has_even_lanes, lane_tiling
+from kernels.gpu.gemm.linear_tile import Tiling, dense_tiling, expect_matmul, has_even_lanes
 from kernels.sum_lanes import SumLanes, add_lanes
 
 SPLIT_ROWS = 512  # whose sums of uneven lanes are in memory at a time
@@ -52,4 +52,5 @@ def _tiling(x: Tensor, weight: Tensor, bias: Tensor | None, lanes: SumLanes) -> 
     num_rows, width = x.shape
     expect("weight", weight, (None, width), dtype=x.dtype, device=x.device)
     lanes.check(width, 1)
-    return lane_tiling((num_rows, weight.shape[0], width), x.dtype, lanes)
+    shape = num_rows, weight.shape[0], width
+    return dense_tiling(shape, x.dtype, is_batch_invariant=True, lanes=lanes)

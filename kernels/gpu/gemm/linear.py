@@ -24,13 +24,13 @@ from kernels.check_tensor import expect
 from kernels.gpu.gemm.linear_tile import (
     Tiling,
     add_lane,
+    dense_tiling,
     expect_matmul,
     lane_total,
     multiply,
     segment_steps,
     store_tile,
     tile_place,
-    tiling,
 )
 from kernels.gpu.gemm.tile_dot import dot
 from kernels.sum_lanes import SumLanes
@@ -48,7 +48,7 @@ def linear(
     if not out.numel():
         return out
     shape = num_rows, num_columns, width
-    tiled = tiling(shape, x.dtype, is_batch_invariant=is_batch_invariant)
+    tiled = dense_tiling(shape, x.dtype, is_batch_invariant=is_batch_invariant)
     launch(x, weight, bias, tiled, out, is_batch_invariant=is_batch_invariant)
     return out
 

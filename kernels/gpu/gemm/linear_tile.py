@@ -30,6 +30,8 @@ REDUCE_BLOCK = 1024
 ROW_TILES, COLUMN_TILES = (16, 32, 64, 128), (32, 64, 128)
 LEAST_STEP = 64  # elements of K, for lanes that end within a longer step
 LANE_BLOCK_N = 64
+DENSE_STAGES = 4
+NARROW_BLOCK_N, NARROW_WIDTH = 32, 8192  # a longer K is read faster in segments
 MOST_SHAPES = 4096  # whose tilings are remembered: all layers have the same few, in each step
 
 
@@ -124,6 +126,67 @@ def _lane_tiling(
     )
 
 
+def dense_tiling(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    is_batch_invariant: bool,
+    lanes: SumLanes | None = None,
+) -> Tiling:
+    """Returns the tiling of a weight that is not compressed, whose tiles wait for nothing but
+    memory. The order of sums is that of `tiling` or, with lanes, `lane_tiling`.
+
+    Of many rows a step of K is short: four stages of it hide more than two of a long one. Where
+    sums are in the order of segments anyhow, tiles of many rows are split only if half of the
+    multiprocessors had none, and narrow tiles of few rows replace split ones, which need a second
+    kernel. Measured on an H200: benchmarks/README.md.
+    """
+    return _dense_tiling(shape, dtype, is_batch_invariant, lanes, NUM_MULTIPROCESSORS)
+
+
+@lru_cache(MOST_SHAPES)
+def _dense_tiling(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    is_batch_invariant: bool,
+    lanes: SumLanes | None,
+    num_multiprocessors: int,
+) -> Tiling:
+    if lanes is None:
+        tiled = _tiling(shape, dtype, is_batch_invariant, num_multiprocessors)
+    else:
+        tiled = _lane_tiling(shape, dtype, lanes, num_multiprocessors)
+    if dtype == torch.float32:
+        return tiled
+    if tiled.block_m > 64:
+        tiled = _of_many_rows(tiled, shape, lanes)
+    if not (is_batch_invariant and tiled.is_split):
+        return tiled
+    if lanes is not None and not has_even_lanes(lanes, tiled.block_k):
+        return tiled
+    return _unsplit(tiled, shape, num_multiprocessors)
+
+
+def _of_many_rows(tiled: Tiling, shape: tuple[int, int, int], lanes: SumLanes | None) -> Tiling:
+    block_m, block_n, block_k = tiled[:3]
+    if lanes is None and shape[2] % (NUM_SEGMENTS * block_k) == 0:  # the segments stay the same
+        block_k = LEAST_STEP
+    num_stages = min(DENSE_STAGES, SHARED_BYTES // ((block_m + block_n) * block_k * 2))
+    return tiled._replace(block_k=block_k, num_stages=num_stages)
+
+
+def _unsplit(tiled: Tiling, shape: tuple[int, int, int], num_multiprocessors: int) -> Tiling:
+    """Returns the tiling whose tiles sum all segments, if there are enough of them."""
+    num_rows, num_columns, width = shape
+    is_narrow = tiled.block_m <= 64
+    block_n = NARROW_BLOCK_N if is_narrow else tiled.block_n
+    num_tiles = cdiv(num_rows, tiled.block_m) * cdiv(num_columns, block_n)
+    if num_tiles < num_multiprocessors // 2 or (is_narrow and width > NARROW_WIDTH):
+        return tiled
+    num_stages = DENSE_STAGES if is_narrow else tiled.num_stages
+    return tiled._replace(block_n=block_n, num_stages=num_stages, is_split=False)
+
+
 @cache
 def has_even_lanes(lanes: SumLanes, block_k: int) -> bool:
     """Whether all lanes have equally many full steps: one program can loop over all of them."""
@@ -142,13 +205,15 @@ def row_counts(
     with weights of these shapes [N, K], some of which sum in lanes.
     """
     unique, counts = set(shapes), []
-    seen: set[tuple[tuple[int, int, SumLanes | None], Tiling]] = set()
+    seen: set[tuple[tuple[int, int, SumLanes | None], tuple[Tiling, Tiling]]] = set()
 
-    def tiled(num_rows: int, each: tuple[int, int, SumLanes | None]) -> Tiling:
-        shape, lanes = (num_rows, *each[:2]), each[2]
-        if lanes is not None and is_batch_invariant:
-            return lane_tiling(shape, dtype, lanes)
-        return tiling(shape, dtype, is_batch_invariant=is_batch_invariant)
+    def tiled(num_rows: int, each: tuple[int, int, SumLanes | None]) -> tuple[Tiling, Tiling]:
+        """Returns the tilings of a weight that is compressed and of one that is not."""
+        shape, lanes = (num_rows, *each[:2]), each[2] if is_batch_invariant else None
+        dense = dense_tiling(shape, dtype, is_batch_invariant=is_batch_invariant, lanes=lanes)
+        if lanes is not None:
+            return lane_tiling(shape, dtype, lanes), dense
+        return tiling(shape, dtype, is_batch_invariant=is_batch_invariant), dense
 
     for num_rows in _breakpoints({columns for columns, _, _ in unique}, max_rows):
         found = {(each, tiled(num_rows, each)) for each in unique}
@@ -164,6 +229,7 @@ def _breakpoints(columns: Iterable[int], max_rows: int) -> list[int]:
     """
     # Tiles with which the multiprocessors are busy, or have two programs, split or not.
     least_tiles = (
+        NUM_MULTIPROCESSORS // 2,
         NUM_MULTIPROCESSORS * 3 // 4,
         NUM_MULTIPROCESSORS + 1,
         NUM_MULTIPROCESSORS // NUM_SEGMENTS + 1,

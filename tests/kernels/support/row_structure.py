@@ -2,7 +2,8 @@
 
 A sum's rounding depends on the order of its additions: how many elements of the summed axis a
 thread has, over how many threads and warps the axis is spread, and how much of K a tensor-core
-instruction adds. The layout of the other axis, of other rows or columns, does not affect it.
+instruction adds. A product over more of K is a chain of such instructions over rising k, so that
+its length does not affect the sum, nor does the layout of the other axis, of other rows or columns.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def _sums(code: str, layouts: dict[str, str]) -> Iterator[str]:
 
 def _dots(code: str, layouts: dict[str, str]) -> Iterator[str]:
     for name, left, _, out in DOT.findall(code):
-        sizes, dtype, _ = _tensor(left)
+        _, dtype, _ = _tensor(left)
         layout = layouts.get(_tensor(out)[2], _tensor(out)[2])
         version = re.search(r"versionMajor = \d+", layout)
         shape = re.search(r"instrShape = \[([^\]]*)\]", layout)
         instruction = shape and shape[1].split(",")[-1].strip()
-        yield f"{name} of {dtype}, K {sizes[-1]}, {version and version[0]}, step {instruction}"
+        yield f"{name} of {dtype}, {version and version[0]}, step {instruction}"
 
 
 def _tensor(text: str) -> tuple[list[int], str, str]:
