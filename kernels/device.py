@@ -40,13 +40,6 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def to_host(values: Tensor) -> Tensor:
-    """Begins a copy to the host, which is complete once the device has done its work until then."""
-    is_cuda = values.device.type == "cuda"
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
-    return host.copy_(values, non_blocking=True)
-
-
 def compute_capability(device: torch.device) -> int:
     """80, 90, ...; under the interpreter that of the device that the kernels target."""
     return _compute_capability(computing_device(device))

@@ -91,6 +91,7 @@ class _Cases:
 
         free, total = torch.cuda.mem_get_info()
         began_at, took = time.perf_counter(), [0.0]
+        self._executor._captures.begin_step()
         self._executor._captures.end_step()
         while self._executor.computer.has_graphs_left():
             await asyncio.sleep(0.037)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.device import to_device
 from kernels.ops import copy_blocks
 from shared.clock import MonotonicClock
 from shared.engine.kv.kv_copies import KvCopies, any_thread
@@ -143,8 +144,8 @@ class StepComputer(KvCopies):
 
     def _copy_blocks(self, inputs: StepInputs) -> None:
         if inputs.block_copies:
-            copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
-            copy_blocks(self.kv_cache, *copies.to(self._device))
+            copies = np.array(inputs.block_copies).T.copy()  # [2, N]
+            copy_blocks(self.kv_cache, *to_device(copies, self._device))
 
     def _entering(self, inputs: StepInputs) -> Tensor | None:
         """Returns the input of the first layer, if it is not the embedding of the tokens."""

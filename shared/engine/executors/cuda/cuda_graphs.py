@@ -33,6 +33,10 @@ class CudaGraphs:
     def upload(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
+    def download(self, values: Tensor) -> Tensor:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return host.copy_(values, non_blocking=True)
+
     def capture(
         self, call: partial[DeviceStepOutput]
     ) -> tuple[Callable[[], None], DeviceStepOutput]:

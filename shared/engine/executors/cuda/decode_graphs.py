@@ -67,6 +67,12 @@ class GraphDevice(Protocol):
         """Copies from the host. `source` changes only once results of this step are read."""
         ...
 
+    def download(self, values: Tensor) -> Tensor:
+        """Returns memory of the host that has the values once the device has done its work until
+        then.
+        """
+        ...
+
     def capture(
         self, call: partial[DeviceStepOutput]
     ) -> tuple[Callable[[], None], DeviceStepOutput]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kernels.device import to_device, to_host
+from kernels.device import to_device
 from shared.engine.executors.cuda.decode_graphs import DecodeGraphs, GraphDevice, row_counts
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.models.device_step import DeviceStepInputs, DeviceStepOutput, device_step
@@ -20,11 +20,12 @@ class GraphComputer(StepComputer):
     """
 
     graphs: DecodeGraphs | None = None
+    _on: GraphDevice | None = None
 
     def use_graphs(self, device: GraphDevice, *, max_rows: int, max_graphs: int) -> None:
         """Captures the first graphs, if there is a KV cache."""
         self._check_thread()
-        has_experts = self.model.config.has_experts
+        has_experts, self._on = self.model.config.has_experts, device
         most_rows = row_counts(max_rows, is_padded=not has_experts)[-1]
         self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
         self.graphs = DecodeGraphs(
@@ -64,7 +65,7 @@ class GraphComputer(StepComputer):
             output = self.output(done, inputs, began_at)
             self._keep_tokens(output.token_ids)
             return lambda: output
-        token_ids = to_host(done.token_ids)
+        token_ids = done.token_ids if self._on is None else self._on.download(done.token_ids)
         return lambda: StepOutput(self._drawn(token_ids))
 
     def _computed(self, inputs: StepInputs) -> DeviceStepOutput:

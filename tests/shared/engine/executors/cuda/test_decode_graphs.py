@@ -67,6 +67,9 @@ class Replays:
     def upload(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
+    def download(self, values: Tensor) -> Tensor:
+        return values.clone()
+
     def capture(
         self, call: partial[DeviceStepOutput]
     ) -> tuple[Callable[[], None], DeviceStepOutput]:
@@ -87,9 +90,14 @@ class Replays:
 
 
 def load(
-    folder: Path, graphs: Replays | None = None, *, max_graphs: int = 64, **options: object
+    folder: Path,
+    graphs: Replays | None = None,
+    *,
+    max_graphs: int = 64,
+    driver: FakeDriver | None = None,
+    **options: object,
 ) -> CudaExecutor:
-    device = CudaDevice(INDEX, torch.device("cpu"), FakeDriver(), lambda _: None)
+    device = CudaDevice(INDEX, torch.device("cpu"), driver or FakeDriver(), lambda _: None)
     given = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_batch_tokens": 64} | options
     chosen = LoadOptions(**given, max_sequences=16)  # type: ignore[arg-type]
     executor = CudaExecutor.load(folder, chosen, device)

@@ -6,28 +6,35 @@ On CPU tensors: a replay computes the step again, and each launch ends before th
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
+from shared.engine.executors.cuda import decode_graphs
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.step_queue import Answer
-from shared.engine.step import StepInputs
+from shared.engine.step import KvRun, StepInputs
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, graphs_of, load
 from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.late_device import LateEvent, LateReplays, load_late
 from tests.support.engine.masked import SumGrammar
 from tests.support.engine.model_worker import Worker
 from tests.support.engine.rig import new_sequence
 
+MOST_SEEDS = 12  # of schedules in which a race is looked for
 NUM_BLOCKS = 6  # few enough that sequences are preempted
 EXTRAS: list[dict[str, Any]] = [
     *({}, {}, {}, {"min_tokens": 4}, {"frequency_penalty": 0.5}, {"bad_words": ((17,), (16, 18))}),
@@ -89,9 +96,12 @@ REQUESTS = st.builds(
 
 @dataclass
 class Ahead:
+    """`late` is on a device that does its work late."""
+
     folder: Path
     plain: CudaExecutor
     ahead: CudaExecutor
+    late: CudaExecutor
     alone: dict[Any, list[int]] = field(default_factory=dict)
 
     async def tokens_alone(self, request: Request, index: int, stop: tuple[int, ...]) -> list[int]:
@@ -108,7 +118,7 @@ def executors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
     write_llama(folder)
     ahead = load(folder, Replays(), max_graphs=12)
     assert ahead.depth == 2
-    yield Ahead(folder, load(folder), ahead)
+    yield Ahead(folder, load(folder), ahead, load_late(folder, seed=1))
 
 
 def test_plain_executor_has_one_step_in_flight(executors: Ahead) -> None:
@@ -116,7 +126,9 @@ def test_plain_executor_has_one_step_in_flight(executors: Ahead) -> None:
 
 
 SCHEDULES = given(
-    requests=st.lists(REQUESTS, min_size=1, max_size=5), budget=st.sampled_from([5, 64])
+    requests=st.lists(REQUESTS, min_size=1, max_size=5),
+    budget=st.sampled_from([5, 64]),
+    is_late=st.booleans(),
 )
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
@@ -124,18 +136,20 @@ SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_
 @settings(max_examples=25, **SLOW)  # type: ignore[arg-type]
 @SCHEDULES
 def test_tokens_are_those_of_one_step_at_a_time(
-    executors: Ahead, requests: list[Request], budget: int
+    executors: Ahead, requests: list[Request], budget: int, is_late: bool
 ) -> None:
-    asyncio.run(check_schedule(executors, requests, budget))
+    executor = executors.late if is_late else executors.ahead
+    asyncio.run(check_schedule(executors, executor, requests, budget))
 
 
 @pytest.mark.long
 @settings(max_examples=2000, **SLOW)  # type: ignore[arg-type]
 @SCHEDULES
 def test_tokens_are_those_of_one_step_at_a_time_in_many_schedules(
-    executors: Ahead, requests: list[Request], budget: int
+    executors: Ahead, requests: list[Request], budget: int, is_late: bool
 ) -> None:
-    asyncio.run(check_schedule(executors, requests, budget))
+    executor = executors.late if is_late else executors.ahead
+    asyncio.run(check_schedule(executors, executor, requests, budget))
 
 
 class ForkingWorker(Worker):
@@ -147,13 +161,11 @@ class ForkingWorker(Worker):
             self.engine.fork(progress.sequence, self.children.pop(progress.sequence))
 
 
-async def check_schedule(executors: Ahead, requests: list[Request], budget: int) -> None:
+async def check_schedule(
+    executors: Ahead, executor: CudaExecutor, requests: list[Request], budget: int
+) -> None:
     worker = ForkingWorker(
-        executors.folder,
-        "float32",
-        budget=budget,
-        executor=executors.ahead,
-        most_blocks=NUM_BLOCKS,
+        executors.folder, "float32", budget=budget, executor=executor, most_blocks=NUM_BLOCKS
     )
     worker.children = {}
     stop = tuple(range(3, 63))
@@ -162,9 +174,9 @@ async def check_schedule(executors: Ahead, requests: list[Request], budget: int)
     finally:
         for _, step in worker.in_flight:  # the next schedule has the same executor
             with suppress(Exception):
-                await executors.ahead.result(step)
+                await executor.result(step)
     assert worker.engine.pool.num_free_blocks == NUM_BLOCKS
-    await executors.ahead.forget_ended()
+    await executor.forget_ended()
     for request in requests:
         for index, choice in enumerate(request.sequences):
             wanted = await executors.tokens_alone(request, index, stop[: request.num_stops])
@@ -205,6 +217,97 @@ def start(worker: ForkingWorker, request: Request, stop: tuple[int, ...]) -> Non
     parent = new_sequence(request.prompt[:-1], None)
     worker.children[parent] = request.sequences
     worker.engine.add(parent)
+
+
+def random_requests(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request(
+            length=rng.randint(2, 40),
+            seed=rng.randint(1, 5),
+            num_tokens=rng.choice([7, 20]),
+            is_greedy=rng.random() < 0.5,
+            extra=rng.choice([{}, {}, {}, {"num_logprobs": 2}]),
+            num_stops=0,
+            has_grammar=False,
+            num_choices=rng.choice([1, 1, 3]),
+            at=rng.randint(0, 12),
+            abort_at=None,
+        )
+        for _ in range(4)
+    ]
+
+
+def one_buffer(buffers: list[Any]) -> Iterator[Any]:
+    return repeat(buffers[0])
+
+
+def upload_at_once(self: LateReplays, source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def download_at_once(self: LateReplays, values: Tensor) -> Tensor:
+    return values.clone()
+
+
+def nothing(*_: object) -> None: ...
+
+
+# A wait that is missing, or work that is done too early
+RACES: dict[str, tuple[object, str, Any]] = {
+    "one buffer of the host": (decode_graphs, "cycle", one_buffer),
+    "upload beside the step": (LateReplays, "upload", upload_at_once),
+    "download beside the step": (LateReplays, "download", download_at_once),
+    "no wait for tokens": (LateEvent, "synchronize", nothing),
+    "tokens of a capture stay": (decode_graphs, "_restored", lambda _: nullcontext()),
+    "tokens of the host are not kept": (GraphComputer, "_keep_tokens", nothing),
+}
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_planted_race_is_found(
+    executors: Ahead, race: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, planted = RACES[race]
+    monkeypatch.setattr(owner, name, planted)
+    monkeypatch.setattr(decode_graphs, "FIRST_ROWS", 1)  # others are captured beside a step
+    with pytest.raises((AssertionError, IndexError)):
+        for seed in range(MOST_SEEDS):
+            executor = load_late(executors.folder, seed)
+            asyncio.run(check_late(executors, executor, seed))
+
+
+def test_no_race_is_found_where_none_is(executors: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "FIRST_ROWS", 1)
+    for seed in range(3):
+        asyncio.run(check_late(executors, load_late(executors.folder, seed), seed))
+
+
+async def check_late(executors: Ahead, executor: CudaExecutor, seed: int) -> None:
+    """Checks the tokens of a schedule, and the KV of a prompt that is read beside other steps."""
+    await check_schedule(executors, executor, random_requests(seed), budget=64)
+    found = [await kv_of_prompt(executors.folder, each) for each in (executor, executors.plain)]
+    assert found[0] == found[1], "the KV of a prompt is read before it is computed"
+    await executor.close()
+
+
+async def kv_of_prompt(folder: Path, executor: CudaExecutor) -> bytes:
+    worker = Worker(folder, "float32", executor=executor)
+    beside = new_sequence([5, 6, 7], SamplingParams(seed=1, max_tokens=12, temperature=0.0))
+    pushed = new_sequence(list(range(70, 110)), None)
+    worker.engine.add(beside)
+    for _ in range(3):
+        await worker.turn()
+    worker.engine.add(pushed)
+    while pushed.state is not SequenceState.HELD:
+        await worker.turn()
+    num_tokens = pushed.num_tokens
+    payload = memoryview(bytearray(num_tokens * executor.kv_layout.group_bytes_per_token(0)))
+    await executor.read_kv(KvRun(pushed.block_tables[0], 0, num_tokens, 0), payload)
+    worker.engine.release(pushed)
+    await worker.run_on()
+    await executor.forget_ended()
+    return bytes(payload)
 
 
 async def test_host_does_not_know_the_tokens_of_the_step_before(
