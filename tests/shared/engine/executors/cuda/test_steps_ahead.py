@@ -27,9 +27,9 @@ from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.step_queue import Answer
 from shared.engine.step import KvRun, StepInputs
 from shared.messages import SamplingParams
+from tests.shared.engine.executors.cuda.late_device import LateEvent, LateReplays, load_late
 from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, graphs_of, load
 from tests.support.engine.checkpoints import write_llama
-from tests.support.engine.late_device import LateEvent, LateReplays, load_late
 from tests.support.engine.masked import SumGrammar
 from tests.support.engine.model_worker import Worker
 from tests.support.engine.rig import new_sequence
