@@ -19,6 +19,10 @@ pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+import triton
+import triton.language as tl
+
+from kernels.compile_on_meta import compiling_on_meta
 from kernels.split_weight import SplitWeight
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.first_step import run_largest_step
@@ -222,3 +226,14 @@ def test_pushes_of_a_warm_worker_compile_nothing(computer: StepComputer, fake: F
         computer.read_kv(KvRun(list(range(20)), first, num_tokens), wire)
         computer.write_kv(KvRun(list(range(20)), first, num_tokens), wire)
     assert Counter(each.name for each in fake.compiled) == {}
+
+
+@triton.jit
+def _broken_kernel(x_ptr):  # type: ignore[no-untyped-def]
+    tl.static_assert(False, "it is broken")
+
+
+def test_kernel_that_cannot_be_compiled_is_an_error_of_its_start(fake: FakeDriver) -> None:
+    """Though another thread compiles it."""
+    with pytest.raises(triton.CompilationError), compiling_on_meta(lambda: None):
+        _broken_kernel[(1,)](torch.empty(1, device="meta"), enable_fp_fusion=True)

@@ -120,7 +120,7 @@ class FakeDriver(DriverBase):
         code is loaded.
         """
         key = metadata.name, self.get_current_device() - self._base
-        self._loading = metadata
+        self._current.loading = metadata  # kernels may be loaded by several threads
         if self.form == "cubin":
             build_launcher(source, metadata)
 
@@ -131,7 +131,7 @@ class FakeDriver(DriverBase):
 
     def _load_binary(self, name: str, code: bytes, shared_bytes: int, device: int) -> Any:
         text = "" if self.form == "cubin" else code.decode()
-        self.compiled.append(Compiled(name, text, self._loading, device - self._base))
+        self.compiled.append(Compiled(name, text, self._current.loading, device - self._base))
         return object(), 0, 0, 0, MAX_THREADS
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -68,13 +68,15 @@ class StepKernels:
 
 
 @torch.inference_mode()
-def compile_kernels(kernels: StepKernels) -> None:
-    """Compiles and loads them on the thread's device; those in Triton's cache are loaded."""
+def compile_kernels(kernels: StepKernels, init_thread: Callable[[], None] = lambda: None) -> None:
+    """Compiles and loads them on the thread's device; those in Triton's cache are loaded.
+    `init_thread` makes the device that of a thread which compiles.
+    """
     if IS_INTERPRETED or not ops.HAS_TRITON:  # nothing is compiled
         return
     computer, layers = kernels.computer, kernels.layers
     slots = computer.kv_slots()
-    with compiling_on_meta():
+    with compiling_on_meta(init_thread):
         for step in kernels.steps():
             inputs = computer.device_inputs(step, samples_on_device=step.sampling.is_plain)
             own = replace(inputs, attention=tuple(inputs.attention[layer] for layer in layers))

@@ -121,7 +121,8 @@ class _CudaLoad:
         num_blocks = self._num_blocks()
         with self._stage("last_kernels"):
             # of the weights' final forms, and for the strides of the whole cache
-            compile_kernels(StepKernels(model, self._layout, num_blocks, self._options))
+            kernels = StepKernels(model, self._layout, num_blocks, self._options)
+            compile_kernels(kernels, self._device.bind)
         with self._stage("kv_cache"):
             num_held = 0 if self._options.is_parked else num_blocks
             computer.kv_cache = allocate_kv_cache(self._layout, num_held, self._target)
@@ -196,7 +197,7 @@ class _CudaLoad:
 
     def _compile(self, kernels: StepKernels) -> None:
         with self._stage("kernels"):
-            compile_kernels(kernels)
+            compile_kernels(kernels, self._device.bind)
 
     def _fill(self, model: Decoder, found: OpenedWeights, readers: Executor) -> None:
         destinations = model.weight_destinations()
