@@ -9,7 +9,8 @@ processes of the host, and the first thread runs a task that no second thread ha
 OpenMP a step waits for a thread that sleeps or has lost its core.
 
 The name of the machine code's cache directory contains a digest of these sources: numba's own check
-detects a change of a function's file, but not of the files of its callees.
+detects a change of a function's file, but not of the files of its callees. In that directory, code
+has the place of its function: another clone finds it, and a new image with the cache of an old one.
 
 numba's cache supports one writer. If two processes fill it at the same time, each with code for
 another dtype, one index entry can name the other process's code (IndexDataCacheFile.save in
@@ -32,16 +33,17 @@ from typing import Any
 
 import numba
 from numba import njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
 from kernels.cache import cache_root
 
 _ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = Path(__file__).parent
 
 
 def _digest_of_sources() -> str:
     digest = blake2b(digest_size=8)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(_SOURCES.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -91,7 +93,45 @@ def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[A
     return decorate
 
 
+class _PlaceInSources(_CacheLocator):
+    """Where numba stores the code of a function of this folder, and what makes it valid.
+
+    numba's own locators depend on the path of the sources, the markers of compiled plans do not:
+    each process of another clone would compile by itself what a marker calls compiled.
+    """
+
+    def __init__(self, place: Path, line: int) -> None:
+        self._place, self._line = place, line
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _PlaceInSources | None:
+        folder = Path(py_file).parent
+        if not folder.is_relative_to(_SOURCES):
+            return None
+        locator = cls(folder.relative_to(_SOURCES), py_func.__code__.co_firstlineno)
+        try:
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+    def get_cache_path(self) -> str:
+        return str(Path(cache_dir(), "code", self._place))
+
+    def get_source_stamp(self) -> str:
+        return SOURCES_DIGEST
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _CacheImpl(CompileResultCacheImpl):
+    _locator_classes = (_PlaceInSources, *CompileResultCacheImpl._locator_classes)
+
+
 class _SharedCache(FunctionCache):
+    _impl_class = _CacheImpl
+
     def save_overload(self, sig: Any, data: Any) -> None:
         if not getattr(data.library, "has_code", True):  # see deferred_codegen.py
             return

@@ -1,8 +1,10 @@
-"""Processes that compile at the same time do not load each other's code."""
+"""Processes that compile at the same time do not load each other's code; other clones load it."""
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,9 @@ import numba
 import pytest
 import torch
 
+import kernels
+from kernels.cpu.compile import cache_dir
+from kernels.cpu.layer.fused_layer import share_of_rows
 from kernels.ops import silu_and_mul
 
 DTYPES = ("float32", "float64")
@@ -61,6 +66,23 @@ def test_concurrent_compilations_do_not_mix_up_code(
             for dtype in DTYPES
         ]
         assert [each.communicate()[0].strip() for each in processes] == [num_loaded] * 2
+
+
+def test_clone_at_another_path_loads_the_code(tmp_path: Path) -> None:
+    """Its sources have the times of its own checkout."""
+    first, end = share_of_rows(64, 0, 2)  # in the cache from now on
+    source = Path(kernels.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, tmp_path / "kernels", ignore=ignored, copy_function=shutil.copyfile)
+    program = (
+        "from kernels.cpu.layer.fused_layer import share_of_rows as share; "
+        "print(share(64, 0, 2), *share.stats.cache_hits.values())"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": cache_dir()}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.stdout == f"{(first, end)} 1\n", ran.stderr
 
 
 @pytest.mark.skipif(
