@@ -9,6 +9,7 @@ import pytest
 
 from services.cli.checkpoints.quality_prompts import Prompt, read_prompts
 from tests.services.cli.in_process import call_hearth
+from tests.support.engine.quantized import quantize
 from tests.support.grids import in_one_test
 
 DEMO = "shared/demo_model"
@@ -28,8 +29,12 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_figures_as_json_and_as_a_table(prompts: Path) -> None:
-    status, output, errors = quality("--prompts", str(prompts), "--json")
+def test_figures_as_json_and_as_a_table(prompts: Path, tmp_path: Path) -> None:
+    """Of INT4 weights, whose kernels tests/shared/engine/quantize compiles: the dense ones with KV
+    in FP8 would be compiled for this test alone, for half a minute.
+    """
+    model = str(quantize(Path(DEMO), tmp_path / "int4", "int4", group=32))
+    status, output, errors = quality("--prompts", str(prompts), "--json", model=model)
     assert (status, errors) == (0, "")
     shown = json.loads(output.splitlines()[-1])  # below the log, which a process writes elsewhere
     [row] = shown["comparisons"]
@@ -38,7 +43,7 @@ def test_figures_as_json_and_as_a_table(prompts: Path) -> None:
     assert 0.5 < row["top1_agreement"] <= 1
     assert row["worst"]["line"] in (1, 3, 5, 7)
     assert row["kl_mean"] <= row["worst"]["kl_mean"] <= row["kl_max"]
-    status, output, _ = quality("--prompts", str(prompts))
+    status, output, _ = quality("--prompts", str(prompts), model=model)
     assert status == 0
     assert f"{row['kl_mean']:.5f}" in output
     assert f"line {row['worst']['line']}, mean KL" in output
