@@ -25,17 +25,14 @@ NUM_ROWS = (8192, 256, 64)
 # Rows, columns, step, warps, stages
 LARGE = (
     *((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (128, 128, 64, 4, 3)),
-    *((128, 256, 64, 16, 3), (256, 128, 64, 16, 3), (256, 128, 64, 8, 3)),
+    *((128, 256, 64, 8, 3), (256, 128, 64, 8, 3)),
 )
 SMALL = (
     *((64, 32, 128, 4, 4), (64, 32, 128, 4, 6), (64, 64, 128, 4, 3), (64, 64, 64, 4, 6)),
     *((64, 128, 64, 4, 4), (64, 128, 128, 4, 3)),
 )
-LANED = (
-    *((128, 64, 128, 8, 3), (64, 64, 64, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 3)),
-    *((128, 128, 64, 16, 3), (128, 128, 64, 16, 4), (128, 128, 128, 16, 2), (64, 128, 64, 8, 4)),
-    *((128, 64, 64, 8, 6), (128, 64, 64, 16, 4)),
-)
+LANED = ((128, 64, 128, 8, 3), (64, 64, 64, 4, 4), (64, 128, 64, 8, 4), (128, 128, 64, 8, 4))
+IN_PARTS = ((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4))
 LANED_SMALL = ((64, 32, 128, 4, 4), (64, 32, 128, 4, 6), (64, 64, 64, 4, 6))
 
 
@@ -71,7 +68,12 @@ def _measure(
     else:
         narrow = [_tile(*each) for each in (LANED if len(x) > 64 else LANED_SMALL)]
         own = dense_tiling(shape, x.dtype, is_batch_invariant=True, lanes=lanes)
-        kinds["lanes"] = [own, *narrow], lanes
+        in_parts = [
+            _tile(*each)._replace(lane_parts=parts)
+            for each in (IN_PARTS if len(x) > 64 else ())
+            for parts in (2, 4)
+        ]
+        kinds["lanes"] = [own, *narrow, *in_parts], lanes
     library = session.seconds(lambda: torch.nn.functional.linear(x, weight), 5)
     for kind, (chosen, own_lanes) in kinds.items():
         found = {}
@@ -84,7 +86,8 @@ def _measure(
                 ),
                 5,
             )
-            name = "x".join(map(str, tiled[:5])) + (" split" if tiled.is_split else "")
+            parts = "" if tiled.lane_parts == 1 else f" in {tiled.lane_parts}"
+            name = "x".join(map(str, tiled[:5])) + (" split" if tiled.is_split else parts)
             found[name] = None if took is None else round(took * 1e3, 4)
         ms = {} if library is None else {"library_ms": round(library * 1e3, 4), "ms": found}
         session.add(case=f"{product}, {len(x)} rows, {kind}", **ms)

@@ -128,7 +128,7 @@ def _compressed_linear_kernel(
     borders_ptr,
     HAS_BIAS: tl.constexpr,
     IS_CUT: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     IS_LANED: tl.constexpr,
     IS_UNEVEN: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -154,13 +154,14 @@ def _compressed_linear_kernel(
     lower_row_ptr = exponents_ptr + weight_row[:, None].to(tl.int64) * row_bytes
     base_bits = tl.load(base_ptr + weight_row[:, None]).to(tl.int16) << 7
 
+    LANES: tl.constexpr = NUM_SEGMENTS // PARTS  # of this program
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     pair, quad, half = total, total, total
     first, last, steps, base, limit = segment_steps(
-        width, borders_ptr, IS_SPLIT, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
+        width, borders_ptr, PARTS, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
     )
-    end = steps  # end of the segment
+    end = first + steps  # end of the segment
     for step in range(first, last):
         start = base + step * BLOCK_K
         k = (start + step_k)[None, :]  # [1, BLOCK_K]
@@ -198,11 +199,12 @@ def _compressed_linear_kernel(
         if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
             if step + 1 == end:
                 if IS_LANED:
-                    pair, quad, half = add_lane(acc, step // steps, pair, quad, half)
+                    lane = (step - first) // steps
+                    pair, quad, half = add_lane(acc, lane, pair, quad, half, LANES)
                 else:
                     total += acc
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 end += steps
     if IS_CUT:
-        acc = lane_total(pair, quad, half, NUM_SEGMENTS) if IS_LANED else total + acc
-    store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, IS_SPLIT)
+        acc = lane_total(pair, quad, half, LANES) if IS_LANED else total + acc
+    store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, PARTS)

@@ -151,7 +151,7 @@ def _grouped_kernel(
             x = tl.load(x_row_ptr + k, mask=is_row[:, None] & (k < high), other=0.0)
             weight = tl.load(weight_row_ptr + k, mask=k < high, other=0.0)
             acc = dot(x, tl.trans(weight), acc)
-        pair, quad, half = add_lane(acc, lane, pair, quad, half)
+        pair, quad, half = add_lane(acc, lane, pair, quad, half, NUM_LANES)
     acc = lane_total(pair, quad, half, NUM_LANES)
     place = (part.to(tl.int64) * num_rows + row[:, None]) * num_columns + column[None, :]
     is_inside = is_row[:, None] & (column[None, :] < num_columns)

@@ -86,7 +86,7 @@ def _linear_kernel(
     borders_ptr,
     HAS_BIAS: tl.constexpr,
     IS_CUT: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     IS_LANED: tl.constexpr,
     IS_UNEVEN: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -107,13 +107,14 @@ def _linear_kernel(
     weight_row = (column % num_columns)[:, None].to(tl.int64)  # [BLOCK_N, 1]
     weight_row_ptr = weight_ptr + weight_row * stride_weight_row
 
+    LANES: tl.constexpr = NUM_SEGMENTS // PARTS  # of this program
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     pair, quad, half = total, total, total
     first, last, steps, base, limit = segment_steps(
-        width, borders_ptr, IS_SPLIT, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
+        width, borders_ptr, PARTS, IS_UNEVEN, IS_ALIGNED, NUM_SEGMENTS, BLOCK_K
     )
-    end = steps  # end of the segment
+    end = first + steps  # end of the segment
     for step in range(first, last):
         start = base + step * BLOCK_K
         k = (start + step_k)[None, :]  # [1, BLOCK_K]
@@ -127,11 +128,12 @@ def _linear_kernel(
         if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
             if step + 1 == end:
                 if IS_LANED:
-                    pair, quad, half = add_lane(acc, step // steps, pair, quad, half)
+                    lane = (step - first) // steps
+                    pair, quad, half = add_lane(acc, lane, pair, quad, half, LANES)
                 else:
                     total += acc
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 end += steps
     if IS_CUT:
-        acc = lane_total(pair, quad, half, NUM_SEGMENTS) if IS_LANED else total + acc
-    store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, IS_SPLIT)
+        acc = lane_total(pair, quad, half, LANES) if IS_LANED else total + acc
+    store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, PARTS)

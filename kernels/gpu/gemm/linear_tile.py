@@ -29,7 +29,7 @@ GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
 REDUCE_BLOCK = 1024
 ROW_TILES, COLUMN_TILES = (16, 32, 64, 128), (32, 64, 128)
 LEAST_STEP = 64  # elements of K, for lanes that end within a longer step
-LANE_BLOCK_N = 64
+LANE_BLOCK_N, LANE_PARTS = 64, 2
 DENSE_STAGES = 4
 NARROW_BLOCK_N, NARROW_WIDTH = 32, 8192  # a longer K is read faster in segments
 MOST_SHAPES = 4096  # whose tilings are remembered: all layers have the same few, in each step
@@ -42,6 +42,7 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
     is_split: bool  # each of a tile's segments is computed by one program
+    lane_parts: int = 1  # programs among which a tile's lanes are divided, unless it is split
 
 
 class Plan(NamedTuple):
@@ -50,7 +51,7 @@ class Plan(NamedTuple):
     """
 
     grid: tuple[int, int]
-    num_segments: int
+    num_parts: int  # programs of a tile
     is_uneven: bool
     cuts: tuple[int, ...]  # IS_CUT to GROUP
     blocks: tuple[int, int, int]
@@ -159,7 +160,7 @@ def _dense_tiling(
     if dtype == torch.float32:
         return tiled
     if tiled.block_m > 64:
-        tiled = _of_many_rows(tiled, shape, lanes)
+        tiled = _of_many_rows(tiled, shape, lanes, num_multiprocessors)
     if not (is_batch_invariant and tiled.is_split):
         return tiled
     if lanes is not None and not has_even_lanes(lanes, tiled.block_k):
@@ -167,12 +168,27 @@ def _dense_tiling(
     return _unsplit(tiled, shape, num_multiprocessors)
 
 
-def _of_many_rows(tiled: Tiling, shape: tuple[int, int, int], lanes: SumLanes | None) -> Tiling:
-    block_m, block_n, block_k = tiled[:3]
-    if lanes is None and shape[2] % (NUM_SEGMENTS * block_k) == 0:  # the segments stay the same
+def _of_many_rows(
+    tiled: Tiling, shape: tuple[int, int, int], lanes: SumLanes | None, num_multiprocessors: int
+) -> Tiling:
+    """Sums that wait for their siblings are four of eight lanes, and three of four: two programs
+    with half of the lanes each have room for wide tiles.
+    """
+    num_rows, num_columns, width = shape
+    block_m, block_k = tiled.block_m, tiled.block_k
+    if lanes is not None and lanes.num > 1 and has_even_lanes(lanes, LEAST_STEP):
+        num_tiles = cdiv(num_rows, block_m) * cdiv(num_columns, COLUMN_TILES[-1])
+        if num_tiles >= num_multiprocessors // 4:
+            wide = tiled._replace(block_n=COLUMN_TILES[-1], block_k=LEAST_STEP, is_split=False)
+            return _staged(wide._replace(lane_parts=LANE_PARTS))
+    elif lanes is None and width % (NUM_SEGMENTS * block_k) == 0:  # the segments stay the same
         block_k = LEAST_STEP
-    num_stages = min(DENSE_STAGES, SHARED_BYTES // ((block_m + block_n) * block_k * 2))
-    return tiled._replace(block_k=block_k, num_stages=num_stages)
+    return _staged(tiled._replace(block_k=block_k))
+
+
+def _staged(tiled: Tiling) -> Tiling:
+    stage_bytes = (tiled.block_m + tiled.block_n) * tiled.block_k * 2
+    return tiled._replace(num_stages=min(DENSE_STAGES, SHARED_BYTES // stage_bytes))
 
 
 def _unsplit(tiled: Tiling, shape: tuple[int, int, int], num_multiprocessors: int) -> Tiling:
@@ -229,6 +245,7 @@ def _breakpoints(columns: Iterable[int], max_rows: int) -> list[int]:
     """
     # Tiles with which the multiprocessors are busy, or have two programs, split or not.
     least_tiles = (
+        NUM_MULTIPROCESSORS // 4,
         NUM_MULTIPROCESSORS // 2,
         NUM_MULTIPROCESSORS * 3 // 4,
         NUM_MULTIPROCESSORS + 1,
@@ -260,9 +277,9 @@ def multiply(
     num_rows, num_columns = out.shape[-2:]
     shape = num_rows, num_columns, operands[0].shape[1]
     plan = _plan(tiled, shape, lanes, is_batch_invariant)
-    sums, is_added = out, tiled.is_split and out.ndim == 2
+    sums, is_added = out, plan.num_parts > 1 and out.ndim == 2
     if is_added:
-        sums = out.new_empty((plan.num_segments, *out.shape), dtype=torch.float32)
+        sums = out.new_empty((plan.num_parts, *out.shape), dtype=torch.float32)
     kernel[plan.grid](
         *(*operands, bias, sums, *strides, *shape),
         borders_on(lanes, out.device) if plan.is_uneven else None,
@@ -274,7 +291,7 @@ def multiply(
         _add_segments_kernel[(cdiv(out.numel(), REDUCE_BLOCK),)](
             *(sums, bias, out, num_rows, num_columns),
             HAS_BIAS=bias is not None,
-            NUM=plan.num_segments,
+            NUM=plan.num_parts,
             IS_LANED=lanes is not None,
             BLOCK=REDUCE_BLOCK,
             enable_fp_fusion=True,
@@ -290,9 +307,10 @@ def _plan(
     num_segments = NUM_SEGMENTS if lanes is None else lanes.num
     widths = [width] if lanes is None else [end - first for first, end in lanes.ranges]
     is_uneven = lanes is not None and not has_even_lanes(lanes, tiled.block_k)
+    num_parts = num_segments if tiled.is_split else tiled.lane_parts
     cuts = (
         is_batch_invariant and not tiled.is_split,
-        tiled.is_split,
+        num_parts,
         lanes is not None,
         is_uneven,
         lanes is not None and lanes.alignment % 16 == 0,
@@ -306,8 +324,8 @@ def _plan(
         "maxnreg": MAX_REGISTERS,
     }
     return Plan(
-        grid=(num_tiles, num_segments if tiled.is_split else 1),
-        num_segments=num_segments,
+        grid=(num_tiles, num_parts),
+        num_parts=num_parts,
         is_uneven=is_uneven,
         cuts=cuts,
         blocks=(tiled.block_m, tiled.block_n, tiled.block_k),
@@ -338,7 +356,7 @@ def tile_place(
 def segment_steps(
     width,
     borders_ptr,
-    IS_SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     IS_UNEVEN: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     NUM: tl.constexpr,
@@ -357,33 +375,38 @@ def segment_steps(
     else:  # noqa: RET505  the other branch is not compiled
         num_steps = tl.cdiv(width, BLOCK_K)
         steps = tl.cdiv(num_steps, NUM)
-        first = tl.program_id(1) * steps
-        last = min(first + steps, num_steps) if IS_SPLIT else num_steps
+        first = tl.program_id(1) * steps * (NUM // PARTS)
+        last = min(first + steps * (NUM // PARTS), num_steps) if PARTS > 1 else num_steps
         return first, last, steps, 0, width
 
 
 @triton.jit
-def add_lane(acc, lane, pair, quad, half):
-    """Adds a lane's sum to the tree: sums of one, two and four lanes that wait for their siblings.
-    The sum of 1, 2, 4 or 8 lanes ends in the last one that it reaches, of eight in `half`.
+def add_lane(acc, lane, pair, quad, half, NUM: tl.constexpr):
+    """Adds a lane's sum to the tree of `NUM` lanes: sums of one, two and four that wait for their
+    siblings. The total ends in the last of them that the tree has.
     """
     if lane % 2 == 0:
         pair = acc
     else:
         acc = pair + acc
-        if lane % 4 == 1:
+        if NUM <= 2:
+            pair = acc
+        elif lane % 4 == 1:
             quad = acc
         else:
             acc = quad + acc
-            half = acc if lane % 8 == 3 else half + acc
+            if NUM == 4:
+                quad = acc
+            else:
+                half = acc if lane % 8 == 3 else half + acc
     return pair, quad, half
 
 
 @triton.jit
 def lane_total(pair, quad, half, NUM: tl.constexpr):
-    if NUM == 1:
+    if NUM <= 2:
         return pair
-    elif NUM == 2:  # noqa: RET505
+    elif NUM == 4:  # noqa: RET505
         return quad
     else:
         return half
@@ -399,12 +422,12 @@ def store_tile(
     num_rows,
     num_columns,
     HAS_BIAS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Stores acc [BLOCK_M, BLOCK_N] to the segment's sums, or rounded and with bias to y."""
+    """Stores acc [BLOCK_M, BLOCK_N] to the part's sums, or rounded and with bias to y."""
     is_inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
     place = row[:, None].to(tl.int64) * num_columns + column[None, :]
-    if IS_SPLIT:
+    if PARTS > 1:
         place += tl.program_id(1) * num_rows * num_columns
         tl.store(out_ptr + place, acc, mask=is_inside)
     else:
@@ -427,8 +450,8 @@ def _add_segments_kernel(
     IS_LANED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sums [NUM, M, N] -> out [M, N], flat. Only small GEMMs are split, so 32 bits suffice."""
-    size = num_rows * num_columns
+    """sums [NUM, M, N] -> out [M, N], flat."""
+    size = num_rows.to(tl.int64) * num_columns
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -436,7 +459,7 @@ def _add_segments_kernel(
         pair, quad, half = total, total, total
         for lane in tl.static_range(NUM):
             found = tl.load(sums_ptr + lane * size + place, mask=is_inside, other=0.0)
-            pair, quad, half = add_lane(found, lane, pair, quad, half)
+            pair, quad, half = add_lane(found, lane, pair, quad, half, NUM)
         total = lane_total(pair, quad, half, NUM)
     else:
         for segment in tl.static_range(NUM):

@@ -78,6 +78,8 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(
     x, weight, bias = operands(MAX_ROWS, lanes, device, dtype)
     together = lane_linear(x, weight, bias, lanes=lanes)
     monkeypatch.setattr("kernels.gpu.gemm.linear_tile.NUM_MULTIPROCESSORS", 1)
+    # even lanes in parts now
+    assert torch.equal(lane_linear(x, weight, bias, lanes=lanes), together)
     for num_rows in (7, 63):
         rows = slice(MAX_ROWS - num_rows, MAX_ROWS)
         assert torch.equal(lane_linear(x[rows], weight, bias, lanes=lanes), together[rows])
