@@ -39,6 +39,7 @@ HOST_PHASES: tuple[HostPhase, ...] = ("hot", "waking", "parking", "starting")
 FROZEN_S: dict[HostFault, float] = {"freeze": 3.0, "long freeze": 24.0}
 COLD = "c"  # not hot when the fault comes
 NUM_FIRST_EVENTS = 3  # that each stream has received before the fault
+SILENCE = b'"delta":{}'
 NUM_LATE = 2  # requests of each model during the fault
 LATE_AFTER_S = 0.3
 ROW_TIMEOUT_S = 90.0
@@ -252,11 +253,11 @@ def _is_refused(stream: Stream) -> bool:
     is_clear = len(found.errors) == 1 and b'"no_capacity"' in found.errors[0]
     is_in_time = found.ended - found.started < REQUEST_TIMEOUT_S
     has_status = found.status == 503 and found.has_retry_after
-    return is_clear and is_in_time and (has_status or not found.output)
+    return is_clear and is_in_time and (has_status or not found.has_output)
 
 
 def _pause(stream: Stream) -> float:
-    """Between tokens: a comment only keeps the connection open."""
+    """Between tokens: a comment, or an empty chunk, only keeps the connection open."""
     found = zip(stream.exchange.events, stream.exchange.arrivals, strict=True)
-    arrivals = [at for event, at in found if event.startswith(b"data: ")]
+    arrivals = [at for event, at in found if event.startswith(b"data: ") and SILENCE not in event]
     return max((b - a for a, b in itertools.pairwise(arrivals)), default=0.0)

@@ -76,6 +76,11 @@ class Exchange:
         return found
 
     @property
+    def has_output(self) -> bool:
+        """Whether any choice has begun: an event that fills a silence is an empty one."""
+        return any(each != ChoiceOutput() for each in self.output.values())
+
+    @property
     def usage(self) -> tuple[int, int]:
         """Prompt and completion tokens; cached tokens depend on the serving worker."""
         for event in reversed(self._messages()):
