@@ -136,8 +136,13 @@ def failing_alone(event: str, **fields: object) -> Iterator[None]:
     try:
         yield
     except BaseException as raised:
-        item_error(raised)
-        _count_failed(event, **fields)
+        failed_alone(raised, event, **fields)
+
+
+def failed_alone(raised: BaseException, event: str, **fields: object) -> None:
+    """Logs the exception of one item, within its handler. Raises what ends more than the item."""
+    item_error(raised)
+    _count_failed(event, **fields)
 
 
 def _count_failed(event: str, **fields: object) -> None:

@@ -621,7 +621,7 @@ class PrefixMatches(Message, frozen=True, kw_only=True):
     matches: tuple[PrefixMatch, ...]
 
 
-class IndexLoad(Message, frozen=True, kw_only=True):
+class IndexLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """State of an index. Exact: it matches the events of every worker."""
 
     state: IndexState
@@ -640,7 +640,7 @@ LATENCY_BOUNDS_S = tuple(round(10 ** (power / 10 - 3), 6) for power in range(51)
 LatencyCounts = Annotated[tuple[Count, ...], Meta(max_length=len(LATENCY_BOUNDS_S) + 1)]
 
 
-class GatewayLoad(Message, frozen=True, kw_only=True):
+class GatewayLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Counts of a gateway since its start."""
 
     # prompts that decode computed because it may not use the KV of live prefill workers
@@ -661,7 +661,7 @@ class GatewayLoad(Message, frozen=True, kw_only=True):
     itl_counts: LatencyCounts = ()  # tokens by time since the one before
 
 
-class StoreLoad(Message, frozen=True, kw_only=True):
+class StoreLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A connection to Redis since the start of its process."""
 
     is_away: bool = False  # the last call got no reply: the breaker is open, or about to try again
@@ -686,7 +686,7 @@ class RoleDemand(msgspec.Struct, frozen=True, kw_only=True):
     num_wanted_workers: Count = 0
 
 
-class SchedulerLoad(Message, frozen=True, kw_only=True):
+class SchedulerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     num_queued_requests: Count = 0
     oldest_wait_s: Duration = 0.0
     demands: Annotated[tuple[RoleDemand, ...], Meta(max_length=128)] = ()
@@ -728,7 +728,7 @@ class RanksAssigned(Message, frozen=True, kw_only=True):
     pp: NumRanks
 
 
-class ModelCard(Message, frozen=True, kw_only=True):
+class ModelCard(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The model that a worker serves. `revision` is the digest of its weights.
 
     `max_context_tokens` is the longest sequence that this worker computes: its KV cache may hold
@@ -753,7 +753,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class WorkerLoad(Message, frozen=True, kw_only=True):
+class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """State of an engine. A token in flight is one whose KV a running request still needs."""
 
     step: Count  # increases while idle, too
@@ -901,7 +901,7 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     public_failure: str = ""
 
 
-class HostLoad(Message, frozen=True, kw_only=True):
+class HostLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The state of a host. `models` are all in the process; on the wire those that have changed
     after the version `changed_since` (`shared/lifecycle/host_models.py`). `removed` has names and
     revisions.
@@ -936,9 +936,11 @@ class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
     model: Name = ""
 
 
-class Heartbeat(Message, frozen=True, kw_only=True):
+class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The state of a process, sent every `interval_s` by the loop that does the work, so it proves
     progress.
+
+    Every process decodes those of all others: on the wire defaults are left out.
     """
 
     process_id: ProcessId

@@ -8,8 +8,10 @@ process of its credential takes its place, or for SHOW_LOST_S.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -24,6 +26,8 @@ HITS_WINDOW_S = 60.0
 HITS_SAMPLE_S = 5.0  # time between two readings of the counters of hits
 SHOW_STOPPED_S = 10.0
 SHOW_LOST_S = 3600.0  # who looks at night looks late
+_GENERATED = attrgetter("num_generated_tokens")
+_PREFILLED = attrgetter("num_computed_prompt_tokens")
 _WORKER_ROLES = {"prefill", "decode"}
 _LOST_STATES = {loss.value for loss in Loss}
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
@@ -249,8 +253,8 @@ def _rank(view: ProcessView) -> int:
 
 
 def _view(known: _KnownProcess, now: float | None) -> ProcessView:
-    heartbeat, load = known.heartbeat, known.heartbeat.load
-    view = ProcessView(
+    heartbeat = known.heartbeat
+    return ProcessView(
         process_id=heartbeat.process_id,
         role="+".join(heartbeat.roles),
         state=known.state,
@@ -259,57 +263,56 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
         host=heartbeat.host_name,
         release=heartbeat.release,
         model=_model_name(heartbeat),
+        **({} if heartbeat.model is None else _fields_of_card(heartbeat.model)),
+        **_fields_of_role(known, now),
     )
-    if heartbeat.model is not None:
-        view = msgspec.structs.replace(
-            view,
-            revision=heartbeat.model.revision[:12],
-            device=heartbeat.model.numerics.device,
-            mode=heartbeat.model.numerics.mode,
-            step_launch=heartbeat.model.step_launch or "",
-        )
-    if heartbeat.index is not None:
-        return msgspec.structs.replace(
-            view,
-            index_state=heartbeat.index.state,
-            num_indexed_blocks=heartbeat.index.num_blocks,
-        )
-    if heartbeat.gateway is not None:
-        return msgspec.structs.replace(
-            view,
-            num_unlike_prefills=heartbeat.gateway.num_unlike_prefills,
-            num_numerics_changes=heartbeat.gateway.num_numerics_changes,
-            num_open_streams=heartbeat.gateway.num_open_streams,
-        )
-    if heartbeat.scheduler is not None:
-        return msgspec.structs.replace(
-            view,
-            num_queued_requests=heartbeat.scheduler.num_queued_requests,
-            oldest_wait_s=round(heartbeat.scheduler.oldest_wait_s, 1),
-        )
-    if load is None:
-        return view
-    return msgspec.structs.replace(
-        view,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_free_blocks=load.num_free_blocks,
-        num_total_blocks=load.num_total_blocks,
-        kv_bytes=_kv_bytes(heartbeat.model, load),
-        generated_per_s=_rate((at, each.num_generated_tokens) for at, each in known.loads),
-        prefilled_per_s=_rate((at, each.num_computed_prompt_tokens) for at, each in known.loads),
-        hit_ratio=(
-            round(load.num_cached_prompt_tokens / load.num_prompt_tokens, 3)
-            if load.num_prompt_tokens
-            else None
-        ),
-        recent_hit_ratio=_recent_hit_ratio(known, load),
-        step_age_s=None if now is None else int(now - known.stepped_at) or None,
-        num_failed_steps=load.num_failed_steps,
-        expert_imbalance=round(load.expert_imbalance, 2) or None,
-        num_handoffs_in_flight=load.num_handoffs_in_flight,
-        saved_kv_bytes=load.saved_kv_bytes,
-    )
+
+
+def _fields_of_card(card: ModelCard) -> dict[str, Any]:
+    return {
+        "revision": card.revision[:12],
+        "device": card.numerics.device,
+        "mode": card.numerics.mode,
+        "step_launch": card.step_launch or "",
+    }
+
+
+def _fields_of_role(known: _KnownProcess, now: float | None) -> dict[str, Any]:
+    heartbeat = known.heartbeat
+    if (index := heartbeat.index) is not None:
+        return {"index_state": index.state, "num_indexed_blocks": index.num_blocks}
+    if (gateway := heartbeat.gateway) is not None:
+        return {
+            "num_unlike_prefills": gateway.num_unlike_prefills,
+            "num_numerics_changes": gateway.num_numerics_changes,
+            "num_open_streams": gateway.num_open_streams,
+        }
+    if (scheduler := heartbeat.scheduler) is not None:
+        return {
+            "num_queued_requests": scheduler.num_queued_requests,
+            "oldest_wait_s": round(scheduler.oldest_wait_s, 1),
+        }
+    return {} if heartbeat.load is None else _fields_of_load(known, heartbeat.load, now)
+
+
+def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -> dict[str, Any]:
+    num_prompt, num_cached = load.num_prompt_tokens, load.num_cached_prompt_tokens
+    return {
+        "num_running": load.num_running,
+        "num_waiting": load.num_waiting,
+        "num_free_blocks": load.num_free_blocks,
+        "num_total_blocks": load.num_total_blocks,
+        "kv_bytes": _kv_bytes(known.heartbeat.model, load),
+        "generated_per_s": _rate(known.loads, _GENERATED),
+        "prefilled_per_s": _rate(known.loads, _PREFILLED),
+        "hit_ratio": round(num_cached / num_prompt, 3) if num_prompt else None,
+        "recent_hit_ratio": _recent_hit_ratio(known, load),
+        "step_age_s": None if now is None else int(now - known.stepped_at) or None,
+        "num_failed_steps": load.num_failed_steps,
+        "expert_imbalance": round(load.expert_imbalance, 2) or None,
+        "num_handoffs_in_flight": load.num_handoffs_in_flight,
+        "saved_kv_bytes": load.saved_kv_bytes,
+    }
 
 
 def _model_name(heartbeat: Heartbeat) -> str:
@@ -339,9 +342,11 @@ def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:
     return round(num_hits / num_tokens, 2) if num_tokens > 0 else None
 
 
-def _rate(points: Iterable[tuple[float, int]]) -> float | None:
-    """Returns the growth per second, or None without two points in time."""
-    found = list(points)
-    if len(found) < 2 or found[-1][0] <= found[0][0]:
+def _rate(
+    loads: Sequence[tuple[float, WorkerLoad]], counter: Callable[[WorkerLoad], int]
+) -> float | None:
+    """Returns the growth of a counter per second, or None without two points in time."""
+    if not loads or loads[-1][0] <= loads[0][0]:
         return None
-    return round((found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]), 1)
+    (first_at, first), (last_at, last) = loads[0], loads[-1]
+    return round((counter(last) - counter(first)) / (last_at - first_at), 1)

@@ -74,6 +74,12 @@ class Peer:
     is_doubled: bool = False
     replaced: dict[int, _ReplacedEpoch] = field(default_factory=dict)  # key: epoch
 
+    def update(self, heartbeat: Heartbeat, now: float) -> None:
+        """Takes the next heartbeat of the same epoch."""
+        if _has_moved(self.heartbeat, heartbeat):
+            self.progressed_at, self.is_suspect = now, False
+        self.heartbeat, self.last_heartbeat_at = heartbeat, now
+
     @property
     def late_s(self) -> float:
         return LATE_S if self.heartbeat.starting is None else START_LATE_S
@@ -114,8 +120,14 @@ class Fleet:
             return Loss.STOPPED if self._peers.pop(heartbeat.process_id, None) else None
         if known is None and len(self._peers) >= MAX_PEERS:
             return None
-        self._peers[heartbeat.process_id] = self._updated(known, heartbeat, now)
-        return Loss.RESTARTED if known is not None and _is_other(heartbeat, known) else None
+        if known is None:
+            self._peers[heartbeat.process_id] = Peer(heartbeat, now, now)
+            return None
+        if _is_other(heartbeat, known):
+            self._peers[heartbeat.process_id] = restarted_peer(known, heartbeat, now)
+            return Loss.RESTARTED
+        known.update(heartbeat, now)
+        return None
 
     def _on_replaced_epoch(self, peer: Peer, heartbeat: Heartbeat, now: float) -> Loss | None:
         """The process with this epoch was taken for gone, or for restarted with a new epoch."""
@@ -228,24 +240,13 @@ class Fleet:
             self.bus_was_away(now)
         self._last_echo_at = now
 
-    @staticmethod
-    def _updated(known: Peer | None, heartbeat: Heartbeat, now: float) -> Peer:
-        if known is None:
-            return Peer(heartbeat, last_heartbeat_at=now, progressed_at=now)
-        if _is_other(heartbeat, known):
-            last = _ReplacedEpoch(known.heartbeat.sequence_number)
-            replaced = {**known.replaced, known.heartbeat.epoch: last}
-            newest = dict(list(replaced.items())[-MAX_REPLACED:])
-            return Peer(heartbeat, now, now, is_doubled=known.is_doubled, replaced=newest)
-        has_moved = _has_moved(known.heartbeat, heartbeat)
-        return Peer(
-            heartbeat,
-            last_heartbeat_at=now,
-            progressed_at=now if has_moved else known.progressed_at,
-            is_suspect=known.is_suspect and not has_moved,
-            is_doubled=known.is_doubled,
-            replaced=known.replaced,
-        )
+
+def restarted_peer(known: Peer, heartbeat: Heartbeat, now: float) -> Peer:
+    """Returns the peer after a heartbeat of another epoch."""
+    last = _ReplacedEpoch(known.heartbeat.sequence_number)
+    replaced = {**known.replaced, known.heartbeat.epoch: last}
+    newest = dict(list(replaced.items())[-MAX_REPLACED:])
+    return Peer(heartbeat, now, now, is_doubled=known.is_doubled, replaced=newest)
 
 
 def _is_stale(heartbeat: Heartbeat, known: Heartbeat) -> bool:

@@ -10,7 +10,13 @@ from socket import gethostname
 import structlog
 from msgspec import structs
 
-from shared.background import Background, failing_alone, is_logged, num_failed_items
+from shared.background import (
+    Background,
+    failed_alone,
+    failing_alone,
+    is_logged,
+    num_failed_items,
+)
 from shared.clock import Clock
 from shared.errors import HearthError, NameInUse, NoResponders
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
@@ -43,6 +49,7 @@ from shared.transport.timed_requests import TimedRequests
 
 log = structlog.get_logger(__name__)
 
+GATHER_S = 0.01  # far less than LATE_S
 ALIVE_TIMEOUT_S = 0.2  # plus the round trip
 UNDECIDED_S = 3.0  # the longest time for which two processes share an id
 MAX_REMEMBERED_LOSSES = 1024
@@ -129,7 +136,7 @@ class HealthMonitor:
             await self._bus.serve(
                 own, ListHostModels, lambda each: self._announced.page(each.first)
             )
-        await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
+        await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat, gather_s=GATHER_S)
         self._background.start_own(self._beat())
         self._background.start_own(self._watch())
         self._background.start_own(self._measure())
@@ -170,8 +177,10 @@ class HealthMonitor:
         if message.process_id in self._lost_at:
             self._note_return(message)
         for handler in self._heartbeat_handlers:
-            with failing_alone("heartbeat_not_handled", peer=message.process_id):
+            try:  # a context manager would cost as much as a handler
                 handler(message)
+            except BaseException as raised:
+                failed_alone(raised, "heartbeat_not_handled", peer=message.process_id)
 
     def _on_same_name(self, message: Heartbeat) -> None:
         """Ends the younger of two processes with one id. The first heartbeat of the other may be

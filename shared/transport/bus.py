@@ -37,6 +37,7 @@ from shared.messages import Failure, Message
 from shared.nats_urls import api_user, nats_servers, without_password
 from shared.subjects import from_anyone, inbox_prefix, sent_by
 from shared.tls import TlsFiles
+from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient
 from shared.transport.nkeys import API_KEY, UserKey
@@ -103,9 +104,17 @@ class Bus(Protocol):
         ...
 
     async def subscribe(
-        self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
+        self,
+        subject: str,
+        message_type: Any,
+        handler: Callable[[Any], None],
+        *,
+        queue: str = "",
+        gather_s: float = 0.0,
     ) -> Unsubscribe:
-        """Subscribes. `handler` is called in the order of arrival and must not block."""
+        """Subscribes. `handler` is called in the order of arrival and must not block. With
+        `gather_s` messages that follow others closely wait as long, and are handed over together.
+        """
         ...
 
     async def serve(
@@ -280,6 +289,7 @@ class NatsBus:
         self._events = events
         self._sender_check = SenderCheck()
         self._serving = Background()
+        self._all_gathered: list[GatheredMessages] = []
         self._watch = Background()
         self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -450,11 +460,17 @@ class NatsBus:
         return decoded
 
     async def subscribe(
-        self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
+        self,
+        subject: str,
+        message_type: Any,
+        handler: Callable[[Any], None],
+        *,
+        queue: str = "",
+        gather_s: float = 0.0,
     ) -> Unsubscribe:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
-        async def take(wire_subject: str, reply: str, data: bytes) -> None:
+        def handle(wire_subject: str, data: bytes) -> None:
             checked = self._sender_check.checked(decode, wire_subject)
             try:
                 hand_over(wire_subject, handler, checked, data)
@@ -462,8 +478,18 @@ class NatsBus:
                 item_error(raised)
                 log.exception("subscriber_failed", subject=wire_subject)
 
+        add = self._gathered(handle, gather_s) if gather_s else handle
+
+        async def take(wire_subject: str, reply: str, data: bytes) -> None:
+            add(wire_subject, data)
+
         subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
         return subscription.unsubscribe
+
+    def _gathered(self, handle: Handle, gather_s: float) -> Handle:
+        gathered = GatheredMessages(handle, gather_s)
+        self._all_gathered.append(gathered)
+        return gathered.add
 
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
@@ -511,6 +537,8 @@ class NatsBus:
 
     async def close(self) -> None:
         await self._watch.stop()
+        for each in self._all_gathered:
+            each.close()
         if self._client.is_connected:
             try:
                 await self.flush()

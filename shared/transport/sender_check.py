@@ -45,7 +45,8 @@ class SenderCheck:
         process's choice.
         """
         roles, region = announced_by(wire_subject)
-        if message.region != region or not set(roles).issuperset(message.roles):
+        may_have_roles = message.roles == roles or set(roles).issuperset(message.roles)
+        if message.region != region or not may_have_roles:
             self.num_sender_mismatches += 1
             claimed = f"{', '.join(message.roles)} in region {message.region!r}"
             allowed = f"{', '.join(roles)} in {region!r}"

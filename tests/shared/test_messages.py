@@ -199,7 +199,7 @@ def test_heartbeat_with_ever_more_features_is_rejected() -> None:
 def test_message_of_a_peer_that_knows_no_features_has_none(message: Message, field: str) -> None:
     """And that peer ignores the field."""
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-    assert sent.pop(field) == []
+    assert sent.pop(field, []) == []  # a card's is left out
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=type(message))
     assert received == message
 

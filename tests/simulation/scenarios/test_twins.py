@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shared.lifecycle.health import Fleet as Peers
-from shared.lifecycle.health import Loss, Peer
+from shared.lifecycle.health import Loss, Peer, restarted_peer
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, SamplingParams
 from tests.simulation.plan import Fault, Plan
@@ -46,7 +46,7 @@ def test_oracle_finds_two_processes_that_take_each_other_for_restarts(
     """A planted bug: no process leaves, and each change of the epoch is a restart."""
 
     def restarted(self: Peers, peer: Peer, heartbeat: Heartbeat, now: float) -> Loss:
-        self._peers[heartbeat.process_id] = self._updated(peer, heartbeat, now)
+        self._peers[heartbeat.process_id] = restarted_peer(peer, heartbeat, now)
         return Loss.RESTARTED
 
     def stay(self: HealthMonitor, message: Heartbeat) -> None:

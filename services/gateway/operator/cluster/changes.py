@@ -35,19 +35,23 @@ class FleetChanges:
         if heartbeat.state == "stopped":
             self.forget(heartbeat.process_id)
             return []
-        return [*self._role_changes(heartbeat), *self._model_changes(heartbeat)]
+        found = self._role_changes(heartbeat)
+        return found if heartbeat.host is None else [*found, *self._model_changes(heartbeat)]
 
     def forget(self, process_id: str) -> None:
         self._roles.pop(process_id, None)
         self._models.pop(process_id, None)
 
-    def _role_changes(self, heartbeat: Heartbeat) -> Iterable[Change]:
-        process_id, roles = heartbeat.process_id, tuple(heartbeat.roles)
-        epoch, before = self._roles.get(process_id, (heartbeat.epoch, roles))
-        self._roles[process_id] = heartbeat.epoch, roles
-        if epoch == heartbeat.epoch and before != roles:
-            detail = f"{' and '.join(before)} → {' and '.join(roles)}"
-            yield Change("role changed", process_id, detail)
+    def _role_changes(self, heartbeat: Heartbeat) -> list[Change]:
+        process_id, now = heartbeat.process_id, (heartbeat.epoch, heartbeat.roles)
+        before = self._roles.get(process_id)
+        if before == now:
+            return []
+        self._roles[process_id] = now
+        if before is None or before[0] != heartbeat.epoch:
+            return []
+        detail = f"{' and '.join(before[1])} → {' and '.join(heartbeat.roles)}"
+        return [Change("role changed", process_id, detail)]
 
     def _model_changes(self, heartbeat: Heartbeat) -> Iterable[Change]:
         if heartbeat.host is None:
