@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class CudaGraphs:
         self._on = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
@@ -42,6 +44,8 @@ class CudaGraphs:
     ) -> tuple[Callable[[], None], DeviceStepOutput]:
         if len(self._failed) >= MAX_FAILED:
             raise RuntimeError(f"{MAX_FAILED} captures have failed")
+        if not self._graphs:  # torch ends a pool with its last graph, and then admits none there
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with self._on_own_stream():
             call()  # loads kernels, and makes what the libraries make once for a stream
@@ -51,6 +55,7 @@ class CudaGraphs:
             except BaseException:
                 self._abandon(graph)
                 raise
+        self._graphs.add(graph)
         return graph.replay, output
 
     def _captured(
@@ -73,7 +78,7 @@ class CudaGraphs:
         if end is not None:
             with suppress(RuntimeError):  # it has ended, or did not begin
                 end(self._on.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.clear()  # the next one begins another pool
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -24,13 +25,16 @@ class FakeStream:
 
 
 class FakeCuda:
-    """The part of torch that `CudaGraphs` uses. A pool takes one capture at a time."""
+    """The part of torch that `CudaGraphs` uses. A pool takes one capture at a time, and none after
+    the last of its graphs has ended.
+    """
 
     def __init__(self) -> None:
         self.default = FakeStream()
         self.recording: list[object] = []
         self.is_invalidated = False
         self.num_pools = 0
+        self.num_graphs = Counter[object]()  # of each pool
 
     def pool(self) -> tuple[int, int]:
         self.num_pools += 1
@@ -51,12 +55,15 @@ class FakeCuda:
 
 class FakeGraph:
     def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
+        self.cuda, self.pool = cuda, None
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         if pool in self.cuda.recording:
             raise RuntimeError("already recording to mempool_id")
+        if pool in self.cuda.num_graphs and not self.cuda.num_graphs[pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
         self.pool = pool
+        self.cuda.num_graphs[pool] += 1
         self.cuda.recording.append(pool)
 
     def capture_end(self) -> None:
@@ -65,6 +72,9 @@ class FakeGraph:
         self.cuda.recording.remove(self.pool)
 
     def replay(self) -> None: ...
+
+    def __del__(self) -> None:
+        self.cuda.num_graphs[self.pool] -= 1
 
 
 @pytest.fixture
@@ -92,6 +102,15 @@ def test_failed_capture_leaves_the_allocator_and_others_as_they_were(cuda: FakeC
     assert not cuda.recording
     assert graphs.capture(partial(step))[1] == "output"  # type: ignore[arg-type, comparison-overlap]
     assert not cuda.recording
+
+
+def test_graphs_share_a_pool_until_the_last_one_ends(cuda: FakeCuda) -> None:
+    graphs = CudaGraphs(ON)
+    replays = [graphs.capture(partial(str, "output")) for _ in range(2)]  # type: ignore[arg-type]
+    assert len(cuda.num_graphs) == 1
+    replays.clear()  # the KV cache is replaced
+    assert graphs.capture(partial(str, "output"))[1] == "output"  # type: ignore[arg-type, comparison-overlap]
+    assert len(cuda.num_graphs) == 2
 
 
 def test_captures_end_after_some_have_failed(cuda: FakeCuda) -> None:
