@@ -29,7 +29,7 @@ GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
 REDUCE_BLOCK = 1024
 ROW_TILES, COLUMN_TILES = (16, 32, 64, 128), (32, 64, 128)
 LEAST_STEP = 64  # elements of K, for lanes that end within a longer step
-LANE_BLOCK_N, LANE_PARTS = 64, 2
+LANE_BLOCK_N = 64
 DENSE_STAGES = 4
 NARROW_BLOCK_N, NARROW_WIDTH = 32, 8192  # a longer K is read faster in segments
 MOST_SHAPES = 4096  # whose tilings are remembered: all layers have the same few, in each step
@@ -42,7 +42,9 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
     is_split: bool  # each of a tile's segments is computed by one program
-    lane_parts: int = 1  # programs among which a tile's lanes are divided, unless it is split
+    # programs among which a tile's lanes are divided, unless it is split: more than one has not
+    # run on a device, so only the GPU kit measures it
+    lane_parts: int = 1
 
 
 class Plan(NamedTuple):
@@ -160,7 +162,7 @@ def _dense_tiling(
     if dtype == torch.float32:
         return tiled
     if tiled.block_m > 64:
-        tiled = _of_many_rows(tiled, shape, lanes, num_multiprocessors)
+        tiled = _of_many_rows(tiled, shape, lanes)
     if not (is_batch_invariant and tiled.is_split):
         return tiled
     if lanes is not None and not has_even_lanes(lanes, tiled.block_k):
@@ -168,20 +170,9 @@ def _dense_tiling(
     return _unsplit(tiled, shape, num_multiprocessors)
 
 
-def _of_many_rows(
-    tiled: Tiling, shape: tuple[int, int, int], lanes: SumLanes | None, num_multiprocessors: int
-) -> Tiling:
-    """Sums that wait for their siblings are four of eight lanes, and three of four: two programs
-    with half of the lanes each have room for wide tiles.
-    """
-    num_rows, num_columns, width = shape
-    block_m, block_k = tiled.block_m, tiled.block_k
-    if lanes is not None and lanes.num > 1 and has_even_lanes(lanes, LEAST_STEP):
-        num_tiles = cdiv(num_rows, block_m) * cdiv(num_columns, COLUMN_TILES[-1])
-        if num_tiles >= num_multiprocessors // 4:
-            wide = tiled._replace(block_n=COLUMN_TILES[-1], block_k=LEAST_STEP, is_split=False)
-            return _staged(wide._replace(lane_parts=LANE_PARTS))
-    elif lanes is None and width % (NUM_SEGMENTS * block_k) == 0:  # the segments stay the same
+def _of_many_rows(tiled: Tiling, shape: tuple[int, int, int], lanes: SumLanes | None) -> Tiling:
+    block_k = tiled.block_k
+    if lanes is None and shape[2] % (NUM_SEGMENTS * block_k) == 0:  # the segments stay the same
         block_k = LEAST_STEP
     return _staged(tiled._replace(block_k=block_k))
 
@@ -245,7 +236,6 @@ def _breakpoints(columns: Iterable[int], max_rows: int) -> list[int]:
     """
     # Tiles with which the multiprocessors are busy, or have two programs, split or not.
     least_tiles = (
-        NUM_MULTIPROCESSORS // 4,
         NUM_MULTIPROCESSORS // 2,
         NUM_MULTIPROCESSORS * 3 // 4,
         NUM_MULTIPROCESSORS + 1,

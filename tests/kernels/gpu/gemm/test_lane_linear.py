@@ -11,6 +11,8 @@ from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
 from kernels.gpu.gemm.compressed_linear import compressed_linear, fits_lanes
 from kernels.gpu.gemm.lane_linear import lane_linear, lane_sums
+from kernels.gpu.gemm.linear import launch
+from kernels.gpu.gemm.linear_tile import Tiling
 from kernels.reference.lane_linear import lane_sums as reference_sums
 from kernels.split_weight import split_weight
 from kernels.sum_lanes import SumLanes, add_lanes
@@ -78,11 +80,23 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(
     x, weight, bias = operands(MAX_ROWS, lanes, device, dtype)
     together = lane_linear(x, weight, bias, lanes=lanes)
     monkeypatch.setattr("kernels.gpu.gemm.linear_tile.NUM_MULTIPROCESSORS", 1)
-    # even lanes in parts now
     assert torch.equal(lane_linear(x, weight, bias, lanes=lanes), together)
     for num_rows in (7, 63):
         rows = slice(MAX_ROWS - num_rows, MAX_ROWS)
         assert torch.equal(lane_linear(x[rows], weight, bias, lanes=lanes), together[rows])
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_bits_do_not_depend_on_the_parts_of_a_tile(
+    num_parts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    lanes = LANES["even"]
+    x, weight, bias = operands(70, lanes, device, dtype)
+    together, divided = torch.empty(2, 70, NUM_COLUMNS, dtype=dtype, device=device)
+    tiled = Tiling(64, 32, 64, 4, 2, is_split=False)
+    for out, each in ((together, tiled), (divided, tiled._replace(lane_parts=num_parts))):
+        launch(x, weight, bias, each, out, is_batch_invariant=True, lanes=lanes)
+    assert torch.equal(divided, together)
 
 
 @pytest.mark.usefixtures("is_split")
