@@ -67,6 +67,10 @@ def _num_threads() -> int:
 
 def _load(kernel: Any) -> None:
     """Builds a kernel's launcher and loads its code. Raises what its compilation has raised."""
+    from triton.runtime._async_compile import FutureKernel
+
+    if isinstance(kernel, FutureKernel):  # that of Triton 3.6 is no stand-in for its kernel
+        kernel = kernel.result()
     _ = kernel.run
 
 
