@@ -1,7 +1,7 @@
 """Hands over frequent messages in groups.
 
-A message that arrives alone finds the processor's caches full of other things: 200 workers send 800
-heartbeats a second, and each took the gateway 36 us, but in a group 9 us.
+A message that arrives alone finds the processor's caches full of other things, and its handling
+takes several times as long as that of one among others. 200 workers send 800 heartbeats a second.
 """
 
 from __future__ import annotations
