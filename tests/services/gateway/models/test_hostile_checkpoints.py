@@ -40,6 +40,7 @@ ALSO_FOUND = {
     "generation_config.json_endless": "is not a regular file",
 }
 NUM_AT_ONCE = 2
+WEIGHTS = "model.safetensors"
 NUM_PARTS = 6
 MAX_HEALTH_S = 0.1
 WATCH_S = 0.05  # between two of them
@@ -160,9 +161,10 @@ async def test_gateway_and_host_survive_all(part: int, fleet: Fleet, tmp_path: P
 
 def for_host(root: Path, spoils: Sequence[tuple[str, Spoil]]) -> Iterator[Path]:
     """Spoiled copies of a folder that a host can plan; each is deleted after its use."""
-    good = shutil.copytree(DEMO_MODEL_DIR, root / "good", ignore=lambda *_: ["model.safetensors"])
+    good = shutil.copytree(DEMO_MODEL_DIR, root / "good", ignore=lambda *_: [WEIGHTS])
     for each in spoils:
         path = spoiled(Path(good), root, *each)
+        (path / WEIGHTS).symlink_to(DEMO_MODEL_DIR / WEIGHTS)
         yield path
         shutil.rmtree(path)
 
