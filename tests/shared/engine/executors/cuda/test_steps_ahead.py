@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -23,11 +24,14 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
 from shared.engine.executors.cuda import decode_graphs
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+from shared.engine.executors.cuda.decode_graphs import Graph
 from shared.engine.executors.cuda.graph_computer import GraphComputer
+from shared.engine.executors.step_computer import StepComputer
 from shared.engine.executors.step_queue import Answer
 from shared.engine.step import KvRun, StepInputs
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.cuda.late_device import LateEvent, LateReplays, load_late
+from tests.shared.engine.executors.cuda.test_cuda_executor import FakeEvent
 from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, graphs_of, load
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.masked import SumGrammar
@@ -326,3 +330,31 @@ async def test_host_does_not_know_the_tokens_of_the_step_before(
     await worker.run(new_sequence([5, 6, 7], SamplingParams(seed=1, max_tokens=9)))
     assert input_ids == [[5, 6, 7], *[[-1]] * 8]
     assert graphs_of(executor).num_replayed == num_replayed + 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_decode_step_is_one_copy_each_way_one_launch_and_one_wait(
+    executors: Ahead, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def count(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            counts[name] += 1
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    worker = Worker(executors.folder, "float32", executor=executors.ahead)
+    sampling = SamplingParams(seed=1, max_tokens=9, temperature=temperature)
+    worker.engine.add(new_sequence([5, 6, 7], sampling))
+    await worker.turn()  # the prompt, and the first token
+    for name in ("upload", "download"):
+        count(Replays, name)
+    count(FakeEvent, "synchronize")
+    count(Graph, "run")
+    count(StepComputer, "device_inputs")
+    await worker.run_on()
+    assert counts == {"upload": 8, "run": 8, "download": 8, "synchronize": 9}
