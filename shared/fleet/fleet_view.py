@@ -28,6 +28,7 @@ SHOW_STOPPED_S = 10.0
 SHOW_LOST_S = 3600.0  # who looks at night looks late
 _GENERATED = attrgetter("num_generated_tokens")
 _PREFILLED = attrgetter("num_computed_prompt_tokens")
+_BUSY = attrgetter("busy_s")
 _WORKER_ROLES = {"prefill", "decode"}
 _LOST_STATES = {loss.value for loss in Loss}
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
@@ -59,6 +60,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_total_blocks: int | None = None
     generated_per_s: float | None = None
     prefilled_per_s: float | None = None
+    busy_ratio: float | None = None  # share of the time in which it computed steps
     hit_ratio: float | None = None  # ratio since its start
     recent_hit_ratio: float | None = None  # ratio over the last HITS_WINDOW_S
     step_age_s: int | None = None  # time since its last step, at least one full second
@@ -305,6 +307,7 @@ def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -
         "kv_bytes": _kv_bytes(known.heartbeat.model, load),
         "generated_per_s": _rate(known.loads, _GENERATED),
         "prefilled_per_s": _rate(known.loads, _PREFILLED),
+        "busy_ratio": _busy_ratio(known.loads),
         "hit_ratio": round(num_cached / num_prompt, 3) if num_prompt else None,
         "recent_hit_ratio": _recent_hit_ratio(known, load),
         "step_age_s": None if now is None else int(now - known.stepped_at) or None,
@@ -343,10 +346,18 @@ def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:
 
 
 def _rate(
-    loads: Sequence[tuple[float, WorkerLoad]], counter: Callable[[WorkerLoad], int]
+    loads: Sequence[tuple[float, WorkerLoad]],
+    counter: Callable[[WorkerLoad], float],
+    num_digits: int = 1,
 ) -> float | None:
     """Returns the growth of a counter per second, or None without two points in time."""
     if not loads or loads[-1][0] <= loads[0][0]:
         return None
     (first_at, first), (last_at, last) = loads[0], loads[-1]
-    return round((counter(last) - counter(first)) / (last_at - first_at), 1)
+    return round((counter(last) - counter(first)) / (last_at - first_at), num_digits)
+
+
+def _busy_ratio(loads: Sequence[tuple[float, WorkerLoad]]) -> float | None:
+    """The time of a step counts when it ends, so one that began earlier could exceed the window."""
+    rate = _rate(loads, _BUSY, 2)
+    return None if rate is None else min(1.0, rate)

@@ -96,7 +96,8 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("free blocks", _free_blocks, 6, is_number=True),
         Column("tokens/s", lambda row: _number(row.generated_per_s), 5, is_number=True),
         Column("prompt/s", lambda row: _number(row.prefilled_per_s), 7, is_number=True),
-        Column("hits", _hits, 8, is_number=True),
+        Column("busy", lambda row: _percent(row.busy_ratio), 6, is_number=True),
+        Column("hits", lambda row: _percent(row.hit_ratio), 8, is_number=True),
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 12, is_number=True),
         Column("steps", _steps, 4),
@@ -153,8 +154,8 @@ def _free_blocks(row: ProcessView) -> str:
     return f"{row.num_free_blocks}/{row.num_total_blocks}"
 
 
-def _hits(row: ProcessView) -> str:
-    return "-" if row.hit_ratio is None else f"{row.hit_ratio:.0%}"
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.0%}"
 
 
 def _failed_steps(row: ProcessView) -> str:

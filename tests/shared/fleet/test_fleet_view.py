@@ -82,6 +82,7 @@ class Play:
 
     def _send_heartbeats(self, tokens_per_s: int, has_worker: bool, is_stepping: bool) -> None:
         self.number += 1
+        busy_share = min(2.0, tokens_per_s / 640)  # a long step counts when it ends
         num_tokens = int(tokens_per_s * HEARTBEAT_INTERVAL_S)
         self.load = WorkerLoad(
             step=self.load.step + is_stepping,
@@ -91,6 +92,7 @@ class Play:
             num_total_blocks=9,
             num_generated_tokens=self.load.num_generated_tokens + num_tokens,
             num_computed_prompt_tokens=self.load.num_computed_prompt_tokens + 2 * num_tokens,
+            busy_s=self.load.busy_s + busy_share * HEARTBEAT_INTERVAL_S,
             num_prompt_tokens=400,
             num_cached_prompt_tokens=100,
         )
@@ -110,8 +112,11 @@ def test_speeds_are_differences_between_heartbeats() -> None:
     play.play(4.0, tokens_per_s=400)
     assert play.worker.generated_per_s == pytest.approx(400, rel=0.2)
     assert play.worker.prefilled_per_s == pytest.approx(800, rel=0.2)
+    assert play.worker.busy_ratio == pytest.approx(400 / 640, rel=0.2)
+    play.play(3.0, tokens_per_s=6400)
+    assert play.worker.busy_ratio == 1.0
     play.play(3.0)
-    assert play.worker.generated_per_s == 0
+    assert play.worker.generated_per_s == play.worker.busy_ratio == 0
     assert play.worker.hit_ratio == 0.25
 
 

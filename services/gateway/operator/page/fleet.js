@@ -18,6 +18,7 @@ const COLUMNS = {
   waiting: (_, each) => count(each.num_waiting ?? each.num_queued_requests),
   "tokens/s": (_, each) => count(each.generated_per_s),
   "prompt tokens/s": (_, each) => count(each.prefilled_per_s),
+  busy: (_, each) => each.busy_ratio >= 0 ? percent(each.busy_ratio) : "",
   streams: (_, each) => count(each.num_open_streams),
 };
 
@@ -29,7 +30,7 @@ function since(at) {
   const [unit, length] = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]].find(([, each]) => age >= each);
   return `${Math.floor(age / length)} ${unit}`;
 }
-// The first of the device's features: cpu-avx512bf16.
+// The first device features: cpu-avx512bf16.
 export const device = (each) => (each.device ?? "").split("-", 2).join("-");
 const isWorker = (each) => each.num_running !== undefined;
 const isLost = (each) => LOST.has(each.state);
@@ -57,7 +58,7 @@ export class Fleet {
     this.#drawSome();
   }
 
-  // Some tiles a frame, lost workers first; all at once where nobody looks, as there are no frames.
+  // Some tiles a frame, lost workers first; all at once where no frames come.
   #drawSome() {
     cancelAnimationFrame(this.#frame);
     const lost = [...this.#waiting].filter(([, each]) => isLost(each));
@@ -93,7 +94,7 @@ export class Fleet {
     if (tile.fault) tile.fault.hidden = isLost(each);
   }
 
-  // The list of the tiles of a role in a region.
+  // Tiles of a role in a region.
   #group({ region = "", role }) {
     const place = `${region}\n${role}`;
     if (this.#groups.has(place)) return this.#groups.get(place);
