@@ -22,7 +22,7 @@ from shared.clock import MonotonicClock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.device_numerics import device_numerics
-from shared.engine.executors.loading.warm_up import idle_step
+from shared.engine.executors.loading.warm_up import CHECKED_LENS, idle_step
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.executors.step_deadline import StepBudget, step_units
 from shared.engine.executors.step_queue import Answer, StepQueue
@@ -117,8 +117,8 @@ class LocalExecutor:
 
     def _start_in_time(self, inputs: StepInputs) -> Answer:
         """Sets the time that the steps in flight may take."""
-        answer = self.start(inputs)
         budget_s = self._budget.seconds(step_units(inputs), is_first=not self._budgets)
+        answer = self.start(inputs)  # may compile a kernel at once
         self._budgets.append(budget_s)
         self.step_budget_s = sum(self._budgets)
         return partial(self._in_time, answer)
@@ -139,8 +139,10 @@ class LocalExecutor:
     async def check(self) -> None:
         """Runs a step of a prompt and a decode, which both sample a token."""
         layout = self.kv_layout
-        step = idle_step(layout.block_size, [2, 1], temperature=1.0, num_groups=len(layout.groups))
-        await self._launch(self.computer.run, step)
+        num_groups = len(layout.groups)
+        await self.run(
+            idle_step(layout.block_size, CHECKED_LENS, temperature=1.0, num_groups=num_groups)
+        )
 
     async def read_kv(self, run: KvRun, out: memoryview) -> None:
         await self._copy(self.computer.read_kv, run, out)

@@ -102,7 +102,7 @@ class DecodeGraphs:
         max_graphs: int,
     ) -> None:
         """`max_tokens`: of one sequence. `max_graphs`: of `GRAPH_BYTES` each; the logits that one
-        returns count besides. `last_tokens`: of a step with the most rows, as in
+        returns count besides. `last_tokens`: of a step with the most rows or more, as in
         `DeviceStepInputs`. `counts`: tensors to which each step adds.
         """
         self.num_replayed = self.num_eager = 0  # decode steps

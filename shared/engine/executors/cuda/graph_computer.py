@@ -9,6 +9,7 @@ import torch
 
 from kernels.device import to_device
 from shared.engine.executors.cuda.decode_graphs import DecodeGraphs, GraphDevice, row_counts
+from shared.engine.executors.loading.warm_up import CHECKED_LENS
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.models.device_step import DeviceStepInputs, DeviceStepOutput, device_step
 from shared.engine.step import StepInputs, StepOutput
@@ -27,7 +28,8 @@ class GraphComputer(StepComputer):
         self._check_thread()
         has_experts, self._on = self.model.config.has_experts, device
         most_rows = row_counts(max_rows, is_padded=not has_experts)[-1]
-        self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
+        length = max(most_rows, len(CHECKED_LENS))  # a step of more rows would move it
+        self.last_tokens = torch.zeros(length, dtype=torch.int64, device=self._device)
         self.graphs = DecodeGraphs(
             *(device, self._step, self.kv_layout, self._kinds, self.kind_of_layer),
             self.last_tokens,

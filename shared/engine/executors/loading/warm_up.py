@@ -25,6 +25,7 @@ from shared.engine.step import (
 
 # More tokens than one segment of attention: parts of a context are computed apart, and joined.
 LONG_CONTEXT = 2048
+CHECKED_LENS = (2, 1)  # of the step that checks a device: a prompt and a decode
 MAX_TOP_LOGPROBS = 20
 COPIES = (1, 9, 65)  # numbers of blocks, one for each size of the kernel
 

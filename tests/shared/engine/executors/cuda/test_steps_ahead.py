@@ -27,9 +27,12 @@ from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.cuda.decode_graphs import Graph
 from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.step_computer import StepComputer
+from shared.engine.executors.step_deadline import COMPILE_S
 from shared.engine.executors.step_queue import Answer
+from shared.engine.models.device_step import MISROUTED
 from shared.engine.step import KvRun, StepInputs
 from shared.messages import SamplingParams
+from tests.shared.engine.executors.cuda import late_device
 from tests.shared.engine.executors.cuda.late_device import LateEvent, LateReplays, load_late
 from tests.shared.engine.executors.cuda.test_cuda_executor import FakeEvent
 from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, graphs_of, load
@@ -358,3 +361,44 @@ async def test_decode_step_is_one_copy_each_way_one_launch_and_one_wait(
     count(StepComputer, "device_inputs")
     await worker.run_on()
     assert counts == {"upload": 8, "run": 8, "download": 8, "synchronize": 9}
+
+
+async def test_check_reads_its_tokens_once_the_device_has_them(
+    executors: Ahead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the host may still have the token that stands for the failure of a step."""
+    monkeypatch.setattr(late_device, "POISON", MISROUTED)
+    for seed in range(3):
+        await load_late(executors.folder, seed).check()
+
+
+async def test_check_of_a_worker_of_one_sequence_keeps_the_tokens_in_their_place(
+    executors: Ahead,
+) -> None:
+    """Its rows are more than any step's; graphs have the address."""
+    executor = load(executors.folder)
+    executor.computer.use_graphs(Replays(), max_rows=1, max_graphs=1)
+    tokens = executor.computer.last_tokens
+    assert tokens is not None
+    address = tokens.data_ptr()
+    await executor.check()
+    assert tokens.data_ptr() == address
+
+
+async def test_kernel_that_a_step_compiles_at_once_extends_its_budget(
+    executors: Ahead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = executors.ahead
+    start = executor.start
+
+    def started(inputs: StepInputs) -> Answer:
+        executor._budget.compiling()
+        return start(inputs)
+
+    monkeypatch.setattr(executor, "start", started)
+    worker = Worker(executors.folder, "float32", executor=executor)
+    worker.engine.add(new_sequence([5, 6, 7], SamplingParams(seed=1, max_tokens=1)))
+    rows, _ = worker.engine.schedule()
+    step = executor.submit(rows)
+    assert executor.step_extension_s == COMPILE_S
+    worker.engine.apply(rows, await executor.result(step))
