@@ -18,12 +18,12 @@ const COLUMNS = {
   waiting: (_, each) => count(each.num_waiting ?? each.num_queued_requests),
   "tokens/s": (_, each) => count(each.generated_per_s),
   "prompt tokens/s": (_, each) => count(each.prefilled_per_s),
-  busy: (_, each) => each.busy_ratio >= 0 ? percent(each.busy_ratio) : "",
+  busy: (_, { busy_ratio: share }) => share >= 0 ? percent(share) : "",
   streams: (_, each) => count(each.num_open_streams),
 };
 
 const percent = (ratio) => `${Math.round(100 * ratio)} %`;
-const kvShare = (each) => 1 - (each.num_free_blocks ?? 0) / Math.max(1, each.num_total_blocks ?? 1);
+const kvShare = (each) => 1 - (each.num_free_blocks ?? 0) / (each.num_total_blocks || 1);
 function since(at) {
   if (!at) return "";
   const age = Math.max(1, Date.now() / 1000 - at);
