@@ -163,7 +163,7 @@ function load(each) {
   const speed = isLost(each) ? 0 : (prefills ? each.prefilled_per_s : each.generated_per_s) ?? 0;
   return joined(`${count(each.num_running)} running`, `${count(each.num_waiting)} waiting`,
     `${count(speed)} ${prefills ? "prompt tokens/s" : "tokens/s"}`,
-    each.recent_hit_ratio !== undefined && `${percent(each.recent_hit_ratio)} hits`,
+    each.recent_hit_ratio >= 0 && `${percent(each.recent_hit_ratio)} hits`,
     each.num_handoffs_in_flight && `${count(each.num_handoffs_in_flight)} handoffs`,
     each.saved_kv_bytes && `${bytes(each.saved_kv_bytes)} KV saved`);
 }
