@@ -95,9 +95,12 @@ class RankState:
         return inputs
 
     def needs_output(self, plan: StepPlan) -> bool:
-        """Whether the inputs of a plan depend on the output of the step before it by more than
-        tokens: it has a row with penalties, sums or the like.
+        """Whether a plan is launched once the output of the step before it is there: it has a row
+        with penalties, sums or the like, whose inputs depend on more than tokens, or whose launch
+        waits for its own results, so that this output would come after them.
         """
+        if plan.successors or any(map(_is_special, plan.new)):
+            return True
         special = self._special
         return bool(special) and not special.keys().isdisjoint(unpack(plan.rows).tolist())
 
@@ -143,7 +146,7 @@ class RankState:
         if params is not None:
             row["sampling"] = _sampling_row(params, new.choice_index)
             row["has_extras"] = has_extras(params, has_grammar=new.has_grammar)
-        if row["has_extras"] or new.pooling is not None:
+        if _is_special(new):
             self._special[new.row] = SpecialRow(
                 params,
                 new.pooling,
@@ -306,6 +309,13 @@ class RankState:
                 found[index] = PoolingInputs(special.pooling, before)
                 self._pooled[index] = row, int(context_lens[index])
         return found
+
+
+def _is_special(new: NewRow) -> bool:
+    params = new.sampling
+    if params is None:
+        return new.pooling is not None
+    return has_extras(params, has_grammar=new.has_grammar)
 
 
 def _sampling_row(params: SamplingParams, choice_index: int) -> tuple[float | int, ...]:

@@ -9,7 +9,8 @@
 
 A step is launched when it is submitted. Tokens that the step before it samples are not known then:
 its inputs name their places in that step's output. A step whose inputs depend on more of that
-output, such as sums or penalties, is launched once it is there.
+output, such as sums or penalties, is launched once it is there, and so is one whose launch waits
+for its own results, such as logprobs.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class _CudaLoad:
 
     @property
     def _has_graphs(self) -> bool:
-        return self._options.executor == "auto" and self._target.type == "cuda"
+        return has_graphs(self._config, self._options, self._target)
 
     @property
     def _is_read(self) -> bool:
@@ -230,6 +230,13 @@ class _CudaLoad:
         most = max_graphs_in(self._device.memory().total)
         max_rows = self._options.max_sequences
         computer.use_graphs(CudaGraphs(self._target), max_rows=max_rows, max_graphs=most)
+
+
+def has_graphs(config: ModelConfig, options: LoadOptions, target: torch.device) -> bool:
+    """Whether decode steps are captured. A model without a head has none, and its embeddings are
+    answered soonest with one step in flight.
+    """
+    return config.has_head and options.executor == "auto" and target.type == "cuda"
 
 
 def _kv_layout(

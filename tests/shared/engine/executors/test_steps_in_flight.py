@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -159,6 +159,7 @@ class CheckedExecutor(TimingExecutor):
             step = self._submit_or_fail(rows)
         except BaseException:
             self.expected.pop()
+            self.rows[-self.num_submitted] = rows  # they hold what they copy until they leave it
             raise
         self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
         self.rows[step] = rows
@@ -484,6 +485,33 @@ def test_decode_runs_ahead_where_the_device_holds_its_token(
         assert worker.tokens[sequence] == solo(tuple(prompt(3)), greedy(12), vocab_size=VOCAB_SIZE)
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"sampling": None, "pooling": "last"},
+        {"sampling": SamplingParams(seed=1, max_tokens=4, num_logprobs=1)},
+        {"sampling": SamplingParams(seed=1, max_tokens=4, num_prompt_logprobs=1)},
+    ],
+)
+async def test_launch_that_waits_for_its_results_comes_after_the_answer_before_it(
+    later: dict[str, Any],
+) -> None:
+    started: list[StepInputs] = []
+
+    def start(inputs: StepInputs) -> Answer:
+        started.append(inputs)
+        return partial(asyncio.sleep, 0, StepOutput([5]))
+
+    engine, queue = Rig().engine, StepQueue(BLOCK_SIZE, 1, start)
+    engine.add(new_sequence(prompt(3), greedy(4)))
+    first = queue.submit(engine.schedule(samples_ahead=True)[0], MOST_AHEAD)
+    engine.add(new_sequence(prompt(3, start=300), **later))
+    queue.submit(engine.schedule(samples_ahead=True)[0], MOST_AHEAD)
+    assert len(started) == 1
+    await queue.result(first)
+    assert len(started) == 2
 
 
 def test_chunks_of_a_prompt_fill_a_pipeline() -> None:

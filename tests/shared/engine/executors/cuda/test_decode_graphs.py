@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from shared.engine.executors.cuda import decode_graphs
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+from shared.engine.executors.cuda.cuda_load import has_graphs
 from shared.engine.executors.cuda.decode_graphs import (
     GRAPH_BYTES,
     MAX_TOKENS,
@@ -31,6 +33,7 @@ from shared.engine.executors.loading.kv_sizing import MemoryReport
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.executors.step_queue import MOST_AHEAD
+from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.device_step import DeviceStepOutput
 from shared.messages import SamplingParams, TokenLogprobs
 from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
@@ -123,6 +126,15 @@ def generated(folder: Path, executor: CudaExecutor, samplings: list[SamplingPara
     asyncio.run(worker.run(*sequences))
     ids = [each.sequence_id for each in sequences]
     return [(worker.tokens[each], worker.logprobs[each]) for each in ids]
+
+
+def test_graphs_are_of_models_that_sample(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    config, cuda = read_config(tmp_path), torch.device("cuda")
+    assert has_graphs(config, LoadOptions(), cuda)
+    assert not has_graphs(replace(config, has_head=False), LoadOptions(), cuda)
+    assert not has_graphs(config, LoadOptions(executor="plain"), cuda)
+    assert not has_graphs(config, LoadOptions(), torch.device("cpu"))
 
 
 # Grouped queries, windows, chunks with temperatures, latents; with experts rows are not padded.
