@@ -354,6 +354,7 @@ async def test_decode_step_is_one_copy_each_way_one_launch_and_one_wait(
     sampling = SamplingParams(seed=1, max_tokens=9, temperature=temperature)
     worker.engine.add(new_sequence([5, 6, 7], sampling))
     await worker.turn()  # the prompt, and the first token
+    await executors.ahead.expert_counts()  # on the thread of the steps: the launch has ended
     for name in ("upload", "download"):
         count(Replays, name)
     count(FakeEvent, "synchronize")
