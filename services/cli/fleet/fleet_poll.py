@@ -9,7 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 
 import nats.errors
 
-from services.cli.fleet.gateway_reads import MAX_ASKED, ask_gateways, read_fleet, read_models
+from services.cli.fleet.gateway_reads import (
+    MAX_ASKED,
+    ask_gateways,
+    live_gateways,
+    read_fleet,
+    read_models,
+)
 from services.cli.fleet.report import FleetReport
 from services.local.credentials import process_id_for
 from shared.background import Background
@@ -81,7 +87,9 @@ class FleetPoll:
         """
         read = await read_fleet(self._bus)
         if read is not None:
-            return self._report(read, await read_models(self._bus, read.hosts))
+            self._gateways.update(dict.fromkeys(live_gateways(read), 0.0))
+            self._gateways[read.gateway_id] = read.uptime_s  # until heartbeats tell
+            return self._report(read, await self._models_of(read))
         if first_beat_s is not None:
             await self._first_heartbeat(first_beat_s)
         return await self._observed_report(longest_s)
@@ -106,7 +114,15 @@ class FleetPoll:
         return self._report(read)
 
     async def report(self) -> FleetReport:
-        return self._report(await self._read())
+        read = await self._read()
+        return self._report(read, None if read is None else await self._models_of(read))
+
+    async def _models_of(self, read: FleetRead) -> Sequence[ModelView] | None:
+        """Asks the hosts for their models, unless heartbeats have brought them all."""
+        observed = {each.process_id for each in self._view.hosts()}
+        if observed.issuperset(each.process_id for each in read.hosts):
+            return None
+        return await read_models(self._bus, read.hosts)
 
     def _report(
         self, read: FleetRead | None, models: Sequence[ModelView] | None = None

@@ -159,7 +159,15 @@ def test_status_shows_all_processes_and_an_operator_sees_the_cluster(running: Up
         return status["workers"][1]["generated_per_s"] == 0
 
     status = eventually(lambda: is_idle(found := shown_json()) and found, "an idle worker")
-    of_servers = {"servers", "gateway_id", "unready", "recent", "rejected", "is_sound"}
+    of_servers = {
+        "servers",
+        "gateway_id",
+        "unready",
+        "recent",
+        "rejected",
+        "rejected_day",
+        "is_sound",
+    }
     always = {"workers", "services", *of_servers}
     assert status.keys() == {*always, "roles"}
     prefill, decode = status["workers"]
