@@ -753,6 +753,18 @@ class ModelCard(Message, frozen=True, kw_only=True, omit_defaults=True):
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What NVML says of a worker's GPU, counted since the process started."""
+
+    num_xids: Count = 0  # errors that the driver reported, of any process on the GPU
+    last_xid: Count = 0  # 0: none
+    num_ecc_errors: Count = 0  # uncorrected
+    throttles: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()  # why clocks are lower now
+    row_remap: Name = ""  # pending: at the next reset; failed: the device has to be replaced
+    unread_s: Duration = 0.0  # time since the last reading, if it is late
+    fault: Name = ""  # why the worker leaves
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """State of an engine. A token in flight is one whose KV a running request still needs."""
 
@@ -801,6 +813,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     num_failed_handoffs: Count = 0  # attempts that another worker did not complete
     # steps that computed at most as many tokens as each of STEP_TOKENS; the last: more
     num_steps_by_tokens: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    device_health: DeviceHealth | None = None  # None: not a GPU, or not watched
 
 
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────

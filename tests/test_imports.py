@@ -52,6 +52,7 @@ RULES = {
     "kernels": rule("kernels", {"torch", "triton", "numpy", "numba", "llvmlite"}),
     "shared": rule("shared", BASE, excluded="shared.engine"),
     "shared/grammar": rule("shared", BASE, {"llguidance"}, excluded="shared.engine"),
+    "shared/device_health": rule("shared", BASE, {"pynvml"}, excluded="shared.engine"),
     "shared/engine": rule("shared kernels", BASE, TENSORS),
     "services/scheduler": rule(
         "services.scheduler shared", BASE, {"numpy", "numba"}, excluded="shared.engine"

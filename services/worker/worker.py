@@ -14,6 +14,7 @@ import structlog
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from services.worker.data_plane import CodecLoading, DataPlane, GroupDataPlane, ProcessDataPlane
+from services.worker.gpu_health import watch_gpu
 from services.worker.rank_leader import listening_for_ranks
 from services.worker.role_and_standby import RoleAndStandby
 from shared.clock import Clock, MonotonicClock, process_age_s
@@ -69,6 +70,7 @@ class WorkerProcess:
         self._handlers = handlers
         self._bus = bus
         self._role_and_standby = RoleAndStandby(worker, handlers)
+        self._gpu_watch = watch_gpu(worker)
 
     async def start(self) -> None:
         with self._times.stage("join"):
@@ -78,6 +80,8 @@ class WorkerProcess:
             for handler in self._handlers:
                 await handler.start()
             await self._role_and_standby.start()
+        if self._gpu_watch is not None:
+            self._gpu_watch.start()
         log.info("worker_started", **self._times.fields())
 
     async def drain(self) -> None:
@@ -85,6 +89,8 @@ class WorkerProcess:
         await asyncio.gather(*(handler.drain() for handler in self._handlers))
 
     async def stop(self) -> None:
+        if self._gpu_watch is not None:
+            self._gpu_watch.stop()
         await self._heartbeats.stop()
         for handler in self._handlers:
             await handler.stop()

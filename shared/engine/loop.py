@@ -78,6 +78,7 @@ class EngineLoop:
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._is_lost = False
         self._zeroing = asyncio.Lock()
         self.kv = ElasticKv(engine, executor, self.zero_freed_blocks)
 
@@ -90,6 +91,12 @@ class EngineLoop:
     def on_device_lost(self, handler: Callable[[], None]) -> None:
         """Calls `handler` once, when the device computes no more steps; none follows."""
         self._on_device_lost = handler
+
+    def fence(self, reason: str) -> None:
+        """Gives the device up, though steps may still succeed: no result of them is used."""
+        self._listeners.clear()
+        self._lose_device(reason)
+        self.wake()
 
     def wake(self) -> None:
         """Wakes the loop, after the engine was given work."""
@@ -296,6 +303,9 @@ class EngineLoop:
         return True
 
     def _lose_device(self, reason: str) -> None:
+        if self._is_lost:
+            return
+        self._is_lost = True
         log.error("device_lost", reason=reason)
         self._is_stopping = True
         self._on_device_lost()

@@ -17,7 +17,15 @@ import msgspec
 
 from shared.fleet.host_view import HostView, ModelView, host_view, in_order, model_views
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
-from shared.messages import Heartbeat, IndexState, ModelCard, Role, RoleDemand, WorkerLoad
+from shared.messages import (
+    DeviceHealth,
+    Heartbeat,
+    IndexState,
+    ModelCard,
+    Role,
+    RoleDemand,
+    WorkerLoad,
+)
 from shared.metrics.role_demands import total_demands
 from shared.subjects import credential_of
 
@@ -66,6 +74,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     step_age_s: int | None = None  # time since its last step, at least one full second
     num_failed_steps: int | None = None
     expert_imbalance: float | None = None  # see WorkerLoad; None: no experts, or too few tokens
+    device_health: DeviceHealth | None = None
     index_state: IndexState | None = None
     num_indexed_blocks: int | None = None
     # Counters since the start of a gateway: see GatewayLoad.
@@ -313,6 +322,7 @@ def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -
         "step_age_s": None if now is None else int(now - known.stepped_at) or None,
         "num_failed_steps": load.num_failed_steps,
         "expert_imbalance": round(load.expert_imbalance, 2) or None,
+        "device_health": load.device_health,
         "num_handoffs_in_flight": load.num_handoffs_in_flight,
         "saved_kv_bytes": load.saved_kv_bytes,
     }

@@ -10,6 +10,7 @@ from services.gateway.models.encoding_pools import EncodingPools
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.metrics.redis import MemoryUse
 from shared.messages import (
+    DeviceHealth,
     DeviceMemory,
     GatewayLoad,
     HostedModel,
@@ -28,7 +29,11 @@ from tests.shared.metrics.test_role_demands import demand
 
 def fleet() -> list[Member]:
     load = worker_load(
-        num_total_blocks=10, num_free_blocks=5, expert_imbalance=1.5, num_steps_by_tokens=(1,) * 14
+        num_total_blocks=10,
+        num_free_blocks=5,
+        expert_imbalance=1.5,
+        num_steps_by_tokens=(1,) * 14,
+        device_health=DeviceHealth(num_xids=1),
     )
     device = DeviceMemory(device="cpu", budget_bytes=2, used_bytes=1)
     hosted = HostedModel(name="m", revision="r", state="hot", device="cpu")

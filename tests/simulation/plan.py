@@ -15,7 +15,7 @@ FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
     "nats_restart", "nats_hang", "redis_away", "redis_hang",
     "noise", "deaf", "link_drop", "link_noise", "runner_raises", "twin",
-    "rank_killed", "rank_frozen", "change_roles",
+    "rank_killed", "rank_frozen", "gpu_faulty", "change_roles",
     "wake_hangs", "dies_after_wake", "model_removed",
 ]  # fmt: skip
 

@@ -98,7 +98,7 @@ def _is_caused_by(plan: Plan, error: str) -> bool:
     """Whether a logged error is one that the plan causes."""
     if plan.has("twin") and error.startswith("name_in_use"):
         return True
-    raises = plan.has("runner_raises", "rank_killed", "rank_frozen") or any(
+    raises = plan.has("runner_raises", "rank_killed", "rank_frozen", "gpu_faulty") or any(
         POISON in each.prompt for each in plan.requests
     )
     return raises and error.startswith(RAISED)

@@ -7,17 +7,24 @@ import os
 import platform
 import re
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from services.cli.doctor.check import Check
 from services.local.gpus import count_by_driver, count_gpus
 from services.local.servers import find_server
+from shared.device_health.nvml_device import HealthUnavailable, load_nvml, nvml_problem
 from shared.errors import ConfigError
 from shared.lifecycle.release import DISTRIBUTION, installed_release
 
 DRIVER = Path("/proc/driver/nvidia/version")
 VERSION_TIMEOUT_S = 5.0
+NVML_TIMEOUT_S = 5.0
+HEALTH_ADVICE = (
+    "Workers serve all the same. In a container, give it the driver's libraries (the capability "
+    "utility of NVIDIA's runtime)."
+)
 CUDA_ADVICE = "Install a build of PyTorch with CUDA; until then workers use the CPU."
 _VERSION = re.compile(r"v?=?(\d+\.\d+\.\d+)")
 
@@ -27,6 +34,8 @@ def check_software(*, has_nats: bool, has_redis: bool) -> Iterator[Check]:
     yield python_check()
     yield packages_check()
     yield gpu_check(count_by_driver(), driver_version(DRIVER), torch_version())
+    if count_by_driver():
+        yield health_check(_health_problem())
     yield server_check("nats-server", is_needed=not has_nats)
     yield server_check("redis-server", is_needed=not has_redis)
     yield hub_check()
@@ -93,6 +102,28 @@ def gpu_check(num_driver_devices: int, driver: str, torch: str) -> Check:
     if num_devices:
         return Check("GPU", "ok", f"{text}, {num_devices} by torch {torch}")
     return Check("GPU", "warn", f"{text}, but none by torch {torch}", CUDA_ADVICE)
+
+
+def health_check(problem: str) -> Check:
+    if problem:
+        return Check("GPU health", "warn", f"not watched: {problem}", HEALTH_ADVICE)
+    return Check("GPU health", "ok", "Xid errors, ECC errors and throttling are watched (NVML)")
+
+
+def _health_problem() -> str:
+    """Asks NVML on a thread, as it may hang with a device that is sick."""
+    found = [f"NVML has not answered for {NVML_TIMEOUT_S:g} s"]
+
+    def ask() -> None:
+        try:
+            found.append(nvml_problem(load_nvml()))
+        except HealthUnavailable as error:
+            found.append(str(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(NVML_TIMEOUT_S)
+    return found[-1]
 
 
 def driver_version(path: Path) -> str:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from services.cli.fleet.demand_table import table_of_demands
 from services.cli.fleet.fitted_table import Column, fitted_table
+from services.cli.fleet.gpu_health import health_text
 from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
 from services.cli.fleet.recent_faults import restarts_text
 from services.cli.fleet.rejection_table import capacity_note, table_of_day, table_of_rejections
@@ -101,6 +102,7 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 12, is_number=True),
         Column("steps", _steps, 4),
+        Column("GPU", lambda row: health_text(row.device_health), 1),
         Column("state", lambda row: _state(row, wall_s)),
     ]
     return fitted_table(columns, rows, width, style=_style)

@@ -34,6 +34,7 @@ class Executor(Protocol):
     eos_token_ids: tuple[int, ...]
     has_head: bool  # False: the model gives embeddings only
     revision: str
+    gpu_uuid: str  # of its GPU, as NVML names it; empty: not one GPU in this process
 
     @property
     def step_launch(self) -> StepLaunch:

@@ -46,6 +46,7 @@ class LocalExecutor:
     depth = 1
     num_stages = 1
     has_ended = False
+    gpu_uuid = ""
     page_lock: PageLock | None = None
     load_stages: Mapping[str, float] = {}  # NAME_s: seconds, of those that a device tells
 

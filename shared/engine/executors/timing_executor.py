@@ -71,6 +71,7 @@ class TimingExecutor:
 
     has_ended = False
     step_launch: StepLaunch = ""
+    gpu_uuid = ""
     is_elastic = True
     step_extension_s = 0.0
     eos_token_ids: tuple[int, ...] = ()

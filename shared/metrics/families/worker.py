@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from shared.device_health.nvml_device import THROTTLES
 from shared.messages import Heartbeat, WorkerLoad
-from shared.metrics.families.failed_operations import FailedOperations, failed_family
+from shared.metrics.families.failed_operations import FailedOperations, failed_families
 from shared.metrics.families.member import Member, Value, families
 
 VALUES = (
@@ -92,7 +93,8 @@ def worker_families(
     yield from families(VALUES, "hearth_worker", "worker", loads)
     yield _info(heartbeats)
     yield from _by_outcome(heartbeats)
-    yield failed_family(loads, failed)
+    yield from failed_families(loads, failed)
+    yield _throttles(loads)
 
 
 def _info(heartbeats: Iterable[Heartbeat]) -> Metric:
@@ -109,6 +111,21 @@ def _info(heartbeats: Iterable[Heartbeat]) -> Metric:
                 [each.process_id, card.name, card.revision, mode, str(card.block_size)], 1
             )
     return info
+
+
+def _throttles(loads: Iterable[tuple[str, WorkerLoad]]) -> Metric:
+    throttles = GaugeMetricFamily(
+        "hearth_worker_gpu_throttled",
+        "Whether the clocks of a worker's GPU are lower now for this reason.",
+        labels=["worker", "reason"],
+    )
+    for worker_id, load in loads:
+        if load.device_health is None:
+            continue
+        now = load.device_health.throttles
+        for reason in sorted({*THROTTLES.values(), *now}):
+            throttles.add_metric([worker_id, reason], reason in now)
+    return throttles
 
 
 def _by_outcome(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:

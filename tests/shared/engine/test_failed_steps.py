@@ -273,6 +273,21 @@ def test_device_that_fails_its_check_is_lost_at_once() -> None:
     run(scenario())
 
 
+def test_results_of_a_device_that_is_given_up_are_not_used() -> None:
+    async def scenario() -> None:
+        async with working(FailingExecutor()) as worker:
+            only = worker.add(new_sequence(prompt(5), greedy()))
+            await asyncio.sleep(1.5 * STEP_S)  # the second step is in flight
+            assert len(worker.output(only)) == 1
+            worker.loop.fence("Xid 79")
+            worker.loop.fence("Xid 79")
+            await asyncio.sleep(10 * IDLE_TICK_S)
+            assert (worker.num_losses, worker.executor.num_runs) == (1, 2)
+            assert len(worker.output(only)) == 1
+
+    run(scenario())
+
+
 def failures(
     tenants: Iterable[str], *, same_placement: bool = False, request_id: str = ""
 ) -> list[int]:

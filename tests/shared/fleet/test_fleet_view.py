@@ -11,6 +11,7 @@ from services.cli.fleet.report import FleetReport
 from shared.fleet.fleet_view import SHOW_LOST_S, FleetView, ProcessView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Loss
 from shared.messages import (
+    DeviceHealth,
     GatewayLoad,
     Heartbeat,
     IndexLoad,
@@ -224,6 +225,27 @@ def test_imbalance_of_experts_is_shown() -> None:
         shown = printed(play.view)
         assert ("experts" in shown) == (cell is not None)  # no empty column
     assert "2.47 x" in shown
+
+
+def test_health_of_gpus_is_shown_if_something_is_wrong() -> None:
+    for health, shown in (
+        (None, ""),
+        (DeviceHealth(), ""),
+        (
+            DeviceHealth(throttles=("thermal",), num_xids=1, last_xid=63),
+            "throttled (thermal), Xid 63",
+        ),
+        (DeviceHealth(row_remap="pending", unread_s=12.4), "row remap pending, not read for 12 s"),
+        (
+            DeviceHealth(fault="Xid 79: the GPU has fallen off the bus"),
+            "Xid 79: the GPU has fallen",
+        ),
+    ):
+        play = Play()
+        play.load = WorkerLoad(step=1, step_budget_s=0.1, device_health=health)
+        play.send_heartbeat("decode-1", "decode")
+        found = printed(play.view)
+        assert ("GPU" in found, shown in found) == (bool(shown), True)
 
 
 def test_mode_and_launch_of_steps_on_gpus_are_shown() -> None:

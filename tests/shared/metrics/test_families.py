@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from shared.messages import (
+    DeviceHealth,
     DeviceMemory,
     GatewayLoad,
     Heartbeat,
@@ -75,6 +76,25 @@ def test_worker() -> None:
         assert line in text
     assert 'hearth_worker_expert_imbalance{worker="decode-1"}' not in text
     assert 'hearth_worker_kv_frames_total{outcome="taken",worker="prefill-1"}' not in text
+
+
+def test_health_of_gpus() -> None:
+    sick = DeviceHealth(num_xids=2, num_ecc_errors=1, throttles=("thermal",), fault="Xid 48")
+    text = exposition(
+        Member(heartbeat("decode-1", load=worker_load(device_health=sick))),
+        Member(heartbeat("decode-2", load=worker_load(device_health=DeviceHealth()))),
+        Member(heartbeat("decode-3", load=worker_load())),
+    )
+    for line in (
+        'hearth_worker_gpu_errors_total{kind="xid",worker="decode-1"} 2.0',
+        'hearth_worker_gpu_errors_total{kind="ecc",worker="decode-1"} 1.0',
+        'hearth_worker_gpu_errors_total{kind="fault",worker="decode-1"} 1.0',
+        'hearth_worker_gpu_errors_total{kind="fault",worker="decode-2"} 0.0',
+        'hearth_worker_gpu_throttled{reason="thermal",worker="decode-1"} 1.0',
+        'hearth_worker_gpu_throttled{reason="thermal",worker="decode-2"} 0.0',
+    ):
+        assert line in text
+    assert 'gpu_errors_total{kind="fault",worker="decode-3"}' not in text
 
 
 def test_process_is_live_and_ready() -> None:

@@ -60,7 +60,7 @@ POLL_INTERVAL_S = 0.3  # a gateway stops waiting up to this much before its wind
 NATS_FAULTS = ("nats_restart", "nats_hang")
 PROCESS_FAULTS = (
     *("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge"),
-    *("runner_raises", "rank_killed", "rank_frozen", "twin"),
+    *("runner_raises", "rank_killed", "rank_frozen", "gpu_faulty", "twin"),
 )
 
 

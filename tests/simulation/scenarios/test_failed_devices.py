@@ -29,6 +29,16 @@ def test_failing_device_of_a_prefill_worker_costs_no_request() -> None:
     assert outcome.endings == {"finished": 60}
 
 
+def test_faulty_gpu_costs_no_request() -> None:
+    """Its steps would succeed: no token of them is used once its health has ended the worker."""
+    for target, num_prefill in (("decode-0", 0), ("prefill-0", 1)):
+        faults = [Fault(at_s=at_s, kind="gpu_faulty", target=target) for at_s in (0.5, 1.5)]
+        outcome = run_plan(plan_with(*faults, num_prefill=num_prefill))
+        assert outcome.wrongs == []
+        assert outcome.endings == {"finished": 60}
+        assert outcome.events["device_lost"] >= 1
+
+
 def test_only_failing_worker_is_waited_for() -> None:
     outcome = run_plan(plan_with(sick(), num_requests=20, num_decode=1))
     assert outcome.wrongs == []

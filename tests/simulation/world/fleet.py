@@ -289,6 +289,8 @@ class Fleet:
                 await self._impede(fault)
             case "runner_raises":
                 await self._fail_steps(fault)
+            case "gpu_faulty":
+                await self._fence(fault)
             case "rank_killed" | "rank_frozen":
                 await self._lose_rank(fault)
             case "twin":
@@ -384,6 +386,13 @@ class Fleet:
         await asyncio.sleep(fault.duration_s)
         host.executor.step_raises, host.executor.check_raises = lambda: False, False
 
+    async def _fence(self, fault: Fault) -> None:
+        """The health of a GPU ends its worker, though its steps succeed."""
+        host = self.members[fault.target].host
+        if isinstance(host, SimulatedWorker):
+            host.worker.loop.fence("Xid 79")
+            await asyncio.sleep(LEAVE_S)
+
     async def _lose_rank(self, fault: Fault) -> None:
         """Returns once the worker has left, if it was up."""
         host = self.members[fault.target].host
@@ -417,7 +426,9 @@ class Fleet:
 
     @staticmethod
     def _is_sick(trouble: Trouble, worker_id: str) -> bool:
-        is_of_device = trouble.fault.kind in ("runner_raises", "rank_killed", "rank_frozen")
+        is_of_device = trouble.fault.kind in (
+            *("runner_raises", "rank_killed", "rank_frozen", "gpu_faulty"),
+        )
         return is_of_device and trouble.fault.target == worker_id
 
     async def _double(self, fault: Fault) -> None:

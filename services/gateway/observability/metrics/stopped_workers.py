@@ -33,9 +33,7 @@ class StoppedWorkers:
         now = failed_operations(heartbeat.load)
         if not any(now):
             return
-        steps, zeroings = self._failed.pop(heartbeat.process_id, (0, 0))
-        self._failed[heartbeat.process_id] = FailedOperations(
-            steps + now.num_steps, zeroings + now.num_zeroings
-        )
+        before = self._failed.pop(heartbeat.process_id, FailedOperations())
+        self._failed[heartbeat.process_id] = before.plus(now)
         if len(self._failed) > MAX_WORKERS:
             del self._failed[next(iter(self._failed))]

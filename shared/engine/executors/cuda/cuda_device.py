@@ -26,6 +26,7 @@ class CudaDriver(Protocol):
     def current_device(self) -> int: ...
     def synchronize(self) -> None: ...
     def empty_cache(self) -> None: ...
+    def get_device_properties(self, device: int, /) -> Any: ...
     def mem_get_info(self, device: int, /) -> tuple[int, int]: ...
     def Stream(self, device: int, priority: int, /) -> Any: ...  # noqa: N802
     def Event(self) -> Any: ...  # noqa: N802
@@ -42,6 +43,11 @@ class CudaDevice:
     tensors_on: torch.device
     driver: CudaDriver
     try_kernel: Callable[[torch.device], None] = check_triton
+
+    @property
+    def uuid(self) -> str:
+        """Returns the id of the GPU that CUDA calls by this index, as NVML names it."""
+        return f"GPU-{self.driver.get_device_properties(self.index).uuid}"
 
     def bind(self) -> None:
         """Makes it the calling thread's current device."""

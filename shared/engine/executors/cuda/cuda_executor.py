@@ -64,6 +64,7 @@ class CudaExecutor(LocalExecutor):
             init_copy_thread=device.bind,
         )
         self._device = device
+        self.gpu_uuid = device.uuid if device.tensors_on.type == "cuda" else ""
         self._read_at = 0.0  # the last step's output
         self._copies = CopyStream(device)
         self.page_lock = CudaPageLock(device)

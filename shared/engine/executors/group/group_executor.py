@@ -57,6 +57,7 @@ class GroupExecutor:
     is_elastic = True
     step_launch: StepLaunch = ""  # ranks compute on CPUs
     step_extension_s = 0.0
+    gpu_uuid = ""
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ from services.cli.doctor.show_doctor import _list_of, _summary
 from services.cli.doctor.software import (
     driver_version,
     gpu_check,
+    health_check,
     packages_check,
     server_check,
 )
@@ -103,6 +104,12 @@ def test_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch)
     for number, level in ((0, "warn"), (2, "ok")):
         monkeypatch.setattr("services.cli.doctor.software.count_gpus", lambda n=number: n)
         assert gpu_check(2, "570.1", "2.9.0+cu128").level == level
+
+
+def test_health_of_gpus_that_is_not_watched_is_a_warning() -> None:
+    assert health_check("").level == "ok"
+    found = health_check("NVML: Driver Not Loaded")
+    assert (found.level, found.text) == ("warn", "not watched: NVML: Driver Not Loaded")
 
 
 def test_missing_package_and_missing_server_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.metrics.stopped_workers import MAX_WORKERS, StoppedWorkers
+from shared.messages import DeviceHealth
 from shared.metrics.families.member import Member
 from tests.shared.metrics.test_families import heartbeat, worker_load
 
@@ -30,6 +31,15 @@ def test_counts_stay_and_those_of_the_next_process_are_added() -> None:
     metrics.stopped_workers.observe(heartbeat("decode-1", load=again.load, state="stopped"))
     metrics.watch_fleet(lambda: [])
     assert FAILED + '{operation="step",worker="decode-1"} 5.0' in series(metrics)
+
+
+def test_fault_of_a_gpu_stays() -> None:
+    metrics = GatewayMetrics("gateway-1")
+    load = worker_load(device_health=DeviceHealth(num_xids=1, fault="Xid 79"))
+    for _ in range(2):
+        metrics.stopped_workers.observe(heartbeat("decode-1", load=load, state="stopped"))
+    found = metrics.render().decode()
+    assert 'hearth_worker_gpu_errors_total{kind="fault",worker="decode-1"} 2.0' in found
 
 
 def test_stopped_workers_show_nothing_else() -> None:
