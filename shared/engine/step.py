@@ -125,7 +125,7 @@ class PoolingInputs(msgspec.Struct, frozen=True):
 
 class StepInputs(msgspec.Struct, frozen=True):
     """One engine step over S sequences with T new tokens in all, flat in batch order, for a model
-    whose layers form G groups.
+    whose layers form G groups. Sequences with a single new token come first.
     """
 
     # [T] -1 - i: the token i that the step before samples, which is not known when this one starts

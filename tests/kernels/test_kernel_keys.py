@@ -122,7 +122,7 @@ def test_each_family_is_compiled_by_key(
         resize(computer, 2**22)  # strides beyond 2^31
         assert Counter(each.name for each in driver.compiled) == {}
         groups = len(computer.kv_layout.groups)
-        for query_lens in ([1, 1, 1], [65], [7, 1, 1]):
+        for query_lens in ([1, 1, 1], [65], [1, 1, 7]):
             for context in (0, 700):
                 step = idle_step(64, query_lens, context_tokens=context, num_groups=groups)
                 computer.run(step)
@@ -166,7 +166,7 @@ def all_chunks() -> Iterator[StepInputs]:
         for context in (0, 513):
             yield idle_step(16, [chunk], context_tokens=context)
             others = [1] * min(3, 512 - chunk)
-            yield idle_step(16, [chunk, *others], context_tokens=context)
+            yield idle_step(16, [*others, chunk], context_tokens=context)
 
 
 def all_samplers() -> Iterator[StepInputs]:
@@ -212,7 +212,7 @@ def test_warm_worker_with_an_fp8_cache_compiles_nothing(
     with triton_ops() as driver:
         finish_model(computer.model, OPTIONS.mode, is_compressed=False)
         warm_up(computer, driver, FEW)
-        for rows in ([1], [1] * 4, [32], [7, 1, 1]):
+        for rows in ([1], [1] * 4, [32], [1, 1, 7]):
             for context in (0, 513):
                 computer.run(idle_step(16, rows, context_tokens=context))
         computer.zero_blocks([0])

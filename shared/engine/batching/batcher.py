@@ -120,7 +120,8 @@ class Batcher:
     def schedule(
         self, may_sample_ahead: Callable[[Sequence], bool] = _never, num_stages: int = 1
     ) -> tuple[list[ScheduledSequence], list[Sequence]]:
-        """Returns the step's rows, and prefills that were completely cached (HELD).
+        """Returns the step's rows, those of a single token first, and prefills that were completely
+        cached (HELD).
 
         A sequence whose next token is being sampled may compute it already if `may_sample_ahead`
         says so. A pipeline of `num_stages` allows none: it spreads running rows over as many steps.
@@ -158,6 +159,8 @@ class Batcher:
         found = [] if is_short else self._admit(rows, budget)
         self._block_copies.clear()
         self._awaited = None
+        if len(rows) > len(scheduled) or budget < self._max_batch_tokens - len(rows):
+            rows.sort(key=_has_several_tokens)
         return rows, found
 
     def _add_copies(self, scheduled: dict[Sequence, ScheduledSequence]) -> None:
@@ -366,6 +369,10 @@ class Batcher:
             if end * len(self.pool.reaches) <= self.pool.num_blocks:
                 return end
         return self.needs.end(group, num_computed, sequence.next_num_tokens)
+
+
+def _has_several_tokens(row: ScheduledSequence) -> bool:
+    return row.num_scheduled_tokens > 1
 
 
 def _num_ahead(sequence: Sequence, may_sample_ahead: Callable[[Sequence], bool]) -> int:

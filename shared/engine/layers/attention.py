@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import decode_attention, prefill_attention, rotate_and_store
-from shared.engine.layers.attention_inputs import AttentionInputs
+from shared.engine.layers.attention_inputs import AttentionInputs, DecodeRows, PrefillRows
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
@@ -36,40 +36,46 @@ class PagedAttention(nn.Module):
         """
         if inputs.query_factors is not None:
             query = (query.float() * inputs.query_factors[:, None, None]).to(query.dtype)
-        out: Tensor | None = None
-        if inputs.prefill is not None:
-            rows = inputs.prefill.rows
-            attended = prefill_attention(
-                query if rows is None else query.index_select(0, rows),
-                kv_cache,
-                inputs.prefill.block_tables,
-                inputs.prefill.cu_seqlens_q,
-                inputs.prefill.context_lens,
-                self.scale,
-                lower=inputs.prefill.lower,
-                softcap=self.softcap,
-                kv_scales=self.kv_scales,
-                value_dim=self.value_dim,
-                is_batch_invariant=self.is_batch_invariant,
+        if inputs.prefill is None:
+            return self._decode(query, kv_cache, inputs.decode)
+        if inputs.decode is None:
+            return self._prefill(query, kv_cache, inputs.prefill)
+        num_single = len(inputs.decode.context_lens)
+        return torch.cat(
+            (
+                self._decode(query[:num_single], kv_cache, inputs.decode),
+                self._prefill(query[num_single:], kv_cache, inputs.prefill),
             )
-            out = _place(out, attended, rows, query)
-        if inputs.decode is not None:
-            rows = inputs.decode.rows
-            attended = decode_attention(
-                query if rows is None else query.index_select(0, rows),
-                kv_cache,
-                inputs.decode.block_tables,
-                inputs.decode.context_lens,
-                self.scale,
-                lower=inputs.decode.lower,
-                softcap=self.softcap,
-                kv_scales=self.kv_scales,
-                value_dim=self.value_dim,
-                is_batch_invariant=self.is_batch_invariant,
-            )
-            out = _place(out, attended, rows, query)
-        assert out is not None  # a step has at least one token
-        return out
+        )
+
+    def _prefill(self, query: Tensor, kv_cache: Tensor, rows: PrefillRows) -> Tensor:
+        return prefill_attention(
+            query,
+            kv_cache,
+            rows.block_tables,
+            rows.cu_seqlens_q,
+            rows.context_lens,
+            self.scale,
+            lower=rows.lower,
+            softcap=self.softcap,
+            kv_scales=self.kv_scales,
+            value_dim=self.value_dim,
+            is_batch_invariant=self.is_batch_invariant,
+        )
+
+    def _decode(self, query: Tensor, kv_cache: Tensor, rows: DecodeRows) -> Tensor:
+        return decode_attention(
+            query,
+            kv_cache,
+            rows.block_tables,
+            rows.context_lens,
+            self.scale,
+            lower=rows.lower,
+            softcap=self.softcap,
+            kv_scales=self.kv_scales,
+            value_dim=self.value_dim,
+            is_batch_invariant=self.is_batch_invariant,
+        )
 
 
 class Attention(PagedAttention):
@@ -122,11 +128,3 @@ class Attention(PagedAttention):
             kv_scales=self.kv_scales,
         )
         return self.o_proj(self.attend(query, kv_cache, inputs).flatten(1))
-
-
-def _place(out: Tensor | None, part: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
-    if rows is None:
-        return part
-    if out is None:
-        out = like.new_empty((len(like), *part.shape[1:]))
-    return out.index_copy_(0, rows, part)

@@ -1,15 +1,15 @@
 """The inputs of all attention layers of one step, computed once per step.
 
-A step's tokens are split by the query length of their sequence: queries of two or more tokens go to
-prefill attention, single tokens to decode attention. The CPU has one kernel for both, which
-computes a mixed step without a split.
+A step's tokens are split by the query length of their sequence: single tokens, which come first, go
+to decode attention, queries of two or more tokens to prefill attention. The CPU has one kernel for
+both, which computes a mixed step in any order without a split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    rows: Tensor | None  # [T'] indices into the flat batch; None = the whole batch in order
     block_tables: Tensor  # [S', max_blocks]
     cu_seqlens_q: Tensor  # [S' + 1]
     context_lens: Tensor  # [S']
@@ -43,7 +42,6 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    rows: Tensor | None  # [S'] like PrefillRows.rows
     block_tables: Tensor  # [S', max_blocks]
     context_lens: Tensor  # [S']
     lower: Tensor | None  # [S']
@@ -52,35 +50,45 @@ class DecodeRows:
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     slot_mapping: Tensor  # [T]
-    prefill: PrefillRows | None
-    decode: DecodeRows | None
+    prefill: PrefillRows | None  # of the batch's last T' tokens
+    decode: DecodeRows | None  # of its first S' tokens
     query_factors: Tensor | None = None  # [T] FP32
 
 
 def build_attention_inputs(
     inputs: StepInputs, device: torch.device, kinds: Sequence[LayerKind] = (LayerKind(),)
 ) -> tuple[AttentionInputs, ...]:
-    """Returns the inputs of each kind of layer."""
-    starts = np.concatenate(([0], np.cumsum(inputs.query_lens)))
-    runs = np.flatnonzero(inputs.query_lens > 1)
-    single = np.flatnonzero(inputs.query_lens == 1)
-    if len(runs) and _has_cpu_kernels(device):
-        runs, single = np.arange(len(inputs.query_lens)), single[:0]
-    prefill = _PrefillRuns.of(inputs, runs, starts, device) if len(runs) else None
-    decode = _DecodeRuns.of(inputs, single, starts, device) if len(single) else None
-    found = []
+    """Returns the inputs of each kind of layer. Raises ValueError if a single token comes after a
+    query of several.
+    """
+    num_single = _num_single(inputs, device)
+    prefill = _prefill_rows(inputs, num_single, device)
+    decode = _decode_rows(inputs, num_single, device)
     slot_mapping = _by_group(inputs.slot_mapping, device)
+    found = []
     for group, reach, temperature in kinds:
-        lower = _on(device, lower_bounds(reach, inputs.positions))
+        lower = lower_bounds(reach, inputs.positions)
+        first, rest = (None, None) if lower is None else (lower[:num_single], lower[num_single:])
         found.append(
             AttentionInputs(
                 slot_mapping[group],
-                None if prefill is None else prefill.rows_of(group, lower),
-                None if decode is None else decode.rows_of(group, lower),
+                prefill and replace(prefill[group], lower=_on(device, rest)),
+                decode and replace(decode[group], lower=_on(device, first)),
                 _on(device, query_factors(temperature, inputs.positions)),
             )
         )
     return tuple(found)
+
+
+def _num_single(inputs: StepInputs, device: torch.device) -> int:
+    """Returns the number of tokens for decode attention."""
+    is_single = inputs.query_lens == 1
+    num_single = int(np.count_nonzero(is_single))
+    if num_single < len(is_single) and _has_cpu_kernels(device):
+        return 0
+    if not is_single[:num_single].all():
+        raise ValueError("queries of single tokens must come first")
+    return num_single
 
 
 def lower_bounds(reach: Reach, positions: NDArray[np.int64]) -> NDArray[np.int32] | None:
@@ -107,13 +115,19 @@ def query_factors(
     return (growth * temperature.scale + 1).astype(np.float32)
 
 
+def _aligned(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Returns values that begin at an aligned address, unlike a part of an array: see
+    `_by_group`.
+    """
+    return to_device(values.copy(), device)
+
+
 def _on(device: torch.device, values: NDArray[Any] | None) -> Tensor | None:
-    return None if values is None else to_device(values, device)
+    return None if values is None else _aligned(values, device)
 
 
-def _tables(inputs: StepInputs, index: NDArray[np.int64], device: torch.device) -> Tensor:
-    """[G, S', max_blocks] of these sequences; int32 where kernels read it as well as int64."""
-    tables = inputs.block_tables[:, index]
+def _tables(tables: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Returns block tables [G, S', max_blocks], of int32 where kernels read it as well as int64."""
     return _by_group(tables if _has_cpu_kernels(device) else tables.astype(np.int32), device)
 
 
@@ -132,67 +146,23 @@ def _has_cpu_kernels(device: torch.device) -> bool:
     return device.type == "cpu" and not IS_INTERPRETED
 
 
-def _of_rows(lower: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    return lower if rows is None or lower is None else lower.index_select(0, rows)
+def _prefill_rows(inputs: StepInputs, first: int, device: torch.device) -> list[PrefillRows] | None:
+    """Returns those of each group, without lower bounds."""
+    lens = inputs.query_lens[first:]
+    if not len(lens):
+        return None
+    cu_seqlens_q = to_device(np.concatenate(([0], np.cumsum(lens))), device)
+    context_lens = _aligned(inputs.context_lens[first:], device)
+    tables = _tables(inputs.block_tables[:, first:], device)
+    return [PrefillRows(each, cu_seqlens_q, context_lens, None) for each in tables]
 
 
-@dataclass(frozen=True, slots=True)
-class _PrefillRuns:
-    """The part of `PrefillRows` that all groups share; block_tables [G, S', max_blocks]."""
-
-    rows: Tensor | None
-    block_tables: Tensor
-    cu_seqlens_q: Tensor
-    context_lens: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        inputs: StepInputs,
-        index: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        device: torch.device,
-    ) -> Self:
-        lens = inputs.query_lens[index]
-        rows = None
-        if len(index) < len(inputs.query_lens):
-            flat = [np.arange(starts[i], starts[i + 1]) for i in index]
-            rows = to_device(np.concatenate(flat), device)
-        return cls(
-            rows=rows,
-            block_tables=_tables(inputs, index, device),
-            cu_seqlens_q=to_device(np.concatenate(([0], np.cumsum(lens))), device),
-            context_lens=to_device(inputs.context_lens[index], device),
-        )
-
-    def rows_of(self, group: int, lower: Tensor | None) -> PrefillRows:
-        lens = self.cu_seqlens_q, self.context_lens
-        return PrefillRows(self.rows, self.block_tables[group], *lens, _of_rows(lower, self.rows))
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeRuns:
-    """The part of `DecodeRows` that all groups share; block_tables [G, S', max_blocks]."""
-
-    rows: Tensor | None
-    block_tables: Tensor
-    context_lens: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        inputs: StepInputs,
-        index: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        device: torch.device,
-    ) -> Self:
-        has_all_rows = len(index) == len(inputs.query_lens)
-        return cls(
-            rows=None if has_all_rows else to_device(starts[index], device),
-            block_tables=_tables(inputs, index, device),
-            context_lens=to_device(inputs.context_lens[index], device),
-        )
-
-    def rows_of(self, group: int, lower: Tensor | None) -> DecodeRows:
-        tables = self.block_tables[group]
-        return DecodeRows(self.rows, tables, self.context_lens, _of_rows(lower, self.rows))
+def _decode_rows(
+    inputs: StepInputs, num_rows: int, device: torch.device
+) -> list[DecodeRows] | None:
+    """Returns those of each group, without lower bounds."""
+    if not num_rows:
+        return None
+    context_lens = _aligned(inputs.context_lens[:num_rows], device)
+    tables = _tables(inputs.block_tables[:, :num_rows], device)
+    return [DecodeRows(each, context_lens, None) for each in tables]

@@ -149,7 +149,7 @@ def step_inputs(
 
 def _attention(arrays: Mapping[str, Tensor], index: int, kind: LayerKind) -> AttentionInputs:
     lower = arrays.get(f"lower {index}")
-    decode = DecodeRows(None, arrays[f"table {kind.group}"], arrays["context_lens"], lower)
+    decode = DecodeRows(arrays[f"table {kind.group}"], arrays["context_lens"], lower)
     return AttentionInputs(
         arrays[f"slots {kind.group}"], None, decode, arrays.get(f"factors {index}")
     )

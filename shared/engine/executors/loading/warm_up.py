@@ -25,7 +25,7 @@ from shared.engine.step import (
 
 # More tokens than one segment of attention: parts of a context are computed apart, and joined.
 LONG_CONTEXT = 2048
-CHECKED_LENS = (2, 1)  # of the step that checks a device: a prompt and a decode
+CHECKED_LENS = (1, 2)  # of the step that checks a device: a decode and a prompt
 MAX_TOP_LOGPROBS = 20
 COPIES = (1, 9, 65)  # numbers of blocks, one for each size of the kernel
 
@@ -62,17 +62,17 @@ def largest_step(
     max_context_tokens: int,
     num_groups: int = 1,
 ) -> StepInputs:
-    """Returns the step that takes the most memory: a prompt and as many decodes as there can be,
-    which sample after a long context, the last one after the longest: parts of attention's sums are
-    as many for each.
+    """Returns the step that takes the most memory: as many decodes as there can be, which sample
+    after a long context, the first one after the longest, and a prompt: parts of attention's sums
+    are as many for each.
     """
     num_decodes = min(max_sequences, max_batch_tokens) - 1
     return idle_step(
         block_size,
-        [max_batch_tokens - num_decodes, *[1] * num_decodes],
+        [*[1] * num_decodes, max_batch_tokens - num_decodes],
         temperature=1.0,
         context_tokens=LONG_CONTEXT,
-        last_context_tokens=max_context_tokens if num_decodes else 0,
+        first_context_tokens=max_context_tokens if num_decodes else 0,
         num_groups=num_groups,
     )
 
@@ -83,18 +83,18 @@ def idle_step(
     *,
     temperature: float = 0.0,
     context_tokens: int = 0,
-    last_context_tokens: int = 0,
+    first_context_tokens: int = 0,
     num_groups: int = 1,
 ) -> StepInputs:
     """Returns a prompt of each length, or a decode for length 1, each sampling one token after at
-    least `context_tokens`, the last one after `last_context_tokens`.
+    least `context_tokens`, the first one after `first_context_tokens`.
 
     All read block 0 and write nothing, so one block of cache is enough.
     """
     num_rows, num_tokens = len(query_lens), sum(query_lens)
     lens = np.array(query_lens, dtype=np.int64)
     context_lens = np.maximum(lens, context_tokens)
-    context_lens[-1] = max(context_lens[-1], last_context_tokens)
+    context_lens[0] = max(context_lens[0], first_context_tokens)
     width = -(-int(context_lens.max()) // block_size)
     return StepInputs(
         input_ids=np.zeros(num_tokens, dtype=np.int64),

@@ -20,20 +20,23 @@ def mixed(*query_lens: int) -> list[tuple[Line, int]]:
 
 
 def test_single_tokens_are_decoded_separately() -> None:
-    (inputs,) = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), NOT_CPU)
+    (inputs,) = build_attention_inputs(step_of(mixed(1, 1, 3, 2)), NOT_CPU)
     assert inputs.prefill is not None
     assert inputs.decode is not None
-    assert inputs.prefill.rows is not None
-    assert inputs.prefill.rows.shape == (5,)
-    assert inputs.decode.rows is not None
-    assert inputs.decode.rows.shape == (2,)
+    assert inputs.prefill.context_lens.shape == (2,)
+    assert inputs.prefill.cu_seqlens_q.shape == (3,)
+    assert inputs.decode.context_lens.shape == (2,)
+
+
+def test_single_tokens_come_first() -> None:
+    with pytest.raises(ValueError, match="single tokens must come first"):
+        build_attention_inputs(step_of(mixed(3, 1)), NOT_CPU)
 
 
 def test_cpu_computes_a_mixed_step_as_prefill() -> None:
     (inputs,) = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), CPU)
     assert inputs.decode is None
     assert inputs.prefill is not None
-    assert inputs.prefill.rows is None
     assert inputs.prefill.cu_seqlens_q.tolist() == [0, 3, 4, 6, 7]
 
 
@@ -41,7 +44,7 @@ def test_step_of_single_tokens_is_decoded() -> None:
     (inputs,) = build_attention_inputs(step_of(mixed(1, 1)), CPU)
     assert inputs.prefill is None
     assert inputs.decode is not None
-    assert inputs.decode.rows is None
+    assert inputs.decode.context_lens.shape == (2,)
 
 
 def test_queries_grow_with_their_absolute_position() -> None:
@@ -70,7 +73,7 @@ def test_each_reach_has_its_own_lower_bounds() -> None:
     ]
 
 
-@pytest.mark.parametrize("query_lens", [[1, 1, 1], [5], [3, 1]])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [5], [1, 3]])
 def test_inputs_of_each_group_are_aligned_on_a_device(query_lens: list[int]) -> None:
     """Else Triton compiles a kernel for the group when a request comes. Tables have 32 bits."""
     step = idle_step(16, query_lens, context_tokens=33, num_groups=3)

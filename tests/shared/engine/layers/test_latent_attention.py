@@ -45,7 +45,6 @@ def _pack(layer: LatentAttention) -> None:
 def _inputs() -> AttentionInputs:
     num_blocks = -(-NUM_TOKENS // BLOCK_SIZE)
     rows = PrefillRows(
-        rows=None,
         block_tables=torch.arange(num_blocks).unsqueeze(0),
         cu_seqlens_q=torch.tensor([0, NUM_TOKENS]),
         context_lens=torch.tensor([NUM_TOKENS]),

@@ -37,7 +37,7 @@ ROUTED = ("qwen3 moe", "deepseek", "llama4, experts")
 BATCHES: tuple[dict[str, Any], ...] = (
     {"query_lens": [1, 1, 1], "context_tokens": 100},
     {"query_lens": [1, 1], "temperature": 0.7},
-    {"query_lens": [5, 1, 7]},
+    {"query_lens": [1, 5, 7]},
 )
 INT4 = packed_config(group_size=8)
 

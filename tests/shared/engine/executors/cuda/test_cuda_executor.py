@@ -150,7 +150,7 @@ def test_pinned_memory_is_released_with_the_devices(monkeypatch: pytest.MonkeyPa
 
 
 def test_start_runs_one_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest: all rows sample after a prompt of the other tokens."""
+    """The largest: all rows sample, and the last is a prompt of the other tokens."""
     steps: list[StepInputs] = []
     run = StepComputer.run
 
@@ -161,7 +161,7 @@ def test_start_runs_one_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(StepComputer, "run", recorded)
     load(model_dir, FakeDriver())
     (step,) = steps
-    assert step.query_lens.tolist() == [61, 1, 1, 1]
+    assert step.query_lens.tolist() == [1, 1, 1, 61]
     assert step.context_lens.min() > 1000
     assert step.sampling.num_rows == 4
 

@@ -41,8 +41,8 @@ def test_longest_context_and_all_logprobs_of_all_rows(
     monkeypatch.setattr(computer, "output", lambda *given: outputs.append(given))
     run_largest_step(computer, LoadOptions(max_batch_tokens=40, max_sequences=NUM_ROWS))
     (step,) = steps
-    assert step.query_lens.tolist() == [40 - 8, *[1] * 8]
-    assert step.context_lens[-1] == CONTEXT
+    assert step.query_lens.tolist() == [*[1] * 8, 40 - 8]
+    assert step.context_lens[0] == CONTEXT
     assert step.block_tables.shape == (1, NUM_ROWS, -(-CONTEXT // 16))
     assert not step.block_tables.any()
     done, wanted = outputs[-1]
