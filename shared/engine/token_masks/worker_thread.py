@@ -73,7 +73,7 @@ class WorkerThread:
             is_slow = active is not None and active.age_s(now) > self._takeover_s
             if active is not None and is_slow and self._may_take_over() and self._start_runner():
                 self._slow.append(active)
-                _be_nice(self._niceness + SLOW_NICENESS, active.thread.native_id)
+                _be_nicer(SLOW_NICENESS, active.thread.native_id)
             overdue = [each for each in self._runners() if each.age_s(now) > self._max_job_s]
             jobs = [each.job for each in overdue if not each.is_abandoned]
             for each in overdue:
@@ -123,7 +123,7 @@ class WorkerThread:
             job.run()
 
     def _run(self, runner: _Runner) -> None:
-        _be_nice(self._niceness, threading.get_native_id())
+        _be_nicer(self._niceness, threading.get_native_id())
         while (job := self._next(runner)) is not None:
             job.run()
             job = None  # it holds the memory of a sequence
@@ -165,11 +165,12 @@ class _Runner:
         return 0.0 if self.job is None else now - self.began_at
 
 
-def _be_nice(niceness: int, thread_id: int | None) -> None:
-    """Sets the niceness of one thread, if the system has priorities of threads."""
-    if niceness and thread_id is not None and hasattr(os, "setpriority"):
+def _be_nicer(added: int, thread_id: int | None) -> None:
+    """Adds to the niceness of one thread, if the system has priorities of threads."""
+    if added and thread_id is not None and hasattr(os, "setpriority"):
         try:
-            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+            own = os.getpriority(os.PRIO_PROCESS, thread_id)
+            os.setpriority(os.PRIO_PROCESS, thread_id, own + added)
         except ProcessLookupError:  # it has just ended
             pass
         except OSError as error:
