@@ -36,15 +36,17 @@ class PagedAttention(nn.Module):
         """
         if inputs.query_factors is not None:
             query = (query.float() * inputs.query_factors[:, None, None]).to(query.dtype)
-        if inputs.prefill is None:
-            return self._decode(query, kv_cache, inputs.decode)
-        if inputs.decode is None:
-            return self._prefill(query, kv_cache, inputs.prefill)
-        num_single = len(inputs.decode.context_lens)
+        single, runs = inputs.decode, inputs.prefill
+        if single is None:
+            assert runs is not None, "a step has at least one token"
+            return self._prefill(query, kv_cache, runs)
+        if runs is None:
+            return self._decode(query, kv_cache, single)
+        num_single = len(single.context_lens)
         return torch.cat(
             (
-                self._decode(query[:num_single], kv_cache, inputs.decode),
-                self._prefill(query[num_single:], kv_cache, inputs.prefill),
+                self._decode(query[:num_single], kv_cache, single),
+                self._prefill(query[num_single:], kv_cache, runs),
             )
         )
 

@@ -72,8 +72,8 @@ def build_attention_inputs(
         found.append(
             AttentionInputs(
                 slot_mapping[group],
-                prefill and replace(prefill[group], lower=_on(device, rest)),
-                decode and replace(decode[group], lower=_on(device, first)),
+                None if prefill is None else replace(prefill[group], lower=_on(device, rest)),
+                None if decode is None else replace(decode[group], lower=_on(device, first)),
                 _on(device, query_factors(temperature, inputs.positions)),
             )
         )
