@@ -19,6 +19,17 @@ def prefill_s(session: Session, config: dict[str, Any], num_tokens: int) -> floa
     return prefill_flops(config, num_tokens) / session.ceiling("matmul_flops")
 
 
+def mixed_s(
+    session: Session, config: dict[str, Any], batch: int, context: int, num_tokens: int
+) -> float:
+    """Returns the least seconds of a decode step beside tokens of a prompt, bound by the products
+    of all tokens and by reading the KV of each sequence.
+    """
+    products = 2.0 * num_layer_weights(config) * (batch + num_tokens)
+    kv = (batch + 1) * context * kv_bytes_per_token(config)
+    return products / session.ceiling("matmul_flops") + kv / session.ceiling("copy_bytes_s")
+
+
 def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
     """[N, K] of a layer's products: fused q, k and v; o; fused gate and up; down."""
     hidden, inner, head_dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))

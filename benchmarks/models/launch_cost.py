@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_kit.dry.dry_tensors import lazy_memory, library_products
-from benchmarks.gpu_kit.model_steps.inputs import decode_step, prefill_step
+from benchmarks.gpu_kit.model_steps.inputs import decode_step, mixed_step, prefill_step
 from benchmarks.gpu_kit.models.dummy_model import make_executor
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B
@@ -46,6 +46,7 @@ STEPS = {
     "decode of 1": decode_step(1, CONTEXT, BLOCK_SIZE),
     "decode of 64": decode_step(64, CONTEXT, BLOCK_SIZE),
     f"prefill of {CHUNK}": prefill_step(CONTEXT - CHUNK, CHUNK, BLOCK_SIZE),
+    f"{CHUNK} of a prompt beside 64": mixed_step(64, CONTEXT, CHUNK, BLOCK_SIZE),
 }
 LAYER, LIBRARY = "layer", "linear of the library"
 MAX_OWN_US = 20.0  # of a launch, outside Triton
@@ -142,7 +143,7 @@ def engine_without_device() -> Iterator[None]:
 def make_model(folder: Path) -> StepComputer:
     session = Session("launch_cost", folder / "rows.jsonl", mode="compile")
     config = CONFIG_8B | {"num_hidden_layers": LAYERS}
-    num_blocks = 64 * CONTEXT // BLOCK_SIZE
+    num_blocks = 65 * CONTEXT // BLOCK_SIZE
     sizes = {"num_blocks": num_blocks, "num_positions": CONTEXT}
     return make_executor(session, config, "exact", **sizes)
 

@@ -47,6 +47,24 @@ def prefill_step(start: int, num_tokens: int, block_size: int) -> StepInputs:
     )
 
 
+def mixed_step(batch: int, context: int, num_tokens: int, block_size: int) -> StepInputs:
+    """Returns a decode step of the batch, and beside it the last tokens of a prompt as long as its
+    contexts, in blocks of its own.
+    """
+    single = decode_step(batch, context, block_size)
+    several = prefill_step(context - num_tokens, num_tokens, block_size)
+    first = single.block_tables.size  # block of the prompt
+    slots = several.slot_mapping[0] + first * block_size
+    return _step(
+        positions=np.concatenate((single.positions, several.positions)),
+        slots=np.concatenate((single.slot_mapping[0], slots)),
+        query_lens=np.concatenate((single.query_lens, several.query_lens)),
+        context_lens=np.concatenate((single.context_lens, several.context_lens)),
+        tables=np.concatenate((single.block_tables[0], several.block_tables[0] + first)),
+        logits_indices=np.append(np.arange(batch), batch + num_tokens - 1),
+    )
+
+
 def prefill_steps(num_tokens: int, chunk: int, block_size: int) -> list[StepInputs]:
     """Returns a prompt in chunks."""
     starts = range(0, num_tokens, chunk)

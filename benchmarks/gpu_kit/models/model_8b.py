@@ -84,6 +84,7 @@ class Measurement:
             heading = {"case": graph_step.case_name(batch), "context": context}
             if not self._is_left_out(heading, batch * context):
                 await self._decode(heading, batch, context)
+        await self._mixed(shapes.batches[1], shapes.context, min(shapes.chunks))
         for chunk in shapes.chunks:
             heading = {"case": prefill.case_name(self._session, chunk)}
             if not self._is_left_out(heading, shapes.prompt):
@@ -125,6 +126,30 @@ class Measurement:
             alone_ms=round(statistics.median(seconds for seconds, _ in alone) * 1e3, 3),
             is_replayed=not alone[-1][1],
             **medians([stages for _, stages in alone]),
+        )
+
+    async def _mixed(self, batch: int, context: int, num_tokens: int) -> None:
+        """Measures what graphs do not cover: whether the host's launches end before the device."""
+        from benchmarks.gpu_kit.model_steps.inputs import mixed_step
+
+        session = self._session
+        heading = {"case": f"{num_tokens} of a prompt beside {batch} decodes", "context": context}
+        if self._is_left_out(heading, (batch + 1) * context):
+            return
+        step = mixed_step(batch, context, num_tokens, self._block_size)
+        steps = [step] * (1 if session.is_dry else WARM_UP_STEPS + PROMPTS)
+        alone_s, stages = await self._timed(steps[:1])
+        took = [] if session.is_dry else (await self._in_flight(steps))[-PROMPTS:]
+        session.add(
+            **heading,
+            mode=self._mode,
+            predicted_s=roofline.mixed_s(
+                session, session.shapes.config, batch, context, num_tokens
+            ),
+            measured_s=min(took, default=None),
+            kernels=(*prefill.KERNELS[self._mode], "decode_attention"),
+            **({} if session.is_dry else {"alone_ms": round(alone_s * 1e3, 3)}),
+            **medians([stages]),
         )
 
     async def _prefill(self, heading: dict[str, Any], chunk: int) -> None:

@@ -129,15 +129,16 @@ def test_worker_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     session, worker = session_in(tmp_path), Worker()
     asyncio.run(model_8b.Measurement(session, worker, "exact").run())  # type: ignore[arg-type]
     decoded = 2 * (2 * (model_8b.WARM_UP_STEPS + model_8b.STEPS) + 1)  # alone, and in flight
-    assert worker.num_steps == decoded + (1 + model_8b.PROMPTS) * (1 + 3)
+    mixed = 1 + model_8b.WARM_UP_STEPS + model_8b.PROMPTS
+    assert worker.num_steps == decoded + mixed + (1 + model_8b.PROMPTS) * (1 + 3)
     measured = [row for row in session.rows if "measured_ms" in row]
     assert [row["case"] for row in measured] == [
-        *("decode, batch 1", "decode, batch 3"),
+        *("decode, batch 1", "decode, batch 3", "32 of a prompt beside 3 decodes"),
         *("prefill of 96 in chunks of 96", "prefill of 96 in chunks of 32"),
     ]
     assert {row["ceiling"] for row in measured} == {"assumed"}
-    assert [row["device_ms"] for row in measured] == [6, 6, 6, 18]  # a prompt's: of all chunks
-    assert measured[3]["draw_ms"] == 3
+    assert [row["device_ms"] for row in measured] == [6, 6, 6, 6, 18]  # a prompt's: of all chunks
+    assert measured[4]["draw_ms"] == 3
     left_out = [(row["context"], row["left_out"]) for row in session.rows if "left_out" in row]
     assert left_out == [(32, "too few KV blocks"), (64, "too few KV blocks")]
 
