@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from ipaddress import ip_address
 from itertools import pairwise
 from math import inf
@@ -24,7 +25,7 @@ from shared.numerics import (
     KvDtype,
     ModeChoice,
 )
-from shared.sizes import parse_size
+from shared.sizes import parse_size_or_share
 from shared.tls import TlsFiles
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -293,7 +294,7 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
     redis_ca: str = ""  # PEM files, for rediss:// URLs
     redis_cert: str = ""
     redis_key: str = ""
-    # DEVICE=SIZE; empty: half of this machine's memory, or 0.9 of what is free on its CUDA devices
+    # DEVICE=SIZE or SHARE; empty: half of this machine's memory, or on CUDA 0.9 of what is free
     budget: tuple[str, ...] = ()
     state_dir: str = ""  # cards, digests, times and logs; empty: a folder of this user's state
     num_threads: int = 0  # threads of each worker; 0: all cores, which few workers use at once
@@ -317,26 +318,26 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"num_threads {self.num_threads} is negative"
 
 
-def device_budgets(texts: Iterable[str]) -> dict[str, int | None]:
-    """Returns the bytes by device of texts such as `cpu=12GiB`. Of `cpu` alone it is None: the
-    device's default. Raises ConfigError.
+def device_budgets(texts: Iterable[str]) -> dict[str, int | Fraction | None]:
+    """Returns the bytes, or the share of the memory, by device of texts such as `cpu=12GiB` or
+    `cuda:0=45%`. Of `cpu` alone it is None: the device's default. Raises ConfigError.
     """
-    budgets: dict[str, int | None] = {}
+    budgets: dict[str, int | Fraction | None] = {}
     for text in texts:
         device, separator, size = text.partition("=")
         if not _BUDGET_DEVICE.fullmatch(device):
-            raise ConfigError(f"budget {text!r} is not DEVICE=SIZE with the device cpu or cuda:N")
+            raise ConfigError(
+                f"budget {text!r} is not DEVICE=SIZE|SHARE with the device cpu or cuda:N"
+            )
         if device in budgets:
             raise ConfigError(f"budget {text!r}: {device} has a budget already")
         if not separator:
             budgets[device] = None
             continue
         try:
-            budgets[device] = parse_size(size)
+            budgets[device] = parse_size_or_share(size)
         except ConfigError as error:
             raise ConfigError(f"budget {text!r}: {error.message}") from None
-        if budgets[device] == 0:
-            raise ConfigError(f"budget {text!r} is no memory: leave {device} out")
     return budgets
 
 
@@ -372,6 +373,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     kv_floor_bytes: int | None = None  # it never has less while it serves; None: what it needs
     kv_ceiling_bytes: int | None = None  # nor more; None: kv_cache_bytes
     is_parked: bool = False  # starts in standby, without a KV cache
+    gpu_memory: str = ""  # most of the device that it takes in all, a size or a share; empty: any
     max_context_tokens: int | None = None  # limit of a sequence; None: the model's
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
     max_sequences: int = 256
@@ -406,6 +408,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             *("max_context_tokens", "max_batch_tokens", "max_sequences"),
         )
         yield from self._kv_size_problems()
+        yield from gpu_memory_problems(self.gpu_memory, self.device)
         if self.announce not in ("", *WORKER_ROLES):
             yield f"announce {self.announce!r} is none of {', '.join(WORKER_ROLES)}"
         if self.dtype not in DTYPES:
@@ -526,6 +529,17 @@ def _rank_network_problems(nats_url: str, rank_host: str) -> Iterator[str]:
             f"rank_host {rank_host}: ranks of several hosts send activations and KV without "
             "encryption; give trusted_network if every host of that network may read them"
         )
+
+
+def gpu_memory_problems(gpu_memory: str, device: str) -> Iterator[str]:
+    if not gpu_memory:
+        return
+    try:
+        parse_size_or_share(gpu_memory)
+    except ConfigError as error:
+        yield f"gpu_memory {error.message}"
+    if device == "cpu":
+        yield f"gpu_memory {gpu_memory} is for CUDA devices, and the device is cpu"
 
 
 def is_device_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 8GiB, 512MB, 1.5g, 4096."""
+"""Sizes in bytes as people write them: 8GiB, 512MB, 1.5g, 4096; and shares: 0.45, 45%."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fractions import Fraction
 from shared.errors import ConfigError
 
 EXAMPLES = "8GiB, 512MB, 1.5g or 4096 (bytes)"
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,18})?) ?%|(\d\.\d{1,18})", re.ASCII)
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kmgt]?)(i?b?)", re.IGNORECASE | re.ASCII)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -22,6 +23,37 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size such as {EXAMPLES}")
     base = 1000 if kind.lower() == "b" else 1024
     return int(Fraction(number) * base ** _POWERS[unit.lower()])
+
+
+def parse_size_or_share(text: str) -> int | Fraction:
+    """Returns bytes, or the share of a memory that `0.45` or `45%` is: more than 0, at most 1.
+    Raises ConfigError.
+    """
+    found = _SHARE.fullmatch(text.strip())
+    if found is None:
+        amount: int | Fraction = _size_in(text)
+    else:
+        percent, ratio = found.groups()
+        amount = Fraction(ratio) if percent is None else Fraction(percent) / 100
+    if amount == 0:
+        raise ConfigError(f"{text!r} is no memory")
+    if isinstance(amount, Fraction) and amount > 1:
+        raise ConfigError(f"{text!r} is more than all of a memory")
+    return amount
+
+
+def bytes_of(amount: int | Fraction, total: int) -> int:
+    """Returns the bytes of a size, or of a share of `total`."""
+    return int(amount * total) if isinstance(amount, Fraction) else amount
+
+
+def _size_in(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError:
+        raise ConfigError(
+            f"{text!r} is neither a size such as {EXAMPLES}, nor a share such as 0.45 or 45%"
+        ) from None
 
 
 def shortest_size(num_bytes: int) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 
 from services.host.budget import size_text
-from services.local.gpus import count_gpus, free_gpu_bytes
+from services.local.gpus import count_gpus, gpu_memories
 from shared.config import device_budgets
 from shared.errors import ConfigError
+from shared.sizes import bytes_of
 
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
@@ -23,18 +25,29 @@ def budgets_of(texts: Iterable[str]) -> dict[str, int]:
     """
     given = device_budgets(texts)
     if not given:
-        free = _cuda_budgets()
-        return free or {"cpu": _cpu_budget()}
-    on_cuda = [device for device in given if device != "cpu"]
-    _check_cuda(on_cuda)
-    defaults = {"cpu": _cpu_budget(), **(_cuda_budgets() if None in given.values() else {})}
-    budgets = {device: defaults[device] if size is None else size for device, size in given.items()}
+        on_cuda = {device: default for device, (default, _) in _cuda_memories().items()}
+        return on_cuda or {"cpu": _cpu_budget()}
+    cuda = [device for device in given if device != "cpu"]
+    _check_cuda(cuda)
+    are_sizes = all(isinstance(given[device], int) for device in cuda)
+    memories = {"cpu": (_cpu_budget(), memory_bytes()), **({} if are_sizes else _cuda_memories())}
+    budgets = {device: _budget(device, each, memories) for device, each in given.items()}
     total = memory_bytes()
     if budgets.get("cpu", 0) > total:
         raise ConfigError(
             f"budget cpu={budgets['cpu']}: this machine has {size_text(total)} of memory"
         )
     return budgets
+
+
+def _budget(
+    device: str, given: int | Fraction | None, memories: Mapping[str, tuple[int, int]]
+) -> int:
+    """`memories`: the default budget, and all bytes, of devices where they are asked for."""
+    if isinstance(given, int):
+        return given
+    default, total = memories[device]
+    return default if given is None else bytes_of(given, total)
 
 
 def memory_bytes() -> int:
@@ -58,8 +71,10 @@ def _cpu_budget() -> int:
     return int(CPU_SHARE * memory_bytes())
 
 
-def _cuda_budgets() -> dict[str, int]:
-    return {f"cuda:{index}": int(CUDA_SHARE * each) for index, each in enumerate(free_gpu_bytes())}
+def _cuda_memories() -> dict[str, tuple[int, int]]:
+    """Returns the default budget of each device, and its bytes in all."""
+    found = enumerate(gpu_memories())
+    return {f"cuda:{index}": (int(CUDA_SHARE * free), total) for index, (free, total) in found}
 
 
 def _check_cuda(devices: list[str]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 _DRIVER = "libcuda.so.1"
 _QUESTION = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-_FREE = (
+_MEMORY = (
     "import torch\nif torch.cuda.is_available():\n"
-    "    for each in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(each)[0])"
+    "    for each in range(torch.cuda.device_count()): print(*torch.cuda.mem_get_info(each))"
 )
 _TIMEOUT_S = 60.0
 _CAPABILITY = 75, 76  # attributes of CUdevice_attribute: major and minor
@@ -80,8 +80,9 @@ def _answer(question: str) -> str:
     return child.stdout
 
 
-def free_gpu_bytes(driver_name: str = _DRIVER) -> list[int]:
-    """Returns the free memory of each device that torch shows; empty without one."""
+def gpu_memories(driver_name: str = _DRIVER) -> list[tuple[int, int]]:
+    """Returns the free bytes and all bytes of each device that torch shows; empty without one."""
     if not count_by_driver(driver_name):
         return []
-    return [int(each) for each in _answer(_FREE).split()]
+    numbers = [int(each) for each in _answer(_MEMORY).split()]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -21,6 +21,7 @@ from shared.config import (
     LOAD_FORMATS,
     TP_SIZES,
     WEIGHT_FORMS,
+    gpu_memory_problems,
     is_device_name,
     is_loopback,
     log_problems,
@@ -29,6 +30,7 @@ from shared.errors import ConfigError
 from shared.lifecycle.child_process import python_path
 from shared.nats_urls import authority
 from shared.numerics import ACTIVATIONS, KV_DTYPES
+from shared.sizes import parse_size_or_share
 from shared.subjects import NO_INSTANCE, CredentialRole
 from shared.tls import TlsFiles
 
@@ -82,6 +84,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"
     weights: str = "auto"
     kv_cache_bytes: int | None = None  # None means the worker's default
+    gpu_memory: str = ""  # that each worker may use, a size or a share; empty: what is free
     max_batch_tokens: int | None = None
     tenant_id: str = "default"
     api_key: str = ""  # of the tenant; empty: a new one, or that of the last start
@@ -216,7 +219,12 @@ def _device_problems(options: UpOptions) -> list[str]:
     device, num_gpus = options.device, options.num_gpus
     if not is_device_name(device):
         return [f"--device {device!r} is not {DEVICES}"]
-    if not device.startswith("cuda") and (device == "cpu" or num_gpus == 0):
+    is_on_cpu = device == "cpu" or (device == "auto" and num_gpus == 0)
+    if options.gpu_memory:
+        named = gpu_memory_problems(options.gpu_memory, "cpu" if is_on_cpu else device)
+        if problems := [f"--{each.replace('_', '-', 1)}" for each in named]:
+            return problems
+    if is_on_cpu:
         return []
     if num_gpus == 0:
         return [f"--device {device}: this machine shows no CUDA device to torch"]
@@ -225,12 +233,27 @@ def _device_problems(options: UpOptions) -> list[str]:
         return [f"--device {device}: there are {num_gpus} CUDA devices, 0 to {num_gpus - 1}"]
     num_workers = options.num_prefill + options.num_decode + options.num_both
     num_usable = 1 if index else num_gpus
+    if options.gpu_memory:
+        return _share_problems(options.gpu_memory, num_workers, num_usable)
     if num_workers > num_usable and options.kv_cache_bytes is None:
         return [
             f"{num_workers} workers on {num_usable} CUDA device(s): each sizes its KV cache by the "
-            "memory that is free; start at most one a device (--both 1), or give --kv-cache-bytes"
+            "memory that is free; start at most one a device (--both 1), or give --gpu-memory, or "
+            "--kv-cache-bytes"
         ]
     return []
+
+
+def _share_problems(gpu_memory: str, num_workers: int, num_devices: int) -> list[str]:
+    """Returns the problem of workers that share a device, if their shares are more than all."""
+    amount = parse_size_or_share(gpu_memory)
+    num_sharing = -(-num_workers // num_devices)
+    if isinstance(amount, int) or num_sharing * amount <= 1:
+        return []
+    return [
+        f"--gpu-memory {gpu_memory}: {num_sharing} workers share a device, and {num_sharing} times "
+        f"{gpu_memory} is more than all of it"
+    ]
 
 
 def worker_counts(
@@ -334,8 +357,8 @@ def _several_models_services(
     """
     worker = next(each for each in credentials if each.role == "worker")
     of_host = {"HEARTH_WORKER_NATS_URL": endpoints.nats_url_of(worker)}
-    if options.device != "auto":
-        of_host["HEARTH_BUDGET"] = options.device  # a device alone has the default budget
+    if budget := _host_budget(options):
+        of_host["HEARTH_BUDGET"] = budget
     return [
         _service(
             each,
@@ -348,6 +371,15 @@ def _several_models_services(
         for each in credentials
         if each.role in _COMMANDS and each.role != "worker"
     ]
+
+
+def _host_budget(options: UpOptions) -> str:
+    """Returns the budgets of the host; empty: its defaults, as has a device alone."""
+    device = options.device
+    if not options.gpu_memory:
+        return "" if device == "auto" else device
+    devices = [device] if ":" in device else [f"cuda:{n}" for n in range(options.num_gpus)]
+    return " ".join(f"{each}={options.gpu_memory}" for each in devices)
 
 
 def _service(
@@ -374,6 +406,8 @@ def _service(
         arguments += ["--weights", options.weights, "--load-format", options.load_format]
         if options.kv_cache_bytes is not None:
             arguments += ["--kv-cache-bytes", str(options.kv_cache_bytes)]
+        if options.gpu_memory:
+            arguments += ["--gpu-memory", options.gpu_memory]
         if options.max_batch_tokens is not None:
             arguments += ["--max-batch-tokens", str(options.max_batch_tokens)]
         arguments += ["--num-threads", str(num_threads)]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import pytest
 
 from shared.errors import ConfigError
-from shared.sizes import parse_size, shortest_size
+from shared.sizes import bytes_of, parse_size, parse_size_or_share, shortest_size
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,43 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
 def test_other_sizes_are_an_error_that_shows_some(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("size such as 8GiB, 512MB, 1.5g or 4096")):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("36GiB", 36 << 30),
+        ("1", 1),
+        ("0.45", Fraction(45, 100)),
+        (" 45% ", Fraction(45, 100)),
+        ("12.5 %", Fraction(1, 8)),
+        ("1.0", Fraction(1)),
+        ("100%", Fraction(1)),
+        ("1.5g", 3 << 29),
+    ],
+)
+def test_a_share_has_a_point_or_a_percent_sign(text: str, amount: int | Fraction) -> None:
+    found = parse_size_or_share(text)
+    assert (found, type(found)) == (amount, type(amount))
+    assert bytes_of(found, 800) == (amount if isinstance(amount, int) else int(800 * amount))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("0", "is no memory"),
+        ("0%", "is no memory"),
+        ("0.0", "is no memory"),
+        ("1.5", "is more than all"),
+        ("101%", "is more than all"),
+        ("half", "neither a size such as 8GiB"),
+        ("-45%", "neither a size such as 8GiB"),
+        ("", "nor a share such as 0.45 or 45%"),
+    ],
+)
+def test_other_shares_are_an_error(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_size_or_share(text)
 
 
 def test_shortest_size_is_read_as_the_same_bytes() -> None:

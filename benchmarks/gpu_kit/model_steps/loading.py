@@ -60,6 +60,11 @@ class NoCuda:
     def mem_get_info(self, device: int, /) -> tuple[int, int]:
         raise RuntimeError("a dry run has no memory to measure")
 
+    def memory_reserved(self, device: int, /) -> int:
+        raise RuntimeError("a dry run has no memory to measure")
+
+    def set_per_process_memory_fraction(self, fraction: float, device: int, /) -> None: ...
+
     def Stream(self, device: int, priority: int, /) -> Any:  # noqa: N802
         return None
 

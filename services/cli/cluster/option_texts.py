@@ -57,7 +57,7 @@ PANELS = {
         *("min_role_workers", "role_change_min_s", "target_itl_s", "residency", "wake_ttft_s"),
     ),
     "KV cache": (
-        *("kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes", "block_size"),
+        *("kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes", "block_size", "gpu_memory"),
         *("max_reserved_share", "max_pinned_share", "zero_freed_blocks"),
     ),
     "KV data plane": (
@@ -188,8 +188,8 @@ HELP = {
     "11.4 bits per weight instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
     "worker_nats_url": "NATS server with the credential that all workers of the host share.",
-    "budget": "DEVICE=SIZE: memory that the models on a device may use, such as cpu=12GiB or "
-    "cuda:0=70GiB; repeatable (default: half of this machine's memory, or on CUDA 0.9 of what is "
+    "budget": "DEVICE=SIZE|SHARE: memory that the models on a device may use, such as cpu=12GiB "
+    "or cuda:0=45%; repeatable (default: half of this machine's memory, or on CUDA 0.9 of what is "
     "free).",
     "state_dir": "Folder for what is known of the models, and for the workers' logs (default: "
     "$XDG_STATE_HOME/hearth/hosts/ID).",
@@ -217,6 +217,8 @@ HELP = {
     "kv_floor_bytes": "Memory that the KV cache has at least while the worker serves; it limits "
     "the context (default: what the context that the worker announces needs).",
     "kv_ceiling_bytes": "Memory to which the KV cache may grow (default: --kv-cache-bytes).",
+    "gpu_memory": "Memory of the GPU that this worker may use in all, for weights, steps, graphs "
+    "and KV: a size such as 36GiB, or a share such as 0.45 or 45% (default: what is free).",
     "is_parked": "Start in standby: with weights and kernels, but without a KV cache.",
     "max_context_tokens": "Tokens of a sequence, at most (default: the model's context).",
     "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "

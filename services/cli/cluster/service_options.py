@@ -158,6 +158,8 @@ def _metavar(name: str, kind: Any) -> str | None:
         return "FILE"
     if name.endswith("_url"):
         return "URL"
+    if name == "gpu_memory":
+        return "SIZE|SHARE"
     return "NAME" if name in VALUES and kind is str else None
 
 

@@ -201,6 +201,16 @@ KvCacheBytes = Annotated[
         help="KV cache of each worker (default: 256 MiB on the CPU, free memory on CUDA).",
     ),
 ]
+GpuMemory = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=_WORKERS,
+        envvar="HEARTH_GPU_MEMORY",
+        metavar="SIZE|SHARE",
+        show_default=False,
+        help="Of its GPU, for each worker in all: 36GiB, 0.45 or 45% (default: what is free).",
+    ),
+]
 MaxBatchTokens = Annotated[
     int | None,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shared.config import default_block_size
+from shared.config import default_block_size, gpu_memory_problems
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.executors.mode_choice import resolve_mode
@@ -62,6 +62,9 @@ def load_executor(
             from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 
         return CudaExecutor.load(model_dir, chosen, cuda_device(target), on_phase, times)
+    if chosen.gpu_memory:
+        problems = gpu_memory_problems(chosen.gpu_memory, "cpu")
+        raise ConfigError("; ".join(problems), param="gpu_memory")
     from shared.engine.executors.cpu_executor import CpuExecutor  # numba
 
     return CpuExecutor.load(model_dir, chosen, on_phase)

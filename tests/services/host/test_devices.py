@@ -1,26 +1,31 @@
+from fractions import Fraction
+
 import pytest
 
+from services.host import devices
 from services.host.devices import budgets_of, memory_bytes
 from shared.config import device_budgets
 from shared.errors import ConfigError
 
 
 def test_budgets_have_units() -> None:
-    assert device_budgets(["cpu=1.5GiB", "cuda:1=2GB", "cuda:2=7", "cuda:3"]) == {
+    given = ["cpu=1.5GiB", "cuda:1=2GB", "cuda:2=7", "cuda:3", "cuda:4=45%"]
+    assert device_budgets(given) == {
         "cpu": 3 << 29,
         "cuda:1": 2 * 10**9,
         "cuda:2": 7,
         "cuda:3": None,
+        "cuda:4": Fraction(45, 100),
     }
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("tpu=1GiB", "is not DEVICE=SIZE with the device cpu or cuda:N"),
-        ("cpu=", "'' is not a size such as 8GiB"),
+        ("tpu=1GiB", r"is not DEVICE=SIZE\|SHARE with the device cpu or cuda:N"),
+        ("cpu=", "'' is neither a size such as 8GiB"),
         ("cpu=0", "is no memory"),
-        ("cpu=12 parsecs", "'12 parsecs' is not a size such as 8GiB"),
+        ("cpu=12 parsecs", "'12 parsecs' is neither a size such as 8GiB"),
     ],
 )
 def test_invalid_budgets_are_named(text: str, problem: str) -> None:
@@ -37,6 +42,16 @@ def test_default_is_half_of_the_memory_and_more_than_all_is_refused() -> None:
     assert budgets_of(["cpu"]) == {"cpu": memory_bytes() // 2}
     with pytest.raises(ConfigError, match="this machine has"):
         budgets_of([f"cpu={2 * memory_bytes()}"])
+
+
+def test_share_is_of_all_memory_and_the_default_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert budgets_of(["cpu=25%"]) == {"cpu": memory_bytes() // 4}
+    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
+    monkeypatch.setattr(devices, "gpu_memories", lambda: [(700, 1000), (100, 2000)])
+    assert budgets_of(["cuda:1=0.45", "cuda:0"]) == {"cuda:1": 900, "cuda:0": 630}
+    assert budgets_of([]) == {"cuda:0": 630, "cuda:1": 90}
 
 
 def test_device_that_this_machine_lacks_is_named() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.local.model_list import named_models
 from services.local.plan import (
     Endpoints,
     UpOptions,
@@ -181,13 +182,33 @@ def test_single_gpu_has_one_worker_for_both_by_default(
     assert worker_counts(*counts, device=device, num_gpus=num_gpus) == expected
 
 
-def test_workers_share_a_gpu_only_with_a_given_cache_size(tmp_path: Path) -> None:
-    shared = options(tmp_path, num_gpus=1, kv_cache_bytes=1 << 30)
-    assert devices_of(shared) == ["cuda:0", "cuda:0"]
+def test_workers_share_a_gpu_only_with_a_given_size(tmp_path: Path) -> None:
+    for size in ({"kv_cache_bytes": 1 << 30}, {"gpu_memory": "45%"}, {"gpu_memory": "36GiB"}):
+        shared = options(tmp_path, num_gpus=1, **size)
+        check_options(shared)
+        assert devices_of(shared) == ["cuda:0", "cuda:0"]
     with pytest.raises(ConfigError, match=r"2 workers on 1 CUDA .*--both 1.*--kv-cache-bytes"):
         check_options(options(tmp_path, num_gpus=1))
     with pytest.raises(ConfigError, match="2 workers on 1 CUDA"):
         check_options(options(tmp_path, device="cuda:1", num_gpus=2))
+    with pytest.raises(ConfigError, match=r"2 workers share a device, and 2 times 60% is more"):
+        check_options(options(tmp_path, num_gpus=1, gpu_memory="60%"))
+    check_options(options(tmp_path, num_gpus=2, gpu_memory="60%"))
+    for device in ("cpu", "auto"):
+        with pytest.raises(ConfigError, match="--gpu-memory 45% is for CUDA devices"):
+            check_options(options(tmp_path, device=device, gpu_memory="45%"))
+
+
+def test_memory_of_a_gpu_is_passed_to_workers_and_hosts(tmp_path: Path) -> None:
+    shared = options(tmp_path, num_gpus=2, gpu_memory="0.45")
+    specs = plan_services(shared, plan_credentials(shared), ENDPOINTS, num_cores=2, environ={})
+    limited = {spec.argv[3] for spec in specs if "--gpu-memory 0.45" in " ".join(spec.argv)}
+    assert limited == {"prefill", "decode"}
+    several = msgspec.structs.replace(shared, models=named_models(["a=org/a", "b=org/b"]))
+    check_options(several)
+    specs = plan_services(several, plan_credentials(several), ENDPOINTS, num_cores=2, environ={})
+    (host,) = [spec for spec in specs if spec.argv[3] == "host"]
+    assert host.environ["HEARTH_BUDGET"] == "cuda:0=0.45 cuda:1=0.45"
 
 
 @pytest.mark.parametrize(

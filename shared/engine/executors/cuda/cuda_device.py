@@ -28,6 +28,8 @@ class CudaDriver(Protocol):
     def empty_cache(self) -> None: ...
     def get_device_properties(self, device: int, /) -> Any: ...
     def mem_get_info(self, device: int, /) -> tuple[int, int]: ...
+    def memory_reserved(self, device: int, /) -> int: ...
+    def set_per_process_memory_fraction(self, fraction: float, device: int, /) -> None: ...
     def Stream(self, device: int, priority: int, /) -> Any: ...  # noqa: N802
     def Event(self) -> Any: ...  # noqa: N802
     def stream(self, stream: Any, /) -> AbstractContextManager[Any]: ...
@@ -75,7 +77,13 @@ class CudaDevice:
         """Returns the memory report, after all launched work has ended."""
         self.driver.synchronize()
         free, total = self.driver.mem_get_info(self.index)
-        return MemoryReport(free=free, total=total)
+        return MemoryReport(free, total, self.driver.memory_reserved(self.index))
+
+    def limit_torch(self, share: float) -> None:
+        """Lets torch hold at most this share of the device's memory: beyond it, what allocates
+        raises OutOfMemoryError, as if the device had no more.
+        """
+        self.driver.set_per_process_memory_fraction(share, self.index)
 
     def release_cached(self) -> None:
         """Returns what torch caches for reuse: memory of the device, pinned memory of the host."""

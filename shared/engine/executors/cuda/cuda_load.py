@@ -14,15 +14,25 @@ from pathlib import Path
 
 import structlog
 import torch
+from torch import Tensor
 
 from shared.engine.codec.manifest import is_bundle
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_graphs import CudaGraphs
-from shared.engine.executors.cuda.decode_graphs import beside_graphs, max_graphs_in
+from shared.engine.executors.cuda.decode_graphs import (
+    GRAPH_BYTES,
+    beside_graphs,
+    max_graphs_in,
+)
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
 from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.meta_model import META
+from shared.engine.executors.loading.device_limit import (
+    DeviceLimit,
+    out_of_memory,
+    tried_bytes,
+)
 from shared.engine.executors.loading.kv_scales import load_kv_scales
 from shared.engine.executors.loading.kv_sizing import num_blocks_for, num_blocks_in
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase
@@ -48,7 +58,7 @@ from shared.engine.weights.reading.staging import (
     pinned_ring,
 )
 from shared.engine.weights.shared_weights import compress_weights
-from shared.engine.weights.weight_form import uses_compressed
+from shared.engine.weights.weight_form import uses_compressed, weights_report
 from shared.errors import ConfigError
 from shared.kv_layout import KvLayout
 from shared.telemetry.stage_times import StageTimes
@@ -94,7 +104,9 @@ class _CudaLoad:
         on_phase: OnPhase,
         times: StageTimes,
     ) -> None:
-        """Raises CheckpointError, ConfigError."""
+        """Limits the memory that torch takes, if an option does. Raises CheckpointError,
+        ConfigError.
+        """
         self._model_dir, self._options, self._device = model_dir, options, device
         self._on_phase, self._stage, self._times = on_phase, times.stage, times
         self._target = target = device.tensors_on
@@ -105,8 +117,24 @@ class _CudaLoad:
         self._dtype = resolve_dtype(options.dtype, target)
         self._layout = _kv_layout(config, options, self._dtype, target)
         self._given_blocks = _given_blocks(options, self._layout)
+        self._limit = self._limited() if options.gpu_memory else None
+
+    def _limited(self) -> DeviceLimit:
+        limit = DeviceLimit.of(self._options.gpu_memory, self._device.memory().total)
+        self._device.limit_torch(limit.torch_bytes / limit.total)
+        return limit
 
     def run(self) -> LoadedModel:
+        try:
+            return self._run()
+        except torch.OutOfMemoryError as error:
+            raise self._no_room(tried_bytes(str(error)), "the next part of a start") from None
+
+    def _no_room(self, num_bytes: int, what: str) -> ConfigError:
+        """Returns the error of a start that lacks memory for `what`."""
+        return out_of_memory(self._device.memory(), self._limit, num_bytes, what)
+
+    def _run(self) -> LoadedModel:
         with self._stage("empty_model"):
             model = self._empty_model()
         revision = self._read(model)
@@ -125,7 +153,7 @@ class _CudaLoad:
             compile_kernels(kernels, self._device.bind)
         with self._stage("kv_cache"):
             num_held = 0 if self._options.is_parked else num_blocks
-            computer.kv_cache = allocate_kv_cache(self._layout, num_held, self._target)
+            computer.kv_cache = self._kv_cache(num_held)
         if self._has_graphs:
             with self._stage("graphs"):
                 self._capture_graphs(computer)
@@ -140,12 +168,20 @@ class _CudaLoad:
         return self._options.load_format != "dummy"  # "dummy" reads no files
 
     def _empty_model(self) -> Decoder:
+        try:
+            return self._unset_model(self._target, META if self._is_compressed else self._target)
+        except torch.OutOfMemoryError:
+            self._device.release_cached()
+        weights = weights_report(self._unset_model(META, META))
+        raise self._no_room(weights.num_plain_bytes, "the model")
+
+    def _unset_model(self, on: torch.device, weights_on: torch.device) -> Decoder:
         given, options = self._given_blocks, self._options
         ceiling = None if given is None else options.kv_ceiling(self._layout, given)
         return empty_model(
-            *(self._model_dir, self._config, self._dtype, self._target),
+            *(self._model_dir, self._config, self._dtype, on),
             num_positions=options.context_tokens(self._config, ceiling),
-            weights_on=META if self._is_compressed else self._target,
+            weights_on=weights_on,
         )
 
     def _read(self, model: Decoder) -> str:
@@ -220,15 +256,36 @@ class _CudaLoad:
         return GraphComputer(model, cache, self._layout, check_thread=check)
 
     def _num_blocks(self) -> int:
-        """Returns the given ones, or those in the memory that the first step has left."""
-        if self._given_blocks is not None:
-            return self._given_blocks
+        """Returns the given ones, or those in the memory that the first step has left. Raises
+        ConfigError if they do not fit the limit, if there is one.
+        """
+        given, limit = self._given_blocks, self._limit
+        if limit is None and given is not None:
+            return given
         report = self._device.memory()
-        return num_blocks_in(beside_graphs(report) if self._has_graphs else report, self._layout)
+        if limit is None:
+            left = beside_graphs(report) if self._has_graphs else report
+            return num_blocks_in(left, self._layout)
+        graph_bytes = self._max_graphs * GRAPH_BYTES if self._has_graphs else 0
+        if given is None:
+            return limit.num_blocks(report, graph_bytes, self._layout)
+        limit.check_kv(given, report, graph_bytes, self._layout)
+        return given
+
+    def _kv_cache(self, num_blocks: int) -> Tensor:
+        try:
+            return allocate_kv_cache(self._layout, num_blocks, self._target)
+        except torch.OutOfMemoryError:
+            num_bytes = num_blocks * self._layout.block_bytes
+            raise self._no_room(num_bytes, "the KV cache") from None
+
+    @property
+    def _max_graphs(self) -> int:
+        limit = self._limit
+        return max_graphs_in(self._device.memory().total if limit is None else limit.num_bytes)
 
     def _capture_graphs(self, computer: GraphComputer) -> None:
-        most = max_graphs_in(self._device.memory().total)
-        max_rows = self._options.max_sequences
+        max_rows, most = self._options.max_sequences, self._max_graphs
         computer.use_graphs(CudaGraphs(self._target), max_rows=max_rows, max_graphs=most)
 
 
@@ -247,13 +304,13 @@ def _kv_layout(
 
 
 def _given_blocks(options: LoadOptions, layout: KvLayout) -> int | None:
-    """Returns the blocks of the given size, or None if free memory gives it. Raises ConfigError."""
+    """Returns the blocks of the given size, or None if the memory gives it. Raises ConfigError."""
     if options.kv_cache_bytes is not None:
         return num_blocks_for(layout, options.kv_cache_bytes)
-    if options.is_parked:
+    if options.is_parked and not options.gpu_memory:
         raise ConfigError(
-            "a worker that starts parked needs kv_cache_bytes: what is free at its start is "
-            "not what it gets later",
+            "a worker that starts parked needs kv_cache_bytes or gpu_memory: what is free at its "
+            "start is not what it gets later",
             param="kv_cache_bytes",
         )
     return None

@@ -13,10 +13,13 @@ MAX_BLOCKS = 1 << 20  # the engine has records of each block; 16 M tokens are en
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes of one device, measured after weights are loaded and the largest step has run."""
+    """Bytes of one device, measured after weights are loaded and the largest step has run.
+    `reserved`: those that torch's allocator holds in this process, in use or not.
+    """
 
     free: int
     total: int
+    reserved: int = 0
 
 
 def num_blocks_in(report: MemoryReport, kv_layout: KvLayout) -> int:

@@ -26,8 +26,11 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     The KV cache has `kv_cache_bytes`: by default 1 GiB on the CPU, and on CUDA a share of the free
     memory after loading. It may grow to `kv_ceiling_bytes`; None: no more than at the start. If the
-    worker `is_parked` it takes no memory before it gets a size. `kv_dtype`: see `resolve_kv_dtype`.
-    A sequence has at most `max_context_tokens`; None: the model's limit.
+    worker `is_parked` it takes no memory before it gets a size. On CUDA all together takes at most
+    `gpu_memory`, a size or a share of the device; empty: no limit.
+
+    `kv_dtype`: see `resolve_kv_dtype`. A sequence has at most `max_context_tokens`; None: the
+    model's limit.
 
     In the `mode` exact a token's bits depend neither on its batch nor on chunking, so a resumed
     response continues identically. On the CPU this always holds, at no cost; "fast" only declares
@@ -48,6 +51,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     kv_ceiling_bytes: int | None = None
     is_parked: bool = False
+    gpu_memory: str = ""
     max_context_tokens: int | None = None
     max_batch_tokens: int = 512
     max_sequences: int = 256

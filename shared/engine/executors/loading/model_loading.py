@@ -83,12 +83,14 @@ def empty_model(
     weights_on: torch.device | None = None,
 ) -> Decoder:
     """Returns a model with unset weights, allocated on the device, or on `weights_on`. Raises
-    CheckpointError if too large.
+    torch.OutOfMemoryError on CUDA, and CheckpointError elsewhere, if it is too large.
     """
     try:
         with device, weights_unset_on(weights_on or device):
             model = Decoder(config, dtype=getattr(torch, dtype), num_positions=num_positions)
-    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, MemoryError) as error:  # torch's errors on the CPU
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{model_dir}: too large for this machine: {reason}") from None
     return model.eval()

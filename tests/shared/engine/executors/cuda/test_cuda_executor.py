@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,8 +24,10 @@ from kernels.device import IS_INTERPRETED, TritonUnusable
 from shared.engine.executors.cuda import cuda_load
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+from shared.engine.executors.cuda.meta_model import META
 from shared.engine.executors.load import load_executor
-from shared.engine.executors.loading.kv_sizing import KV_SHARE
+from shared.engine.executors.loading.device_limit import LIMITED_KV_SHARE, OUTSIDE_BYTES
+from shared.engine.executors.loading.kv_sizing import KV_SHARE, MAX_BLOCKS
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.step import KvRun, StepInputs, StepOutput
@@ -69,6 +72,9 @@ class FakeDriver:
     """A fake `torch.cuda`: every thread starts on device 0; `free` gives the free bytes."""
 
     free: Callable[[], int] = lambda: 1 << 20
+    total: int = 1 << 30
+    reserved: int = 0  # bytes that torch holds
+    fractions: list[float] = field(default_factory=list)  # limits of what it may hold
     bound: dict[str, int] = field(default_factory=dict)  # thread name -> device
     calls: list[str] = field(default_factory=list)
     marks: list[FakeEvent] = field(default_factory=list)  # events in the order of their records
@@ -91,7 +97,15 @@ class FakeDriver:
     def mem_get_info(self, device: int) -> tuple[int, int]:
         assert device == INDEX
         self.calls.append("mem_get_info")
-        return self.free(), 1 << 30
+        return self.free(), self.total
+
+    def memory_reserved(self, device: int) -> int:
+        assert device == INDEX
+        return self.reserved
+
+    def set_per_process_memory_fraction(self, fraction: float, device: int) -> None:
+        assert device == INDEX
+        self.fractions.append(fraction)
 
     def Stream(self, device: int, priority: int) -> FakeStream:  # noqa: N802
         assert device == INDEX
@@ -226,6 +240,76 @@ def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:
     assert "mem_get_info" not in driver.calls
 
 
+def limited(model_dir: Path, driver: FakeDriver, **options: object) -> CudaExecutor:
+    driver.total, driver.reserved = 4 << 30, 1 << 30
+    return load(model_dir, driver, gpu_memory="50%", **options)
+
+
+def test_workers_that_start_at_once_on_one_device_get_what_their_limits_leave(
+    model_dir: Path,
+) -> None:
+    """Whatever the other one holds when this one measures. torch keeps to the limit, too."""
+    found = []
+    for free in (3 << 30, 1 << 20, 0):
+        driver = FakeDriver(free=lambda free=free: free)  # type: ignore[misc]
+        found.append(limited(model_dir, driver).num_blocks)
+        assert driver.fractions == [((2 << 30) - OUTSIDE_BYTES) / (4 << 30)]
+    block_bytes = 16 * load(model_dir, FakeDriver()).kv_layout.bytes_per_token
+    left = (2 << 30) - OUTSIDE_BYTES - (1 << 30)
+    assert found == [min(MAX_BLOCKS, int(left * LIMITED_KV_SHARE) // block_bytes)] * 3
+
+
+def test_worker_without_a_limit_sets_none(model_dir: Path) -> None:
+    driver = FakeDriver()
+    load(model_dir, driver)
+    assert not driver.fractions
+
+
+def test_given_kv_cache_must_fit_the_limit(model_dir: Path) -> None:
+    assert limited(model_dir, FakeDriver(), kv_cache_bytes=1 << 19).num_blocks > 0
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes 400 MiB. Use a smaller --kv-cache-b"):
+        limited(model_dir, FakeDriver(), kv_cache_bytes=400 << 20)
+
+
+def test_limit_is_enough_for_a_start_in_standby(model_dir: Path) -> None:
+    executor = limited(model_dir, FakeDriver(), is_parked=True)
+    assert executor.num_blocks == limited(model_dir, FakeDriver()).num_blocks
+    assert executor.computer.kv_cache.shape[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty_model", r"is \d+ MiB too small: the model takes 1 MiB beside the 1024 MiB that"),
+        ("run_largest_step", r"too small: the next part of a start takes 2048 MiB beside"),
+        ("allocate_kv_cache", r"^the KV cache takes \d+ MiB, and 1 MiB of 4096 MiB of device mem"),
+    ],
+)
+def test_start_without_memory_is_an_error_of_one_line(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    """Weights are counted without the device. Others than this worker may hold the memory."""
+    real = getattr(cuda_load, name)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        is_first_cache = name == "allocate_kv_cache" and arguments[1] == 1
+        if options.get("weights_on") == META or is_first_cache:
+            return real(*arguments, **options)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(cuda_load, name, failing)
+    driver = FakeDriver(total=4 << 30, reserved=1 << 30)
+    limit = "1724MiB" if name == "empty_model" else "50%"
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(model_dir, driver, gpu_memory=limit)
+    assert "\n" not in raised.value.message
+
+
+def test_limit_is_for_cuda_devices(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory 45% is for CUDA devices, and the device is"):
+        load_executor(model_dir, gpu_memory="45%")
+
+
 def test_device_without_room_raises_config_error(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no room for KV"):
         load(model_dir, FakeDriver(free=lambda: 100))
@@ -265,7 +349,7 @@ async def test_executor_that_starts_parked_has_no_cache_until_it_gets_one(model_
 
 
 def test_start_in_standby_needs_a_size_of_the_cache(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="starts parked needs kv_cache_bytes"):
+    with pytest.raises(ConfigError, match="starts parked needs kv_cache_bytes or gpu_memory"):
         load(model_dir, FakeDriver(), is_parked=True)
 
 
