@@ -16,8 +16,9 @@ for its own results, such as logprobs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.plan_builder import PlanBuilder
@@ -33,19 +34,20 @@ Answer = Callable[[], Awaitable[StepOutput]]
 @dataclass(slots=True)
 class _Step:
     plan: StepPlan
-    masks: tuple[TokenMask, ...]
-    rows: list[ScheduledSequence]
+    masks: Sequence[TokenMask]
+    take_back: Callable[[], None]
     recording: Recording | None = None
     answer: Answer | None = None  # None: not launched
     error: BaseException | None = None  # it is not launched, and its result raises this
 
 
-class StepQueue:
+class PlanQueue:
+    """Applies plans and launches their steps, wherever the plans are made."""
+
     def __init__(
         self, block_size: int, num_groups: int, start: Callable[[StepInputs], Answer]
     ) -> None:
         """`start` launches a step after those before it, and returns how to await its output."""
-        self._plans = PlanBuilder()
         self.state = RankState(block_size, num_groups)
         self._start = start
         self._steps: deque[_Step] = deque()
@@ -53,20 +55,22 @@ class StepQueue:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def submit(self, rows: list[ScheduledSequence], depth: int = 1) -> int:
-        """Returns the number of the step. Raises ValueError if `depth` steps are in flight."""
-        if len(self._steps) >= min(depth, MOST_AHEAD):
-            raise ValueError(f"{len(self._steps)} steps are in flight, no more may be")
-        plan, masks = self._plans.build(rows)
-        step = _Step(plan, masks, rows)
+    def submit(
+        self, plan: StepPlan, masks: Sequence[TokenMask], take_back: Callable[[], None]
+    ) -> None:
+        """Launches the step of a plan, or queues it. Calls `take_back` if the plan cannot be
+        applied: then this raises, or `result` does. Raises ValueError if two are in flight.
+        """
+        step = _Step(plan, masks, take_back)
         try:
+            if len(self._steps) >= MOST_AHEAD:
+                raise ValueError(f"{MOST_AHEAD} steps are in flight, no more may be")
             if not (self._steps and self.state.needs_output(plan)):
                 self._launch(step)
         except BaseException:
-            self._plans.take_back(plan, rows)
+            take_back()
             raise
         self._steps.append(step)
-        return plan.step
 
     async def result(self, number: int) -> StepOutput:
         """Returns the output of the oldest step, and raises what it raises."""
@@ -83,10 +87,6 @@ class StepQueue:
         finally:
             self._steps.popleft()
             self._launch_next()
-
-    def end_rows(self) -> None:
-        """Forgets the rows of sequences that have ended, when no step is in flight."""
-        self.state.end(self._plans.end_rows())
 
     def _launch(self, step: _Step) -> None:
         """Raises if its plan cannot be applied."""
@@ -107,6 +107,40 @@ class StepQueue:
         try:
             self._launch(step)
         except BaseException as error:  # raised where its result is awaited
-            self._plans.take_back(step.plan, step.rows)
+            step.take_back()
             step.error = error
         self._steps.append(step)
+
+
+class StepQueue:
+    """Makes the plans of steps, and computes them in this process."""
+
+    def __init__(
+        self, block_size: int, num_groups: int, start: Callable[[StepInputs], Answer]
+    ) -> None:
+        """`start`: see PlanQueue."""
+        self._plans = PlanBuilder()
+        self._queue = PlanQueue(block_size, num_groups, start)
+
+    @property
+    def state(self) -> RankState:
+        return self._queue.state
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, rows: list[ScheduledSequence], depth: int = 1) -> int:
+        """Returns the number of the step. Raises ValueError if `depth` steps are in flight."""
+        if len(self._queue) >= min(depth, MOST_AHEAD):
+            raise ValueError(f"{len(self._queue)} steps are in flight, no more may be")
+        plan, masks = self._plans.build(rows)
+        self._queue.submit(plan, masks, partial(self._plans.take_back, plan, rows))
+        return plan.step
+
+    async def result(self, number: int) -> StepOutput:
+        """Returns the output of the oldest step, and raises what it raises."""
+        return await self._queue.result(number)
+
+    def end_rows(self) -> None:
+        """Forgets the rows of sequences that have ended, when no step is in flight."""
+        self.state.end(self._plans.end_rows())

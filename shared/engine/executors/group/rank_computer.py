@@ -14,7 +14,7 @@ from kernels.device import IS_INTERPRETED
 from kernels.ops import cpu_host
 from shared.background import item_error
 from shared.engine.executors.group.fingerprint import fingerprint, model_on_meta
-from shared.engine.executors.group.kv.rank_memory import RankKvMemory
+from shared.engine.executors.group.kv.rank_memory import CopyThread, RankKvMemory
 from shared.engine.executors.group.messages import RankSetup
 from shared.engine.executors.loading.cpu_kernels import compile_kernels, compile_plan
 from shared.engine.executors.loading.device_numerics import device_numerics
@@ -167,7 +167,7 @@ def load_rank(setup: RankSetup, mesh: Mesh) -> LoadedRank:
     if not IS_INTERPRETED:
         _warm_up(computer)
     shards = kv_shards(parts)
-    memory = RankKvMemory(computer, layout, shards[mesh.rank], numerics)
+    memory = RankKvMemory(CopyThread(computer, numerics), layout, shards[mesh.rank])
     return LoadedRank(computer, identity, memory, sent_shards(shards)[mesh.rank])
 
 

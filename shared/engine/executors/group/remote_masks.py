@@ -16,21 +16,23 @@ Words = NDArray[np.int32]
 
 
 class RemoteMasks:
-    """The masks of a step, which all come with one reply: most are ready when the first is needed.
-
-    `channel` is None at a rank that does not answer, on a host without the one that does.
-    """
+    """`channel` is None at a rank that does not answer, on a host without the one that does."""
 
     def __init__(self, channel: Channel | None) -> None:
         self._channel = channel
-        self._step = 0
-        self._words: list[bytes | None] | None = None
 
     def of_step(self, step: int, count: int) -> list[RemoteMask]:
-        """Returns the masks of the step that this rank computes from now on."""
-        self._step = step
-        self._words = None
-        return [RemoteMask(self, place) for place in range(count)]
+        """Returns the masks of a step. One thread waits for those of all steps."""
+        masks = _StepMasks(self._channel, step)
+        return [RemoteMask(masks, place) for place in range(count)]
+
+
+class _StepMasks:
+    """The masks of a step. All come with one reply: most are ready when one is needed."""
+
+    def __init__(self, channel: Channel | None, step: int) -> None:
+        self._channel, self._step = channel, step
+        self._words: list[bytes | None] | None = None
 
     def wait(self, place: int, timeout_s: float) -> Words | None:
         if self._words is None or (self._words[place] is None and timeout_s > 0):
@@ -45,7 +47,7 @@ class RemoteMasks:
 class RemoteMask:
     """A `TokenMask`."""
 
-    def __init__(self, masks: RemoteMasks, place: int) -> None:
+    def __init__(self, masks: _StepMasks, place: int) -> None:
         self._masks = masks
         self._place = place
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from shared.engine.executors.group.kv.leader_sequence import LeaderSequence
-from shared.engine.executors.group.kv.rank_memory import RankKvMemory
+from shared.engine.executors.group.kv.rank_memory import CopyThread, RankKvMemory
 from shared.engine.kv.joined_push import JoinedPush
 from shared.engine.kv.kv_copies import KvCopies
 from shared.engine.kv.kv_writer import KvWriter
@@ -57,7 +57,7 @@ def memory_of(layout: KvLayout, shard: KvShard, whole: torch.Tensor) -> RankKvMe
         part = whole[held.first_layer : held.layers.stop, :, :, shard.first_head : shard.heads.stop]
         table = SOURCE_TABLES[group]  # no block of another group
         cache[: held.num_layers, :, table] = part[:, :, table]
-    return RankKvMemory(KvCopies(cache, local), layout, shard, NUMERICS)
+    return RankKvMemory(CopyThread(KvCopies(cache, local), NUMERICS), layout, shard)
 
 
 @dataclass

@@ -22,7 +22,8 @@ class RankPushes:
         self, memory: RankKvMemory, sent: KvShard, clock: Clock, command: OpenSender
     ) -> None:
         codec = load_codec(command.kv_compression, memory.kv_layout.dtype)
-        dialer = Dialer(codec=codec, security=cast(DataPlaneSecurity, command.security))
+        security = cast(DataPlaneSecurity, command.security)
+        dialer = Dialer(codec=codec, security=security, page_lock=memory.page_lock)
         self.port = LocalPushPort(dialer, memory, clock, sent)
         self._started: dict[bytes, tuple[LeaderSequence, Push]] = {}
 

@@ -48,6 +48,7 @@ class RankReceipts:
                 advertised_host=command.advertised_host,
                 codec=load_codec(command.kv_compression, memory.kv_layout.dtype),
                 link_keys=link_keys,
+                page_lock=memory.page_lock,
             )
         except OSError as error:
             at = f"{command.bind_host!r}, port {command.bind_port or 'any'}"
