@@ -2,7 +2,8 @@
 
 One worker of the fleet is one group: the leader has the bus, the batcher and the block pool, the
 ranks have weights and KV. All ranks get the same plans, and the last stage's first rank samples.
-A pipeline of S stages has S steps in flight.
+A pipeline of S stages has S steps in flight. The only rank of a worker may have two: the second one
+takes the tokens of the first where they are.
 
 A rank that dies, freezes or fails ends the group: its steps raise, `has_ended` says so, and the
 worker leaves the fleet.
@@ -23,23 +24,26 @@ from shared.engine.executors.group.group_steps import GroupSteps
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.executors.group.messages import (
     CheckDevice,
+    Command,
+    CommandAnswer,
+    CommandFailed,
     CountExperts,
     EndRows,
     ExpertCounts,
     GiveBackBlocks,
-    ReturnFreedMemory,
+    GroupModel,
+    ResizeKv,
     RunStep,
     ZeroBlocks,
 )
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.step_deadline import StepBudget, units_of
 from shared.engine.parallel.links import RankLink
-from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.step import StepOutput
 from shared.engine.step_plan import decode_result, encode
-from shared.errors import StepFailed
-from shared.kv_layout import KvLayout
-from shared.numerics import Numerics
+from shared.errors import ERROR_BY_CODE, HearthError, StepFailed
+
+_decoder: msgspec.msgpack.Decoder[CommandAnswer] = msgspec.msgpack.Decoder(CommandAnswer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,50 +54,43 @@ class _StepInFlight:
 
 
 class GroupExecutor:
-    """Runs steps on several ranks. `revision`, `kv_layout` and `numerics` are those of the whole
-    model. `kv_links` lead to the data planes of all ranks.
+    """Runs steps on the ranks of a pipeline of `num_stages`. `kv_links` lead to the data planes of
+    all ranks.
     """
-
-    is_elastic = True
-    step_launch: StepLaunch = ""  # ranks compute on CPUs
-    step_extension_s = 0.0
-    gpu_uuid = ""
 
     def __init__(
         self,
         steps: GroupSteps,
         kv_links: RankLinks,
-        shape: MeshShape,
+        model: GroupModel,
         *,
-        kv_layout: KvLayout,
-        numerics: Numerics,
-        num_blocks: int,
-        max_blocks: int,
-        max_context_tokens: int,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        has_head: bool,
-        revision: str,
+        num_stages: int,
         clock: Clock,
     ) -> None:
-        self.kv_layout = kv_layout
-        self.numerics = numerics
+        self.kv_layout = model.kv_layout
+        self.numerics = model.numerics
         self.kv_links = kv_links
-        self.depth = self.num_stages = shape.pp
-        self.num_blocks = num_blocks
-        self.max_blocks = max_blocks
-        self.max_context_tokens = max_context_tokens
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
-        self.has_head = has_head
-        self.revision = revision
+        self.num_stages = num_stages
+        self.depth = model.depth
+        self.is_elastic = model.is_elastic
+        self.num_blocks = model.num_blocks
+        self.max_blocks = model.max_blocks
+        self.max_context_tokens = model.max_context_tokens
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
+        self.has_head = model.has_head
+        self.revision = model.revision
+        self.gpu_uuid = model.gpu_uuid
+        self.step_launch: StepLaunch = model.step_launch
         self._steps = steps
-        # only the answering rank has the tokens that it samples
-        self._plans = PlanBuilder(feeds_sampled=True)
+        # Only the answering rank has the tokens that it samples. It computes ahead with them if it
+        # is the only one.
+        self._plans = PlanBuilder(feeds_sampled=self.depth <= num_stages)
         self._clock = clock
         self._budget = StepBudget()
         self._in_flight: dict[int, _StepInFlight] = {}
         self._answered_at = 0.0
+        steps.group.on_extended(self._budget.compiling)
 
     @property
     def has_ended(self) -> bool:
@@ -111,14 +108,19 @@ class GroupExecutor:
 
     @property
     def step_budget_s(self) -> float:
-        return max((step.budget_s for step in self._in_flight.values()), default=0.0)
+        budgets = [step.budget_s for step in self._in_flight.values()]
+        return max(budgets, default=0.0) if self.num_stages > 1 else sum(budgets)
+
+    @property
+    def step_extension_s(self) -> float:
+        return self._budget.extension_s
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
         """Raises DeviceFailed if the group is lost."""
         if len(self._in_flight) >= self.depth:
             raise ValueError(f"{self.depth} steps are in flight, no more may be")
         units = _units(rows)
-        budget_s = self._budget.seconds(units)
+        budget_s = self._budget.seconds(units, is_first=not self._in_flight)
         plan, masks = self._plans.build(rows)
         try:
             step = self._steps.submit(RunStep(encode(plan)), budget_s, masks)
@@ -129,7 +131,7 @@ class GroupExecutor:
         return step
 
     async def result(self, step: int) -> StepOutput:
-        """Raises DeviceFailed if the group is lost, StepFailed if sampling raised."""
+        """Raises DeviceFailed if the group is lost, StepFailed if the step raised."""
         under_way = self._in_flight[step]
         try:
             answer = decode_result(await self._steps.answer(step))
@@ -143,28 +145,37 @@ class GroupExecutor:
         return answer.output
 
     async def check(self) -> None:
-        await self._steps.command(CheckDevice())
+        await self._command(CheckDevice())
 
     async def forget_ended(self) -> None:
         if ended := self._plans.end_rows():
-            await self._steps.command(EndRows(ended))
+            await self._command(EndRows(ended))
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
-        await self._steps.command(ZeroBlocks(block_ids))
+        await self._command(ZeroBlocks(block_ids))
 
     async def give_back(self, block_ids: list[int]) -> None:
-        await self._steps.command(GiveBackBlocks(block_ids))
+        await self._command(GiveBackBlocks(block_ids))
 
     async def resize_kv(self, num_blocks: int) -> None:
-        if num_blocks == 0:
-            await self._steps.command(ReturnFreedMemory())
+        await self._command(ResizeKv(num_blocks))
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
-        answer = await self._steps.command(CountExperts())
+        counted = await self._command(CountExperts())
+        if counted is None:
+            return None
+        return np.frombuffer(counted.counts, np.int64).reshape(-1, counted.num_experts)
+
+    async def _command(self, command: Command) -> ExpertCounts | None:
+        """Raises DeviceFailed if the group is lost, and the HearthError of a rank."""
+        answer = await self._steps.command(command)
         if not answer:
             return None
-        counted = msgspec.msgpack.decode(answer, type=ExpertCounts)
-        return np.frombuffer(counted.counts, np.int64).reshape(-1, counted.num_experts)
+        match _decoder.decode(answer):
+            case CommandFailed(code=code, message=message):
+                raise ERROR_BY_CODE.get(code, HearthError)(message)
+            case counted:
+                return counted
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""

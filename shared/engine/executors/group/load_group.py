@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from shared.engine.executors.group.group_steps import GroupSteps
 from shared.engine.executors.group.joined_hosts import JoinedHosts, RankChannels
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.executors.group.link_report import report_links
-from shared.engine.executors.group.messages import RankSetup
+from shared.engine.executors.group.messages import GroupModel, RankSetup
+from shared.engine.executors.group.start_group import LOAD_TIMEOUT_S, group_spec, start_group
 from shared.engine.executors.load import resolve_device
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
@@ -32,7 +32,6 @@ from shared.engine.kv.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.weight_cuts import WeightCuts
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.join import HostListener
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.parallel.rank_layout import kv_shards
@@ -40,10 +39,6 @@ from shared.engine.planning.worker_parts import worker_parts
 from shared.engine.weights.load import matched_names
 from shared.errors import CheckpointError, ConfigError
 
-LOAD_TIMEOUT_S = 1800.0
-# Ranks wait so long for each other: a first start compiles, which one of them may do long after
-# another. Once steps run, their budgets end a group much earlier.
-WAIT_S = 300.0
 CPU = torch.device("cpu")
 
 
@@ -54,15 +49,16 @@ def load_group(
     hosts: HostListener | None = None,
     **given_options: Any,
 ) -> GroupExecutor:
-    """Starts a group of ranks. `given_options` are the fields of `LoadOptions`; `hosts` listens for
-    the last ranks. Raises CheckpointError for a bad checkpoint, or one that ranks see differently,
-    and ConfigError for a model that cannot be cut like this.
+    """Starts a group of ranks. `given_options` are the fields of `LoadOptions`; `hosts` listens for the last ranks. Raises CheckpointError for a bad
+    checkpoint, or one that ranks see differently, and ConfigError for a model that cannot be cut
+    like this.
     """
-    model_dir, options = Path(model_dir), LoadOptions(**given_options)
+    model_dir = Path(model_dir)
     if resolve_device(device).type != "cpu":
         raise ConfigError(
             f"{shape.num_ranks} ranks on {device}: ranks compute on the CPU so far", param="tp"
         )
+    options = LoadOptions(**given_options)
     config = read_config(model_dir)
     parts = worker_parts(config, shape, options.experts)
     if options.weights == "compressed":
@@ -94,24 +90,19 @@ def load_group(
         kv=channels.rank_kv,
         masks=channels.rank_masks,
     )
-    spec = _spec(setup, shape, joined, channels.inherited)
-    parent_thread = ThreadPoolExecutor(1, "group-parent")  # this thread's end ends the group
-    try:
-        group = parent_thread.submit(RankGroup.start, spec).result()
-    except (GroupLost, ValueError) as error:
-        raise CheckpointError(f"{model_dir}: {error}") from None
-    finally:
-        channels.close_inherited()
+    spec = group_spec(
+        *("shared.engine.executors.group.rank_work:ModelWork", msgspec.msgpack.encode(setup)),
+        *(shape, channels),
+        num_threads=setup.num_threads,
+        joined=joined,
+    )
+    group, parent_thread = start_group(spec, channels, model_dir)
     report_links(
         *(config, shape, spec.hosts, group.links),
         dtype=dtype,
         activations=options.activations,
     )
-    clock = MonotonicClock()
-    return GroupExecutor(
-        GroupSteps(group, channels.masks, parent_thread, clock),
-        RankLinks(channels.kv, kv_shards(parts)),
-        shape,
+    model = GroupModel(
         kv_layout=kv_layout,
         numerics=device_numerics(CPU, dtype, mode, options.activations, kv_dtype=kv_dtype),
         num_blocks=num_blocks,
@@ -121,6 +112,14 @@ def load_group(
         eos_token_ids=config.eos_token_ids,
         has_head=config.has_head,
         revision=revision,
+        depth=shape.pp,
+    )
+    clock = MonotonicClock()
+    return GroupExecutor(
+        GroupSteps(group, channels.masks, parent_thread, clock),
+        RankLinks(channels.kv, kv_shards(parts)),
+        model,
+        num_stages=shape.pp,
         clock=clock,
     )
 
@@ -130,22 +129,3 @@ def _join(hosts: HostListener | None, model_dir: Path) -> JoinedHosts:
         return JoinedHosts.wait(hosts, LOAD_TIMEOUT_S)
     except GroupLost as error:
         raise CheckpointError(f"{model_dir}: {error}") from None
-
-
-def _spec(
-    setup: RankSetup, shape: MeshShape, joined: JoinedHosts, inherited: tuple[int, ...]
-) -> GroupSpec:
-    return GroupSpec(
-        shape=shape,
-        entry="shared.engine.executors.group.rank_work:ModelWork",
-        config=msgspec.msgpack.encode(setup),
-        num_threads=setup.num_threads,
-        inherited=inherited,
-        transport=joined.transport,
-        remote=joined.hosts,
-        rendezvous=joined.rendezvous,
-        address=joined.address,
-        limit_s=WAIT_S,
-        ready_s=LOAD_TIMEOUT_S,
-        environment={"NUMBA_NUM_THREADS": str(setup.num_threads)},
-    )

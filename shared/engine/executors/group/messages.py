@@ -1,7 +1,7 @@
 """Messages between a leader and its ranks about steps.
 
-    ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, ReturnFreedMemory,
-             CountExperts ──▶ every rank; the answering rank ──output──▶ leader
+    ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, ResizeKv, CountExperts
+             ──▶ every rank; the answering rank ──output, or CommandFailed──▶ leader
     masks:   the answering rank ──MasksWanted──▶ leader ──Masks──▶
 
 Steps, masks and KV (kv_messages.py) travel apart, so that none waits for another.
@@ -10,8 +10,13 @@ Steps, masks and KV (kv_messages.py) travel apart, so that none waits for anothe
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.load_options import LoadOptions
+from shared.kv_layout import KvLayout
+from shared.numerics import Numerics
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +35,26 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     kv: tuple[int, ...]
     masks: int
     data_plane_host: str = ""
+
+
+class GroupModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group of ranks serves, and how: the fields of `Executor`. `revision`, `kv_layout` and
+    `numerics` are those of the whole model.
+    """
+
+    kv_layout: KvLayout
+    numerics: Numerics
+    num_blocks: int
+    max_blocks: int
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_head: bool
+    revision: str
+    depth: int
+    is_elastic: bool = True
+    step_launch: StepLaunch = ""
+    gpu_uuid: str = ""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
@@ -62,8 +87,10 @@ class GiveBackBlocks(msgspec.Struct, frozen=True, tag=True):
     block_ids: list[int]
 
 
-class ReturnFreedMemory(msgspec.Struct, frozen=True, tag=True):
-    """Returns the memory of steps to the system: the worker is being parked."""
+class ResizeKv(msgspec.Struct, frozen=True, tag=True):
+    """Prepares for a KV cache of so many blocks; with 0 the worker is being parked."""
+
+    num_blocks: int
 
 
 class CountExperts(msgspec.Struct, frozen=True, tag=True):
@@ -72,11 +99,20 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
     """
 
 
-class ExpertCounts(msgspec.Struct, frozen=True):
+class ExpertCounts(msgspec.Struct, frozen=True, tag=True):
     """Tokens by expert: `counts` is int64 [number of layers, num_experts]."""
 
     num_experts: int
     counts: bytes
+
+
+class CommandFailed(msgspec.Struct, frozen=True, tag=True):
+    """The answer of a command that raised, with the code of its HearthError. A rank that computes
+    with others ends instead.
+    """
+
+    code: str
+    message: str
 
 
 class MasksWanted(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +124,12 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     words: list[bytes | None]
 
 
-Command = (
-    RunStep | EndRows | CheckDevice | ZeroBlocks | GiveBackBlocks | ReturnFreedMemory | CountExperts
-)
+Command = RunStep | EndRows | CheckDevice | ZeroBlocks | GiveBackBlocks | ResizeKv | CountExperts
+CommandAnswer = ExpertCounts | CommandFailed
+
+
+def encode_counts(counts: NDArray[np.int64] | None) -> bytes:
+    """Returns the answer to CountExperts; `counts` is None without experts."""
+    if counts is None:
+        return b""
+    return msgspec.msgpack.encode(ExpertCounts(counts.shape[1], counts.tobytes()))

@@ -12,19 +12,19 @@ from shared.engine.executors.group.messages import (
     Command,
     CountExperts,
     EndRows,
-    ExpertCounts,
     GiveBackBlocks,
     RankSetup,
-    ReturnFreedMemory,
+    ResizeKv,
     RunStep,
     ZeroBlocks,
+    encode_counts,
 )
 from shared.engine.executors.group.rank_computer import load_rank
 from shared.engine.executors.group.remote_masks import RemoteMasks
 from shared.engine.executors.loading.freed_memory import return_freed_memory
 from shared.engine.executors.rank_state import RankState
 from shared.engine.parallel.mesh import Mesh
-from shared.engine.parallel.processes.rank_process import RankContext
+from shared.engine.parallel.processes.rank_process import OneByOne, RankContext
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
 from shared.numerics import exchange_of
 from shared.telemetry.log import configure_child_logging
@@ -32,7 +32,7 @@ from shared.telemetry.log import configure_child_logging
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
-class ModelWork:
+class ModelWork(OneByOne):
     """See RankWork."""
 
     def __init__(self, context: RankContext) -> None:
@@ -64,17 +64,12 @@ class ModelWork:
             case GiveBackBlocks(block_ids=block_ids):
                 self._computer.give_back(block_ids)
                 _wait_for_all(self._mesh)
-            case ReturnFreedMemory():
-                return_freed_memory()
+            case ResizeKv(num_blocks=num_blocks):
+                if num_blocks == 0:
+                    return_freed_memory()
             case CountExperts():
-                return self._counted()
+                return encode_counts(self._computer.expert_counts())
         return b""
-
-    def _counted(self) -> bytes:
-        counts = self._computer.expert_counts()
-        if counts is None:
-            return b""
-        return msgspec.msgpack.encode(ExpertCounts(counts.shape[1], counts.tobytes()))
 
     def _computed(self, step: int, plan: StepPlan) -> StepResult:
         masks = self._masks.of_step(step, len(plan.masked) // INT_BYTES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from socket import gethostname
 
@@ -138,6 +138,10 @@ class RankGroup:
     def loss(self) -> str | None:
         """The reason that the group is lost; None while it is not."""
         return self._watchdog.reason
+
+    def on_extended(self, handler: Callable[[], None]) -> None:
+        """Calls `handler`, on another thread, when a rank extends the steps in flight."""
+        self._watchdog.on_extended = handler
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when `take` has an answer, or the group is lost."""

@@ -30,6 +30,7 @@ from shared.engine.parallel.processes.rank_messages import (
     RankAlive,
     Ready,
     StartRank,
+    StepExtended,
     decode_to_rank,
     encode,
 )
@@ -145,7 +146,7 @@ class HostRanks:
     def _report(self, handle: RankHandle) -> None:
         """Forwards the rank's message, or how it ended."""
         message = handle.receive()
-        if isinstance(message, Ready):
+        if isinstance(message, Ready | StepExtended):
             self._controls[handle.rank].send(encode(message))
         elif isinstance(message, Failed):
             self._fail(handle.rank, message.line)

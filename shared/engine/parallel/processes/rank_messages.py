@@ -5,6 +5,7 @@ leader            rank
   ◀────── Ready ──   loaded, or Failed
   ── Go ─────────▶   all ranks are equal: it waits for steps; else GroupRejected
   ◀───── Failed ──   at any time, before it exits
+  ◀ StepExtended ─   before it does what no step's budget allows for
   ◀── RankAlive ──   four times a second, from another host
 """
 
@@ -73,12 +74,18 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     line: str
 
 
+class StepExtended(msgspec.Struct, frozen=True, tag="extended"):
+    """The steps in flight may take `seconds` longer."""
+
+    seconds: float
+
+
 class RankAlive(msgspec.Struct, frozen=True, tag="alive"):
     """The rank's host runs, and will say how the rank ends."""
 
 
 ToRank = StartRank | Go | GroupRejected
-ToLeader = Ready | Failed | RankAlive
+ToLeader = Ready | Failed | StepExtended | RankAlive
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_leader = msgspec.msgpack.Decoder(ToLeader)
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -53,10 +54,49 @@ class RankWork(Protocol):
 
     identity: RankIdentity
 
+    def serve(self, ring: StepRing) -> None:
+        """Answers all steps, in their order. Ends with an exception only, which ends the group."""
+
+
+class StepRing:
+    """The leader's steps, and this rank's answers. Only those of the answering rank are sent."""
+
+    def __init__(self, start: StartRank) -> None:
+        self._steps = RingReader(start.steps, start.step_reader)
+        self._answers: RingWriter | None = None
+        if start.rank == start.shape.answering_rank:
+            self._answers = RingWriter(start.answers, start.limit_s)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `take` may find a step."""
+        return self._steps.fileno()
+
+    def read(self) -> Record:
+        """Waits for the next step."""
+        while (record := self._steps.read(None)) is None:
+            pass
+        return record
+
+    def take(self) -> Record | None:
+        """Returns the next step, if one has come."""
+        return self._steps.take()
+
+    def answer(self, step: int, data: bytes) -> None:
+        if self._answers is not None:
+            self._answers.write(Record(step, data))
+
+
+class OneByOne(ABC):
+    """Work that answers a step before it takes the next one."""
+
+    @abstractmethod
     def run(self, step: int, plan: bytes) -> bytes:
-        """Returns the answer of a step; only the answering rank's is sent. Whatever it raises
-        ends the group.
-        """
+        """Returns the answer of a step. Whatever it raises ends the group."""
+
+    def serve(self, ring: StepRing) -> None:
+        while True:
+            record = ring.read()
+            ring.answer(record.step, self.run(record.step, record.data))
 
 
 @dataclass(frozen=True)
@@ -65,6 +105,7 @@ class RankContext:
 
     start: StartRank
     links: list[RankLink] = field(default_factory=list)  # measured by `mesh`
+    send: Callable[[ToLeader], None] = lambda message: None
 
     @property
     def rank(self) -> int:
@@ -138,20 +179,6 @@ class _Control:
         self._socket.send(encode(message))
 
 
-def run_steps(start: StartRank, work: RankWork) -> None:
-    """Ends with an exception only."""
-    answering_rank = start.shape.answering_rank
-    steps = RingReader(start.steps, start.step_reader)
-    answers = RingWriter(start.answers, start.limit_s) if start.rank == answering_rank else None
-    while True:
-        record = steps.read(None)
-        if record is None:
-            continue
-        answer = work.run(record.step, record.data)
-        if answers is not None:
-            answers.write(Record(record.step, answer))
-
-
 def main(control_fd: int) -> None:
     replace_standard_streams()
     for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes: the leader drains first
@@ -160,11 +187,11 @@ def main(control_fd: int) -> None:
     start = control.receive_start()
     die_with(start.leader_pid)
     try:
-        context = RankContext(start)
+        context = RankContext(start, send=control.send)
         work = load_entry(start.entry)(context)
         control.send(Ready(work.identity, tuple(context.links)))
         control.wait_for_go()
-        run_steps(start, work)
+        work.serve(StepRing(start))
     except BaseException as error:
         traceback.print_exc()
         line = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_LINE]

@@ -21,6 +21,7 @@ from shared.engine.parallel.processes.rank_messages import (
     MAX_MESSAGE_BYTES,
     Failed,
     Ready,
+    StepExtended,
     ToLeader,
     ToRank,
     decode_to_leader,
@@ -137,9 +138,15 @@ def ended(handles: Sequence[Handle], limit_s: float) -> list[Handle]:
     return [each for each in handles if each.rank in ready]
 
 
-def failure_of(handles: Sequence[Handle]) -> str | None:
+def ignore_extension(seconds: float) -> None:
+    """Takes the extension of steps of a caller who expects none."""
+
+
+def failure_of(
+    handles: Sequence[Handle], on_extended: Callable[[float], None] = ignore_extension
+) -> str | None:
     """Returns the reason that the first of these has ended; None for one that has only said that it
-    is ready.
+    is ready. `on_extended` gets the seconds by which a rank extends the steps in flight.
 
     A killed rank is named before those that failed because it no longer answered.
     """
@@ -150,6 +157,8 @@ def failure_of(handles: Sequence[Handle]) -> str | None:
             lines.append((1, f"rank {each.rank} failed: {message.line}"))
         elif isinstance(message, Ready):
             lines.append((2, f"rank {each.rank} said twice that it is ready"))
+        elif isinstance(message, StepExtended):
+            on_extended(message.seconds)
         elif each.has_ended():
             lines.append((0, f"rank {each.rank} ended: {each.ending()}"))
     return min(lines, default=(0, None))[1]
@@ -185,6 +194,7 @@ class Watchdog:
         self._is_closed = False
         self._failure: str | None = None
         self.reason: str | None = None
+        self.on_extended: Callable[[], None] = lambda: None  # called by the watchdog's thread
         self._thread = threading.Thread(target=self._watch, name="rank-watchdog", daemon=True)
         self._thread.start()
 
@@ -202,9 +212,16 @@ class Watchdog:
         with self._lock:
             self._deadlines.pop(step, None)
 
+    def _extend(self, seconds: float) -> None:
+        with self._lock:
+            for step, (deadline, budget_s) in self._deadlines.items():
+                self._deadlines[step] = deadline + seconds, budget_s + seconds
+        self.on_extended()
+
     def _watch(self) -> None:
         while not self._is_closed:
-            reason = failure_of(ended(self._handles, TICK_S)) or self._failure
+            found = ended(self._handles, TICK_S)
+            reason = failure_of(found, self._extend) or self._failure
             reason = reason or self._overdue() or self._stopped.check(self._handles)
             if reason is not None and not self._is_closed:
                 self._end(reason)

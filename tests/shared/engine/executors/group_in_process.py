@@ -13,11 +13,10 @@ import msgspec
 
 from shared.clock import Clock
 from shared.engine.executors.group.group_executor import GroupExecutor
-from shared.engine.executors.group.messages import Command
+from shared.engine.executors.group.messages import Command, GroupModel
 from shared.engine.executors.group.rank_work import ModelWork
 from shared.engine.executors.rank_state import RankState
 from shared.engine.executors.timing_executor import TimingExecutor
-from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.step import StepInputs, StepOutput, TokenMask
 from tests.support.engine.rig import InstantClock, finish
 
@@ -61,7 +60,7 @@ class _Steps:
     """`GroupSteps`."""
 
     def __init__(self, rank: _Rank, clock: Clock, step_s: float) -> None:
-        self.group = SimpleNamespace(loss=None)
+        self.group = SimpleNamespace(loss=None, on_extended=lambda handler: None)
         self.rank_state = rank._state
         self._rank, self._clock, self._step_s = rank, clock, step_s
         self._sent: dict[int, tuple[bytes, Sequence[TokenMask]]] = {}
@@ -89,10 +88,7 @@ class _Steps:
 def group_in_process(executor: TimingExecutor, clock: Clock, step_s: float) -> GroupExecutor:
     """With as many stages as `executor` has. A step takes `step_s`."""
     executor._clock = InstantClock()
-    return GroupExecutor(
-        _Steps(_Rank(executor), clock, step_s),
-        Mock(close=AsyncMock()),
-        MeshShape(1, executor.num_stages),
+    model = GroupModel(
         kv_layout=executor.kv_layout,
         numerics=executor.numerics,
         num_blocks=executor.num_blocks,
@@ -102,5 +98,7 @@ def group_in_process(executor: TimingExecutor, clock: Clock, step_s: float) -> G
         eos_token_ids=executor.eos_token_ids,
         has_head=executor.has_head,
         revision=executor.revision,
-        clock=clock,
+        depth=executor.num_stages,
     )
+    steps, links = _Steps(_Rank(executor), clock, step_s), Mock(close=AsyncMock())
+    return GroupExecutor(steps, links, model, num_stages=executor.num_stages, clock=clock)

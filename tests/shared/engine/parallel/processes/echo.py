@@ -9,7 +9,7 @@ import threading
 import msgspec
 
 from shared.engine.parallel.processes.rank_messages import RankIdentity
-from shared.engine.parallel.processes.rank_process import RankContext
+from shared.engine.parallel.processes.rank_process import OneByOne, RankContext
 
 
 class Plan(msgspec.Struct):
@@ -26,7 +26,7 @@ class Config(msgspec.Struct):
     freezing_rank: int = -1
 
 
-class EchoWork:
+class EchoWork(OneByOne):
     def __init__(self, context: RankContext) -> None:
         self._rank = context.rank
         config = msgspec.json.decode(context.config or b"{}", type=Config)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shared.engine.parallel.lanes import NUM_LANES, lane_borders, rank_lanes
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.processes.rank_messages import RankIdentity
-from shared.engine.parallel.processes.rank_process import RankContext
+from shared.engine.parallel.processes.rank_process import OneByOne, RankContext
 
 HIDDEN, WIDTH, VOCAB, NUM_LAYERS = 24, 29, 40, 2  # 29 columns are uneven lanes
 
@@ -67,7 +67,7 @@ def _random(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-class MlpWork:
+class MlpWork(OneByOne):
     """A plan names the transport, the rows and the seed."""
 
     identity = RankIdentity("digest", "layout", "numerics", str(torch.__version__))
