@@ -19,12 +19,18 @@ from shared.numerics import ModeChoice
 from shared.telemetry.stage_times import StageTimes
 
 
+def device_type(name: str) -> str:
+    """Returns "cpu" or "cuda". Does not use the device: a process that does ends with it."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name.partition(":")[0]
+
+
 def resolve_device(name: str) -> torch.device:
     """Returns the device of a name. 'auto' is CUDA if a device is present, else the CPU. Raises
     ConfigError for a missing device, or one that is neither.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = device_type(name) if name == "auto" else name
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA

@@ -82,7 +82,7 @@ class LocalExecutor:
         self.has_head = config.has_head
         self.step_budget_s = 0.0
         self._steps = StepQueue(
-            self.kv_layout.block_size, len(self.kv_layout.groups), self._start_in_time
+            self.kv_layout.block_size, len(self.kv_layout.groups), self.start_in_time
         )
         self._budgets = deque[float]()  # seconds of each step in flight
         self._budget = StepBudget()
@@ -116,8 +116,8 @@ class LocalExecutor:
         """Begins a step after those before it. Their answers are awaited in the same order."""
         return partial(self._launch, self._run, inputs)
 
-    def _start_in_time(self, inputs: StepInputs) -> Answer:
-        """Sets the time that the steps in flight may take."""
+    def start_in_time(self, inputs: StepInputs) -> Answer:
+        """Begins a step like `start`, and sets the time that the steps in flight may take."""
         budget_s = self._budget.seconds(step_units(inputs), is_first=not self._budgets)
         answer = self.start(inputs)  # may compile a kernel at once
         self._budgets.append(budget_s)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
-from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.cuda.copy_stream import CopyStream, Mark
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_load import load_on_cuda
@@ -39,7 +39,11 @@ class _Launched(NamedTuple):
 
 
 class CudaExecutor(LocalExecutor):
-    """Create it with `load`. Steps run on the device's default stream, copies on another one."""
+    """Create it with `load`. Steps run on the device's default stream, copies on another one.
+
+    With `answers_apart` a thread of its own waits for the device: a step may then be launched while
+    the answer of the one before it is awaited. Without it, it has to be submitted before that.
+    """
 
     computer: GraphComputer
 
@@ -51,6 +55,7 @@ class CudaExecutor(LocalExecutor):
         num_blocks: int,
         revision: str,
         options: LoadOptions,
+        answers_apart: bool = False,
     ) -> None:
         super().__init__(
             computer,
@@ -66,6 +71,9 @@ class CudaExecutor(LocalExecutor):
         self._device = device
         self.gpu_uuid = device.uuid if device.tensors_on.type == "cuda" else ""
         self._read_at = 0.0  # the last step's output
+        self._answer_thread = self._step_thread
+        if answers_apart:
+            self._answer_thread = ThreadPoolExecutor(1, "engine-answer", initializer=device.bind)
         self._copies = CopyStream(device)
         self.page_lock = CudaPageLock(device)
         self._captures = IdleCaptures(computer.has_graphs_left, self._capture_next)
@@ -77,25 +85,26 @@ class CudaExecutor(LocalExecutor):
         """With graphs the host prepares a step while the device computes the one before it."""
         return 1 if self.computer.graphs is None else MOST_AHEAD
 
-    def submit(self, rows: list[ScheduledSequence]) -> int:
-        step = super().submit(rows)
-        self._captures.begin_step()
-        return step
-
-    async def result(self, step: int) -> StepOutput:
-        try:
-            return await super().result(step)
-        finally:
-            self._captures.end_step()
-
     def start(self, inputs: StepInputs) -> Answer:
         """Launches the step once those before it are launched, not computed."""
         launched = self._step_thread.submit(self._launch_step, inputs)
         return partial(self._answer, launched, step_units(inputs))
 
+    def start_in_time(self, inputs: StepInputs) -> Answer:
+        answer = super().start_in_time(inputs)
+        self._captures.begin_step()
+        return partial(self._not_idle, answer)
+
+    async def _not_idle(self, answer: Answer) -> StepOutput:
+        try:
+            return await answer()
+        finally:
+            self._captures.end_step()
+
     async def close(self) -> None:
         await self._captures.stop()
         await super().close()
+        self._answer_thread.shutdown(wait=False)  # nothing is awaited
 
     @property
     def step_launch(self) -> StepLaunch:
@@ -110,6 +119,8 @@ class CudaExecutor(LocalExecutor):
         device: CudaDevice,
         on_phase: OnPhase = ignore_phase,
         times: StageTimes | None = None,
+        *,
+        answers_apart: bool = False,
     ) -> Self:
         """Binds the calling thread. Kernels are compiled by their keys while the weights are read;
         then one step shows what memory steps need. `times` has the stages before. Raises
@@ -123,6 +134,7 @@ class CudaExecutor(LocalExecutor):
             num_blocks=loaded.num_blocks,
             revision=loaded.revision,
             options=options,
+            answers_apart=answers_apart,
         )
         executor.load_stages = loaded.stages
         return executor
@@ -141,16 +153,20 @@ class CudaExecutor(LocalExecutor):
         return _Launched(read, mark, began_at)
 
     async def _answer(self, launched: Future[_Launched], units: float) -> StepOutput:
-        """Waits on the step thread: a step that is submitted before this is launched first."""
+        """Waits on the answer thread. If that is the step thread, a step that is submitted before
+        this is launched first.
+        """
         mark = None
+        loop = asyncio.get_running_loop()
         try:
-            output, mark = await super()._launch(self._wait, launched, units)
+            waiting = loop.run_in_executor(self._answer_thread, self._wait, launched, units)
+            output, mark = await waiting
         finally:
             self._copies.deliver(mark)
         return output
 
     def _wait(self, launched: Future[_Launched], units: float) -> tuple[StepOutput, Mark]:
-        """Runs on the step thread."""
+        """Runs on the answer thread."""
         read, mark, began_at = launched.result()
         mark.event.synchronize()
         output, now = read(), self._clock.now()

@@ -16,9 +16,10 @@ from shared.engine.executors.group.group_steps import GroupSteps
 from shared.engine.executors.group.joined_hosts import JoinedHosts, RankChannels
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.executors.group.link_report import report_links
+from shared.engine.executors.group.load_cuda_rank import load_cuda_rank
 from shared.engine.executors.group.messages import GroupModel, RankSetup
 from shared.engine.executors.group.start_group import LOAD_TIMEOUT_S, group_spec, start_group
-from shared.engine.executors.load import resolve_device
+from shared.engine.executors.load import device_type, resolve_device
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
 from shared.engine.executors.loading.load_options import LoadOptions
@@ -49,15 +50,20 @@ def load_group(
     hosts: HostListener | None = None,
     **given_options: Any,
 ) -> GroupExecutor:
-    """Starts a group of ranks. `given_options` are the fields of `LoadOptions`; `hosts` listens for the last ranks. Raises CheckpointError for a bad
+    """Starts a group of ranks on the CPU, or one rank on a CUDA device. `given_options` are the
+    fields of `LoadOptions`; `hosts` listens for the last ranks. Raises CheckpointError for a bad
     checkpoint, or one that ranks see differently, and ConfigError for a model that cannot be cut
     like this.
     """
     model_dir = Path(model_dir)
-    if resolve_device(device).type != "cpu":
-        raise ConfigError(
-            f"{shape.num_ranks} ranks on {device}: ranks compute on the CPU so far", param="tp"
-        )
+    if device_type(device) == "cuda":
+        if shape.num_ranks > 1:
+            raise ConfigError(
+                f"{shape.num_ranks} ranks on {device}: several ranks compute on the CPU so far",
+                param="tp",
+            )
+        return load_cuda_rank(model_dir, device, **given_options)
+    resolve_device(device)  # raises for any other
     options = LoadOptions(**given_options)
     config = read_config(model_dir)
     parts = worker_parts(config, shape, options.experts)

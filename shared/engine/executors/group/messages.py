@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.kv_layout import KvLayout
-from shared.numerics import Numerics
+from shared.numerics import ModeChoice, Numerics
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +35,20 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     kv: tuple[int, ...]
     masks: int
     data_plane_host: str = ""
+
+
+class DeviceSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a worker's only rank on a CUDA device, and the descriptors that it inherits.
+
+    The rank resolves `mode`, and what else depends on the device; `options` have none of it.
+    """
+
+    model_dir: str
+    device: str
+    mode: ModeChoice
+    options: LoadOptions
+    kv: int
+    masks: int
 
 
 class GroupModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +113,10 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
     """
 
 
+class DescribeModel(msgspec.Struct, frozen=True, tag=True):
+    """Asks a rank that is alone for its GroupModel."""
+
+
 class ExpertCounts(msgspec.Struct, frozen=True, tag=True):
     """Tokens by expert: `counts` is int64 [number of layers, num_experts]."""
 
@@ -124,7 +142,16 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     words: list[bytes | None]
 
 
-Command = RunStep | EndRows | CheckDevice | ZeroBlocks | GiveBackBlocks | ResizeKv | CountExperts
+Command = (
+    RunStep
+    | EndRows
+    | CheckDevice
+    | ZeroBlocks
+    | GiveBackBlocks
+    | ResizeKv
+    | CountExperts
+    | DescribeModel
+)
 CommandAnswer = ExpertCounts | CommandFailed
 
 

@@ -127,10 +127,10 @@ class LateReplays(Replays):
         return partial(self._queue.launch, replay), output
 
 
-def load_late(folder: Any, seed: int) -> CudaExecutor:
+def load_late(folder: Any, seed: int, *, answers_apart: bool = False) -> CudaExecutor:
     """Returns an executor on such a device."""
     queue = Queue(seed)
-    executor = load(folder, driver=LateDriver(queue))
+    executor = load(folder, driver=LateDriver(queue), answers_apart=answers_apart)
     computer = executor.computer
     computer.use_graphs(LateReplays(queue), max_rows=16, max_graphs=12)
     graphs = computer.graphs

@@ -98,12 +98,13 @@ def load(
     *,
     max_graphs: int = 64,
     driver: FakeDriver | None = None,
+    answers_apart: bool = False,
     **options: object,
 ) -> CudaExecutor:
     device = CudaDevice(INDEX, torch.device("cpu"), driver or FakeDriver(), lambda _: None)
     given = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_batch_tokens": 64} | options
     chosen = LoadOptions(**given, max_sequences=16)  # type: ignore[arg-type]
-    executor = CudaExecutor.load(folder, chosen, device)
+    executor = CudaExecutor.load(folder, chosen, device, answers_apart=answers_apart)
     if graphs is not None:
         executor.computer.use_graphs(graphs, max_rows=16, max_graphs=max_graphs)
     return executor

@@ -169,7 +169,7 @@ class ForkingWorker(Worker):
 
 
 async def check_schedule(
-    executors: Ahead, executor: CudaExecutor, requests: list[Request], budget: int
+    executors: Ahead, executor: Any, requests: list[Request], budget: int
 ) -> None:
     worker = ForkingWorker(
         executors.folder, "float32", budget=budget, executor=executor, most_blocks=NUM_BLOCKS

@@ -61,16 +61,23 @@ class Worker:
 
     @classmethod
     async def load(cls, folder: Path, shape: MeshShape) -> Worker:
-        keys, clock = LinkKeys("aead", SystemRandomness()), MonotonicClock()
         if shape == TP_1:
-            single = load_executor(folder, **OPTIONS)
-            server = await KvServer.start(instance_id=os.urandom(16), link_keys=keys)
-            receive = LocalReceivePort(server, single, keys, counts=server.counts)
-            return cls(single, LocalPushPort(Dialer(), single, clock), receive)
+            return await cls.of_process(load_executor(folder, **OPTIONS))
         group = await asyncio.to_thread(load_group, folder, "cpu", shape, **OPTIONS)
+        return await cls.of_group(group, bind_port=two_free_ports() if shape == TP_2 else 0)
+
+    @classmethod
+    async def of_group(cls, group: GroupExecutor, bind_port: int = 0) -> Worker:
+        keys = LinkKeys("aead", SystemRandomness())
         push = await GroupPushPort.open(group.kv_links, kv_compression="off", security="none")
-        port = two_free_ports() if shape == TP_2 else 0
-        return cls(group, push, await open_receive(group, keys, bind_port=port))
+        return cls(group, push, await open_receive(group, keys, bind_port=bind_port))
+
+    @classmethod
+    async def of_process(cls, executor: LocalExecutor) -> Worker:
+        keys, clock = LinkKeys("aead", SystemRandomness()), MonotonicClock()
+        server = await KvServer.start(instance_id=os.urandom(16), link_keys=keys)
+        receive = LocalReceivePort(server, executor, keys, counts=server.counts)
+        return cls(executor, LocalPushPort(Dialer(), executor, clock), receive)
 
     async def close(self) -> None:
         await self.push.close()
@@ -144,6 +151,7 @@ class Handoff:
 
     source: Worker
     target: Worker
+    prompt: list[int] = field(default_factory=lambda: PROMPT)
     pushed: Line = field(init=False)
     reserved: Line = field(init=False)
     placement_id: bytes = field(init=False)
@@ -151,7 +159,7 @@ class Handoff:
 
     def __post_init__(self) -> None:
         blocks = Blocks(self.source.executor.num_blocks, seed=next(_numbers))
-        self.pushed, self.reserved = blocks.line(PROMPT), blocks.line(PROMPT)
+        self.pushed, self.reserved = blocks.line(self.prompt), blocks.line(self.prompt)
         self.placement_id = os.urandom(16)
         self.sequence = LeaderSequence(NUM_TOKENS, block_tables=[[]])
 
