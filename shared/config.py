@@ -362,6 +362,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     tp: int = 1  # ranks that share each layer: 1, 2, 4 or 8
     pp: int = 1  # pipeline stages
     experts: ExpertSplit = "auto"  # ep: ranks hold whole experts; tp: columns of all of them
+    device_process: bool = False  # a rank process also for a worker of one rank
     remote_ranks: int = 0  # the last ranks of tp x pp, which `hearth rank` runs on other hosts
     rank_host: str = "127.0.0.1"  # where those join; this host's ranks advertise it
     is_trusted_network: bool = False  # ranks of several hosts exchange without encryption
@@ -395,6 +396,11 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         """Whether neither KV nor its keys leave this host."""
         hosts = (self.data_plane_host, self.data_plane_advertised_host or self.data_plane_host)
         return is_on_loopback(self.nats_url) and all(map(is_loopback, hosts))
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other processes than the worker's own compute."""
+        return self.device_process or self.tp * self.pp > 1
 
     @property
     def may_be_parked(self) -> bool:

@@ -116,21 +116,21 @@ def load_model(
     names = set(LoadOptions.__struct_fields__) & set(config.__struct_fields__)
     options: dict[str, Any] = {name: getattr(config, name) for name in names}
     options |= {"num_threads": config.num_threads or None, "has_row_kernels": True}
-    shape = MeshShape(config.tp, config.pp)
-    if shape.num_ranks == 1:
+    if not config.has_ranks:
         return load_executor(config.model_dir, config.device, on_phase=on_phase, **options)
     from shared.engine.executors.group.load_group import load_group
 
-    return load_group(config.model_dir, config.device, shape, hosts, **options)
+    shape = MeshShape(config.tp, config.pp)
+    return load_group(config.model_dir, config.device, shape, hosts, on_phase, **options)
 
 
 def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
     """Returns the config with the device resolved and its defaults. Raises ConfigError."""
     device = config.device
     if device == "auto":
-        from shared.engine.executors.load import resolve_device  # imports torch
+        from shared.engine.executors.load import device_type  # imports torch
 
-        device = resolve_device(device).type
+        device = device_type(device)
     return config.with_defaults_of(device, is_prefill_only="decode" not in roles)
 
 
@@ -230,10 +230,10 @@ def _loading(heartbeats: StartHeartbeats, times: StageTimes) -> Callable[..., Ex
 
 def _codec_loading(config: WorkerConfig) -> CodecLoading:
     """On CUDA it begins at once, on cores that are idle. On a CPU the model's own kernels, which
-    are compiled first, include it.
+    are compiled first, include it. Ranks load their own.
     """
     codec = CodecLoading(config.kv_compression)
-    if config.device.startswith("cuda") and config.tp * config.pp == 1:
+    if config.device.startswith("cuda") and not config.has_ranks:
         codec.begin()
     return codec
 

@@ -66,7 +66,7 @@ PANELS = {
     ),
     "Ranks": (
         *("tp", "pp", "experts", "activations", "remote_ranks", "rank_host", "worker", "ranks"),
-        "is_trusted_network",
+        *("is_trusted_network", "device_process"),
     ),
 }
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
@@ -199,6 +199,8 @@ HELP = {
     "rank_host": "This host's address, at which ranks of other hosts join.",
     "is_trusted_network": "Let ranks of several hosts exchange activations and KV, which are not "
     "encrypted, over a network whose hosts may all read them.",
+    "device_process": "Compute in a process of its own also with one rank: the worker outlives a "
+    "crash or a hang of its device's driver, and announces that it leaves. Not measured on a GPU.",
     "worker": "Process id of the worker (default: the NATS URL's user).",
     "ranks": "Number of its ranks on this host.",
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "

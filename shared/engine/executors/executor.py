@@ -34,7 +34,7 @@ class Executor(Protocol):
     eos_token_ids: tuple[int, ...]
     has_head: bool  # False: the model gives embeddings only
     revision: str
-    gpu_uuid: str  # of its GPU, as NVML names it; empty: not one GPU in this process
+    gpu_uuid: str  # of its GPU, as NVML names it; empty: it is not on one GPU
 
     @property
     def step_launch(self) -> StepLaunch:

@@ -116,22 +116,37 @@ def test_lost_rank_is_one_lost_worker(cluster: ModelCluster) -> None:
     change(cluster, RANKS, "decode")
     change(cluster, SINGLE, "prefill")
     victims = ranks_of(cluster)
+    check_stream_moves(cluster, victims[1], signal.SIGKILL)
+    answer = cluster.complete(QUESTION, max_tokens=60, cache_salt="alone")
+    assert answer["choices"][0]["message"]["content"] == ANSWER
+    assert answer["hearth"]["prefill_worker"] is None
+    assert ends_within(victims, TIMEOUT_S)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_process_of_a_device_is_a_lost_worker(tmp_path: Path, number: int) -> None:
+    options_of = {RANKS: {"device-process": ""}, SINGLE: {}}
+    with run_model(tmp_path, DEMO_MODEL_DIR, options_of, options_of=options_of) as cluster:
+        change(cluster, RANKS, "decode")
+        change(cluster, SINGLE, "prefill")
+        check_stream_moves(cluster, cluster.processes.rank_pid(RANKS, 0), number)
+
+
+def check_stream_moves(cluster: ModelCluster, victim: int, number: int) -> None:
+    """A stream goes on elsewhere with the same text, and the worker ends."""
     expected = text_of(cluster.stream(QUESTION, **SAMPLED))
     assert re.fullmatch(LINES, expected)
     stream = cluster.stream(QUESTION, **SAMPLED)
     chunks = [next(stream) for _ in range(3)]
     change(cluster, SINGLE, *BOTH)
-    os.kill(victims[1], signal.SIGKILL)
+    os.kill(victim, number)
     chunks += list(stream)
     assert text_of(chunks) == expected
     assert chunks[-1]["hearth"]["decode_worker"] == SINGLE
     assert chunks[-1]["hearth"]["num_resubmissions"] >= 1
-    answer = cluster.complete(QUESTION, max_tokens=60, cache_salt="alone")
-    assert answer["choices"][0]["message"]["content"] == ANSWER
-    assert answer["hearth"]["prefill_worker"] is None
     ended = cluster.processes.ended(RANKS, TIMEOUT_S)
     assert asyncio.run(ended) == DEVICE_LOST_STATUS
-    assert ends_within(victims, TIMEOUT_S)
 
 
 def ranks_of(cluster: ModelCluster) -> list[int]:

@@ -261,7 +261,7 @@ class ChaosCluster:
             directory, model_name = self._model
             command += ["--model-dir", str(directory), "--model-name", model_name]
         for option, value in options.items():
-            command += [f"--{option}", value]
+            command += [f"--{option}", value] if value else [f"--{option}"]
         return command
 
     def _environ(self, name: str) -> dict[str, str]:

@@ -43,10 +43,11 @@ from shared.engine.executors.group.messages import (
 )
 from shared.engine.executors.group.remote_masks import RemoteMasks
 from shared.engine.executors.load import resolve_device
+from shared.engine.executors.loading.load_options import OnPhase
 from shared.engine.executors.mode_choice import resolve_mode
 from shared.engine.executors.step_deadline import COMPILE_S
 from shared.engine.executors.step_queue import PlanQueue
-from shared.engine.parallel.processes.rank_messages import RankIdentity, StepExtended
+from shared.engine.parallel.processes.rank_messages import LoadingPhase, RankIdentity, StepExtended
 from shared.engine.parallel.processes.rank_process import RankContext, StepRing
 from shared.engine.parallel.processes.records import Record
 from shared.engine.step import StepOutput
@@ -59,12 +60,15 @@ log = structlog.get_logger(__name__)
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
-def load_on_device(setup: DeviceSetup) -> CudaExecutor:
+def load_on_device(setup: DeviceSetup, on_phase: OnPhase) -> CudaExecutor:
     """Raises CheckpointError, ConfigError."""
     target = resolve_device(setup.device)
     options = msgspec.structs.replace(setup.options, mode=resolve_mode(setup.mode, target))
     device = cuda_device(target)
-    return CudaExecutor.load(Path(setup.model_dir), options, device, answers_apart=True)
+    return CudaExecutor.load(Path(setup.model_dir), options, device, on_phase, answers_apart=True)
+
+
+Load = Callable[[DeviceSetup, OnPhase], CudaExecutor]
 
 
 class CudaRank:
@@ -72,13 +76,11 @@ class CudaRank:
     decides whether the device is lost. A plan that cannot be applied ends the rank.
     """
 
-    def __init__(
-        self, context: RankContext, load: Callable[[DeviceSetup], CudaExecutor] = load_on_device
-    ) -> None:
+    def __init__(self, context: RankContext, load: Load = load_on_device) -> None:
         """Raises CheckpointError, ConfigError."""
         configure_child_logging(f"rank-{context.rank}")
         setup = msgspec.msgpack.decode(context.config, type=DeviceSetup)
-        self._executor = executor = load(setup)
+        self._executor = executor = load(setup, lambda phase: context.send(LoadingPhase(phase)))
         layout = executor.kv_layout
         self.identity = RankIdentity(
             weights_digest=executor.revision,
@@ -187,4 +189,5 @@ class CudaRank:
             depth=executor.depth,
             is_elastic=executor.is_elastic,
             step_launch=executor.step_launch,
+            gpu_uuid=executor.gpu_uuid,
         )

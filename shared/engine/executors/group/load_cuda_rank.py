@@ -19,7 +19,7 @@ from shared.engine.executors.group.joined_hosts import RankChannels
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.executors.group.messages import DescribeModel, DeviceSetup, GroupModel
 from shared.engine.executors.group.start_group import group_spec, start_group
-from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.group import RankGroup
 from shared.engine.parallel.processes.watchdog import GroupLost
@@ -35,6 +35,7 @@ def load_cuda_rank(
     device: str,
     *,
     mode: ModeChoice = "exact",
+    on_phase: OnPhase = ignore_phase,
     entry: str = CUDA_RANK,
     **options: Any,
 ) -> GroupExecutor:
@@ -55,7 +56,7 @@ def load_cuda_rank(
     )
     config = msgspec.msgpack.encode(setup)
     spec = group_spec(entry, config, SHAPE, channels, num_threads=num_threads)
-    group, parent_thread = start_group(spec, channels, model_dir)
+    group, parent_thread = start_group(spec, channels, model_dir, on_phase)
     model = _described(group, model_dir)
     clock = MonotonicClock()
     return GroupExecutor(

@@ -22,7 +22,7 @@ from shared.engine.executors.group.start_group import LOAD_TIMEOUT_S, group_spec
 from shared.engine.executors.load import device_type, resolve_device
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
-from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.executors.loading.model_loading import (
     kv_layout_of,
     open_weights,
@@ -48,12 +48,13 @@ def load_group(
     device: str,
     shape: MeshShape,
     hosts: HostListener | None = None,
+    on_phase: OnPhase = ignore_phase,
     **given_options: Any,
 ) -> GroupExecutor:
     """Starts a group of ranks on the CPU, or one rank on a CUDA device. `given_options` are the
-    fields of `LoadOptions`; `hosts` listens for the last ranks. Raises CheckpointError for a bad
-    checkpoint, or one that ranks see differently, and ConfigError for a model that cannot be cut
-    like this.
+    fields of `LoadOptions`; `hosts` listens for the last ranks. Ranks on the CPU report no phase to
+    `on_phase`. Raises CheckpointError for a bad checkpoint, or one that ranks see differently, and
+    ConfigError for a model that cannot be cut like this.
     """
     model_dir = Path(model_dir)
     if device_type(device) == "cuda":
@@ -62,7 +63,7 @@ def load_group(
                 f"{shape.num_ranks} ranks on {device}: several ranks compute on the CPU so far",
                 param="tp",
             )
-        return load_cuda_rank(model_dir, device, **given_options)
+        return load_cuda_rank(model_dir, device, on_phase=on_phase, **given_options)
     resolve_device(device)  # raises for any other
     options = LoadOptions(**given_options)
     config = read_config(model_dir)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shared.engine.executors.group.joined_hosts import JoinedHosts, RankChannels
+from shared.engine.executors.loading.load_options import OnPhase, ignore_phase
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.watchdog import GroupLost
@@ -45,14 +46,17 @@ def group_spec(
 
 
 def start_group(
-    spec: GroupSpec, channels: RankChannels, model_dir: Path
+    spec: GroupSpec, channels: RankChannels, model_dir: Path, on_phase: OnPhase = ignore_phase
 ) -> tuple[RankGroup, ThreadPoolExecutor]:
     """Returns the group once all ranks are ready, and the thread that started it, whose end ends
-    the group. Raises CheckpointError, which says what a rank raised.
+    the group. That thread calls `on_phase`. Raises CheckpointError, which says what a rank raised.
     """
     parent_thread = ThreadPoolExecutor(1, "group-parent")
     try:
-        return parent_thread.submit(RankGroup.start, spec).result(), parent_thread
+        starting = parent_thread.submit(
+            RankGroup.start, spec, lambda loading: on_phase(loading.phase)
+        )
+        return starting.result(), parent_thread
     except (GroupLost, ValueError) as error:
         raise CheckpointError(f"{model_dir}: {error}") from None
     finally:

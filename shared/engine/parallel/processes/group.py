@@ -17,7 +17,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.frames import FrameSocket, SocketWriter
 from shared.engine.parallel.processes.handshake import shake_hands
 from shared.engine.parallel.processes.join import HostConnections
-from shared.engine.parallel.processes.rank_messages import StartRank
+from shared.engine.parallel.processes.rank_messages import OnLoading, StartRank
 from shared.engine.parallel.processes.record_sender import RecordSender, RecordWriter
 from shared.engine.parallel.processes.records import Record
 from shared.engine.parallel.processes.remote_rank import RemoteAnswers, RemoteHandle
@@ -109,8 +109,10 @@ class RankGroup:
         self._steps = RecordSender([*writers, self._local_steps], self._lose_step)
 
     @classmethod
-    def start(cls, spec: GroupSpec) -> RankGroup:
-        """Returns once all ranks are loaded and alike. Raises GroupLost, ValueError."""
+    def start(cls, spec: GroupSpec, on_loading: OnLoading = lambda phase: None) -> RankGroup:
+        """Returns once all ranks are loaded and alike; `on_loading` gets what they do until then.
+        Raises GroupLost, ValueError.
+        """
         files = HostFiles.create(spec.local_ranks, spec.shape)
         environment = rank_environment(spec.num_threads, spec.environment)
         handles: list[Handle] = []
@@ -119,7 +121,7 @@ class RankGroup:
                 start = spec.start(rank)
                 handles.append(spawn_rank(start, files, spec.inherited, environment))
             handles += _remote_handles(spec)
-            links = shake_hands(handles, spec.ready_s)
+            links = shake_hands(handles, spec.ready_s, on_loading)
         except BaseException:
             for each in handles:
                 each.close()

@@ -10,6 +10,8 @@ from shared.engine.parallel.processes.rank_messages import (
     Failed,
     Go,
     GroupRejected,
+    LoadingPhase,
+    OnLoading,
     RankIdentity,
     Ready,
     difference,
@@ -24,12 +26,15 @@ from shared.engine.parallel.processes.watchdog import (
 )
 
 
-def shake_hands(handles: Sequence[Handle], ready_s: float) -> tuple[RankLink, ...]:
-    """Returns the links that ranks measured. Raises GroupLost, which names the rank that ended, is
-    stopped or late, or differs; the others are told why.
+def shake_hands(
+    handles: Sequence[Handle], ready_s: float, on_loading: OnLoading
+) -> tuple[RankLink, ...]:
+    """Returns the links that ranks measured; `on_loading` gets what they do before. Raises
+    GroupLost, which names the rank that ended, is stopped or late, or differs; the others are told
+    why.
     """
     try:
-        found, links = _all_ready(handles, ready_s)
+        found, links = _all_ready(handles, ready_s, on_loading)
         if (line := difference([found[each.rank] for each in handles])) is not None:
             raise GroupLost(line)
     except GroupLost as error:
@@ -42,7 +47,7 @@ def shake_hands(handles: Sequence[Handle], ready_s: float) -> tuple[RankLink, ..
 
 
 def _all_ready(
-    handles: Sequence[Handle], ready_s: float
+    handles: Sequence[Handle], ready_s: float, on_loading: OnLoading
 ) -> tuple[dict[int, RankIdentity], list[RankLink]]:
     found: dict[int, RankIdentity] = {}
     links: list[RankLink] = []
@@ -59,6 +64,8 @@ def _all_ready(
             if isinstance(message, Ready):
                 found[each.rank] = message.identity
                 links += message.links
+            elif isinstance(message, LoadingPhase):
+                on_loading(message)
             elif isinstance(message, Failed):
                 raise GroupLost(f"rank {each.rank} failed: {message.line}")
             elif (reason := failure_of([each])) is not None:

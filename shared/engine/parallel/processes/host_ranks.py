@@ -27,6 +27,7 @@ from shared.engine.parallel.processes.join import SEND_S, HostConnections
 from shared.engine.parallel.processes.rank_messages import (
     Failed,
     GroupRejected,
+    LoadingPhase,
     RankAlive,
     Ready,
     StartRank,
@@ -146,7 +147,7 @@ class HostRanks:
     def _report(self, handle: RankHandle) -> None:
         """Forwards the rank's message, or how it ended."""
         message = handle.receive()
-        if isinstance(message, Ready | StepExtended):
+        if isinstance(message, LoadingPhase | Ready | StepExtended):
             self._controls[handle.rank].send(encode(message))
         elif isinstance(message, Failed):
             self._fail(handle.rank, message.line)

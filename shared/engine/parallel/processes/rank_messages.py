@@ -2,6 +2,7 @@
 
 leader            rank
   ── StartRank ──▶   spawned
+  ◀─ LoadingPhase ── as often as it changes
   ◀────── Ready ──   loaded, or Failed
   ── Go ─────────▶   all ranks are equal: it waits for steps; else GroupRejected
   ◀───── Failed ──   at any time, before it exits
@@ -11,7 +12,8 @@ leader            rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +21,7 @@ from shared.engine.parallel.links import RankLink
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.ring import RingFiles
 
+OnLoading = Callable[["LoadingPhase"], None]
 NO_RING = RingFiles(-1, (), 0, 0)
 MAX_MESSAGE_BYTES = 128 * 1024  # limit of a datagram between two processes
 
@@ -70,6 +73,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     links: tuple[RankLink, ...] = ()  # links that this rank has measured
 
 
+class LoadingPhase(msgspec.Struct, frozen=True, tag="phase"):
+    """What the rank does before it is ready."""
+
+    phase: Literal["loading", "compiling"]
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     line: str
 
@@ -85,7 +94,7 @@ class RankAlive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 ToRank = StartRank | Go | GroupRejected
-ToLeader = Ready | Failed | StepExtended | RankAlive
+ToLeader = LoadingPhase | Ready | Failed | StepExtended | RankAlive
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _to_leader = msgspec.msgpack.Decoder(ToLeader)
 

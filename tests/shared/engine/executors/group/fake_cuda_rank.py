@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.group.cuda_rank import CudaRank
 from shared.engine.executors.group.messages import DeviceSetup
+from shared.engine.executors.loading.load_options import OnPhase
 from shared.engine.parallel.processes.rank_process import RankContext
 from shared.engine.step import StepInputs, StepOutput
 from shared.errors import NoCapacity
@@ -38,7 +39,10 @@ def failing_rank(context: RankContext) -> CudaRank:
     return CudaRank(context, _load_failing)
 
 
-def _loaded(load: Callable[..., CudaExecutor], setup: DeviceSetup, **options: Any) -> CudaExecutor:
+def _loaded(
+    load: Callable[..., CudaExecutor], setup: DeviceSetup, on_phase: OnPhase, **options: Any
+) -> CudaExecutor:
+    on_phase("compiling")
     return load(Path(setup.model_dir), answers_apart=True, **options)
 
 
@@ -73,9 +77,9 @@ class PairedDriver(FakeDriver):
             self.changed.notify_all()
 
 
-def _load_failing(setup: DeviceSetup) -> CudaExecutor:
+def _load_failing(setup: DeviceSetup, on_phase: OnPhase) -> CudaExecutor:
     driver = PairedDriver()
-    executor = _loaded(load, setup, graphs=Replays(), driver=driver)
+    executor = _loaded(load, setup, on_phase, graphs=Replays(), driver=driver)
     computer, is_sick = executor.computer, Event()
     launch, resize = computer.launch, executor._resize_kv
 

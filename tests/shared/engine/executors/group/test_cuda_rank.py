@@ -63,6 +63,7 @@ class Ranks:
 
     executors: Ahead
     started: dict[str, GroupExecutor] = field(default_factory=dict)
+    phases: list[str] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -71,7 +72,9 @@ class Ranks:
     def of(self, fake: str) -> GroupExecutor:
         if fake not in self.started:
             entry = f"{FAKES}:{fake}"
-            self.started[fake] = load_cuda_rank(self.folder, "cuda", entry=entry, num_threads=1)
+            self.started[fake] = load_cuda_rank(
+                self.folder, "cuda", entry=entry, num_threads=1, on_phase=self.phases.append
+            )
         return self.started[fake]
 
     def take(self, fake: str) -> GroupExecutor:
@@ -121,6 +124,7 @@ def sampling(num_tokens: int) -> SamplingParams:
 async def test_rank_launches_a_step_while_the_one_before_is_computed(ranks: Ranks) -> None:
     failing = ranks.of(FAILING)
     assert (failing.depth, failing.num_stages, failing.step_launch) == (2, 1, "graphs")
+    assert ranks.phases[-1] == "compiling"
     await tokens_of(ranks.folder, ranks.of(FAILING), 9)
     counts = await failing.expert_counts()
     assert counts is not None
