@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from services.worker.worker import on_device
+from services.worker.worker import load_model, on_device
 from shared.config import WorkerConfig
+from shared.engine.executors.group import load_cuda_rank
+from shared.engine.executors.group.messages import DeviceSetup
+from shared.engine.parallel.processes.group import GroupSpec
 from shared.messages import Role
 
 
-def config(device: str) -> WorkerConfig:
+def config(device: str, **options: Any) -> WorkerConfig:
     return WorkerConfig(
+        **options,
         process_id="worker-1",
         nats_url="nats://worker-1:secret@127.0.0.1:4222",
         model_dir=Path("shared/demo_model"),
@@ -40,3 +46,21 @@ def test_max_batch_tokens_follows_device_and_roles(
 def test_auto_selects_cuda_if_available() -> None:
     found = on_device(config("auto"), ("decode",))
     assert found.device == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_process_of_a_device_gets_the_options_that_depend_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker's own process does not use the device, which this machine may not have."""
+    started: list[GroupSpec] = []
+
+    def start_group(spec: GroupSpec, *_: object) -> None:
+        started.append(spec)
+        raise InterruptedError
+
+    monkeypatch.setattr(load_cuda_rank, "start_group", start_group)
+    with pytest.raises(InterruptedError):
+        load_model(config("cuda:1", device_process=True, mode="auto", executor="plain"))
+    setup = msgspec.msgpack.decode(started[0].config, type=DeviceSetup)
+    assert (setup.device, setup.mode, setup.options.executor) == ("cuda:1", "auto", "plain")
+    assert setup.options.block_size == 64

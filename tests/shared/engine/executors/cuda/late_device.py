@@ -23,8 +23,7 @@ from torch import Tensor
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.models.device_step import DeviceStepOutput
 from shared.engine.step import StepInputs
-from tests.shared.engine.executors.cuda.test_cuda_executor import FakeDriver, FakeEvent
-from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, load
+from tests.shared.engine.executors.cuda.fake_device import FakeDriver, FakeEvent, Replays, load
 
 POISON = 1  # of memory into which nothing is copied yet
 EAGER = ("_operands", "output", "_keep_tokens", "zero_blocks", "capture_next")

@@ -12,7 +12,8 @@ import torch
 from shared.engine.executors.cuda.copy_stream import CopyStream
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.step import KvRun
-from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, PROMPT, FakeDriver, load
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver
+from tests.shared.engine.executors.cuda.test_cuda_executor import PROMPT, load
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.steps import Blocks, step_of
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,91 +29,12 @@ from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import ConfigError
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.steps import Blocks, generate, prefill, step_of
 
-INDEX = 3
 PROMPT = list(range(5, 45))
-
-
-@dataclass(eq=False)
-class FakeEvent:
-    marks: list[FakeEvent]
-
-    def record(self) -> None:
-        self.marks.append(self)
-
-    def synchronize(self) -> None: ...
-
-
-@dataclass
-class FakeStream:
-    done: list[object]
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.done.append(event)
-
-    def synchronize(self) -> None:
-        self.done.append("synchronize")
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        self.done.append("begin")
-        yield
-        self.done.append("end")
-
-
-@dataclass
-class FakeDriver:
-    """A fake `torch.cuda`: every thread starts on device 0; `free` gives the free bytes."""
-
-    free: Callable[[], int] = lambda: 1 << 20
-    total: int = 1 << 30
-    reserved: int = 0  # bytes that torch holds
-    fractions: list[float] = field(default_factory=list)  # limits of what it may hold
-    bound: dict[str, int] = field(default_factory=dict)  # thread name -> device
-    calls: list[str] = field(default_factory=list)
-    marks: list[FakeEvent] = field(default_factory=list)  # events in the order of their records
-    copies: list[object] = field(default_factory=list)  # what a copy stream does
-    _current: threading.local = field(default_factory=threading.local)
-
-    def set_device(self, device: int) -> None:
-        self._current.device = device
-        self.bound[threading.current_thread().name] = device
-
-    def current_device(self) -> int:
-        return getattr(self._current, "device", 0)
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-    def empty_cache(self) -> None:
-        self.calls.append("empty_cache")
-
-    def mem_get_info(self, device: int) -> tuple[int, int]:
-        assert device == INDEX
-        self.calls.append("mem_get_info")
-        return self.free(), self.total
-
-    def memory_reserved(self, device: int) -> int:
-        assert device == INDEX
-        return self.reserved
-
-    def set_per_process_memory_fraction(self, fraction: float, device: int) -> None:
-        assert device == INDEX
-        self.fractions.append(fraction)
-
-    def Stream(self, device: int, priority: int) -> FakeStream:  # noqa: N802
-        assert device == INDEX
-        assert priority < 0  # the steps have 0
-        return FakeStream(self.copies)
-
-    def Event(self) -> FakeEvent:  # noqa: N802
-        return FakeEvent(self.marks)
-
-    def stream(self, stream: FakeStream) -> AbstractContextManager[None]:
-        return stream.current()
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +10,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 from structlog.testing import capture_logs
-from torch import Tensor
 
 from shared.engine.executors.cuda import decode_graphs
-from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.cuda.cuda_load import has_graphs
 from shared.engine.executors.cuda.decode_graphs import (
@@ -32,11 +27,9 @@ from shared.engine.executors.cuda.idle_captures import IdleCaptures
 from shared.engine.executors.loading.kv_sizing import MemoryReport
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import idle_step
-from shared.engine.executors.step_queue import MOST_AHEAD
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.models.device_step import DeviceStepOutput
 from shared.messages import SamplingParams, TokenLogprobs
-from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
+from tests.shared.engine.executors.cuda.fake_device import Replays, load
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.model_worker import Worker
@@ -54,60 +47,6 @@ SAMPLINGS = {
         SamplingParams(seed=6, max_tokens=9, temperature=0.0, num_logprobs=2),
     ],
 }
-
-
-class Replays:
-    """A `GraphDevice` of the CPU. Like a graph, it keeps nothing that a step reads."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.num_captured = error, 0
-        self.rows: list[int] = []  # of each captured step
-
-    def empty(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        hosts = torch.empty((MOST_AHEAD, num_bytes), dtype=torch.uint8)
-        return hosts, torch.empty(num_bytes, dtype=torch.uint8)
-
-    def upload(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def download(self, values: Tensor) -> Tensor:
-        return values.clone()
-
-    def capture(
-        self, call: partial[DeviceStepOutput]
-    ) -> tuple[Callable[[], None], DeviceStepOutput]:
-        if self.error is not None:
-            raise self.error
-        self.num_captured += 1
-        self.rows.append(len(call.args[0].token_ids))
-        output, step, inputs = call(), call.func, weakref.ref(*call.args)
-
-        def replay() -> None:
-            read = inputs()
-            assert read is not None, "the memory that the graph reads is free"
-            for kept, new in zip(output, step(read), strict=True):
-                if kept is not None:
-                    kept.copy_(new)
-
-        return replay, output
-
-
-def load(
-    folder: Path,
-    graphs: Replays | None = None,
-    *,
-    max_graphs: int = 64,
-    driver: FakeDriver | None = None,
-    answers_apart: bool = False,
-    **options: object,
-) -> CudaExecutor:
-    device = CudaDevice(INDEX, torch.device("cpu"), driver or FakeDriver(), lambda _: None)
-    given = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_batch_tokens": 64} | options
-    chosen = LoadOptions(**given, max_sequences=16)  # type: ignore[arg-type]
-    executor = CudaExecutor.load(folder, chosen, device, answers_apart=answers_apart)
-    if graphs is not None:
-        executor.computer.use_graphs(graphs, max_rows=16, max_graphs=max_graphs)
-    return executor
 
 
 def graphs_of(executor: CudaExecutor) -> DecodeGraphs:

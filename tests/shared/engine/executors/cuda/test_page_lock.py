@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.page_lock import CudaPageLock
-from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver
 
 
 class FakeRuntime:

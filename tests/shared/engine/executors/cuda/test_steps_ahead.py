@@ -33,9 +33,9 @@ from shared.engine.models.device_step import MISROUTED
 from shared.engine.step import KvRun, StepInputs
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.cuda import late_device
+from tests.shared.engine.executors.cuda.fake_device import FakeEvent, Replays, load
 from tests.shared.engine.executors.cuda.late_device import LateEvent, LateReplays, load_late
-from tests.shared.engine.executors.cuda.test_cuda_executor import FakeEvent
-from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, graphs_of, load
+from tests.shared.engine.executors.cuda.test_decode_graphs import graphs_of
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.masked import SumGrammar
 from tests.support.engine.model_worker import Worker

@@ -18,9 +18,8 @@ from shared.engine.executors.loading.load_options import OnPhase
 from shared.engine.parallel.processes.rank_process import RankContext
 from shared.engine.step import StepInputs, StepOutput
 from shared.errors import NoCapacity
+from tests.shared.engine.executors.cuda.fake_device import FakeDriver, FakeEvent, Replays, load
 from tests.shared.engine.executors.cuda.late_device import load_late
-from tests.shared.engine.executors.cuda.test_cuda_executor import FakeDriver, FakeEvent
-from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, load
 
 FAILING_TOKEN, STICKY_TOKEN = 196, 197  # of a prompt: its step raises; all steps from it on raise
 MOST_BLOCKS = 1000  # that the device has memory for

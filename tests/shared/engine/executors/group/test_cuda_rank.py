@@ -26,7 +26,7 @@ from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.errors import CheckpointError, ConfigError, NoCapacity, StepFailed
 from shared.messages import SamplingParams
-from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, load
+from tests.shared.engine.executors.cuda.fake_device import Replays, load
 from tests.shared.engine.executors.cuda.test_steps_ahead import (
     REQUESTS,
     SLOW,
@@ -249,6 +249,7 @@ def test_several_ranks_on_cuda_are_refused(tmp_path: Path) -> None:
         load_group(tmp_path, "cuda", MeshShape(2, 1))
 
 
+@pytest.mark.long
 def test_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 0 failed: ConfigError: device 'cuda:9'"):
         load_group(tmp_path, "cuda:9", MeshShape(1, 1))
