@@ -22,6 +22,7 @@ from shared.engine.executors.group.messages import (
 from shared.engine.executors.group.rank_computer import load_rank
 from shared.engine.executors.group.remote_masks import RemoteMasks
 from shared.engine.executors.loading.freed_memory import return_freed_memory
+from shared.engine.executors.loading.warm_up import CHECKED_LENS
 from shared.engine.executors.rank_state import RankState
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.processes.rank_process import OneByOne, RankContext
@@ -57,7 +58,7 @@ class ModelWork(OneByOne):
             case EndRows(rows=rows):
                 self._state.end(rows)
             case CheckDevice():
-                self._computer.run_idle([2, 1], temperature=1.0)
+                self._computer.run_idle([*CHECKED_LENS], temperature=1.0)
             case ZeroBlocks(block_ids=block_ids):
                 self._computer.zero_blocks(block_ids)
                 _wait_for_all(self._mesh)
