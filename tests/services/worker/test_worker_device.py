@@ -60,7 +60,8 @@ def test_process_of_a_device_gets_the_options_that_depend_on_it(
 
     monkeypatch.setattr(load_cuda_rank, "start_group", start_group)
     with pytest.raises(InterruptedError):
-        load_model(config("cuda:1", device_process=True, mode="auto", executor="plain"))
+        given = config("cuda:1", device_process=True, mode="auto", executor="plain")
+        load_model(on_device(given, ("decode",)))
     setup = msgspec.msgpack.decode(started[0].config, type=DeviceSetup)
     assert (setup.device, setup.mode, setup.options.executor) == ("cuda:1", "auto", "plain")
     assert setup.options.block_size == 64
