@@ -36,7 +36,7 @@ from shared.engine.executors.group.messages import (
     EndRows,
     GiveBackBlocks,
     GroupModel,
-    ResizeKv,
+    PrepareKv,
     RunStep,
     ZeroBlocks,
     encode_counts,
@@ -166,7 +166,7 @@ class CudaRank:
                 await executor.zero_blocks(block_ids)
             case GiveBackBlocks(block_ids=block_ids):
                 await executor.give_back(block_ids)
-            case ResizeKv(num_blocks=num_blocks):
+            case PrepareKv(num_blocks=num_blocks):
                 await executor.resize_kv(num_blocks)
             case CountExperts():
                 return encode_counts(await executor.expert_counts())

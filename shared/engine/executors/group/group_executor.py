@@ -32,7 +32,7 @@ from shared.engine.executors.group.messages import (
     ExpertCounts,
     GiveBackBlocks,
     GroupModel,
-    ResizeKv,
+    PrepareKv,
     RunStep,
     ZeroBlocks,
 )
@@ -158,7 +158,7 @@ class GroupExecutor:
         await self._command(GiveBackBlocks(block_ids))
 
     async def resize_kv(self, num_blocks: int) -> None:
-        await self._command(ResizeKv(num_blocks))
+        await self._command(PrepareKv(num_blocks))
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
         counted = await self._command(CountExperts())

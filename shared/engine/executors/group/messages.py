@@ -1,6 +1,6 @@
 """Messages between a leader and its ranks about steps.
 
-    ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, ResizeKv, CountExperts
+    ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, PrepareKv, CountExperts
              ──▶ every rank; the answering rank ──output, or CommandFailed──▶ leader
     masks:   the answering rank ──MasksWanted──▶ leader ──Masks──▶
 
@@ -101,7 +101,7 @@ class GiveBackBlocks(msgspec.Struct, frozen=True, tag=True):
     block_ids: list[int]
 
 
-class ResizeKv(msgspec.Struct, frozen=True, tag=True):
+class PrepareKv(msgspec.Struct, frozen=True, tag=True):
     """Prepares for a KV cache of so many blocks; with 0 the worker is being parked."""
 
     num_blocks: int
@@ -148,7 +148,7 @@ Command = (
     | CheckDevice
     | ZeroBlocks
     | GiveBackBlocks
-    | ResizeKv
+    | PrepareKv
     | CountExperts
     | DescribeModel
 )

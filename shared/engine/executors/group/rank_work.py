@@ -13,8 +13,8 @@ from shared.engine.executors.group.messages import (
     CountExperts,
     EndRows,
     GiveBackBlocks,
+    PrepareKv,
     RankSetup,
-    ResizeKv,
     RunStep,
     ZeroBlocks,
     encode_counts,
@@ -65,7 +65,7 @@ class ModelWork(OneByOne):
             case GiveBackBlocks(block_ids=block_ids):
                 self._computer.give_back(block_ids)
                 _wait_for_all(self._mesh)
-            case ResizeKv(num_blocks=num_blocks):
+            case PrepareKv(num_blocks=num_blocks):
                 if num_blocks == 0:
                     return_freed_memory()
             case CountExperts():
