@@ -38,7 +38,7 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     block_copies = next(each for each in BLOCKS_OF_COPIES if each >= num_copies)
     block_words = min(TILE_WORDS // block_copies, MAX_WORDS, next_power_of_2(num_words))
     _copy_blocks_kernel[(cdiv(num_words, block_words), num_planes)](
-        *(words, sources, destinations, words.stride(0), num_copies),
+        *(words, sources, destinations, words.shape[1], num_copies),
         BLOCK_LENGTH=num_words,
         BLOCK_COPIES=block_copies,
         BLOCK_WORDS=block_words,
@@ -47,13 +47,16 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     )
 
 
-# the second of two arrays of N indices is aligned only for even N
-@triton.jit(do_not_specialize=["num_copies"], do_not_specialize_on_alignment=["destinations_ptr"])
+# the second of two arrays of N indices is aligned only for even N; a cache may get another size
+@triton.jit(
+    do_not_specialize=["num_blocks", "num_copies"],
+    do_not_specialize_on_alignment=["destinations_ptr"],
+)
 def _copy_blocks_kernel(
     kv_cache_ptr,
     sources_ptr,
     destinations_ptr,
-    stride_plane: tl.int64,
+    num_blocks,
     num_copies,
     BLOCK_LENGTH: tl.constexpr,
     BLOCK_COPIES: tl.constexpr,
@@ -64,7 +67,7 @@ def _copy_blocks_kernel(
     destination = tl.load(destinations_ptr + copy, mask=copy < num_copies, other=0).to(tl.int64)
     word = tl.program_id(0) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]  # [1, BLOCK_WORDS]
     is_copied = (copy < num_copies) & (word < BLOCK_LENGTH)  # [BLOCK_COPIES, BLOCK_WORDS]
-    words_ptr = kv_cache_ptr + tl.program_id(1).to(tl.int64) * stride_plane
+    words_ptr = kv_cache_ptr + tl.program_id(1).to(tl.int64) * num_blocks * BLOCK_LENGTH
     words = tl.load(words_ptr + source * BLOCK_LENGTH + word, mask=is_copied)
     tl.debug_barrier()  # no thread overwrites a word that another has not read yet
     tl.store(words_ptr + destination * BLOCK_LENGTH + word, words, mask=is_copied)

@@ -139,7 +139,8 @@ def _by_group(values: NDArray[Any], device: torch.device) -> Tensor:
         return to_device(values, device)
     size = values.shape[-1]
     ends = [(0, 0)] * (values.ndim - 1) + [(0, -size % (ALIGNMENT // values.itemsize))]
-    return to_device(np.pad(values, ends), device)[..., :size]
+    # contiguous first: numpy pads others in their order, in which groups may lie between each other
+    return to_device(np.pad(np.ascontiguousarray(values), ends), device)[..., :size]
 
 
 def _has_cpu_kernels(device: torch.device) -> bool:

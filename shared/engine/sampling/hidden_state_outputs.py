@@ -29,11 +29,16 @@ def prompt_logprobs(
 ) -> dict[int, list[TokenLogprobs]]:
     """hidden [T, hidden_size] before the final norm -> by sequence, of each of its successors."""
     chunks = hidden.split(inputs.query_lens.tolist()) if inputs.prompt_logprobs else ()
-    num_rows = max(1, max_logits // vocab_size)
+    num_rows = rows_at_once(vocab_size, max_logits)
     return {
         index: _successor_logprobs(chunks[index], requested, logits_of, num_rows)
         for index, requested in inputs.prompt_logprobs.items()
     }
+
+
+def rows_at_once(vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
+    """Returns the most rows whose logits are computed at once."""
+    return max(1, max_logits // vocab_size)
 
 
 def _successor_logprobs(

@@ -15,7 +15,6 @@ from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -60,21 +59,38 @@ class LaunchClass:
         return compiled_source(source, target, self.options)
 
 
+class _Recorded:
+    """Stands for a kernel in Triton's cache of a device: launches find it there, and do nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: Any) -> None: ...
+    def run(self, *_: Any) -> None: ...
+
+
 @contextmanager
 def recording() -> Iterator[dict[str, LaunchClass]]:
-    """Key -> class of each launch inside, none of which is compiled or runs."""
+    """Key -> class of each launch inside, none of which is compiled or runs. Wants a fake driver,
+    whose devices no other launch has.
+    """
     found: dict[str, LaunchClass] = {}
+    recorded: Any = _Recorded()
 
-    def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        launched = LaunchClass(
-            fn.jit_function,
-            dict(compile["signature"]),
-            dict(compile["constants"]),
-            dict(compile["configs"][0]),
-            {name: compile[name] for name in OPTIONS},
-        )
+    def record(
+        self: JITFunction[Any],
+        key: str,
+        signature: dict[str, str],
+        device: int,
+        constants: dict[tuple[int, ...], Any],
+        options: Any,
+        attributes: dict[tuple[int, ...], Any],
+        warmup: bool,
+    ) -> Any:
+        chosen = {name: getattr(options, name) for name in OPTIONS}
+        launched = LaunchClass(self, dict(signature), dict(constants), dict(attributes), chosen)
         found[launched.key] = launched
-        return True
+        self.device_caches[device][0][key] = recorded
+        return recorded
 
-    with patch.object(knobs.runtime, "jit_cache_hook", hook):
+    with patch.object(JITFunction, "_do_compile", record):
         yield found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from kernels.ops import (
 )
 from shared.engine.executors.cuda.meta_model import META, distinct_layers, meta_model
 from shared.engine.executors.loading.load_options import LoadOptions
-from shared.engine.executors.loading.warm_up import COPIES, warm_up_steps
+from shared.engine.executors.loading.warm_up import COPIES, batch_sizes, warm_up_steps
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.kv.kv_cache import allocate_kv_cache
 from shared.engine.layers.latent_attention import LatentExpansion
@@ -29,6 +29,7 @@ from shared.engine.layers.linear import MatmulModule
 from shared.engine.layers.moe import ExpertLinear
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import device_step
+from shared.engine.sampling.hidden_state_outputs import rows_at_once
 from shared.engine.step import StepInputs
 from shared.kv_layout import KvLayout
 
@@ -50,13 +51,18 @@ class StepKernels:
         self.layers = distinct_layers(model, self.computer.kind_of_layer)
         self.twin = meta_model(model, self.layers)
 
-    def steps(self) -> Iterator[StepInputs]:
-        row_counts = gemm_row_counts(
+    def row_counts(self) -> list[int]:
+        """Returns numbers of tokens that between them need every kernel."""
+        most = self.options.max_batch_tokens
+        changes = gemm_row_counts(
             list(_multiplied(self.twin)),
             self.twin.norm.weight.dtype,
-            self.options.max_batch_tokens,
+            most,
             is_batch_invariant=self.options.mode == "exact",
         )
+        return sorted({*changes, 1, most, *batch_sizes(most)})
+
+    def steps(self, row_counts: Sequence[int]) -> Iterator[StepInputs]:
         layout = self.computer.kv_layout
         return warm_up_steps(
             layout.block_size,
@@ -65,6 +71,16 @@ class StepKernels:
             max_sequences=self.options.max_sequences,
             num_groups=len(layout.groups),
         )
+
+    def scored(self, row_counts: Sequence[int]) -> Iterator[Tensor]:
+        """Yields hidden states of tokens of a prompt whose log-probabilities are requested: more
+        than those that sample.
+        """
+        config, norm = self.twin.config, self.twin.norm.weight
+        most = rows_at_once(config.vocab_size)
+        for count in row_counts if config.has_head else ():
+            if count <= most:
+                yield torch.empty((count, config.hidden_size), dtype=norm.dtype, device=META)
 
 
 @torch.inference_mode()
@@ -75,12 +91,14 @@ def compile_kernels(kernels: StepKernels, init_thread: Callable[[], None] = lamb
     if IS_INTERPRETED or not ops.HAS_TRITON:  # nothing is compiled
         return
     computer, layers = kernels.computer, kernels.layers
-    slots = computer.kv_slots()
+    slots, row_counts = computer.kv_slots(), kernels.row_counts()
     with compiling_on_meta(init_thread):
-        for step in kernels.steps():
+        for step in kernels.steps(row_counts):
             inputs = computer.device_inputs(step, samples_on_device=step.sampling.is_plain)
             own = replace(inputs, attention=tuple(inputs.attention[layer] for layer in layers))
             device_step(kernels.twin, [slots[layer] for layer in layers], own)
+        for hidden in kernels.scored(row_counts):
+            kernels.twin.logits(hidden)
         _compile_copies(computer.kv_cache)
 
 

@@ -285,7 +285,8 @@ class _CudaLoad:
         return max_graphs_in(self._device.memory().total if limit is None else limit.num_bytes)
 
     def _capture_graphs(self, computer: GraphComputer) -> None:
-        max_rows, most = self._options.max_sequences, self._max_graphs
+        options, most = self._options, self._max_graphs
+        max_rows = min(options.max_sequences, options.max_batch_tokens)
         computer.use_graphs(CudaGraphs(self._target), max_rows=max_rows, max_graphs=most)
 
 

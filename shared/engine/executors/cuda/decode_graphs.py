@@ -288,14 +288,14 @@ def beside_graphs(report: MemoryReport) -> MemoryReport:
 
 
 def row_counts(max_rows: int, *, is_padded: bool) -> tuple[int, ...]:
-    """Returns 1, 2, 4, 8, 16, 24, ... up to the first that holds `max_rows`. Without padding all
-    numbers: with experts, padding would be routed to some that are read for it, and be counted.
+    """Returns 1, 2, 4, 8, 16, 24, ..., `max_rows`: for more rows than that no kernel is compiled.
+    Without padding all numbers: with experts, padding would be routed to some that are read for it,
+    and be counted.
     """
     if not is_padded:
         return tuple(range(1, max_rows + 1))
-    largest = -(-max_rows // ROWS_APART) * ROWS_APART
-    counts = (*SMALL_ROWS, *range(2 * ROWS_APART, largest + 1, ROWS_APART))
-    return counts[: bisect_left(counts, max_rows) + 1]
+    counts = (*SMALL_ROWS, *range(2 * ROWS_APART, max_rows, ROWS_APART))
+    return (*counts[: bisect_left(counts, max_rows)], max_rows)
 
 
 def table_widths(max_tokens: int, block_size: int) -> tuple[int, ...]:

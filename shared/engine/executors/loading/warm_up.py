@@ -38,13 +38,12 @@ def warm_up_steps(
     max_sequences: int,
     num_groups: int = 1,
 ) -> Iterator[StepInputs]:
-    """Yields steps that compile all kernels. `row_counts` are numbers of rows for which GEMMs have
-    kernels of their own.
+    """Yields steps that compile all kernels. `row_counts` are numbers of tokens that between them
+    need every kernel.
     """
     num_rows = min(max_sequences, max_batch_tokens)
     idle = partial(idle_step, block_size, num_groups=num_groups)
-    counts = {*row_counts, 1, max_batch_tokens, *_batch_sizes(max_batch_tokens), num_rows}
-    for count in sorted(counts):
+    for count in sorted({*row_counts, num_rows}):
         if count <= num_rows:
             yield idle([1] * count)
             yield idle([1] * count, context_tokens=LONG_CONTEXT)
@@ -110,7 +109,7 @@ def idle_step(
     )
 
 
-def _batch_sizes(limit: int) -> Iterator[int]:
+def batch_sizes(limit: int) -> Iterator[int]:
     """Powers of 2 with their successors: there decode attention, and GEMMs with compressed
     weights, change to another kernel.
     """
