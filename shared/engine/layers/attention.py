@@ -6,7 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import decode_attention, prefill_attention, rotate_and_store
-from shared.engine.layers.attention_inputs import AttentionInputs, DecodeRows, PrefillRows
+from shared.engine.layers.attention_inputs import (
+    ALIGNMENT,
+    AttentionInputs,
+    DecodeRows,
+    PrefillRows,
+)
 from shared.engine.layers.destinations import child_destinations
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
@@ -46,7 +51,7 @@ class PagedAttention(nn.Module):
         return torch.cat(
             (
                 self._decode(query[:num_single], kv_cache, single),
-                self._prefill(query[num_single:], kv_cache, runs),
+                self._prefill(_rows_from(query, num_single), kv_cache, runs),
             )
         )
 
@@ -130,3 +135,9 @@ class Attention(PagedAttention):
             kv_scales=self.kv_scales,
         )
         return self.o_proj(self.attend(query, kv_cache, inputs).flatten(1))
+
+
+def _rows_from(query: Tensor, first: int) -> Tensor:
+    """Returns the rows from `first` on, at an aligned address: see `_by_group`."""
+    rows = query[first:]
+    return rows.clone() if rows.stride(0) * rows.itemsize % ALIGNMENT else rows

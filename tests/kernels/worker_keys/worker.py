@@ -1,8 +1,8 @@
 """A worker of any family on CUDA without a device, which records the kernels that it needs.
 
-Its own code starts it and computes its steps; launches are recorded (see `recording`), not compiled.
-What a kernel would have written is zero, or whatever lay in memory; the rows of experts are drawn,
-as an expert without a row launches nothing.
+Its own code starts it and computes its steps; launches are recorded (see `recording`), and nothing
+is compiled. What a kernel would have written is zero, or whatever lay in memory; the rows of
+experts are drawn, as an expert without a row launches nothing.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ UNSIZED = {"moe_layers", "kv_lora_rank", "original_max_position_embeddings"}
 WIDE_FAMILIES = [
     name
     for name, each in FAMILIES.items()
-    if type(each) is Family and not UNSIZED & each.fields.keys()
+    if type(each) is Family
+    and not UNSIZED & each.fields.keys()
     and not any("expert" in field for field in each.fields)
 ]
-WIDE = {"hidden_size": 192, "intermediate_size": 640, "num_attention_heads": 6}  # compressed weights need whole groups
+# Compressed weights need whole groups.
+WIDE = {"hidden_size": 192, "intermediate_size": 640, "num_attention_heads": 6}
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
 LARGE_BYTES = 1 << 34  # a cache whose strides exceed 2^31 elements
 MAX_GRAPHS = 1000
