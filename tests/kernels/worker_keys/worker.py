@@ -34,8 +34,7 @@ from shared.kv_layout import KvLayout, KvShard
 from shared.numerics import Activations, Mode
 from tests.kernels.compiled.launch_classes import recording
 from tests.kernels.worker_keys.steps import Steps
-from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
-from tests.shared.engine.executors.cuda.test_decode_graphs import Replays
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver, Replays
 from tests.support.engine.families import FAMILIES, Family
 from tests.support.engine.quantized import quantize
 from tests.support.kernels.triton_ops import triton_ops
