@@ -36,6 +36,8 @@ ExpertSplit = Literal["auto", "ep", "tp"]
 EXPERT_SPLITS: tuple[ExpertSplit, ...] = ("auto", "ep", "tp")
 ExecutorChoice = Literal["auto", "plain"]
 EXECUTORS: tuple[ExecutorChoice, ...] = ("auto", "plain")
+ParkedWeights = Literal["host", "device"]
+PARKED_WEIGHTS: tuple[ParkedWeights, ...] = ("host", "device")
 Residency = Literal["demand", "lru"]
 RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
@@ -375,6 +377,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     kv_ceiling_bytes: int | None = None  # nor more; None: kv_cache_bytes
     is_parked: bool = False  # starts in standby, without a KV cache
     gpu_memory: str = ""  # most of the device that it takes in all, a size or a share; empty: any
+    parked_weights: ParkedWeights = "host"  # where they are in standby, on CUDA
     max_context_tokens: int | None = None  # limit of a sequence; None: the model's
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
     max_sequences: int = 256
@@ -431,6 +434,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
         if self.executor not in EXECUTORS:
             yield f"executor {self.executor!r} is none of {', '.join(EXECUTORS)}"
+        if self.parked_weights not in PARKED_WEIGHTS:
+            yield f"parked_weights {self.parked_weights!r} is none of {', '.join(PARKED_WEIGHTS)}"
         if self.experts not in EXPERT_SPLITS:
             yield f"experts {self.experts!r} is none of {', '.join(EXPERT_SPLITS)}"
         if self.activations not in ACTIVATIONS:

@@ -38,7 +38,7 @@ PANELS = {
             "response_template",
             "max_loaded_models",
         ),
-        "is_parked",
+        *("is_parked", "parked_weights"),
     ),
     "HTTP": (
         *("http_host", "http_port", "http_cert", "http_key", "page", "cors_origin", "padding"),
@@ -222,6 +222,8 @@ HELP = {
     "gpu_memory": "Memory of the GPU that this worker may use in all, for weights, steps, graphs "
     "and KV: a size such as 36GiB, or a share such as 0.45 or 45% (default: what is free).",
     "is_parked": "Start in standby: with weights and kernels, but without a KV cache.",
+    "parked_weights": "Where a worker on CUDA has its weights in standby. host: in page-locked "
+    "memory of the host; device: they stay. On the CPU they stay mapped.",
     "max_context_tokens": "Tokens of a sequence, at most (default: the model's context).",
     "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "
     "8192 for prefill alone).",

@@ -116,13 +116,13 @@ class StepComputer(KvCopies):
         Waits for the device.
         """
         self._check_thread()
-        sums = self._expert_sums()
+        sums = self.expert_sums()
         if not sums:
             return None
         counts: NDArray[np.int64] = torch.stack(sums).diff(dim=1).cpu().numpy()
         return counts
 
-    def _expert_sums(self) -> list[Tensor]:
+    def expert_sums(self) -> list[Tensor]:
         """Returns `MoeMlp.summed_offsets` of each layer with experts."""
         moes = [layer.mlp for layer in self.model.layers if isinstance(layer, DecoderLayer)]
         return [mlp.summed_offsets for mlp in moes if isinstance(mlp, MoeMlp)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_load import load_on_cuda
 from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.idle_captures import IdleCaptures
+from shared.engine.executors.cuda.offload.weight_offload import WeightOffload
 from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
@@ -77,6 +78,10 @@ class CudaExecutor(LocalExecutor):
         self._copies = CopyStream(device)
         self.page_lock = CudaPageLock(device)
         self._captures = IdleCaptures(computer.has_graphs_left, self._capture_next)
+        self._offload: WeightOffload | None = None
+        if options.parked_weights == "host":
+            model, changing = computer.model, computer.expert_sums()
+            self._offload = WeightOffload(model, changing, device, self.page_lock.lock)
         if device.tensors_on.type == "cuda":
             on_triton_compile(self._budget.compiling)
 
@@ -105,6 +110,8 @@ class CudaExecutor(LocalExecutor):
         await self._captures.stop()
         await super().close()
         self._answer_thread.shutdown(wait=False)  # nothing is awaited
+        if self._offload is not None:
+            self._offload.close()
 
     @property
     def step_launch(self) -> StepLaunch:
@@ -137,6 +144,8 @@ class CudaExecutor(LocalExecutor):
             answers_apart=answers_apart,
         )
         executor.load_stages = loaded.stages
+        if options.is_parked:
+            executor._release_memory()
         return executor
 
     async def _launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -180,24 +189,59 @@ class CudaExecutor(LocalExecutor):
     async def _capture_next(self) -> None:
         await self._launch(self.computer.capture_next)
 
+    async def check(self) -> None:
+        """A parked executor has no weights to compute with."""
+        if not self.offloaded_bytes:
+            await super().check()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The bytes of weights that are in memory of the host."""
+        return 0 if self._offload is None else self._offload.offloaded_bytes
+
+    @property
+    def offload_stages(self) -> Mapping[str, float]:
+        """Returns NAME_s: the seconds of locking and copying in the last park or wake."""
+        return {} if self._offload is None else self._offload.stages
+
+    async def resize_kv(self, num_blocks: int) -> None:
+        """Replaces the cache. The first steps after a wake come before captures of graphs."""
+        await super().resize_kv(num_blocks)
+        self._captures.begin()
+
     def _resize_kv(self, num_blocks: int) -> None:
         """Replaces the cache. Only the computer refers to the old one, so its memory is
-        free then.
+        free then. After any error there is none, and weights are offloaded.
         """
         computer, target = self.computer, self._device.tensors_on
         computer.forget_graphs()
         computer.kv_cache = allocate_kv_cache(self.kv_layout, 0, target)
-        self._device.release_cached()
         if num_blocks == 0:
+            self._release_memory()
             return
+        self._device.release_cached()
         try:
+            if self._offload is not None:
+                self._offload.restore()
             computer.kv_cache = allocate_kv_cache(self.kv_layout, num_blocks, target)
-        except torch.OutOfMemoryError:
-            report = self._device.memory()
-            raise NoCapacity(
-                f"{num_blocks * self.kv_layout.block_bytes >> 20} MiB of KV do not fit the "
-                f"{report.free >> 20} MiB that are free on cuda:{self._device.index}"
-            ) from None
+        except BaseException as error:
+            self._release_memory()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise self._no_capacity(num_blocks) from None
+
+    def _release_memory(self) -> None:
+        """Returns the device's memory of weights, and what torch caches."""
+        if self._offload is not None:
+            self._offload.offload()
+        self._device.release_cached()
+
+    def _no_capacity(self, num_blocks: int) -> NoCapacity:
+        needed = f"{num_blocks * self.kv_layout.block_bytes >> 20} MiB of KV"
+        if self.offloaded_bytes:
+            needed = f"{self.offloaded_bytes >> 20} MiB of weights and {needed}"
+        free = f"{self._device.memory().free >> 20} MiB"
+        return NoCapacity(f"{needed} do not fit the {free} free on cuda:{self._device.index}")
 
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Binds the calling thread."""

@@ -155,12 +155,20 @@ class DecodeGraphs:
         """Captures shapes of short contexts: of the most rows, then of few, the largest first. The
         memory that one graph leaves is used by smaller ones: in the reverse order each takes more.
         """
+        for shape in self._first():
+            self._capture(shape)
+
+    def expect_first(self) -> None:
+        """Instead of `capture_first` without a KV cache: their first steps capture them."""
+        self._seen.update(self._first())
+
+    def _first(self) -> Iterator[DecodeShape]:
         few = self._rows[: bisect_left(self._rows, FIRST_ROWS + 1)]
         tokens = self._widths[0] * self._block_size
         most = self._rows[: bisect_left(self._rows, MAX_TOKENS // tokens + 1)][-1]
         for rows in dict.fromkeys((most, *reversed(few))):
             for is_greedy in (False, True):
-                self._capture(DecodeShape(rows, self._widths[0], True, is_greedy))
+                yield DecodeShape(rows, self._widths[0], True, is_greedy)
 
     def has_next(self) -> bool:
         """Whether shapes are left of short contexts."""
@@ -183,9 +191,11 @@ class DecodeGraphs:
                     yield shape
 
     def clear(self) -> None:
-        """Forgets all graphs: they have the addresses of a KV cache that is replaced."""
+        """Forgets all graphs: they have the addresses of a KV cache that is replaced. Their shapes
+        have been seen: the next step of one captures it.
+        """
+        self._seen.update(shape for shape, graph in self._graphs.items() if graph is not None)
         self._graphs.clear()
-        self._seen.clear()
         self._may_have_next, self._replaced_at = True, -math.inf
 
     def _graph_of(self, shape: DecodeShape) -> Graph | None:

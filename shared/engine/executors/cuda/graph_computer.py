@@ -33,7 +33,7 @@ class GraphComputer(StepComputer):
         self.graphs = DecodeGraphs(
             *(device, self._step, self.kv_layout, self._kinds, self.kind_of_layer),
             self.last_tokens,
-            self._expert_sums(),
+            self.expert_sums(),
             max_rows=max_rows,
             max_tokens=len(self.model.cos),
             has_experts=has_experts,
@@ -41,6 +41,8 @@ class GraphComputer(StepComputer):
         )
         if self.kv_cache.numel():
             self.graphs.capture_first()
+        else:
+            self.graphs.expect_first()
 
     def has_graphs_left(self) -> bool:
         """Whether graphs may be captured in idle moments."""
@@ -54,7 +56,7 @@ class GraphComputer(StepComputer):
             self.graphs.capture_next()
 
     def forget_graphs(self) -> None:
-        """Must be called when the KV cache is replaced."""
+        """Must be called when the KV cache is replaced, or weights get other addresses."""
         if self.graphs is not None:
             self.graphs.clear()
 

@@ -39,6 +39,12 @@ class IdleCaptures:
 
     def end_step(self) -> None:
         self._num_in_flight -= 1
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins to capture after `idle_s` without a step: those that wait for a woken worker come
+        before captures.
+        """
         self._ended_at = self._clock.now()
         if not (len(self._background) or self._has_failed) and self._has_next():
             self._background.start_item(self._run(), self._fail)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.config import ExecutorChoice, ExpertSplit
+from shared.config import ExecutorChoice, ExpertSplit, ParkedWeights
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
 from shared.engine.model_config.model_config import ModelConfig
 from shared.kv_layout import KvLayout
@@ -26,7 +26,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     The KV cache has `kv_cache_bytes`: by default 1 GiB on the CPU, and on CUDA a share of the free
     memory after loading. It may grow to `kv_ceiling_bytes`; None: no more than at the start. If the
-    worker `is_parked` it takes no memory before it gets a size. On CUDA all together takes at most
+    worker `is_parked` it takes no memory before it gets a size. While it is parked, `parked_weights`
+    on CUDA are in page-locked memory of the host, or stay. On CUDA all together takes at most
     `gpu_memory`, a size or a share of the device; empty: no limit.
 
     `kv_dtype`: see `resolve_kv_dtype`. A sequence has at most `max_context_tokens`; None: the
@@ -52,6 +53,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_ceiling_bytes: int | None = None
     is_parked: bool = False
     gpu_memory: str = ""
+    parked_weights: ParkedWeights = "host"
     max_context_tokens: int | None = None
     max_batch_tokens: int = 512
     max_sequences: int = 256

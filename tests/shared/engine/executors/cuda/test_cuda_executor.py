@@ -56,6 +56,7 @@ def load(
 ) -> CudaExecutor:
     device = CudaDevice(INDEX, torch.device("cpu"), driver, try_kernel)
     given = {"dtype": "float32", "max_batch_tokens": 64, "max_sequences": 4} | options
+    given.setdefault("parked_weights", "device")  # compiled loops hold addresses of packed weights
     chosen = LoadOptions(**given)  # type: ignore[arg-type]
     return CudaExecutor.load(model_dir, chosen, device)
 

@@ -1,0 +1,388 @@
+"""Parked workers on CUDA without their weights, on CPU tensors in the forms that a device has."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor, nn
+
+from kernels import ops
+from kernels.split_weight import split_weight
+from shared.engine.executors.cuda import cuda_executor, cuda_load
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.cuda_executor import CudaExecutor
+from shared.engine.executors.cuda.graph_computer import GraphComputer
+from shared.engine.executors.cuda.offload import weight_offload
+from shared.engine.executors.cuda.offload.host_memory import HostMemory
+from shared.engine.executors.cuda.offload.weight_offload import WeightOffload
+from shared.engine.layers import router
+from shared.engine.models.device_step import DeviceStepOutput
+from shared.engine.step import KvRun
+from shared.engine.weights import weight_regions
+from shared.errors import NoCapacity
+from shared.messages import SamplingParams
+from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
+from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, load
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.model_worker import Worker
+from tests.support.engine.quantized import quantize
+from tests.support.engine.rig import new_sequence
+
+PIECE_BYTES = 4096
+FORMS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2, no caps, biases, tied": {},
+    "llama4, experts": {},
+    "deepseek": {},
+    "int4": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "kv_dtype": "fp8"},
+    "split": {"dtype": "bfloat16", "weights": "compressed"},
+}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are not packed for the compiled loops, which hold addresses; memory is torch's; the
+    host's is in many pieces.
+    """
+    monkeypatch.setattr(ops, "_is_for_loops", lambda _: False)
+    monkeypatch.setattr(router, "_zeros", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(weight_regions, "compress_weight", split_weight)
+    monkeypatch.setattr(cuda_load, "run_largest_step", lambda *_: None)
+    pieces = partial(HostMemory, piece_bytes=PIECE_BYTES)
+    monkeypatch.setattr(weight_offload, "HostMemory", pieces)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+def write(form: str, folder: Path) -> Path:
+    if form in FAMILIES:
+        FAMILIES[form].write(folder)
+        return folder
+    write_llama(folder, hidden_size=64, head_dim=32, intermediate_size=128)
+    return quantize(folder, folder / "copy", form) if form in ("int4", "fp8") else folder
+
+
+class OtherMemory(FakeDriver):
+    """What a device frees is taken by others, so that weights come back to other addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Tensor] = []
+
+    def empty_cache(self) -> None:
+        sizes = (1 << 8, 1 << 11, 1 << 13, 1 << 15)
+        self.others += [torch.empty(size, dtype=torch.uint8) for size in sizes for _ in range(40)]
+
+
+class AddressedReplays(Replays):
+    """Graphs hold the addresses of weights and cache."""
+
+    def capture(
+        self, call: partial[DeviceStepOutput]
+    ) -> tuple[Callable[[], None], DeviceStepOutput]:
+        replay, output = super().capture(call)
+        computer: GraphComputer = call.func.__self__  # type: ignore[attr-defined]
+        captured = addresses(computer)
+
+        def checked() -> None:
+            assert addresses(computer) == captured, "a graph has old addresses"
+            replay()
+
+        return checked, output
+
+
+def addresses(computer: GraphComputer) -> list[int]:
+    return [each.data_ptr() for each in (computer.kv_cache, *computer.model.parameters())]
+
+
+def load_parkable(folder: Path, graphs: Replays | None = None, **options: Any) -> CudaExecutor:
+    options = {"parked_weights": "host", "kv_cache_bytes": 1 << 19} | options
+    executor = load(folder, driver=OtherMemory(), **options)
+    executor.computer.use_graphs(graphs or AddressedReplays(), max_rows=8, max_graphs=64)
+    return executor
+
+
+async def tokens_of(executor: CudaExecutor, folder: Path, seed: int = 3) -> list[int]:
+    """Returns drawn and greedy tokens of prompts in one batch."""
+    worker = Worker(folder, "", executor=executor)
+    prompts = [[(11 * n + k + seed) % 190 + 3 for n in range(20 + 9 * k)] for k in range(2)]
+    sampled = [
+        SamplingParams(seed=seed, max_tokens=6, temperature=temperature)
+        for temperature in (0.0, 0.9)
+    ]
+    sequences = [new_sequence(*each) for each in zip(prompts, sampled, strict=True)]
+    await worker.run(*sequences)
+    return [token for each in sequences for token in worker.tokens[each.sequence_id]]
+
+
+def tensors_reachable(root: object) -> Iterator[Tensor]:
+    """Found by the interpreter, not by the code under test."""
+    left, seen = [root], dict[int, object]()
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, ModuleType | type):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            yield each
+        if isinstance(each, FunctionType):
+            left += [cell.cell_contents for cell in each.__closure__ or ()]
+        else:
+            left += gc.get_referents(each)
+
+
+def bytes_on_device(executor: CudaExecutor) -> int:
+    """Besides counters of experts and the last tokens, which steps write."""
+    computer = executor.computer
+    tensors = [each for each in tensors_reachable(computer) if not each.is_meta]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+    for each in (*computer.expert_sums(), computer.last_tokens):
+        assert each is not None
+        storages.pop(each.untyped_storage()._cdata)
+    return sum(each.nbytes() for each in storages.values())
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_woken_weights_give_the_same_tokens_from_other_addresses(
+    form: str, tmp_path: Path
+) -> None:
+    folder = write(form, tmp_path)
+    executor = load_parkable(folder, **FORMS[form])
+    if form == "split":
+        assert executor.weights.num_compressed > 0
+    expected, before = await tokens_of(executor, folder), addresses(executor.computer)
+    counts = await executor.expert_counts()
+    for num_blocks in (executor.num_blocks, executor.num_blocks // 2):
+        await executor.resize_kv(0)
+        assert bytes_on_device(executor) == 0
+        assert executor.offloaded_bytes > 0
+        await executor.check()
+        parked = await executor.expert_counts()
+        assert parked is None or (counts is not None and (parked >= counts).all())
+        await executor.resize_kv(num_blocks)
+        assert executor.offloaded_bytes == 0
+        assert addresses(executor.computer) != before
+        assert await tokens_of(executor, folder) == expected
+    await executor.close()
+
+
+async def test_graphs_are_captured_by_the_first_steps_after_a_wake(llama: Path) -> None:
+    executor = load_parkable(llama)
+    await tokens_of(executor, llama)
+    graphs = executor.computer.graphs
+    assert graphs is not None
+    await executor.resize_kv(0)
+    await executor.resize_kv(executor.num_blocks)
+    num_eager = graphs.num_eager
+    await tokens_of(executor, llama)
+    assert graphs.num_eager == num_eager
+    await executor.close()
+
+
+async def test_graphs_are_captured_after_a_wake_without_steps(llama: Path) -> None:
+    device = AddressedReplays()
+    executor = load_parkable(llama, device)
+    executor._captures._idle_s = 0.0
+    await executor.resize_kv(0)
+    device.rows.clear()
+    await executor.resize_kv(executor.num_blocks)
+    await executor._captures._background.idle()
+    assert device.rows[:4] == [1, 1, 2, 2]
+    await executor.close()
+
+
+async def test_executor_that_starts_parked_holds_no_weights_until_it_is_woken(llama: Path) -> None:
+    expected = await tokens_of(load_parkable(llama), llama)
+    executor = load_parkable(llama, is_parked=True)
+    assert executor.offloaded_bytes > 0
+    assert bytes_on_device(executor) == 0
+    await executor.resize_kv(executor.num_blocks)
+    assert await tokens_of(executor, llama) == expected
+    assert executor.computer.graphs is not None
+    assert executor.computer.graphs.num_eager == 0
+    await executor.close()
+
+
+def keeps_graphs(_: GraphComputer) -> None: ...
+
+
+def copies_nothing(_: WeightOffload) -> Iterator[tuple[Tensor, Tensor]]:
+    return iter(())
+
+
+PLANTED: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "graphs are kept": (GraphComputer, "forget_graphs", keeps_graphs),
+    "weights are not copied": (WeightOffload, "_copies", copies_nothing),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+async def test_planted_fault_is_found(
+    llama: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load_parkable(llama)
+    expected = await tokens_of(executor, llama)
+    owner, name, planted = PLANTED[fault]
+    monkeypatch.setattr(owner, name, planted)
+    await executor.resize_kv(0)
+    await executor.resize_kv(executor.num_blocks)
+    with pytest.raises(AssertionError):
+        assert await tokens_of(executor, llama) == expected
+
+
+# ── too little memory ────────────────────────────────────────────────────────────────────────────
+
+
+def fail_at(call: Callable[..., Any], number: int, error: Exception) -> Callable[..., Any]:
+    """Returns a function that raises at its call `number`."""
+    numbers = iter(range(number + 1))
+
+    def called(*arguments: Any) -> Any:
+        if next(numbers, None) == number:
+            raise error
+        return call(*arguments)
+
+    return called
+
+
+@pytest.mark.parametrize("taken", ["first weight", "fifth weight", "cache", "copy"])
+async def test_wake_that_fails_leaves_the_executor_parked(
+    llama: Path, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load_parkable(llama)
+    expected = await tokens_of(executor, llama)
+    await executor.resize_kv(0)
+    offloaded, none_left = executor.offloaded_bytes, torch.OutOfMemoryError("CUDA out of memory")
+    with monkeypatch.context() as patched:
+        if taken == "cache":
+            allocate = fail_at(cuda_executor.allocate_kv_cache, 1, none_left)
+            patched.setattr(cuda_executor, "allocate_kv_cache", allocate)
+        elif taken == "copy":
+            copied = fail_at(weight_offload.bytes_of, 3, RuntimeError("an illegal access"))
+            patched.setattr(weight_offload, "bytes_of", copied)
+        else:
+            number = {"first weight": 0, "fifth weight": 4}[taken]
+            resize = fail_at(torch.UntypedStorage.resize_, number, none_left)
+            patched.setattr(torch.UntypedStorage, "resize_", lambda *each: resize(*each))
+        expected_error = RuntimeError if taken == "copy" else NoCapacity
+        with pytest.raises(expected_error) as raised:
+            await executor.resize_kv(executor.num_blocks)
+    if taken != "copy":
+        weights, kv = (f"{each >> 20} MiB" for each in (offloaded, 1 << 19))
+        assert f"{weights} of weights and {kv} of KV do not fit" in str(raised.value)
+    assert executor.offloaded_bytes == offloaded
+    assert bytes_on_device(executor) == 0
+    await executor.resize_kv(executor.num_blocks)
+    assert await tokens_of(executor, llama) == expected
+    await executor.close()
+
+
+async def test_weights_stay_where_the_host_has_too_little_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_offload, "available_bytes", lambda: 1 << 20)
+    executor = load_parkable(llama)
+    expected = await tokens_of(executor, llama)
+    with capture_logs() as logs:
+        await executor.resize_kv(0)
+    (line,) = [each for each in logs if each["event"] == "weights_stay_on_device"]
+    assert (line["available_bytes"], line["log_level"]) == (1 << 20, "warning")
+    assert executor.offloaded_bytes == 0
+    await executor.resize_kv(executor.num_blocks)
+    assert await tokens_of(executor, llama) == expected
+    await executor.close()
+
+
+def test_pieces_after_one_that_cannot_be_locked_are_pageable() -> None:
+    locked: list[int] = []
+
+    def lock(piece: memoryview) -> Callable[[], None] | None:
+        locked.append(len(piece))
+        return None if len(locked) == 2 else partial(locked.remove, len(piece))
+
+    memory = HostMemory(3 * PIECE_BYTES + 5, lock, piece_bytes=PIECE_BYTES)
+    assert [len(each) for each in memory.pieces] == [*[PIECE_BYTES] * 3, 5]
+    assert locked == [PIECE_BYTES] * 2
+    assert not memory.is_locked
+    memory.close()
+    assert len(locked) == 1
+
+
+def test_first_park_takes_the_memory_of_the_weights_alone() -> None:
+    model = nn.Module()
+    for index in range(4):
+        each = nn.Parameter(torch.ones(1 << 22), requires_grad=False)  # 16 MiB
+        model.register_parameter(f"weight_{index}", each)
+    device = CudaDevice(INDEX, torch.device("cpu"), FakeDriver())
+    offload = WeightOffload(model, [], device, lambda _: None)
+    before = reset_peak_bytes()
+    offload.offload()
+    assert peak_bytes() - before < (64 << 20) + (8 << 20)
+    assert offload.offloaded_bytes == 64 << 20
+    offload.close()
+
+
+def reset_peak_bytes() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+# ── random sequences ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_random_parks_wakes_steps_and_copies(llama: Path, seed: int) -> None:
+    executor, chance = load_parkable(llama), random.Random(seed)
+    executor._captures._idle_s = 0.0
+    expected = {each: await tokens_of(executor, llama, each) for each in range(3)}
+    num_blocks = executor.num_blocks
+    for _ in range(14):
+        choice = chance.choice(["park", "wake", "steps", "steps", "copies"])
+        if choice == "park":
+            num_blocks = 0
+            await executor.resize_kv(0)
+            assert bytes_on_device(executor) == 0
+        elif choice == "wake":
+            num_blocks = executor.num_blocks - chance.randrange(4)
+            await executor.resize_kv(num_blocks)
+        elif num_blocks and choice == "steps":
+            which = chance.randrange(3)
+            assert await tokens_of(executor, llama, which) == expected[which]
+        elif num_blocks:
+            await check_copies(executor, chance.randrange(num_blocks - 2))
+    await executor.close()
+
+
+async def check_copies(executor: CudaExecutor, first: int) -> None:
+    """Pushes KV out of the cache and back, several at a time."""
+    run = KvRun([first, first + 1], 0, 20)
+    num_bytes = 20 * executor.kv_layout.group_bytes_per_token(0)
+    sent = memoryview(bytes(range(1, 251)) * (num_bytes // 250 + 1))[:num_bytes]
+    await executor.write_kv(run, sent)
+    outs = [memoryview(bytearray(num_bytes)) for _ in range(3)]
+    await asyncio.gather(*(executor.read_kv(run, each) for each in outs))
+    assert all(each == sent for each in outs)
