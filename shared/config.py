@@ -298,6 +298,8 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
     redis_key: str = ""
     # DEVICE=SIZE or SHARE; empty: half of this machine's memory, or on CUDA 0.9 of what is free
     budget: tuple[str, ...] = ()
+    # of this machine, for weights of parked models on CUDA; None: half, with the CPU's budget
+    parked_weights_bytes: int | None = None
     state_dir: str = ""  # cards, digests, times and logs; empty: a folder of this user's state
     num_threads: int = 0  # threads of each worker; 0: all cores, which few workers use at once
     data_plane_host: str = "127.0.0.1"  # address of its workers
@@ -316,6 +318,8 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
             device_budgets(self.budget)
         except ConfigError as error:
             yield error.message
+        if (self.parked_weights_bytes or 0) < 0:
+            yield f"parked_weights_bytes {self.parked_weights_bytes} is negative"
         if self.num_threads < 0:
             yield f"num_threads {self.num_threads} is negative"
 

@@ -811,6 +811,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     # commands and frames rejected because their KV has another format or other numerics
     num_kv_mismatches: Count = 0
     num_failed_handoffs: Count = 0  # attempts that another worker did not complete
+    offloaded_bytes: Count = 0  # of weights of a parked worker, in memory of the host
     # steps that computed at most as many tokens as each of STEP_TOKENS; the last: more
     num_steps_by_tokens: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
     device_health: DeviceHealth | None = None  # None: not a GPU, or not watched
@@ -904,7 +905,8 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: ProcessId | None = None  # None without a process
     weights_bytes: Count = 0  # bytes in memory, shared by the workers of a host
     kv_bytes: Count = 0  # the present size
-    kv_floor_bytes: Count = 0  # the least that it is woken with
+    kv_floor_bytes: Count = 0  # the least that it is woken with; the present size if that is fixed
+    offloaded_bytes: Count = 0  # those of weights_bytes that leave the device in standby
     wake_s: Duration = 0.0  # time from standby to hot
     start_s: Duration = 0.0  # time from cold to hot
     hot_s: Duration = 0.0  # time since it became hot; 0 if it is not

@@ -67,7 +67,9 @@ class HostAdmission:
             return
         took_s = now - hosted.started_at
         kv_bytes = state.kv_bytes
-        measured = await asyncio.to_thread(process_bytes, hosted.pid, kv_bytes)
+        measured = None  # the kernel counts the host's memory alone
+        if state.device == "cpu":
+            measured = await asyncio.to_thread(process_bytes, hosted.pid, kv_bytes)
         hosted.record = self._record(hosted, card, measured, took_s, is_hot=kv_bytes > 0)
         if not self.check(hosted):
             return

@@ -2,6 +2,7 @@
 
     budget = Σ weights + process of every model with a process + Σ KV of the hot ones + free
 
+Weights that a parked worker offloads, to memory of the host, count only while it is hot.
 Every hot model has at least its floor, which holds one sequence of its full context. What is left
 is shared by need, up to each ceiling (water filling): KV pools are elastic. All sizes are bytes.
 """
@@ -35,7 +36,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     `process_bytes` are those of a worker, besides weights and KV. `need` counts tokens that its
     worker holds and that wait for it, or any other measure that is the same for all models. If
     `is_standby_wanted`, the model registry wants its process alive. `used_at` is when it was last
-    hot.
+    hot. `offloaded_bytes` are those of its weights that leave the device in standby.
     """
 
     key: ModelKey
@@ -47,11 +48,22 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     is_standby_wanted: bool = False
     used_at: float = -inf
+    offloaded_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of the model's process, hot or in standby."""
+        """The bytes of the model's process without a cache, with all weights on the device."""
         return self.weights_bytes + self.process_bytes
+
+    @property
+    def standby_bytes(self) -> int:
+        """The bytes of its process in standby."""
+        return self.fixed_bytes - self.offloaded_bytes
+
+    @property
+    def wake_bytes(self) -> int:
+        """The least bytes that a wake from standby takes."""
+        return self.least_hot_bytes - self.standby_bytes
 
     @property
     def least_hot_bytes(self) -> int:
@@ -109,18 +121,18 @@ def room_for(
     first.
     """
     others = [each for each in resident if each.key != target.key]
-    taken = sum(each.least_hot_bytes if each.key in hot else each.fixed_bytes for each in others)
+    taken = sum(each.least_hot_bytes if each.key in hot else each.standby_bytes for each in others)
     missing = target.least_hot_bytes + taken - budget_bytes
     stops: list[ModelMemory] = []
     for each in sorted((each for each in others if each.key in stoppable), key=retention):
         if missing <= 0:
             break
         stops.append(each)
-        missing -= each.fixed_bytes
+        missing -= each.standby_bytes
     for each in list(stops):  # those that a later, larger one made unnecessary
-        if missing + each.fixed_bytes <= 0:
+        if missing + each.standby_bytes <= 0:
             stops.remove(each)
-            missing += each.fixed_bytes
+            missing += each.standby_bytes
     return Room(stops=tuple(each.key for each in stops), missing_bytes=max(0, missing))
 
 
@@ -131,16 +143,17 @@ def standby_starts(
     hot: Collection[ModelKey],
 ) -> list[ModelKey]:
     """Returns the cold models whose processes fit beside all others, the most wanted one
-    first. Room stays for the largest floor of a model that is not hot: any of them can be
+    first. Room stays for the largest wake of a model that is not hot: any of them can be
     woken by parking alone.
     """
     residents = list(resident)
     starts: list[ModelKey] = []
     for each in sorted(cold, key=retention, reverse=True):
         grown = [*residents, each]
-        floors = [model.kv_floor_bytes for model in grown if model.key not in hot]
-        hot_floors = sum(model.kv_floor_bytes for model in grown if model.key in hot)
-        if sum(model.fixed_bytes for model in grown) + hot_floors + max(floors) <= budget_bytes:
+        parked = [model for model in grown if model.key not in hot]
+        taken = sum(model.least_hot_bytes for model in grown if model.key in hot)
+        taken += sum(model.standby_bytes for model in parked)
+        if taken + max(model.wake_bytes for model in parked) <= budget_bytes:
             residents = grown
             starts.append(each.key)
     return starts

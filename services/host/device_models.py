@@ -4,7 +4,7 @@ caches are. No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -39,6 +39,8 @@ LOST_PAUSE_S, MAX_LOST_PAUSE_S = 5.0, 40.0  # pauses before a lost device is tri
 class DeviceModels:
     name: str
     budget_bytes: int
+    # bytes of the host's memory that are left for weights of parked models
+    offload_room: Callable[[], int] = lambda: 0
     models: dict[ModelKey, HostedState] = field(default_factory=dict)
     lost_until: float = 0.0
     num_losses: int = 0  # losses in a row
@@ -69,18 +71,27 @@ class DeviceModels:
     def room(self, model: HostedState) -> Room:
         """Returns the room for `model`, which may be of another device, and have no process."""
         others = [each for each in self.models.values() if each.has_process or each.is_wake_wanted]
-        staying = [self._committed(each) for each in others if each.state != "stopping"]
+        staying = [self.committed(each) for each in others if each.state != "stopping"]
         hot = self.hot()
         idle = {each.key for each in others if each.state == "standby"} - hot
         return room_for(model.memory, self.budget_bytes, staying, hot=hot, stoppable=idle)
 
-    def _committed(self, model: HostedState) -> ModelMemory:
+    def committed(self, model: HostedState) -> ModelMemory:
         """Returns the model's memory. A cache that is not elastic has its present
         size as its floor.
         """
         if self.is_elastic or model.kv_bytes <= model.memory.kv_floor_bytes:
             return model.memory
         return msgspec.structs.replace(model.memory, kv_floor_bytes=model.kv_bytes)
+
+    def _planned(self, model: HostedState) -> ModelMemory:
+        """Returns the memory of a model that gets a process: whether its weights leave the device
+        in standby.
+        """
+        memory = model.memory
+        if self.name == "cpu" or memory.weights_bytes > self.offload_room():
+            return memory
+        return msgspec.structs.replace(memory, offloaded_bytes=memory.weights_bytes)
 
     def _wake_bytes(self, model: HostedState, spare_bytes: int) -> int:
         """Returns the bytes of its cache. One that cannot grow gets half of what is left beyond its
@@ -107,11 +118,11 @@ class DeviceModels:
             if least <= self.budget_bytes:
                 return
             if model.state == "hot":
-                least -= model.memory.kv_floor_bytes
+                least -= model.memory.wake_bytes
                 model.enter("parking", now)
                 yield ParkAction(model.key)
             elif model.state == "standby":
-                least -= model.memory.fixed_bytes
+                least -= model.memory.standby_bytes
                 model.enter("stopping", now)
                 yield StopAction(model.key)
 
@@ -146,7 +157,7 @@ class DeviceModels:
         for key in room.stops:
             self.models[key].enter("stopping", now)
             yield StopAction(key)
-        needed = memory.kv_floor_bytes + (0 if model.has_process else memory.fixed_bytes)
+        needed = memory.least_hot_bytes - model.used_bytes
         spare = self.budget_bytes - self.used_bytes - needed
         if spare < 0:
             yield from self._shrink(model)
@@ -157,6 +168,7 @@ class DeviceModels:
             model.enter("waking", now)
             yield WakeAction(model.key, model.kv_bytes)
             return
+        model.memory = self._planned(model)
         model.enter("starting", now)
         if model.is_known:  # a first start ends in standby, where the worker is checked
             model.kv_bytes = model.resized_to = kv_bytes
@@ -222,7 +234,7 @@ class DeviceModels:
         """
         if now < self.lost_until:
             return None
-        cold = [each.memory for each in self.models.values() if each.is_startable(now)]
+        cold = [self._planned(each) for each in self.models.values() if each.is_startable(now)]
         resident = [each.memory for each in self.models.values() if each.has_process]
         starts = standby_starts(cold, self.budget_bytes, resident, self.hot())
         return self.models[starts[0]] if starts else None
@@ -231,6 +243,7 @@ class DeviceModels:
         model = self.next_standby(now)
         free = self.budget_bytes - self.used_bytes
         if model is not None and free >= model.memory.fixed_bytes:
+            model.memory = self._planned(model)
             model.enter("starting", now)
             yield StartAction(model.key, self.name, None)
 

@@ -13,7 +13,7 @@ from shared.config import device_budgets
 from shared.errors import ConfigError
 from shared.sizes import bytes_of
 
-CPU_SHARE, CUDA_SHARE = 0.5, 0.9
+CPU_SHARE, CUDA_SHARE, OFFLOAD_SHARE = 0.5, 0.9, 0.5
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
@@ -48,6 +48,23 @@ def _budget(
         return given
     default, total = memories[device]
     return default if given is None else bytes_of(given, total)
+
+
+def offload_bytes_of(given: int | None, budgets: Mapping[str, int]) -> int:
+    """Returns the memory of this host for weights of parked models on CUDA devices: by default half
+    of it, with the budget of the CPU. Raises ConfigError for more than it has.
+    """
+    total, cpu_bytes = memory_bytes(), budgets.get("cpu", 0)
+    if not budgets.keys() - {"cpu"}:
+        return 0
+    if given is None:
+        return max(0, int(OFFLOAD_SHARE * total) - cpu_bytes)
+    if given + cpu_bytes > total:
+        raise ConfigError(
+            f"parked_weights_bytes {given} with the CPU's budget of {cpu_bytes}: this machine has "
+            f"{size_text(total)} of memory"
+        )
+    return given
 
 
 def memory_bytes() -> int:

@@ -43,17 +43,18 @@ def _hosted_model(states: HostStates, hosted: HostedRevision, now: float) -> Hos
             failure=hosted.failure,
             public_failure=SOURCE_UNUSABLE if hosted.failure else "",
         )
-    return HostedModel(**common, **_measured(state, now))
+    return HostedModel(**common, **_measured(states, state, now))
 
 
-def _measured(state: HostedState, now: float) -> dict[str, Any]:
+def _measured(states: HostStates, state: HostedState, now: float) -> dict[str, Any]:
     return {
         "state": state.state,
         "device": state.device,
         # all that ends with its process, so that a scheduler's sums agree with this host's
         "weights_bytes": state.memory.fixed_bytes,
         "kv_bytes": state.kv_bytes,
-        "kv_floor_bytes": state.memory.kv_floor_bytes,
+        "kv_floor_bytes": states.devices[state.device].committed(state).kv_floor_bytes,
+        "offloaded_bytes": state.memory.offloaded_bytes,
         "wake_s": state.wake_s,
         "start_s": state.start_s,
         "hot_s": max(0.0, now - state.hot_since) if state.state == "hot" else 0.0,

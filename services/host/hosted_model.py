@@ -1,7 +1,7 @@
 """The state of one model on a host, and the actions of the host that change it. No I/O.
 
               ┌──────────────────ended──────────────────┐
-              ▼                                         │
+              ▼                      ┌─NoCapacity──┐    │
     cold ──Start──▶ starting ──▶ standby ──Wake──▶ waking ──▶ hot
      ▲ ▲                 └──────────────────────────────────▶ ▲ │
      │ └─ended─ stopping ◀──Stop── standby, hot, …            │ Park
@@ -26,7 +26,7 @@ TRANSITIONS: dict[ModelState, frozenset[ModelState]] = {
     "cold": frozenset({"starting", "failed"}),
     "starting": frozenset({"standby", "hot", "stopping", "cold", "failed"}),
     "standby": frozenset({"waking", "stopping", "cold", "failed"}),
-    "waking": frozenset({"hot", "stopping", "cold", "failed"}),
+    "waking": frozenset({"hot", "standby", "stopping", "cold", "failed"}),
     "hot": frozenset({"parking", "stopping", "cold", "failed"}),
     "parking": frozenset({"standby", "hot", "stopping", "cold", "failed"}),
     "stopping": frozenset({"cold", "failed"}),
@@ -41,6 +41,7 @@ DEFAULT_START_S, DEFAULT_WAKE_S = 10.0, 0.5  # assumed until they are measured
 FIRST_START_LIMIT_S = 1800.0  # converts the weights and compiles kernels
 MIN_LIMIT_S = 30.0  # limit of a start or a wake
 LIMIT_FACTOR = 10.0  # times the expected duration
+OFFLOAD_BYTES_PER_S = 1 << 30  # at least: the first time pages are locked
 
 
 class StartAction(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +87,7 @@ class HostedState:
     `kv_bytes` are those that its worker has or was given. `is_wake_wanted` holds since `wanted_at`,
     until the model is hot. A model that `is_known` has been started once, here or before. One that
     `is_final` is not tried again until its registry record changes. `public_failure` is for
-    clients, as in HostedModel.
+    clients, as in HostedModel. If `is_offloaded`, its weights are in memory of the host.
     """
 
     memory: ModelMemory
@@ -99,6 +100,7 @@ class HostedState:
     hot_since: float = -inf
     kv_bytes: int = 0
     resized_to: int = 0  # the last size that its worker was told
+    is_offloaded: bool = False
     is_wake_wanted: bool = False
     wanted_at: float = inf
     is_removed: bool = False
@@ -119,12 +121,16 @@ class HostedState:
 
     @property
     def used_bytes(self) -> int:
-        return self.memory.fixed_bytes + self.kv_bytes if self.has_process else 0
+        return self._process_bytes + self.kv_bytes if self.has_process else 0
 
     @property
     def least_bytes(self) -> int:
         """The bytes of the model's process, with the floor of its cache if it has one."""
-        return self.memory.least_hot_bytes if self.kv_bytes else self.memory.fixed_bytes
+        return self._process_bytes + (self.memory.kv_floor_bytes if self.kv_bytes else 0)
+
+    @property
+    def _process_bytes(self) -> int:
+        return self.memory.standby_bytes if self.is_offloaded else self.memory.fixed_bytes
 
     @property
     def is_becoming_hot(self) -> bool:
@@ -150,6 +156,9 @@ class HostedState:
             self.kv_bytes = self.resized_to = 0
         if state in ("cold", "failed"):
             self.is_killed = False
+            self.memory = msgspec.structs.replace(self.memory, offloaded_bytes=0)
+        if state != "stopping":
+            self.is_offloaded = state == "standby"
         if state in ("hot", "failed"):
             self.is_wake_wanted, self.wanted_at = False, inf
         if state == "hot":
@@ -173,6 +182,17 @@ class HostedState:
         if had_served and not (is_failed or self.is_removed):
             self.want(now)
 
+    def refused(self, reason: str, now: float) -> None:
+        """Records that its worker found no memory to wake in, and stays in standby. The wake is
+        tried again, MAX_FAILURES times in all.
+        """
+        num_failures = self.num_failures + 1
+        self.enter("standby", now)
+        self.retry_at = now + MIN_PAUSE_S * 2 ** (num_failures - 1)
+        self.num_failures, self.failure = num_failures, reason
+        if num_failures >= MAX_FAILURES:
+            self.num_failures, self.is_wake_wanted, self.wanted_at = 0, False, inf
+
     def want(self, now: float) -> None:
         if not self.is_wake_wanted:
             self.is_wake_wanted, self.wanted_at = True, now
@@ -184,7 +204,8 @@ class HostedState:
         if self.state == "starting":
             limit = LIMIT_FACTOR * self.start_s if self.is_known else FIRST_START_LIMIT_S
         elif self.state in ("waking", "parking"):
-            limit = LIMIT_FACTOR * self.wake_s
+            offload_s = self.memory.offloaded_bytes / OFFLOAD_BYTES_PER_S
+            limit = LIMIT_FACTOR * self.wake_s + offload_s
         elif self.state == "stopping":
             limit = MIN_LIMIT_S
         else:

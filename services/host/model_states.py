@@ -28,15 +28,21 @@ from services.host.hosted_model import (
 from shared.errors import NoCapacity, UnknownModel, WorkerBusy
 from shared.messages import ModelWaking
 
+TO_STANDBY = frozenset({"starting", "parking", "standby"})
 PARKABLE_RETRY_S = 1.0  # time until a scheduler may have parked a model
 
 
 class HostStates:
     """The states of all models of a host. A removed model stays until its process has ended."""
 
-    def __init__(self, budgets: Mapping[str, int]) -> None:
-        """`budgets` are bytes by device."""
-        self.devices = {name: DeviceModels(name, each) for name, each in budgets.items()}
+    def __init__(self, budgets: Mapping[str, int], offload_bytes: int = 0) -> None:
+        """`budgets` are bytes by device; `offload_bytes` those of the host's memory for weights of
+        parked models, promised to each whose process starts while they last.
+        """
+        self.offload_bytes = offload_bytes
+        self.devices = {
+            name: DeviceModels(name, each, self._offload_room) for name, each in budgets.items()
+        }
 
     @property
     def budgets(self) -> dict[str, int]:
@@ -44,6 +50,9 @@ class HostStates:
 
     def models(self) -> Iterator[HostedState]:
         return (each for device in self.devices.values() for each in device.models.values())
+
+    def _offload_room(self) -> int:
+        return self.offload_bytes - sum(each.memory.offloaded_bytes for each in self.models())
 
     def find(self, key: ModelKey) -> HostedState | None:
         return next((each for each in self.models() if each.key == key), None)
@@ -66,7 +75,10 @@ class HostStates:
             found = HostedState(memory, choose_device(free), since=now)
             self.devices[found.device].models[memory.key] = found
         found.memory = msgspec.structs.replace(
-            memory, need=found.memory.need, used_at=max(memory.used_at, found.memory.used_at)
+            memory,
+            need=found.memory.need,
+            used_at=max(memory.used_at, found.memory.used_at),
+            offloaded_bytes=memory.weights_bytes if found.memory.offloaded_bytes else 0,
         )
         found.is_removed = False
         found.is_known = found.is_known or is_known
@@ -157,6 +169,17 @@ class HostStates:
             model.enter("hot", now)
             model.hot_since = hot_since
             self.devices[model.device].num_losses = 0
+
+    def wake_refused(self, key: ModelKey, reason: str, now: float) -> None:
+        """Records that a worker has no memory to wake in."""
+        if (model := self.find(key)) and model.state == "waking":
+            model.refused(reason, now)
+
+    def offloaded(self, key: ModelKey, num_bytes: int) -> None:
+        """Records what a worker in standby reports: its host may have had too little memory."""
+        if (model := self.find(key)) and model.device != "cpu" and model.state in TO_STANDBY:
+            moved = model.memory.weights_bytes if num_bytes else 0
+            model.memory = msgspec.structs.replace(model.memory, offloaded_bytes=moved)
 
     def resized(self, key: ModelKey, kv_bytes: int) -> None:
         """Records the worker's cache size, which may already be outdated: it may have been told to

@@ -20,7 +20,7 @@ import structlog
 
 from services.host.admission import HostAdmission
 from services.host.budget import ModelKey
-from services.host.devices import budgets_of
+from services.host.devices import budgets_of, offload_bytes_of
 from services.host.host_load import host_load
 from services.host.hosted_model import (
     Action,
@@ -40,7 +40,7 @@ from services.host.workers.workers import Worker, WorkerProcesses
 from shared.background import Background, failing_alone
 from shared.clock import Clock, MonotonicClock
 from shared.config import HostConfig, check, redis_tls_of
-from shared.errors import HearthError, UnknownModel
+from shared.errors import HearthError, NoCapacity, UnknownModel
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
 from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, ParkModel, WakeModel
@@ -71,6 +71,7 @@ class HostService:
         randomness: Randomness,
         *,
         budgets: dict[str, int],
+        offload_bytes: int = 0,
         records: Records,
     ) -> None:
         self._config = config
@@ -78,7 +79,7 @@ class HostService:
         self._store = store
         self._clock = clock
         self._records = records
-        self.states = HostStates(budgets)
+        self.states = HostStates(budgets, offload_bytes)
         self.registry = HostedRevisions(clock, next(iter(budgets)), self._on_source)
         self._reader = RegistryReader(store, clock)
         self._reader.on_change(self._on_registry)
@@ -186,6 +187,8 @@ class HostService:
         if message.load is not None:
             needed = message.load.decode_tokens_in_flight + message.load.prefill_tokens_in_flight
             self.states.set_need(hosted.key, needed)
+            if message.state == "standby":
+                self.states.offloaded(hosted.key, message.load.offloaded_bytes)
         if not hosted.is_admitted and message.state in ("standby", "ready"):
             hosted.is_admitted = True
             self._start_item(hosted, self._admit(hosted, message))
@@ -330,6 +333,9 @@ class HostService:
         began_at, worker_id = self._clock.now(), hosted.worker_id
         try:
             await self._control.wake(hosted, kv_bytes)
+        except NoCapacity as error:  # others use more of the device than was planned
+            log.warning("wake_refused", model=str(hosted.key), reason=error.message)
+            self.states.wake_refused(hosted.key, error.message, self._clock.now())
         except HearthError as error:
             log.error("wake_failed", model=str(hosted.key), reason=error.message)
             self._kill(worker_id)
@@ -339,9 +345,10 @@ class HostService:
         self._changed.set()
 
     async def _park(self, hosted: HostedRevision, done: asyncio.Future[None]) -> None:
-        worker_id = hosted.worker_id
+        worker_id, state = hosted.worker_id, self.states.find(hosted.key)
+        offloaded = 0 if state is None else state.memory.offloaded_bytes
         try:
-            await self._control.park(hosted)
+            await self._control.park(hosted, offloaded)
         except HearthError as error:
             done.set_exception(error)
             done.exception()  # retrieved: there may be no caller
@@ -388,9 +395,13 @@ async def build_host(config: HostConfig) -> HostService:
     directory = Path(config.state_dir) if config.state_dir else default_state_dir(config.process_id)
     records = Records(directory)
     budgets = await asyncio.to_thread(budgets_of, config.budget)
+    offload_bytes = offload_bytes_of(config.parked_weights_bytes, budgets)
     bus = await connect(config, "host")
     clock = MonotonicClock()
     store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S, tls=redis_tls_of(config))
     return HostService(
-        config, bus, store, clock, SystemRandomness(), budgets=budgets, records=records
+        *(config, bus, store, clock, SystemRandomness()),
+        budgets=budgets,
+        offload_bytes=offload_bytes,
+        records=records,
     )

@@ -160,6 +160,7 @@ class EngineLoop:
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
             expert_imbalance=self._expert_load.imbalance,
             num_steps_by_tokens=tuple(self._num_steps_by_tokens),
+            offloaded_bytes=self.executor.offloaded_bytes,
         )
 
     @property

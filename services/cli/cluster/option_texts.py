@@ -38,7 +38,7 @@ PANELS = {
             "response_template",
             "max_loaded_models",
         ),
-        *("is_parked", "parked_weights"),
+        *("is_parked", "parked_weights", "parked_weights_bytes"),
     ),
     "HTTP": (
         *("http_host", "http_port", "http_cert", "http_key", "page", "cors_origin", "padding"),
@@ -224,6 +224,9 @@ HELP = {
     "is_parked": "Start in standby: with weights and kernels, but without a KV cache.",
     "parked_weights": "Where a worker on CUDA has its weights in standby. host: in page-locked "
     "memory of the host; device: they stay. On the CPU they stay mapped.",
+    "parked_weights_bytes": "Memory of this machine for the weights of parked models on CUDA "
+    "(default: half of it, less the CPU's budget). Models without a share keep the device's; 0: "
+    "all do.",
     "max_context_tokens": "Tokens of a sequence, at most (default: the model's context).",
     "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "
     "8192 for prefill alone).",

@@ -14,18 +14,18 @@ from kernels.cache import cache_root
 from services.cli.doctor.check import GIB, Check, by_limit
 from services.local.servers import DEFAULT_HTTP_PORT, LOOPBACK
 from services.local.state_home import state_home
+from shared.available_memory import CGROUP, free_bytes, text_of
 from shared.errors import ConfigError
 
 FEW_DESCRIPTORS, TOO_FEW_DESCRIPTORS = 8192, 1024
 MEMORY_ADVICE = "End other programs, or serve a smaller model with a smaller --kv-cache-bytes."
 _SIMD = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 BF16": "avx512_bf16", "AMX": "amx_bf16"}
-_KIB = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
 
 
 def check_machine(own_ports: frozenset[int]) -> Iterator[Check]:
     """Yields the checks. `own_ports` are those of this user's cluster."""
-    yield cpu_check(_text_of("/proc/cpuinfo"), len(os.sched_getaffinity(0)))
-    yield memory_check(_text_of("/proc/meminfo"), _text_of("/sys/fs/cgroup/memory.max"))
+    yield cpu_check(text_of(Path("/proc/cpuinfo")), len(os.sched_getaffinity(0)))
+    yield memory_check(text_of(Path("/proc/meminfo")), text_of(CGROUP / "memory.max"))
     yield from _disk_checks()
     yield shared_memory_check()
     yield descriptor_check(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -46,10 +46,9 @@ def cpu_check(cpuinfo: str, num_cores: int) -> Check:
 
 def memory_check(meminfo: str, cgroup_limit: str) -> Check:
     """Checks the memory that is free now, within the limit of a container."""
-    found = _KIB.search(meminfo)
-    if found is None:
+    free = free_bytes(meminfo)
+    if free is None:
         return Check("memory", "warn", "unknown: no /proc/meminfo", MEMORY_ADVICE)
-    free = int(found[1]) * 1024
     text = f"{free / GIB:.1f} GiB free"
     if cgroup_limit.strip().isdecimal():
         limit = int(cgroup_limit)
@@ -113,11 +112,3 @@ def port_check(port: int, own_ports: frozenset[int]) -> Check:
             advice = "`hearth up` takes a free port then; --http HOST:PORT chooses one."
             return Check("HTTP port", "warn", f"{port}: {error.strerror}", advice)
     return Check("HTTP port", "ok", f"{port} is free")
-
-
-def _text_of(path: str) -> str:
-    """Returns "" for a file that cannot be read."""
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

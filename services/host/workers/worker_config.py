@@ -62,6 +62,7 @@ def worker_config(
         kv_ceiling_bytes=int(memory.kv_ceiling_bytes),
         max_context_tokens=hosted.source.max_context_tokens,
         is_parked=kv_bytes is None,
+        parked_weights="host" if memory.offloaded_bytes else "device",
         data_plane_host=host.data_plane_host,
         data_plane_advertised_host=host.data_plane_advertised_host,
         data_plane_security=host.data_plane_security,

@@ -17,6 +17,7 @@ from shared.transport.bus import Bus
 
 PARK_DRAIN_S = 2.0  # a worker with requests refuses to park after this
 TRY_S, MAX_TRIES = 5.0, 4  # limits of a command: a large cache on a device takes seconds
+BYTES_PER_TRY = 5 << 30  # of weights that a park offloads: at first a second for each GiB
 
 
 M = TypeVar("M", Done, KvResized)
@@ -31,9 +32,10 @@ class WorkerControl:
         self._bus = bus
         self._try_s = try_s
 
-    async def park(self, hosted: HostedRevision) -> None:
+    async def park(self, hosted: HostedRevision, offloaded_bytes: int = 0) -> None:
         """Parks the worker of a model. Raises WorkerBusy if it still has requests."""
-        await self._request(hosted, ParkWorker(drain_s=PARK_DRAIN_S), Done)
+        tries = MAX_TRIES + offloaded_bytes // BYTES_PER_TRY
+        await self._request(hosted, ParkWorker(drain_s=PARK_DRAIN_S), Done, tries)
 
     async def wake(self, hosted: HostedRevision, kv_bytes: int) -> None:
         await self._request(hosted, WakeWorker(kv_bytes=kv_bytes), Done)
@@ -48,22 +50,23 @@ class WorkerControl:
         hosted: HostedRevision,
         command: ParkWorker | WakeWorker | ResizeKv,
         reply_type: type[M],
+        tries: int = MAX_TRIES,
     ) -> M:
         """Sends the command to the model's present worker and returns its reply.
 
-        Raises HearthError if that worker has ended or was replaced, RequestTimeout after MAX_TRIES
-        tries.
+        Raises HearthError if that worker has ended or was replaced, RequestTimeout after the last
+        of `tries`.
         """
         worker_id = hosted.worker_id
         async with hosted.commands:
-            for _ in range(MAX_TRIES):
+            for _ in range(tries):
                 if worker_id is None or hosted.worker_id != worker_id:
                     raise HearthError(f"the worker of model {hosted.key} has ended")
                 with contextlib.suppress(RequestTimeout):
                     return await self._bus.request(
                         lifecycle("decode", worker_id), command, reply_type, timeout_s=self._try_s
                     )
-        raise RequestTimeout(f"worker {worker_id} has not replied to {MAX_TRIES} commands")
+        raise RequestTimeout(f"worker {worker_id} has not replied to {tries} commands")
 
 
 def is_refusal(error: HearthError) -> bool:

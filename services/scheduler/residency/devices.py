@@ -75,6 +75,7 @@ def _resident_of(
         weights_bytes=hosted.weights_bytes,
         kv_bytes=hosted.kv_bytes,
         kv_floor_bytes=hosted.kv_floor_bytes,
+        offloaded_bytes=hosted.offloaded_bytes,
         wake_s=hosted.wake_s,
         start_s=hosted.start_s,
         num_running=running or 0,

@@ -15,8 +15,8 @@ def missing_bytes(device: Device, target: Resident) -> int:
     unknown size need nothing here: their host decides.
     """
     if not target.is_cold:
-        return target.kv_floor_bytes - device.available_bytes
-    stoppable = sum(each.weights_bytes for each in device.models.values() if _is_idle(each, target))
+        return target.wake_bytes - device.available_bytes
+    stoppable = sum(each.standby_bytes for each in device.models.values() if _is_idle(each, target))
     return target.weights_bytes + target.kv_floor_bytes - device.available_bytes - stoppable
 
 
@@ -24,7 +24,7 @@ def freed_bytes(parked: Resident, target: Resident) -> int:
     """Returns the bytes that parking a model frees for `target`, beyond what its cache has
     above its floor.
     """
-    return parked.kv_floor_bytes + (parked.weights_bytes if target.is_cold else 0)
+    return parked.wake_bytes + (parked.standby_bytes if target.is_cold else 0)
 
 
 def chosen_victims(

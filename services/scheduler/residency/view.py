@@ -19,7 +19,8 @@ UNKNOWN_START_S = 10.0  # assumed start of a model that was never started
 class Resident:
     """A model on one device.
 
-    `num_running` counts the requests that its worker runs. If `is_under_way`, it is on its way to
+    `num_running` counts the requests that its worker runs. `offloaded_bytes` are those of its
+    weights that leave the device in standby. If `is_under_way`, it is on its way to
     another state, or asked to take it; if that state is hot, it is expected there at `ready_at`. If
     `is_refused`, its host will not wake it for now. If `is_avoided`, a wake has not ended in time.
     """
@@ -29,6 +30,7 @@ class Resident:
     weights_bytes: int = 0
     kv_bytes: int = 0
     kv_floor_bytes: int = 0
+    offloaded_bytes: int = 0
     wake_s: float = 0.0
     start_s: float = 0.0
     hot_s: float = 0.0
@@ -39,6 +41,16 @@ class Resident:
     ready_at: float = inf
     is_refused: bool = False
     is_avoided: bool = False
+
+    @property
+    def standby_bytes(self) -> int:
+        """Its bytes on the device in standby."""
+        return self.weights_bytes - self.offloaded_bytes
+
+    @property
+    def wake_bytes(self) -> int:
+        """The least bytes that a wake from standby takes."""
+        return self.kv_floor_bytes + self.offloaded_bytes
 
     @property
     def is_hot(self) -> bool:

@@ -56,6 +56,11 @@ class Executor(Protocol):
         """The time added to that budget since, because the step compiles a kernel."""
         ...
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """The bytes of weights that a parked executor has in memory of the host."""
+        ...
+
     def submit(self, rows: list[ScheduledSequence]) -> int:
         """Queues a step without blocking, and returns its number.
 

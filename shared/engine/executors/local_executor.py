@@ -99,6 +99,10 @@ class LocalExecutor:
         return ""
 
     @property
+    def offloaded_bytes(self) -> int:
+        return 0
+
+    @property
     def step_extension_s(self) -> float:
         return self._budget.extension_s
 

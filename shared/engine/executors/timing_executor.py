@@ -74,6 +74,7 @@ class TimingExecutor:
     gpu_uuid = ""
     is_elastic = True
     step_extension_s = 0.0
+    offloaded_bytes = 0
     eos_token_ids: tuple[int, ...] = ()
     has_head = True
     revision = "timing"

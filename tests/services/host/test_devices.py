@@ -3,7 +3,7 @@ from fractions import Fraction
 import pytest
 
 from services.host import devices
-from services.host.devices import budgets_of, memory_bytes
+from services.host.devices import budgets_of, memory_bytes, offload_bytes_of
 from shared.config import device_budgets
 from shared.errors import ConfigError
 
@@ -52,6 +52,16 @@ def test_share_is_of_all_memory_and_the_default_of_what_is_free(
     monkeypatch.setattr(devices, "gpu_memories", lambda: [(700, 1000), (100, 2000)])
     assert budgets_of(["cuda:1=0.45", "cuda:0"]) == {"cuda:1": 900, "cuda:0": 630}
     assert budgets_of([]) == {"cuda:0": 630, "cuda:1": 90}
+
+
+def test_parked_weights_take_half_of_the_memory_with_the_cpu() -> None:
+    total = memory_bytes()
+    assert offload_bytes_of(None, {"cpu": 1}) == 0
+    assert offload_bytes_of(None, {"cuda:0": 1}) == total // 2
+    assert offload_bytes_of(None, {"cuda:0": 1, "cpu": 7}) == total // 2 - 7
+    assert offload_bytes_of(0, {"cuda:0": 1}) == 0
+    with pytest.raises(ConfigError, match=r"parked_weights_bytes .* this machine has"):
+        offload_bytes_of(total, {"cuda:0": 1, "cpu": 1})
 
 
 def test_device_that_this_machine_lacks_is_named() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from services.host.budget import ModelKey, ModelMemory
+from services.host.host_load import host_load
 from services.host.hosted_model import (
     FIRST_START_LIMIT_S,
     MAX_FAILURES,
@@ -19,8 +20,10 @@ from services.host.hosted_model import (
     StopAction,
     WakeAction,
 )
+from services.host.hosted_revisions import HostedRevision
 from services.host.model_states import HostStates
 from shared.errors import HearthError, NoCapacity, UnknownModel, WorkerBusy
+from shared.model_registry.record import RegisteredModel, RegisteredRevision
 
 BUDGET = 100
 
@@ -291,6 +294,91 @@ def test_cache_that_is_not_elastic_gets_its_size_with_the_wake() -> None:
         states.wake(key("c"), 9.0)
 
 
+# ── weights in memory of the host ────────────────────────────────────────────────────────────────
+
+
+def with_offload(*names: str, offload_bytes: int = 80) -> HostStates:
+    """Returns a host with the models in standby that fit there."""
+    states = HostStates({"cuda:0": BUDGET}, offload_bytes)
+    for name in names:
+        states.put(memory(name, 40, 10, process_bytes=5), 0.0, is_known=True)
+    for _ in names:
+        for start in states.next_actions(0.0):
+            states.standby(start.key, 0.0)
+    return states
+
+
+def test_parked_models_take_the_device_of_their_processes_alone() -> None:
+    """The third model finds no memory of the host, and its weights no room on the device."""
+    states = with_offload("a", "b", "c")
+    assert [each.state for each in states.models()] == ["cold", "standby", "standby"]
+    assert states.devices["cuda:0"].used_bytes == 2 * 5
+    states.wake(key("c"), 1.0)
+    assert states.next_actions(1.0) == [WakeAction(key("c"), 10 + (100 - 10 - 50) // 2)]
+    states.hot(key("c"), 2.0)
+    assert states.devices["cuda:0"].used_bytes == 5 + 45 + 30
+    with pytest.raises(NoCapacity, match="lacks 30 B for model b"):
+        states.wake(key("b"), 2.0)
+    states.park(key("c"), 3.0)
+    states.wake(key("b"), 3.0)
+    assert states.next_actions(3.0) == []  # c still has its weights there
+    states.standby(key("c"), 4.0)
+    assert states.next_actions(4.0) == [WakeAction(key("b"), 30)]
+
+
+def test_schedulers_learn_what_parking_frees() -> None:
+    """Caches of CUDA devices do not shrink: the present size is the least."""
+    states = with_offload("a")
+    states.wake(key("a"), 1.0)
+    (wake,) = states.next_actions(1.0)
+    states.hot(wake.key, 1.0)
+    model = RegisteredModel(name="a", revisions=(RegisteredRevision(name="r1", source="a"),))
+    hosted = HostedRevision(key("a"), model, model.revisions[0])
+    (found,) = host_load(states, [hosted], 1.0).models
+    assert found.kv_floor_bytes == found.kv_bytes == 10 + (100 - 55) // 2
+    assert (found.weights_bytes, found.offloaded_bytes) == (45, 40)
+
+
+def test_weights_that_stay_after_all_count() -> None:
+    """What is too much then ends."""
+    states = with_offload("a", "b")
+    states.offloaded(key("a"), 0)
+    assert states.devices["cuda:0"].used_bytes == 45 + 5
+    states.put(memory("b", 60, 10, process_bytes=5), 1.0)
+    states.offloaded(key("b"), 0)
+    assert states.next_actions(1.0) == [StopAction(key("a"))]
+
+
+def test_wake_without_memory_is_tried_again_and_then_dropped() -> None:
+    states, now = with_offload("a"), 1.0
+    states.wake(key("a"), now)
+    for attempt in range(MAX_FAILURES):
+        (wake,) = states.next_actions(now)
+        assert isinstance(wake, WakeAction)
+        states.wake_refused(key("a"), "40 B of weights do not fit", now)
+        assert state_of(states, "a") == "standby"
+        assert states.devices["cuda:0"].used_bytes == 5
+        assert states.next_actions(now) == []
+        now += 0.3 * 2**attempt
+    assert states.next_actions(now + 60.0) == []
+    states.wake(key("a"), now + 60.0)
+    (wake,) = states.next_actions(now + 60.0)
+    states.hot(wake.key, now + 61.0)
+    assert state_of(states, "a") == "hot"
+
+
+def test_first_park_of_many_weights_may_take_long() -> None:
+    """Pages are locked at a GiB a second."""
+    states = HostStates({"cuda:0": 300 << 30}, 200 << 30)
+    states.put(memory("a", 140 << 30, 1 << 30), 0.0, is_known=True)
+    states.wake(key("a"), 0.0)
+    (start,) = states.next_actions(0.0)
+    states.hot(start.key, 1.0)
+    states.park(key("a"), 2.0)
+    assert states.next_actions(140.0) == []
+    assert isinstance(states.next_actions(150.0)[0], KillAction)
+
+
 # ── random workers ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -304,12 +392,18 @@ class RandomWorld:
     has_faults: bool = True
     pending: list[Action] = field(default_factory=list)
     kv: dict[ModelKey, int] = field(default_factory=dict)
+    told: set[ModelKey] = field(default_factory=set)  # to offload in standby
+    offloaded: set[ModelKey] = field(default_factory=set)
 
     def begin(self, actions: list[Action]) -> None:
         for each in actions:
             is_endless = self.has_faults and self.draw.random() < 0.1
             if isinstance(each, KillAction):
                 self._drop(each.key)
+            if isinstance(each, StartAction):
+                model = self.states.find(each.key)
+                assert model is not None
+                (self.told.add if model.memory.offloaded_bytes else self.told.discard)(each.key)
             if not (is_endless and isinstance(each, StartAction | WakeAction | ParkAction)):
                 self.pending.append(each)
 
@@ -327,8 +421,12 @@ class RandomWorld:
             return
         match action:
             case StartAction(kv_bytes=None):
+                self.offloaded |= self.told & {action.key}
                 self.states.standby(action.key, self.now)
+            case WakeAction() if self.has_faults and self.draw.random() < 0.2:
+                self.states.wake_refused(action.key, "no memory", self.now)
             case StartAction(kv_bytes=kv_bytes) | WakeAction(kv_bytes=kv_bytes):
+                self.offloaded.discard(action.key)
                 self.kv[action.key] = kv_bytes or 0
                 self.states.hot(action.key, self.now)
             case ParkAction():
@@ -336,6 +434,7 @@ class RandomWorld:
                     self.states.hot(action.key, self.now)
                 else:
                     self.kv.pop(action.key, None)
+                    self.offloaded |= self.told & {action.key}
                     self.states.standby(action.key, self.now)
             case ResizeAction(kv_bytes=kv_bytes):
                 if action.key in self.kv:
@@ -350,6 +449,7 @@ class RandomWorld:
 
     def _drop(self, model: ModelKey) -> None:
         self.kv.pop(model, None)
+        self.offloaded.discard(model)
         self.pending = [each for each in self.pending if each.key != model]
 
     def step(self) -> None:
@@ -379,7 +479,7 @@ class RandomWorld:
         if self.draw.random() < 0.3:
             self.states.remove(model)
         else:
-            self.states.put(memory(model.name, need=self.draw.uniform(0, 9)), self.now)
+            self.states.put(in_world(model.name, need=self.draw.uniform(0, 9)), self.now)
             self.states.set_need(model, self.draw.uniform(0, 9))
 
     def check(self) -> None:
@@ -391,14 +491,24 @@ class RandomWorld:
                 for each in device.models.values()
                 if each.has_process
             )
+            away = self.offloaded & device.models.keys()
+            real -= sum(device.models[each].memory.weights_bytes for each in away)
             assert real <= device.budget_bytes
+        models = {each.key: each for each in self.states.models() if each.has_process}
+        in_use = sum(models[each].memory.weights_bytes for each in self.told & models.keys())
+        assert in_use <= self.states.offload_bytes
+
+
+def in_world(name: str, **fields: object) -> ModelMemory:
+    return memory(name, 8, process_bytes=2, **fields)  # type: ignore[arg-type]
 
 
 def random_worlds(seeds: Iterable[int]) -> Iterator[RandomWorld]:
     for seed in seeds:
         draw = random.Random(seed)
         budgets = draw.choice([{"cpu": 50}, {"cpu": 90}, {"cuda:0": 60, "cuda:1": 45}])
-        yield RandomWorld(draw, HostStates(budgets))
+        offload_bytes = draw.choice([0, 20, 100]) if "cuda:0" in budgets else 0
+        yield RandomWorld(draw, HostStates(budgets, offload_bytes))
 
 
 @pytest.mark.parametrize(
@@ -408,13 +518,13 @@ def test_random_faults_exceed_no_budget_and_all_recovers(seeds: range) -> None:
     num_hot = 0
     for world in random_worlds(seeds):
         for name in "abcdef":
-            world.states.put(memory(name), 0.0)
+            world.states.put(in_world(name), 0.0)
         for _ in range(300):
             world.step()
         world.has_faults = False
         world.now += FIRST_START_LIMIT_S
         for name in "abcdef":
-            world.states.put(memory(name), world.now)
+            world.states.put(in_world(name), world.now)
         for _ in range(300):
             world.step()
         settled = [each for each in world.states.models() if each.has_process]

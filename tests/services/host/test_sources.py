@@ -23,7 +23,9 @@ REVISION = RegisteredRevision(name="r1", source=str(DEMO_MODEL_DIR))
 MODEL = RegisteredModel(name="m", revisions=(REVISION,), max_context_tokens=100)
 
 
-def config_of(source: ModelSource, model: RegisteredModel, device: str) -> WorkerConfig:
+def config_of(
+    source: ModelSource, model: RegisteredModel, device: str, *, offloaded_bytes: int = 0
+) -> WorkerConfig:
     key = ModelKey("m", "r1")
     host = HostConfig(
         nats_url="nats://x",
@@ -32,6 +34,7 @@ def config_of(source: ModelSource, model: RegisteredModel, device: str) -> Worke
         process_id="host-1",
     )
     memory = source.memory(key, model, 1 << 30, None)
+    memory = msgspec.structs.replace(memory, offloaded_bytes=offloaded_bytes)
     hosted = HostedRevision(key, model, REVISION, source=source)
     return worker_config(host, hosted, memory, "w.m-1", device, None)
 
@@ -48,6 +51,13 @@ async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
     assert (num_blocks, rest) == (-(-100 // size) + 2, 0)
     assert config.kv_ceiling_bytes is not None
     assert config.kv_ceiling_bytes % (size * source.kv_bytes_per_token) == 0
+
+
+async def test_weights_leave_the_device_only_with_memory_of_the_host() -> None:
+    source = await find_source(MODEL, REVISION, "cuda:1")
+    assert config_of(source, MODEL, "cuda:1").parked_weights == "device"
+    config = config_of(source, MODEL, "cuda:1", offloaded_bytes=source.weights_bytes)
+    assert config.parked_weights == "host"
 
 
 async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(

@@ -58,6 +58,8 @@ class GroupExecutor:
     all ranks.
     """
 
+    offloaded_bytes = 0  # those of ranks are not told
+
     def __init__(
         self,
         steps: GroupSteps,

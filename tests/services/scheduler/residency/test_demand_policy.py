@@ -300,6 +300,16 @@ def test_decisions_keep_the_rules(policy: Policy) -> None:
     assert num_wakes > 500
 
 
+def test_weights_that_a_parked_model_offloads_are_room() -> None:
+    parked, hot = (
+        resident(name, state, offloaded_bytes=WEIGHTS - 1)  # type: ignore[arg-type]
+        for name, state in (("a", "standby"), ("b", "hot"))
+    )
+    full = device(parked, hot, budget_bytes=1 + WEIGHTS + FLOOR, used_bytes=1 + WEIGHTS + FLOOR)
+    assert missing_bytes(full, parked) == WEIGHTS - 1 + FLOOR
+    assert chosen_victims(full, parked, [hot]) == [hot]
+
+
 def test_no_victims_are_better_than_too_few() -> None:
     full = device(resident("a", kv_floor_bytes=5 * FLOOR), resident("b", "hot"))
     target = full.models[name("a")]

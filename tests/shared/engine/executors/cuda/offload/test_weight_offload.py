@@ -138,7 +138,7 @@ def tensors_reachable(root: object) -> Iterator[Tensor]:
     left, seen = [root], dict[int, object]()
     while left:
         each = left.pop()
-        if id(each) in seen or isinstance(each, ModuleType | type):
+        if id(each) in seen or isinstance(each, ModuleType | type | FakeDriver):
             continue
         seen[id(each)] = each
         if isinstance(each, Tensor):
