@@ -7,7 +7,7 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 _AVAILABLE = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
-_CACHED = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
+_CACHED = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
 def free_bytes(meminfo: str) -> int | None:
@@ -37,5 +37,5 @@ def _left_in(cgroup: Path) -> int | None:
     limit, used = (text_of(cgroup / f"memory.{name}").strip() for name in ("max", "current"))
     if not (limit.isdecimal() and used.isdecimal()):
         return None
-    cached = _CACHED.search(text_of(cgroup / "memory.stat"))
-    return max(0, int(limit) - int(used) + (0 if cached is None else int(cached[1])))
+    cached = sum(map(int, _CACHED.findall(text_of(cgroup / "memory.stat"))))
+    return max(0, int(limit) - int(used) + cached)

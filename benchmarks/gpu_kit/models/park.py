@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 
 ROUNDS, NUM_TOKENS = 2, 16
-LENGTHS = (300, 40, 130)  # tokens of the prompts
+LENGTHS = (300, 130, 40)  # tokens of the prompts
 VOCAB = 500
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class HostMemory:
     def __init__(self, num_bytes: int, lock: Lock, *, piece_bytes: int = PIECE_BYTES) -> None:
         """Raises OSError if there is no such memory."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # few large pages are locked sooner
+        with suppress(OSError, AttributeError):  # few large pages are locked sooner
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = memoryview(memory)
         self._unlocks: list[Callable[[], None]] = []

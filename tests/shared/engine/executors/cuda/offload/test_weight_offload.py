@@ -6,10 +6,11 @@ import asyncio
 import gc
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -17,8 +18,6 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from kernels import ops
-from kernels.split_weight import split_weight
 from shared.engine.executors.cuda import cuda_executor, cuda_load
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
@@ -26,15 +25,14 @@ from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.offload import weight_offload
 from shared.engine.executors.cuda.offload.host_memory import HostMemory
 from shared.engine.executors.cuda.offload.weight_offload import WeightOffload
-from shared.engine.layers import router
 from shared.engine.models.device_step import DeviceStepOutput
 from shared.engine.step import KvRun
-from shared.engine.weights import weight_regions
 from shared.errors import NoCapacity
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
 from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, load
 from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.device_forms import use_device_forms
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.model_worker import Worker
 from tests.support.engine.quantized import quantize
@@ -54,12 +52,8 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are not packed for the compiled loops, which hold addresses; memory is torch's; the
-    host's is in many pieces.
-    """
-    monkeypatch.setattr(ops, "_is_for_loops", lambda _: False)
-    monkeypatch.setattr(router, "_zeros", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
-    monkeypatch.setattr(weight_regions, "compress_weight", split_weight)
+    """The host's memory is in many pieces."""
+    use_device_forms(monkeypatch)
     monkeypatch.setattr(cuda_load, "run_largest_step", lambda *_: None)
     pieces = partial(HostMemory, piece_bytes=PIECE_BYTES)
     monkeypatch.setattr(weight_offload, "HostMemory", pieces)
@@ -133,31 +127,39 @@ async def tokens_of(executor: CudaExecutor, folder: Path, seed: int = 3) -> list
     return [token for each in sequences for token in worker.tokens[each.sequence_id]]
 
 
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, partial, MethodType)
+OF_ENGINE = ("shared", "kernels", "torch")
+
+
 def tensors_reachable(root: object) -> Iterator[Tensor]:
-    """Found by the interpreter, not by the code under test."""
+    """Found by the interpreter, not by the code under test: in containers, closures, and objects of
+    the engine.
+    """
     left, seen = [root], dict[int, object]()
     while left:
         each = left.pop()
-        if id(each) in seen or isinstance(each, ModuleType | type | FakeDriver):
+        if id(each) in seen or isinstance(each, type):
             continue
         seen[id(each)] = each
         if isinstance(each, Tensor):
             yield each
-        if isinstance(each, FunctionType):
+        elif isinstance(each, FunctionType):
             left += [cell.cell_contents for cell in each.__closure__ or ()]
-        else:
+        elif isinstance(each, CONTAINERS) or type(each).__module__.startswith(OF_ENGINE):
             left += gc.get_referents(each)
 
 
 def bytes_on_device(executor: CudaExecutor) -> int:
-    """Besides counters of experts and the last tokens, which steps write."""
+    """Besides counters of experts and the last tokens, which steps write, and what the compiled
+    loops of CPUs have as arrays: torch does not free that.
+    """
     computer = executor.computer
     tensors = [each for each in tensors_reachable(computer) if not each.is_meta]
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
     for each in (*computer.expert_sums(), computer.last_tokens):
         assert each is not None
         storages.pop(each.untyped_storage()._cdata)
-    return sum(each.nbytes() for each in storages.values())
+    return sum(each.nbytes() for each in storages.values() if each.resizable())
 
 
 @pytest.mark.parametrize("form", FORMS)
