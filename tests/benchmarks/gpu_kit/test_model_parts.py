@@ -19,16 +19,20 @@ from tokenizers import Tokenizer
 from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.kv_push.cache import PushPlan
 from benchmarks.gpu_kit.model_steps import events, loading
-from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, prefill, serve
+from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, park, prefill, serve
 from benchmarks.gpu_kit.operands.paged import paged
 from benchmarks.gpu_kit.session import Session
 from benchmarks.gpu_kit.shapes import CONFIG_8B, EIGHT_B, SMALL
 from services.local.plan import MAX_LOCAL_PREFILL_TOKENS, check_options
 from shared.config import default_block_size
+from shared.engine.executors.cuda import cuda_load
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.mode_choice import MeasuredDevice
 from shared.numerics import TRITON_KERNELS_VERSION
 from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
+from tests.shared.engine.executors.cuda.test_decode_graphs import load
+from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.device_forms import use_device_forms
 
 GIB = 1 << 30
 
@@ -141,6 +145,28 @@ def test_worker_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert measured[4]["draw_ms"] == 3
     left_out = [(row["context"], row["left_out"]) for row in session.rows if "left_out" in row]
     assert left_out == [(32, "too few KV blocks"), (64, "too few KV blocks")]
+
+
+@pytest.mark.parametrize("parked", ["host", "device"])
+def test_parked_worker_is_measured(
+    parked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU tensors, where what leaves is what gets free. Weights that stay are a failure."""
+    use_device_forms(monkeypatch)
+    monkeypatch.setattr(cuda_load, "run_largest_step", lambda *_: None)
+    monkeypatch.setattr(park._Rounds, "_free_bytes", lambda self: self._executor.offloaded_bytes)
+    write_llama(tmp_path, vocab_size=512)
+    session = session_in(tmp_path)
+    rounds = park._Rounds(session, load(tmp_path, parked_weights=parked)).run()
+    if parked == "device":
+        with pytest.raises(RuntimeError, match=r"0 bytes are free of .* of weights and KV"):
+            asyncio.run(rounds)
+        return
+    asyncio.run(rounds)
+    rows = {row["case"]: row for row in session.rows}
+    assert [*rows] == [f"{each} {n}" for n in (1, 2) for each in ("park", "wake", "tokens")]
+    assert rows["park 1"]["offloaded_bytes"] > 0 == rows["wake 2"]["offloaded_bytes"]
+    assert all(rows[f"tokens {n}"]["is_equal"] for n in (1, 2))
 
 
 def write_rows(folder: Path, *rows: dict[str, Any]) -> OnCpu:
