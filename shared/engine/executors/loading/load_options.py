@@ -26,9 +26,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     The KV cache has `kv_cache_bytes`: by default 1 GiB on the CPU, and on CUDA a share of the free
     memory after loading. It may grow to `kv_ceiling_bytes`; None: no more than at the start. If the
-    worker `is_parked` it takes no memory before it gets a size. While it is parked, `parked_weights`
-    on CUDA are in page-locked memory of the host, or stay. On CUDA all together takes at most
-    `gpu_memory`, a size or a share of the device; empty: no limit.
+    worker `is_parked` it takes no memory before it gets a size. Its weights on CUDA are meanwhile
+    where `parked_weights` says: in page-locked memory of the host, or still on the device. On CUDA
+    all together takes at most `gpu_memory`, a size or a share of the device; empty: no limit.
 
     `kv_dtype`: see `resolve_kv_dtype`. A sequence has at most `max_context_tokens`; None: the
     model's limit.
