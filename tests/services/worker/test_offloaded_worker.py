@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ async def test_worker_that_finds_no_memory_stays_parked_and_is_asked_again(
     executors: list[CudaExecutor] = []
 
     def loaded(_: WorkerConfig) -> CudaExecutor:
-        options = {"kv_cache_bytes": KV_BYTES, "parked_weights": "host"}
+        options: dict[str, Any] = {"kv_cache_bytes": KV_BYTES, "parked_weights": "host"}
         executors.append(load(DEMO_MODEL_DIR, Replays(), **options))
         return executors[0]
 
