@@ -30,7 +30,7 @@ from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.mode_choice import MeasuredDevice
 from shared.numerics import TRITON_KERNELS_VERSION
 from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
-from tests.shared.engine.executors.cuda.test_decode_graphs import load
+from tests.shared.engine.executors.cuda.fake_device import load
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.device_forms import use_device_forms
 

@@ -13,7 +13,7 @@ from shared.config import WorkerConfig
 from shared.engine.executors.cuda import cuda_executor, cuda_load
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.errors import NoCapacity
-from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, load
+from tests.shared.engine.executors.cuda.fake_device import Replays, load
 from tests.support.engine.device_forms import use_device_forms
 from tests.support.servers import NatsServer
 from tests.support.services.parked_worker import WorkerClient

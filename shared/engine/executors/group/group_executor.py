@@ -20,7 +20,11 @@ from numpy.typing import NDArray
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.executor import StepLaunch
-from shared.engine.executors.group.group_steps import GroupSteps
+from shared.engine.executors.group.group_steps import (
+    COMMAND_TIMEOUT_S,
+    RESIZE_TIMEOUT_S,
+    GroupSteps,
+)
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.executors.group.messages import (
     CheckDevice,
@@ -160,7 +164,7 @@ class GroupExecutor:
         await self._command(GiveBackBlocks(block_ids))
 
     async def resize_kv(self, num_blocks: int) -> None:
-        await self._command(PrepareKv(num_blocks))
+        await self._command(PrepareKv(num_blocks), RESIZE_TIMEOUT_S)
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
         counted = await self._command(CountExperts())
@@ -168,9 +172,11 @@ class GroupExecutor:
             return None
         return np.frombuffer(counted.counts, np.int64).reshape(-1, counted.num_experts)
 
-    async def _command(self, command: Command) -> ExpertCounts | None:
+    async def _command(
+        self, command: Command, budget_s: float = COMMAND_TIMEOUT_S
+    ) -> ExpertCounts | None:
         """Raises DeviceFailed if the group is lost, and the HearthError of a rank."""
-        answer = await self._steps.command(command)
+        answer = await self._steps.command(command, budget_s)
         if not answer:
             return None
         match _decoder.decode(answer):

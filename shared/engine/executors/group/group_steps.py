@@ -22,6 +22,7 @@ from shared.engine.step import TokenMask
 from shared.errors import DeviceFailed
 
 COMMAND_TIMEOUT_S = 30.0  # limit of a check, a copy, or zeroing
+RESIZE_TIMEOUT_S = 300.0  # limit of a park, which may lock memory for the weights: 1 GiB in 0.5 s
 
 
 class GroupSteps:
@@ -68,8 +69,8 @@ class GroupSteps:
             del self._answers[number]
             self._masks_of.pop(number, None)
 
-    async def command(self, command: Command) -> bytes:
-        return await self.answer(self.submit(command))
+    async def command(self, command: Command, budget_s: float) -> bytes:
+        return await self.answer(self.submit(command, budget_s))
 
     async def close(self) -> None:
         if self._loop is asyncio.get_running_loop():

@@ -151,6 +151,7 @@ def load(
 ) -> CudaExecutor:
     device = CudaDevice(INDEX, torch.device("cpu"), driver or FakeDriver(), lambda _: None)
     given = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_batch_tokens": 64} | options
+    given.setdefault("parked_weights", "device")  # compiled loops hold addresses of packed weights
     chosen = LoadOptions(**given, max_sequences=16)  # type: ignore[arg-type]
     executor = CudaExecutor.load(folder, chosen, device, answers_apart=answers_apart)
     if graphs is not None:

@@ -29,8 +29,7 @@ from shared.engine.models.device_step import DeviceStepOutput
 from shared.engine.step import KvRun
 from shared.errors import NoCapacity
 from shared.messages import SamplingParams
-from tests.shared.engine.executors.cuda.test_cuda_executor import INDEX, FakeDriver
-from tests.shared.engine.executors.cuda.test_decode_graphs import Replays, load
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver, Replays, load
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.device_forms import use_device_forms
 from tests.support.engine.families import FAMILIES
