@@ -14,8 +14,8 @@ from kernels.cache import cache_root
 from services.cli.doctor.check import GIB, Check, by_limit
 from services.local.servers import DEFAULT_HTTP_PORT, LOOPBACK
 from services.local.state_home import state_home
-from shared.available_memory import CGROUP, free_bytes, text_of
 from shared.errors import ConfigError
+from shared.lifecycle.available_memory import CGROUP, free_bytes, text_of
 
 FEW_DESCRIPTORS, TOO_FEW_DESCRIPTORS = 8192, 1024
 MEMORY_ADVICE = "End other programs, or serve a smaller model with a smaller --kv-cache-bytes."

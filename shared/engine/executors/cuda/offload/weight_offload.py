@@ -17,11 +17,11 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from shared.available_memory import available_bytes
 from shared.clock import MonotonicClock
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.offload.host_memory import HostMemory, Lock
 from shared.engine.executors.cuda.offload.storages import bytes_of, storages_of
+from shared.lifecycle.available_memory import available_bytes
 from shared.telemetry.stage_times import StageTimes
 
 log = structlog.get_logger(__name__)

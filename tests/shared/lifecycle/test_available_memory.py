@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from shared.available_memory import available_bytes
+from shared.lifecycle.available_memory import available_bytes
 
 MEMINFO = "MemTotal:       32 kB\nMemAvailable:      20 kB\n"
 
