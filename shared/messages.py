@@ -95,6 +95,8 @@ Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is in
 NumRanks = Annotated[int, Meta(ge=1, le=1024)]
 Ratio = Annotated[float, Meta(ge=0, le=1e6)]
 TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since the process started
+PeakRate = Annotated[float, Meta(gt=0, le=1e30)]
+TotalWork = Annotated[float, Meta(ge=0, le=1e30)]  # beyond the integers of the wire within days
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -765,6 +767,13 @@ class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fault: Name = ""  # why the worker leaves
 
 
+class DevicePeaks(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a device's memory moves, and that it computes, by its vendor's data sheet."""
+
+    bytes_per_s: PeakRate
+    operations_per_s: PeakRate
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """State of an engine. A token in flight is one whose KV a running request still needs."""
 
@@ -815,6 +824,11 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     # steps that computed at most as many tokens as each of STEP_TOKENS; the last: more
     num_steps_by_tokens: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
     device_health: DeviceHealth | None = None  # None: not a GPU, or not watched
+    # Bytes that the busy steps moved from and to the device's memory, and their operations, counted
+    # by the steps' shapes: see planning/step_work.py
+    traffic_bytes: TotalWork = 0.0
+    num_operations: TotalWork = 0.0
+    peaks: DevicePeaks | None = None  # None: not known, as of CPUs
 
 
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────

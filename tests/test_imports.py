@@ -165,7 +165,7 @@ LAYERS = {
         "grammar telemetry"
     ),
     "shared/engine": (
-        "worker | loop quantize checkpoint_check | executors | models | planning | "
+        "worker | loop quantize checkpoint_check | executors step_counters | models | planning | "
         "pinned_prefixes weights | engine failed_steps layers token_masks | "
         "batching kv parallel sampling step_plan | codec model_config step"
     ),

@@ -18,7 +18,6 @@ their rows that are also in a failed step are void, because they lack its KV and
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +33,9 @@ from shared.engine.executors.executor import Executor
 from shared.engine.executors.expert_load import ExpertLoad
 from shared.engine.failed_steps import FailedSteps
 from shared.engine.step import StepOutput
+from shared.engine.step_counters import StepCounters
 from shared.errors import DeviceFailed, StepFailed
-from shared.messages import STEP_TOKENS, WorkerLoad
+from shared.messages import WorkerLoad
 
 log = structlog.get_logger(__name__)
 
@@ -61,16 +61,13 @@ class EngineLoop:
         self.executor = executor
         self._samples_ahead = executor.depth > 1 and executor.num_stages == 1
         self._in_flight: deque[SubmittedStep] = deque()
-        self._answered_at = 0.0  # the last step
         self.reported_began_at = 0.0  # begin of the step whose progress the listeners get
         self._clock = clock
         self._listeners: list[Listener] = []
         self._work = asyncio.Event()
         self._step = 0
         self._is_idle = True
-        self._num_busy_steps = 0
-        self._num_steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
-        self._busy_s = 0.0
+        self._counters = StepCounters(executor.work)
         self._failed_steps = FailedSteps()
         self._expert_load = ExpertLoad()
         self._num_failed_zeroings = 0
@@ -151,16 +148,19 @@ class EngineLoop:
             decode_tokens_in_flight=engine.num_context_tokens,
             num_generated_tokens=engine.num_generated_tokens,
             num_computed_prompt_tokens=engine.num_computed_prompt_tokens,
-            num_busy_steps=self._num_busy_steps,
-            busy_s=self._busy_s,
+            num_busy_steps=self._counters.num_steps,
+            busy_s=self._counters.busy_s,
             num_preemptions=engine.batcher.num_preemptions,
             num_failed_steps=self._failed_steps.num_failed,
             num_failed_zeroings=self._num_failed_zeroings,
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
             expert_imbalance=self._expert_load.imbalance,
-            num_steps_by_tokens=tuple(self._num_steps_by_tokens),
             offloaded_bytes=self.executor.offloaded_bytes,
+            num_steps_by_tokens=tuple(self._counters.by_tokens),
+            traffic_bytes=self._counters.traffic_bytes,
+            num_operations=self._counters.num_operations,
+            peaks=self.executor.peaks,
         )
 
     @property
@@ -219,14 +219,11 @@ class EngineLoop:
             log.exception("step_failed", num_sequences=len(step.rows))
             return await self._recover(step)
         self._failed_steps.succeeded(step.rows[0])
-        self._num_busy_steps += 1
         now = self._clock.now()
-        self._busy_s += now - max(step.began_at, self._answered_at)
-        self._answered_at = now
+        self._counters.add(step.rows, output, began_at=step.began_at, now=now)
         num_tokens = self.engine.num_new_tokens
         progress = self.engine.apply(step.rows, output)
-        num_tokens = self.engine.num_new_tokens - num_tokens
-        self._num_steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self._counters.add_tokens(self.engine.num_new_tokens - num_tokens)
         return progress
 
     async def _recover(self, step: SubmittedStep) -> list[StepProgress]:
@@ -346,8 +343,8 @@ class EngineLoop:
         """Ends at once for a model without experts."""
         num_steps = -1
         while True:
-            if num_steps != self._num_busy_steps and not self.executor.has_ended:
-                num_steps = self._num_busy_steps
+            if num_steps != self._counters.num_steps and not self.executor.has_ended:
+                num_steps = self._counters.num_steps
                 try:
                     totals = await self.executor.expert_counts()
                 except BaseException as raised:  # the device is lost, which the next step reports

@@ -8,14 +8,14 @@ process of its credential takes its place, or for SHOW_LOST_S.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from shared.fleet.host_view import HostView, ModelView, host_view, in_order, model_views
+from shared.fleet.load_rates import load_rates
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import (
     DeviceHealth,
@@ -34,9 +34,6 @@ HITS_WINDOW_S = 60.0
 HITS_SAMPLE_S = 5.0  # time between two readings of the counters of hits
 SHOW_STOPPED_S = 10.0
 SHOW_LOST_S = 3600.0  # who looks at night looks late
-_GENERATED = attrgetter("num_generated_tokens")
-_PREFILLED = attrgetter("num_computed_prompt_tokens")
-_BUSY = attrgetter("busy_s")
 _WORKER_ROLES = {"prefill", "decode"}
 _LOST_STATES = {loss.value for loss in Loss}
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
@@ -69,6 +66,11 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     generated_per_s: float | None = None
     prefilled_per_s: float | None = None
     busy_ratio: float | None = None  # share of the time in which it computed steps
+    # What these steps moved and computed, in two digits; the ratios are to the peaks of the device
+    traffic_bytes_per_s: float | None = None
+    operations_per_s: float | None = None
+    bandwidth_ratio: float | None = None
+    arithmetic_ratio: float | None = None
     hit_ratio: float | None = None  # ratio since its start
     recent_hit_ratio: float | None = None  # ratio over the last HITS_WINDOW_S
     step_age_s: int | None = None  # time since its last step, at least one full second
@@ -314,9 +316,7 @@ def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -
         "num_free_blocks": load.num_free_blocks,
         "num_total_blocks": load.num_total_blocks,
         "kv_bytes": _kv_bytes(known.heartbeat.model, load),
-        "generated_per_s": _rate(known.loads, _GENERATED),
-        "prefilled_per_s": _rate(known.loads, _PREFILLED),
-        "busy_ratio": _busy_ratio(known.loads),
+        **load_rates(known.loads),
         "hit_ratio": round(num_cached / num_prompt, 3) if num_prompt else None,
         "recent_hit_ratio": _recent_hit_ratio(known, load),
         "step_age_s": None if now is None else int(now - known.stepped_at) or None,
@@ -353,21 +353,3 @@ def _recent_hit_ratio(known: _KnownProcess, load: WorkerLoad) -> float | None:
     num_tokens = load.num_prompt_tokens - before.num_prompt_tokens
     num_hits = load.num_cached_prompt_tokens - before.num_cached_prompt_tokens
     return round(num_hits / num_tokens, 2) if num_tokens > 0 else None
-
-
-def _rate(
-    loads: Sequence[tuple[float, WorkerLoad]],
-    counter: Callable[[WorkerLoad], float],
-    num_digits: int = 1,
-) -> float | None:
-    """Returns the growth of a counter per second, or None without two points in time."""
-    if not loads or loads[-1][0] <= loads[0][0]:
-        return None
-    (first_at, first), (last_at, last) = loads[0], loads[-1]
-    return round((counter(last) - counter(first)) / (last_at - first_at), num_digits)
-
-
-def _busy_ratio(loads: Sequence[tuple[float, WorkerLoad]]) -> float | None:
-    """The time of a step counts when it ends, so one that began earlier could exceed the window."""
-    rate = _rate(loads, _BUSY, 2)
-    return None if rate is None else min(1.0, rate)

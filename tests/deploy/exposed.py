@@ -12,6 +12,7 @@ from services.gateway.observability.metrics.redis import MemoryUse
 from shared.messages import (
     DeviceHealth,
     DeviceMemory,
+    DevicePeaks,
     GatewayLoad,
     HostedModel,
     HostLoad,
@@ -34,6 +35,7 @@ def fleet() -> list[Member]:
         expert_imbalance=1.5,
         num_steps_by_tokens=(1,) * 14,
         device_health=DeviceHealth(num_xids=1),
+        peaks=DevicePeaks(bytes_per_s=1.0, operations_per_s=1.0),
     )
     device = DeviceMemory(device="cpu", budget_bytes=2, used_bytes=1)
     hosted = HostedModel(name="m", revision="r", state="hot", device="cpu")

@@ -19,6 +19,7 @@ from services.cli.fleet.times import since
 from shared.fleet.fleet_view import ProcessView
 from shared.fleet.read_fleet import RecentFigures, ServerView
 
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 NO_GATEWAY = (
     "No gateway answers: this is what heartbeats show. Processes that were lost before, and "
     "Redis, are unknown."
@@ -86,7 +87,7 @@ def _notes(report: FleetReport) -> list[Text]:
 
 def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableType:
     has_models = len({row.model for row in rows if row.model}) > 1
-    failed_rank = 3 if any(row.num_failed_steps for row in rows) else 11
+    failed_rank = 3 if any(row.num_failed_steps for row in rows) else 13
     columns: list[Column[ProcessView]] = [
         Column("worker", lambda row: escape(row.process_id)),
         Column("role", lambda row: row.role, 2),
@@ -98,9 +99,11 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("tokens/s", lambda row: _number(row.generated_per_s), 5, is_number=True),
         Column("prompt/s", lambda row: _number(row.prefilled_per_s), 7, is_number=True),
         Column("busy", lambda row: _percent(row.busy_ratio), 6, is_number=True),
+        Column("bandwidth", _bandwidth, 11, is_number=True),
+        Column("arithmetic", _arithmetic, 12, is_number=True),
         Column("hits", lambda row: _percent(row.hit_ratio), 8, is_number=True),
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
-        Column("experts", _imbalance, 12, is_number=True),
+        Column("experts", _imbalance, 14, is_number=True),
         Column("steps", _steps, 4),
         Column("GPU", lambda row: health_text(row.device_health), 1),
         Column("state", lambda row: _state(row, wall_s)),
@@ -158,6 +161,22 @@ def _free_blocks(row: ProcessView) -> str:
 
 def _percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.0%}"
+
+
+def _bandwidth(row: ProcessView) -> str:
+    """Returns the share of the device's peak, or the rate where no peak is known."""
+    return _share_or_rate(row.bandwidth_ratio, row.traffic_bytes_per_s, "B/s")
+
+
+def _arithmetic(row: ProcessView) -> str:
+    return _share_or_rate(row.arithmetic_ratio, row.operations_per_s, "FLOP/s")
+
+
+def _share_or_rate(ratio: float | None, rate: float | None, unit: str) -> str:
+    if ratio is not None or rate is None:
+        return _percent(ratio)
+    scale, prefix = next((each for each in PREFIXES if rate >= each[0]), PREFIXES[-1])
+    return f"{rate / scale:.3g} {prefix}{unit}"
 
 
 def _failed_steps(row: ProcessView) -> str:

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.planning.step_work import ModelWorkload
 from shared.engine.step import StepOutput
 from shared.kv_layout import KvLayout
+from shared.messages import DevicePeaks
 from shared.numerics import Numerics
 
 StepLaunch = Literal["", "graphs", "plain"]
@@ -35,6 +37,8 @@ class Executor(Protocol):
     has_head: bool  # False: the model gives embeddings only
     revision: str
     gpu_uuid: str  # of its GPU, as NVML names it; empty: it is not on one GPU
+    work: ModelWorkload  # what determines the work of its steps, of all ranks
+    peaks: DevicePeaks | None  # None: not known for its devices
 
     @property
     def step_launch(self) -> StepLaunch:

@@ -22,6 +22,7 @@ from shared.clock import MonotonicClock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.device_numerics import device_numerics
+from shared.engine.executors.loading.local_work import local_work
 from shared.engine.executors.loading.warm_up import CHECKED_LENS, idle_step
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.executors.step_deadline import StepBudget, step_units
@@ -30,6 +31,7 @@ from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_layout import KvLayout
 from shared.kv_wire.link import PageLock
+from shared.messages import DevicePeaks
 from shared.numerics import Activations, Mode
 
 log = structlog.get_logger(__name__)
@@ -48,6 +50,7 @@ class LocalExecutor:
     has_ended = False
     gpu_uuid = ""
     page_lock: PageLock | None = None
+    peaks: DevicePeaks | None = None
     load_stages: Mapping[str, float] = {}  # NAME_s: seconds, of those that a device tells
 
     def __init__(
@@ -80,6 +83,11 @@ class LocalExecutor:
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
         self.has_head = config.has_head
+        self.work = local_work(
+            *(config, self.weights),
+            item_bytes=computer.model.dtype.itemsize,
+            kv_dtype=self.kv_layout.dtype,
+        )
         self.step_budget_s = 0.0
         self._steps = StepQueue(
             self.kv_layout.block_size, len(self.kv_layout.groups), self.start_in_time

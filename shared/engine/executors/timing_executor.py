@@ -33,12 +33,13 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
+from shared.engine.planning.step_work import ModelWorkload
 from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
 from shared.engine.step import KvRun, SamplingInputs, StepInputs, StepOutput, TokenMask
 from shared.engine.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
 from shared.kv_layout import KvGroup, KvLayout, PagedKv, Reach, first_seen
 from shared.kv_wire.link import PageLock
-from shared.messages import TokenLogprobs
+from shared.messages import DevicePeaks, TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
 STATE_BYTES = 16
@@ -78,6 +79,8 @@ class TimingExecutor:
     eos_token_ids: tuple[int, ...] = ()
     has_head = True
     revision = "timing"
+    work = ModelWorkload()  # it has no weights
+    peaks: DevicePeaks | None = None
     page_lock: PageLock | None = None
 
     def __init__(

@@ -14,17 +14,11 @@ from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.rank_part import RankPart
 from shared.engine.planning.kv_plan import KvPlan, kv_plan
-from shared.engine.planning.quantized_bytes import saved_bytes
-from shared.engine.planning.rank_bytes import (
-    kv_values_per_token,
-    num_router_weights,
-    num_weights,
-)
+from shared.engine.planning.rank_bytes import FP32_BYTES, kv_values_per_token, weight_bytes
 from shared.engine.planning.worker_parts import worker_parts
 from shared.errors import ConfigError
 
 KV_SHARE = 0.9  # share of the memory that weights and workspace leave
-FP32_BYTES = 4
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
 
 
@@ -93,7 +87,7 @@ def plan_memory(
             block_size,
             limit,
             step,
-            _weight_bytes(config, part, item_bytes),
+            weight_bytes(config, part, item_bytes),
         )
         for rank, part in enumerate(worker_parts(config, shape, experts))
     ]
@@ -127,7 +121,7 @@ def _rank_memory(
     block_size: int,
     limit: MemoryLimit,
     step: StepSize,
-    weight_bytes: int,
+    held_bytes: int,
 ) -> RankMemoryPlan:
     """Returns the plan of one rank. `item_bytes` are those of a value of activations, and of KV."""
     (stage, tp_rank, part), (value_bytes, kv_item_bytes) = place, item_bytes
@@ -136,10 +130,10 @@ def _rank_memory(
     kv = kv_plan(config, part, kv_item_bytes, block_size) if part.layers else None
     kv_bytes = limit.kv_bytes
     if limit.memory_bytes is not None:
-        left = limit.memory_bytes - weight_bytes - workspace_bytes
+        left = limit.memory_bytes - held_bytes - workspace_bytes
         if left < (per_token if kv_bytes is None else kv_bytes):
             raise ConfigError(
-                f"rank {tp_rank} of stage {stage} needs {size_text(weight_bytes)} for weights and "
+                f"rank {tp_rank} of stage {stage} needs {size_text(held_bytes)} for weights and "
                 f"{size_text(workspace_bytes)} for the largest step"
                 f"{'' if kv_bytes is None else f', beside {size_text(kv_bytes)} of KV'}: "
                 f"{size_text(limit.memory_bytes)} are too few. Use more ranks (--tp, --pp) or "
@@ -151,19 +145,13 @@ def _rank_memory(
         stage=stage,
         tp_rank=tp_rank,
         part=part,
-        weight_bytes=weight_bytes,
+        weight_bytes=held_bytes,
         workspace_bytes=workspace_bytes,
         kv_bytes_per_token=per_token,
         kv=kv,
         kv_bytes=kv_bytes,
         num_kv_tokens=None if kv is None or kv_bytes is None else kv.longest_sequence(kv_bytes),
     )
-
-
-def _weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
-    routers = num_router_weights(config, part) * (FP32_BYTES - item_bytes)
-    saved = saved_bytes(config, part, item_bytes)
-    return num_weights(config, part) * item_bytes + routers - saved
 
 
 def _workspace_bytes(config: ModelConfig, part: RankPart, item_bytes: int, step: StepSize) -> int:

@@ -6,6 +6,9 @@ from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.rank_part import RankPart, local_config
+from shared.engine.planning.quantized_bytes import saved_bytes
+
+FP32_BYTES = 4  # of a router's weight
 
 
 def num_weights(config: ModelConfig, part: RankPart) -> int:
@@ -22,6 +25,13 @@ def num_weights(config: ModelConfig, part: RankPart) -> int:
         is_shared = config.has_tied_embeddings and part.has_embedding
         count += 0 if is_shared else vocabulary
     return count
+
+
+def weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
+    """Returns the bytes of those weights. `item_bytes` is the size of one that is not quantized."""
+    routers = num_router_weights(config, part) * (FP32_BYTES - item_bytes)
+    saved = saved_bytes(config, part, item_bytes)
+    return num_weights(config, part) * item_bytes + routers - saved
 
 
 def kv_values_per_token(config: ModelConfig, part: RankPart) -> int:

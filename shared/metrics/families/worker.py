@@ -36,6 +36,18 @@ VALUES = (
     ),
     Value("steps", "Steps that computed something.", lambda load: load.num_busy_steps, True),
     Value("busy_seconds", "Time of those steps.", lambda load: load.busy_s, True),
+    Value(
+        "memory_traffic_bytes",
+        "Bytes of weights and KV that those steps read and wrote, counted by their shapes.",
+        lambda load: load.traffic_bytes,
+        True,
+    ),
+    Value(
+        "operations",
+        "Arithmetic operations of those steps, counted by their shapes.",
+        lambda load: load.num_operations,
+        True,
+    ),
     Value("generated_tokens", "Sampled tokens.", lambda load: load.num_generated_tokens, True),
     Value(
         "computed_prompt_tokens",
@@ -74,6 +86,19 @@ VALUES = (
     ),
 )
 
+PEAKS = (
+    Value(
+        "bytes_per_second",
+        "The memory's bandwidth by the data sheet of the worker's GPU, if it is known.",
+        lambda peaks: peaks.bytes_per_s,
+    ),
+    Value(
+        "operations_per_second",
+        "The same of its operations in BF16.",
+        lambda peaks: peaks.operations_per_s,
+    ),
+)
+
 
 def kv_usage(load: WorkerLoad) -> float:
     """Returns the share of blocks that running sequences and reservations hold; 0
@@ -91,6 +116,8 @@ def worker_families(
     heartbeats = [each.heartbeat for each in members if each.heartbeat.load is not None]
     loads = [(each.process_id, each.load) for each in heartbeats if each.load is not None]
     yield from families(VALUES, "hearth_worker", "worker", loads)
+    peaks = [(worker, load.peaks) for worker, load in loads if load.peaks is not None]
+    yield from families(PEAKS, "hearth_worker_peak", "worker", peaks)
     yield _info(heartbeats)
     yield from _by_outcome(heartbeats)
     yield from failed_families(loads, failed)

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.__main__ import PROBE, Kit
 from benchmarks.gpu_kit.kernels.tools import findings, metrics
 from benchmarks.gpu_kit.outputs import LOG_BYTES, Outputs
 from benchmarks.gpu_kit.parts import CALLS, PARTS, RESERVED_S, Part, parts_named
 from benchmarks.gpu_kit.session import MAX_BYTES, Session, read_rows
-from benchmarks.gpu_kit.shapes import CONFIG_8B
 from kernels.device import IS_INTERPRETED
 
 MODULE = "tests.benchmarks.gpu_kit.behaviours"
@@ -166,11 +164,3 @@ def test_tool_outputs_are_parsed() -> None:
             "value": "81.5",
         }
     ]
-
-
-def test_roofline_of_8b() -> None:
-    """15.0 GB of weights per step, 128 KiB of KV per token, 132 TFLOP for 8,192 prompt tokens."""
-    config = CONFIG_8B
-    assert roofline.kv_bytes_per_token(config) == 128 << 10
-    assert roofline.decode_bytes(config, 1, 0) == pytest.approx(15.0e9, rel=0.005)
-    assert roofline.prefill_flops(config, 8192) == pytest.approx(132e12, rel=0.06)

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.gpu_kit import roofline
+from benchmarks.gpu_kit.ceilings import CEILINGS
 from benchmarks.gpu_kit.kv_push.cache import PushPlan
 from benchmarks.gpu_kit.model_steps import events, loading
 from benchmarks.gpu_kit.models import graph_step, handoff, model_8b, modes, park, prefill, serve
@@ -41,15 +42,24 @@ def test_roofline_of_8b(tmp_path: Path) -> None:
     """15.0 GB of weights per step, 128 KiB of KV per token, 132 TFLOP for 8,192 prompt tokens."""
     assert roofline.kv_bytes_per_token(CONFIG_8B) == 128 << 10
     assert roofline.weight_bytes(CONFIG_8B) == pytest.approx(16.06e9, rel=0.001)
-    assert roofline.decode_bytes(CONFIG_8B, 1, 0) == pytest.approx(15.0e9, rel=0.005)
-    assert roofline.prefill_flops(CONFIG_8B, 8192) == pytest.approx(132e12, rel=0.06)
+    step, prompt = (roofline.step_work(CONFIG_8B, [0], [count]) for count in (1, 8192))
+    assert step.num_bytes == pytest.approx(15.0e9, rel=0.005)
+    assert prompt.num_operations == pytest.approx(132e12, rel=0.06)
     on_h100, on_h200 = (
         roofline.decode_s(
             Session("x", tmp_path / "rows.jsonl", card=f"NVIDIA {card}"), CONFIG_8B, 64, 2048
         )
         for card in ("H100 80GB HBM3", "H200")
     )
-    assert (on_h100, on_h200) == pytest.approx((10.7e-3, 7.5e-3), rel=0.01)
+    assert (on_h100, on_h200) == pytest.approx((10.73e-3, 7.576e-3), rel=0.001)
+
+
+def test_counted_bytes_give_the_shares_of_a_copy_that_were_measured() -> None:
+    """A worker's decode steps of contexts of 2,048 on an H200: `8b_fast` of 2026-11-27."""
+    for batch, measured_s, share in ((1, 4.8091e-3, 0.747), (64, 9.6388e-3, 0.786)):
+        work = roofline.step_work(CONFIG_8B, [2047] * batch, [1] * batch)
+        rate = work.num_bytes / measured_s
+        assert rate / CEILINGS["H200"]["copy_bytes_s"] == pytest.approx(share, abs=0.001)
 
 
 def test_kernels_are_compiled_for_the_blocks_that_a_device_runs(

@@ -12,6 +12,7 @@ from shared.fleet.fleet_view import SHOW_LOST_S, FleetView, ProcessView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Loss
 from shared.messages import (
     DeviceHealth,
+    DevicePeaks,
     GatewayLoad,
     Heartbeat,
     IndexLoad,
@@ -44,6 +45,7 @@ class Play:
         self.number = 0
         self.load = WorkerLoad(step=0, step_budget_s=0.1)
         self.card = CARD
+        self.peaks: DevicePeaks | None = None
 
     def send_heartbeat(
         self, process_id: str, role: Role, *, epoch: int = 1, state: ProcessState = "ready"
@@ -94,6 +96,9 @@ class Play:
             num_generated_tokens=self.load.num_generated_tokens + num_tokens,
             num_computed_prompt_tokens=self.load.num_computed_prompt_tokens + 2 * num_tokens,
             busy_s=self.load.busy_s + busy_share * HEARTBEAT_INTERVAL_S,
+            traffic_bytes=self.load.traffic_bytes + num_tokens * 1e9,
+            num_operations=self.load.num_operations + num_tokens * 1e11,
+            peaks=self.peaks,
             num_prompt_tokens=400,
             num_cached_prompt_tokens=100,
         )
@@ -119,6 +124,24 @@ def test_speeds_are_differences_between_heartbeats() -> None:
     play.play(3.0)
     assert play.worker.generated_per_s == play.worker.busy_ratio == 0
     assert play.worker.hit_ratio == 0.25
+
+
+def test_work_is_shown_beside_the_peaks_of_the_device() -> None:
+    play = Play()
+    play.play(1.0)
+    assert play.worker.traffic_bytes_per_s is None  # as of a worker that counts no work
+    play.play(4.0, tokens_per_s=400)
+    assert play.worker.traffic_bytes_per_s == pytest.approx(400e9, rel=0.2)
+    assert play.worker.operations_per_s == pytest.approx(40e12, rel=0.2)
+    assert play.worker.bandwidth_ratio is play.worker.arithmetic_ratio is None
+    play.peaks = DevicePeaks(bytes_per_s=1e12, operations_per_s=400e12)
+    play.play(1.0, tokens_per_s=400)
+    assert play.worker.bandwidth_ratio == pytest.approx(0.4, rel=0.2)
+    assert play.worker.arithmetic_ratio == pytest.approx(0.1, rel=0.2)
+    play.play(3.0, tokens_per_s=4000)
+    assert play.worker.bandwidth_ratio == 1.0
+    play.play(3.0)
+    assert play.worker.traffic_bytes_per_s == play.worker.arithmetic_ratio == 0
 
 
 def test_workers_are_listed_first() -> None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from shared.messages import (
     DeviceHealth,
     DeviceMemory,
+    DevicePeaks,
     GatewayLoad,
     Heartbeat,
     HostedModel,
@@ -50,6 +51,9 @@ def test_worker() -> None:
         num_failed_grammars=1,
         num_kv_mismatches=2,
         num_failed_handoffs=6,
+        traffic_bytes=3e20,
+        num_operations=4e22,
+        peaks=DevicePeaks(bytes_per_s=4.8e12, operations_per_s=989e12),
     )
     prefill = worker_load(saved_kv_bytes=4096, num_failed_steps=3, expert_imbalance=1.5)
     text = exposition(
@@ -67,6 +71,10 @@ def test_worker() -> None:
         'hearth_worker_failed_steps_total{operation="step",worker="prefill-1"} 3.0',
         'hearth_worker_failed_steps_total{operation="zeroing",worker="decode-1"} 0.0',
         'hearth_worker_expert_imbalance{worker="prefill-1"} 1.5',
+        'hearth_worker_memory_traffic_bytes_total{worker="decode-1"} 3e+20',
+        'hearth_worker_operations_total{worker="decode-1"} 4e+22',
+        'hearth_worker_peak_bytes_per_second{worker="decode-1"} 4.8e+12',
+        'hearth_worker_peak_operations_per_second{worker="decode-1"} 9.89e+14',
         'hearth_worker_kv_mismatches_total{worker="decode-1"} 2.0',
         'hearth_worker_failed_handoffs_total{worker="decode-1"} 6.0',
         'hearth_worker_grammars_total{outcome="late_mask",worker="decode-1"} 4.0',
@@ -75,6 +83,7 @@ def test_worker() -> None:
     ):
         assert line in text
     assert 'hearth_worker_expert_imbalance{worker="decode-1"}' not in text
+    assert 'hearth_worker_peak_bytes_per_second{worker="prefill-1"}' not in text
     assert 'hearth_worker_kv_frames_total{outcome="taken",worker="prefill-1"}' not in text
 
 

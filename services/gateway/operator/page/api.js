@@ -27,13 +27,13 @@ export class ApiError extends Error {
 
 export async function request(path, { who = "tenant", key = keyOf(who), body, signal, headers: more = {} } = {}) {
   const headers = { Authorization: `Bearer ${key}`, ...more };
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (body) headers["Content-Type"] = "application/json";
   let response;
   try {
     response = await fetch(path, {
-      method: body === undefined ? "GET" : "POST",
+      method: body ? "POST" : "GET",
       headers,
-      body: body === undefined ? undefined : JSON.stringify(body),
+      body: JSON.stringify(body),
       signal,
       cache: "no-store",
       credentials: "omit",

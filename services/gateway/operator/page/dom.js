@@ -6,12 +6,9 @@ export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== null && value !== undefined) {
-      element.setAttribute(name, String(value));
-    }
+    else if (value != null && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  element.append(...children.filter((child) => child != null));
   return element;
 }
 
@@ -20,7 +17,7 @@ export function setText(element, text) {
 }
 
 export function seconds(value) {
-  if (value === null || value === undefined) return "–";
+  if (value == null) return "–";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 2 : 1)} ms`;
   return `${value.toFixed(value < 10 ? 2 : 1)} s`;
@@ -37,7 +34,7 @@ export function bytes(value) {
 }
 
 export function count(value) {
-  return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
+  return value == null ? "–" : Math.round(value).toLocaleString("en");
 }
 
 // Of numbers; null without any.

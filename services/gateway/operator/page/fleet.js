@@ -8,21 +8,28 @@ const SIGNS = { ready: "●", starting: "◔", loading: "◔", compiling: "◔",
 const WORDS = { silent: "silent: frozen or cut off", gone: "gone: no connection", stuck: "stuck: makes no step" };
 const LOST = new Set(["silent", "gone", "stuck", "stopped", "restarted", "doubled"]);
 const NUM_PER_FRAME = 24; // tiles: no frame takes long, and a fleet of 200 is drawn within a second
+const percent = (ratio) => `${Math.round(100 * ratio)} %`;
+const text = (name) => (_, each) => each[name] ?? "";
+const number = (name) => (_, each) => count(each[name]);
+// Of a device whose peak is unknown: the rate.
+const share = (ratio, rate, unit) => (_, each) => each[ratio] >= 0 ? percent(each[ratio])
+  : each[rate] >= 0 ? `${bytes(each[rate]).replace("B", unit)}/s` : "";
 const COLUMNS = {
   process: (id) => id,
-  role: (_, each) => each.role,
-  region: (_, each) => each.region ?? "",
-  host: (_, each) => each.host ?? "",
-  state: (_, each) => each.state,
-  running: (_, each) => count(each.num_running),
+  role: text("role"),
+  region: text("region"),
+  host: text("host"),
+  state: text("state"),
+  running: number("num_running"),
   waiting: (_, each) => count(each.num_waiting ?? each.num_queued_requests),
-  "tokens/s": (_, each) => count(each.generated_per_s),
-  "prompt tokens/s": (_, each) => count(each.prefilled_per_s),
-  busy: (_, { busy_ratio: share }) => share >= 0 ? percent(share) : "",
-  streams: (_, each) => count(each.num_open_streams),
+  "tokens/s": number("generated_per_s"),
+  "prompt tokens/s": number("prefilled_per_s"),
+  busy: share("busy_ratio"),
+  bandwidth: share("bandwidth_ratio", "traffic_bytes_per_s", "B"),
+  arithmetic: share("arithmetic_ratio", "operations_per_s", "FLOP"),
+  streams: number("num_open_streams"),
 };
 
-const percent = (ratio) => `${Math.round(100 * ratio)} %`;
 const kvShare = (each) => 1 - (each.num_free_blocks ?? 0) / (each.num_total_blocks || 1);
 function since(at) {
   if (!at) return "";
@@ -169,7 +176,7 @@ function load(each) {
 }
 
 function drawTable(processes) {
-  const rows = [...processes].map(([id, each]) => make("tr", {}, ...Object.values(COLUMNS).map((text, index) => (
-    index ? make("td", {}, text(id, each)) : make("th", { scope: "row" }, text(id, each))))));
+  const rows = [...processes].map(([id, each]) => make("tr", {}, ...Object.values(COLUMNS).map((column, index) =>
+    make(index ? "td" : "th", { scope: !index && "row" }, column(id, each)))));
   byId("table-body").replaceChildren(...rows);
 }

@@ -6,7 +6,7 @@ import { byId, count, make, setText } from "./dom.js";
 const rate = (value) => (value >= 10 ? count(value) : String(Math.round(10 * value) / 10));
 const percent = (share) => `${Number((100 * share).toFixed(share && share < 0.1 ? 1 : 0))} %`;
 const short = (value) => (value < 1 ? `${Number((1000 * value).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`);
-const missing = (value, text) => (value === null || value === undefined ? "–" : text(value));
+const missing = (value, text) => (value == null ? "–" : text(value));
 const total = (samples, name) => samples.reduce((sum, each) => sum + each[name], 0);
 
 // `fields`: of a sample; the first is the large one. `least`: the smallest end of the scale.

@@ -26,7 +26,7 @@ const known = (fields, isKnown) =>
 
 // JSON as Python. Its strings have the same escapes.
 function literal(value) {
-  if (value === null || value === undefined) return "None";
+  if (value == null) return "None";
   if (value === true) return "True";
   if (value === false) return "False";
   if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;

@@ -16,6 +16,7 @@ from kernels.device import on_triton_compile
 from shared.engine.executors.cuda.copy_stream import CopyStream, Mark
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_load import load_on_cuda
+from shared.engine.executors.cuda.data_sheets import data_sheet_peaks
 from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.idle_captures import IdleCaptures
 from shared.engine.executors.cuda.offload.weight_offload import WeightOffload
@@ -83,6 +84,7 @@ class CudaExecutor(LocalExecutor):
             model, changing = computer.model, computer.expert_sums()
             self._offload = WeightOffload(model, changing, device, self.page_lock.lock)
         if device.tensors_on.type == "cuda":
+            self.peaks = data_sheet_peaks(torch.cuda.get_device_name(device.index))
             on_triton_compile(self._budget.compiling)
 
     @property

@@ -190,4 +190,6 @@ class CudaRank:
             is_elastic=executor.is_elastic,
             step_launch=executor.step_launch,
             gpu_uuid=executor.gpu_uuid,
+            work=executor.work,
+            peaks=executor.peaks,
         )

@@ -87,6 +87,7 @@ class GroupExecutor:
         self.has_head = model.has_head
         self.revision = model.revision
         self.gpu_uuid = model.gpu_uuid
+        self.work, self.peaks = model.work, model.peaks
         self.step_launch: StepLaunch = model.step_launch
         self._steps = steps
         # Only the answering rank has the tokens that it samples. It computes ahead with them if it

@@ -36,9 +36,11 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.join import HostListener
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.parallel.rank_layout import kv_shards
+from shared.engine.planning.step_work import model_work
 from shared.engine.planning.worker_parts import worker_parts
 from shared.engine.weights.load import matched_names
 from shared.errors import CheckpointError, ConfigError
+from shared.kv_layout import ITEM_BYTES
 
 CPU = torch.device("cpu")
 
@@ -120,6 +122,9 @@ def load_group(
         has_head=config.has_head,
         revision=revision,
         depth=shape.pp,
+        work=model_work(
+            config, item_bytes=ITEM_BYTES[dtype], kv_item_bytes=ITEM_BYTES[kv_layout.dtype]
+        ),
     )
     clock = MonotonicClock()
     return GroupExecutor(

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.planning.step_work import ModelWorkload
 from shared.kv_layout import KvLayout
+from shared.messages import DevicePeaks
 from shared.numerics import ModeChoice, Numerics
 
 
@@ -65,10 +67,12 @@ class GroupModel(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     has_head: bool
     revision: str
+    work: ModelWorkload
     depth: int
     is_elastic: bool = True
     step_launch: StepLaunch = ""
     gpu_uuid: str = ""
+    peaks: DevicePeaks | None = None
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):

@@ -100,6 +100,20 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     assert lines[lines.index(heading) + 1].split()[heading.split().index("wanted")] == "6"
 
 
+def test_work_is_a_share_of_the_peak_or_a_rate() -> None:
+    work = {"traffic_bytes_per_s": 2.1e12, "operations_per_s": 4.7e10}
+    shares = worker("gpu", **work, bandwidth_ratio=0.44, arithmetic_ratio=0.0)
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(tables(report(shares, worker("cpu", **work), worker("old")), 200, NOON))
+    lines = [line.split("  ") for line in captured.get().splitlines()[:4]]
+    heading, *rows = ([cell.strip() for cell in line if cell.strip()] for line in lines)
+    first = heading.index("bandwidth")
+    assert heading[first + 1] == "arithmetic"
+    shown = {row[0]: row[first : first + 2] for row in rows}
+    assert shown == {"gpu": ["44%", "0%"], "cpu": ["2.1 TB/s", "47 GFLOP/s"], "old": ["-", "-"]}
+
+
 @in_one_test(
     ("found", "is_sound"),
     [

@@ -11,8 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
+from shared.clock import MonotonicClock
+from shared.engine.engine import Engine
 from shared.engine.executors.load import load_executor, resolve_device
+from shared.engine.loop import EngineLoop
 from shared.engine.step import KvRun
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import SamplingParams
@@ -204,3 +208,40 @@ def test_cuda_executor_imports_no_cpu_modules() -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == "[]"
+
+
+async def test_a_worker_counts_the_work_of_a_prompt_and_its_answer(model_dir: Path) -> None:
+    """83 tokens in chunks of 32, the last of which samples, then four more steps."""
+    executor = load_executor(model_dir, dtype="bfloat16", kv_cache_bytes=1 << 20)
+    engine = Engine(
+        num_blocks=executor.num_blocks,
+        block_size=executor.kv_layout.block_size,
+        max_context_tokens=executor.max_context_tokens,
+        max_batch_tokens=32,
+        max_sequences=1,
+    )
+    loop, answered = EngineLoop(engine, executor, MonotonicClock()), asyncio.Event()
+    loop.listen(lambda progress: answered.set() if progress[-1].finish_reason else None)
+    loop.start()
+    assert (loop.load().traffic_bytes, loop.load().num_operations) == (0, 0)
+    engine.add(new_sequence(PROMPT, SamplingParams(seed=0, max_tokens=5, temperature=0.0)))
+    loop.wake()
+    await answered.wait()
+    load = loop.load()
+    await loop.stop()
+    sizes = sizes_of(model_dir)
+    head = sizes.pop("lm_head.weight") + sizes.pop("model.norm.weight")
+    layers = sum(sizes.values()) - sizes["model.embed_tokens.weight"]
+    ends = [32, 64, 83, 84, 85, 86, 87]  # of each step: it sees the keys up to there
+    config = executor.computer.model.config
+    token_bytes = executor.kv_layout.bytes_per_token
+    assert load.num_busy_steps == len(ends)
+    assert load.traffic_bytes == 2 * (7 * layers + 5 * head) + token_bytes * (sum(ends) + 87)
+    pair = 4 * config.num_layers * config.num_heads * config.head_dim
+    assert load.num_operations == 2 * (87 * layers + 5 * head) + pair * 87 * 88 // 2
+
+
+def sizes_of(model_dir: Path) -> dict[str, int]:
+    """Returns the number of elements of each tensor in the checkpoint's file."""
+    with safe_open(model_dir / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
