@@ -38,6 +38,8 @@ ExecutorChoice = Literal["auto", "plain"]
 EXECUTORS: tuple[ExecutorChoice, ...] = ("auto", "plain")
 ParkedWeights = Literal["host", "device"]
 PARKED_WEIGHTS: tuple[ParkedWeights, ...] = ("host", "device")
+AttentionChoice = Literal["auto", "triton", "cudnn"]
+ATTENTIONS: tuple[AttentionChoice, ...] = ("auto", "triton", "cudnn")
 Residency = Literal["demand", "lru"]
 RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
@@ -374,6 +376,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     is_trusted_network: bool = False  # ranks of several hosts exchange without encryption
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
     executor: ExecutorChoice = "auto"  # CUDA graphs of decode steps; plain: without them
+    attention: AttentionChoice = "auto"  # of prompts on CUDA; auto: triton
     activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
     block_size: int | None = None  # tokens; None: 16 on the CPU, 64 on CUDA
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
@@ -440,6 +443,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"executor {self.executor!r} is none of {', '.join(EXECUTORS)}"
         if self.parked_weights not in PARKED_WEIGHTS:
             yield f"parked_weights {self.parked_weights!r} is none of {', '.join(PARKED_WEIGHTS)}"
+        if self.attention not in ATTENTIONS:
+            yield f"attention {self.attention!r} is none of {', '.join(ATTENTIONS)}"
         if self.experts not in EXPERT_SPLITS:
             yield f"experts {self.experts!r} is none of {', '.join(EXPERT_SPLITS)}"
         if self.activations not in ACTIVATIONS:

@@ -57,7 +57,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     revision: str = ""
     device: str = ""  # instruction set or architecture that the kernels use
     mode: str = ""  # that of its numerics
-    step_launch: str = ""  # of a GPU's decode steps: graphs or plain
+    step_launch: str = ""  # of a GPU's decode steps: graphs or plain; cudnn
     kv_bytes: int | None = None  # size of the KV cache
     num_running: int | None = None
     num_waiting: int | None = None

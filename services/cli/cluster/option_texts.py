@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.config import (
+    ATTENTIONS,
     DATA_PLANE_SECURITIES,
     EXECUTORS,
     EXPERT_SPLITS,
@@ -33,6 +34,7 @@ PANELS = {
             "load_format",
             "mode",
             "executor",
+            "attention",
             "tool_format",
             "chat_template",
             "response_template",
@@ -78,6 +80,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "executor": EXECUTORS,
+    "attention": ATTENTIONS,
     "experts": EXPERT_SPLITS,
     "kv_compression": KV_COMPRESSIONS,
     "kv_dtype": KV_DTYPES,
@@ -208,6 +211,9 @@ HELP = {
     "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
     "executor": "auto: on CUDA replays graphs of decode steps; plain: launches every kernel of "
     "every step.",
+    "attention": "What computes the attention of prompts on CUDA. auto and triton: this project's "
+    "kernels; cudnn: cuDNN in the fast mode, which has not run on a device yet, if the layers, the "
+    "device and the installed releases permit it and a probe is right.",
     "experts": "How ranks share a layer's experts. ep: each holds some of them; tp: each holds "
     "columns of all; auto: ep for 8 experts a rank and more. All give equal bits.",
     "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "

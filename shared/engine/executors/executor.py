@@ -17,7 +17,7 @@ from shared.kv_layout import KvLayout
 from shared.messages import DevicePeaks
 from shared.numerics import Numerics
 
-StepLaunch = Literal["", "graphs", "plain"]
+StepLaunch = Literal["", "graphs", "plain", "graphs, cudnn", "plain, cudnn"]
 
 
 class Executor(Protocol):
@@ -42,7 +42,9 @@ class Executor(Protocol):
 
     @property
     def step_launch(self) -> StepLaunch:
-        """How decode steps are launched: by CUDA graphs, or plain; empty: not on CUDA."""
+        """How decode steps are launched: by CUDA graphs, or plain; and cudnn if the attention of
+        prompts is its. Empty: not on CUDA.
+        """
         ...
 
     @property

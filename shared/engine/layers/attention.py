@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import decode_attention, prefill_attention, rotate_and_store
+from shared.engine.layers.attention_backends.cudnn import Library
 from shared.engine.layers.attention_inputs import (
     ALIGNMENT,
     AttentionInputs,
@@ -33,6 +34,7 @@ class PagedAttention(nn.Module):
         super().__init__()
         self.scale = config.attention_scale
         self.softcap = config.attention_softcap
+        self.library: Library | None = None  # of prompts' attention, where it can
         self.register_buffer("kv_scales", None, persistent=False)
 
     def attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -56,6 +58,10 @@ class PagedAttention(nn.Module):
         )
 
     def _prefill(self, query: Tensor, kv_cache: Tensor, rows: PrefillRows) -> Tensor:
+        if self.library is not None and not query.is_meta:  # whose kernels are always compiled
+            attended = self.library.attend(query, kv_cache, rows)
+            if attended is not None:
+                return attended
         return prefill_attention(
             query,
             kv_cache,

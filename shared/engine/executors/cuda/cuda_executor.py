@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
+from shared.engine.executors.cuda.attention_library import library_name
 from shared.engine.executors.cuda.copy_stream import CopyStream, Mark
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_load import load_on_cuda
@@ -118,7 +119,10 @@ class CudaExecutor(LocalExecutor):
     @property
     def step_launch(self) -> StepLaunch:
         graphs = self.computer.graphs
-        return "plain" if graphs is None or not graphs.is_usable else "graphs"
+        has_cudnn = library_name(self.computer.model) == "cudnn"
+        if graphs is None or not graphs.is_usable:
+            return "plain, cudnn" if has_cudnn else "plain"
+        return "graphs, cudnn" if has_cudnn else "graphs"
 
     @classmethod
     def load(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.codec.manifest import is_bundle
+from shared.engine.executors.cuda.attention_library import set_library
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_graphs import CudaGraphs
@@ -144,6 +145,7 @@ class _CudaLoad:
             measure_gemms(model)
             self._device.release_cached()
         computer = self._computer(model)
+        set_library(model, self._layout, self._options, self._target)
         with self._stage("first_step"):
             run_largest_step(computer, self._options)
         num_blocks = self._num_blocks()

@@ -1,0 +1,1 @@
+"""Libraries that compute the attention of prompts instead of this project's kernels."""
