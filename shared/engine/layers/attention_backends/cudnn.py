@@ -1,7 +1,8 @@
 """Attention of prompts by cuDNN, through its frontend (`nvidia-cudnn-frontend`).
 
-It has never run on a device: calls follow the frontend's documentation, and arrays are compared
-with a reference on the CPU. So it is used on request alone, and `probe` compares it first.
+It has never run on a device. Without one, release 1.22.1 with cuDNN 9.19 validates its graphs for
+compute capability 9.0, and arrays are compared with a reference. So it is used on request alone,
+and `probe` compares it first.
 """
 
 from __future__ import annotations
