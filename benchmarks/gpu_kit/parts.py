@@ -90,6 +90,7 @@ PARTS = (
     _part("models.captures", 30, "captures beside steps, copies and failures", ENGINE),
     _part("models.park", 25, "a worker that parks and wakes, 8B shape", ENGINE),
     _part("kernels.attention", 15, "attention of prompts by cuDNN beside ours", ENGINE),
+    _part("models.rank_process", 60, "decode steps through a rank process, and its loss", CLUSTER),
     _part("kernels.tilings", 40, "GEMMs with other tiles", TORCH),
     _part("kernels.kernel_speeds", 50, "12-bit weights", BENCHES, of="split_products"),
 )
