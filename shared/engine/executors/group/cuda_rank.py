@@ -36,6 +36,7 @@ from shared.engine.executors.group.messages import (
     EndRows,
     GiveBackBlocks,
     GroupModel,
+    KvPrepared,
     PrepareKv,
     RunStep,
     ZeroBlocks,
@@ -168,6 +169,7 @@ class CudaRank:
                 await executor.give_back(block_ids)
             case PrepareKv(num_blocks=num_blocks):
                 await executor.resize_kv(num_blocks)
+                return msgspec.msgpack.encode(KvPrepared(executor.offloaded_bytes))
             case CountExperts():
                 return encode_counts(await executor.expert_counts())
             case DescribeModel():
@@ -190,6 +192,7 @@ class CudaRank:
             is_elastic=executor.is_elastic,
             step_launch=executor.step_launch,
             gpu_uuid=executor.gpu_uuid,
+            offloaded_bytes=executor.offloaded_bytes,
             work=executor.work,
             peaks=executor.peaks,
         )

@@ -36,6 +36,7 @@ from shared.engine.executors.group.messages import (
     ExpertCounts,
     GiveBackBlocks,
     GroupModel,
+    KvPrepared,
     PrepareKv,
     RunStep,
     ZeroBlocks,
@@ -62,8 +63,6 @@ class GroupExecutor:
     all ranks.
     """
 
-    offloaded_bytes = 0  # those of ranks are not told
-
     def __init__(
         self,
         steps: GroupSteps,
@@ -87,6 +86,7 @@ class GroupExecutor:
         self.has_head = model.has_head
         self.revision = model.revision
         self.gpu_uuid = model.gpu_uuid
+        self.offloaded_bytes = model.offloaded_bytes
         self.work, self.peaks = model.work, model.peaks
         self.step_launch: StepLaunch = model.step_launch
         self._steps = steps
@@ -165,17 +165,19 @@ class GroupExecutor:
         await self._command(GiveBackBlocks(block_ids))
 
     async def resize_kv(self, num_blocks: int) -> None:
-        await self._command(PrepareKv(num_blocks), RESIZE_TIMEOUT_S)
+        prepared = await self._command(PrepareKv(num_blocks), RESIZE_TIMEOUT_S)
+        if isinstance(prepared, KvPrepared):
+            self.offloaded_bytes = prepared.offloaded_bytes
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
         counted = await self._command(CountExperts())
-        if counted is None:
+        if not isinstance(counted, ExpertCounts):
             return None
         return np.frombuffer(counted.counts, np.int64).reshape(-1, counted.num_experts)
 
     async def _command(
         self, command: Command, budget_s: float = COMMAND_TIMEOUT_S
-    ) -> ExpertCounts | None:
+    ) -> ExpertCounts | KvPrepared | None:
         """Raises DeviceFailed if the group is lost, and the HearthError of a rank."""
         answer = await self._steps.command(command, budget_s)
         if not answer:
@@ -183,8 +185,8 @@ class GroupExecutor:
         match _decoder.decode(answer):
             case CommandFailed(code=code, message=message):
                 raise ERROR_BY_CODE.get(code, HearthError)(message)
-            case counted:
-                return counted
+            case found:
+                return found
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""

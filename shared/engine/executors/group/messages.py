@@ -72,6 +72,7 @@ class GroupModel(msgspec.Struct, frozen=True, kw_only=True):
     is_elastic: bool = True
     step_launch: StepLaunch = ""
     gpu_uuid: str = ""
+    offloaded_bytes: int = 0
     peaks: DevicePeaks | None = None
 
 
@@ -128,6 +129,12 @@ class ExpertCounts(msgspec.Struct, frozen=True, tag=True):
     counts: bytes
 
 
+class KvPrepared(msgspec.Struct, frozen=True, tag=True):
+    """The answer of a device to PrepareKv: bytes of its weights in memory of the host."""
+
+    offloaded_bytes: int
+
+
 class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     """The answer of a command that raised, with the code of its HearthError. A rank that computes
     with others ends instead.
@@ -156,7 +163,7 @@ Command = (
     | CountExperts
     | DescribeModel
 )
-CommandAnswer = ExpertCounts | CommandFailed
+CommandAnswer = ExpertCounts | KvPrepared | CommandFailed
 
 
 def encode_counts(counts: NDArray[np.int64] | None) -> bytes:

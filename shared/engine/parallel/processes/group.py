@@ -96,7 +96,7 @@ class RankGroup:
         self._local_steps = RingWriter(files.steps, spec.limit_s)
         self._answers = RingReader(files.answers, 0)
         self._num_submitted = 0
-        self._watchdog = Watchdog(handles, self._wake)
+        self._watchdog = Watchdog(handles, self._wake, self._answers.has_record)
         self._remote = spec.remote
         self._remote_answers: RemoteAnswers | None = None
         writers: list[RecordWriter] = []  # other hosts first: their ranks get it later

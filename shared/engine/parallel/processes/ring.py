@@ -191,6 +191,10 @@ class RingReader:
             except BlockingIOError:
                 return None
 
+    def has_record(self) -> bool:
+        """Whether something is written that is not taken. May be called on any thread."""
+        return self._is_written()
+
     def wait(self, limit_s: float | None) -> None:
         """Returns after a write, a signal of the event, or the limit."""
         for _ in range(SPINS):

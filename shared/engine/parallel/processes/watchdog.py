@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -182,14 +183,21 @@ class StoppedRanks:
 class Watchdog:
     """A thread that kills all ranks when one is lost, then calls `on_lost` once.
 
-    Steps are answered in order: the budget of a step begins when the step before it should be done.
+    Steps are answered in order: the budget of a step begins when the step before it is answered. No
+    step is late while `has_answer` says that the leader has not taken an answer.
     """
 
-    def __init__(self, handles: Sequence[Handle], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        on_lost: Callable[[], None],
+        has_answer: Callable[[], bool],
+    ) -> None:
         self._handles = handles
         self._stopped = StoppedRanks()
-        self._on_lost = on_lost
-        self._deadlines: dict[int, tuple[float, float]] = {}  # step -> deadline, budget
+        self._on_lost, self._has_answer = on_lost, has_answer
+        self._budgets: dict[int, float] = {}  # step -> seconds, in order
+        self._began_at = 0.0  # of the first of these
         self._lock = threading.Lock()
         self._is_closed = False
         self._failure: str | None = None
@@ -200,9 +208,9 @@ class Watchdog:
 
     def expect(self, step: int, budget_s: float) -> None:
         with self._lock:
-            before = max((deadline for deadline, _ in self._deadlines.values()), default=0.0)
-            start = max(before, time.monotonic())
-            self._deadlines[step] = (start + budget_s, budget_s)
+            if not self._budgets:
+                self._began_at = time.monotonic()
+            self._budgets[step] = budget_s
 
     def fail(self, reason: str) -> None:
         """Ends the group at the next tick, from any thread. The first reason counts."""
@@ -210,12 +218,12 @@ class Watchdog:
 
     def answered(self, step: int) -> None:
         with self._lock:
-            self._deadlines.pop(step, None)
+            self._budgets.pop(step, None)
+            self._began_at = time.monotonic()
 
     def _extend(self, seconds: float) -> None:
         with self._lock:
-            for step, (deadline, budget_s) in self._deadlines.items():
-                self._deadlines[step] = deadline + seconds, budget_s + seconds
+            self._budgets = {step: each + seconds for step, each in self._budgets.items()}
         self.on_extended()
 
     def _watch(self) -> None:
@@ -229,11 +237,10 @@ class Watchdog:
 
     def _overdue(self) -> str | None:
         with self._lock:
-            now = time.monotonic()
-            late = [(step, b) for step, (end, b) in self._deadlines.items() if now > end]
-        if not late:
+            step, budget_s = next(iter(self._budgets.items()), (-1, math.inf))
+            is_late = time.monotonic() - self._began_at > budget_s
+        if not is_late or self._has_answer():
             return None
-        step, budget_s = min(late)
         stopped = [str(each.rank) for each in self._handles if each.is_stopped()]
         who = f": rank {', '.join(stopped)} is stopped" if stopped else ""
         return f"step {step} has taken longer than its budget of {budget_s:g} s{who}"

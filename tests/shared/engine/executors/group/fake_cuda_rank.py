@@ -21,8 +21,10 @@ from shared.errors import NoCapacity
 from tests.shared.engine.executors.cuda.fake_device import FakeDriver, FakeEvent, Replays, load
 from tests.shared.engine.executors.cuda.late_device import load_late
 
-FAILING_TOKEN, STICKY_TOKEN = 196, 197  # of a prompt: its step raises; all steps from it on raise
+# Of a prompt: its launch never returns; its step raises; all steps from it on raise
+HANGING_TOKEN, FAILING_TOKEN, STICKY_TOKEN = 195, 196, 197
 MOST_BLOCKS = 1000  # that the device has memory for
+PARKED_BYTES = 12_345  # of weights
 OVERLAP_S = 0.5
 
 
@@ -76,6 +78,20 @@ class PairedDriver(FakeDriver):
             self.changed.notify_all()
 
 
+class Offloaded:
+    """Weights of a parked executor, which stay in their place."""
+
+    offloaded_bytes = 0
+
+    def offload(self) -> None:
+        self.offloaded_bytes = PARKED_BYTES
+
+    def restore(self) -> None:
+        self.offloaded_bytes = 0
+
+    def close(self) -> None: ...
+
+
 def _load_failing(setup: DeviceSetup, on_phase: OnPhase) -> CudaExecutor:
     driver = PairedDriver()
     executor = _loaded(load, setup, on_phase, graphs=Replays(), driver=driver)
@@ -85,6 +101,8 @@ def _load_failing(setup: DeviceSetup, on_phase: OnPhase) -> CudaExecutor:
     def launched(inputs: StepInputs) -> Callable[[], StepOutput]:
         driver.count_launch()
         tokens = inputs.input_ids.tolist()
+        if HANGING_TOKEN in tokens:
+            Event().wait()
         if STICKY_TOKEN in tokens:
             is_sick.set()
         if is_sick.is_set() or FAILING_TOKEN in tokens:
@@ -99,6 +117,7 @@ def _load_failing(setup: DeviceSetup, on_phase: OnPhase) -> CudaExecutor:
     async def counts() -> NDArray[np.int64]:
         return np.array([[driver.num_overlapping]])
 
+    executor._offload = Offloaded()  # type: ignore[assignment]
     computer.launch, executor._resize_kv = launched, resized  # type: ignore[method-assign]
     executor.expert_counts = counts  # type: ignore[method-assign]
     return executor

@@ -38,7 +38,9 @@ from tests.shared.engine.executors.cuda.test_steps_ahead import (
 from tests.shared.engine.executors.group import test_group_handoff as handoffs
 from tests.shared.engine.executors.group.fake_cuda_rank import (
     FAILING_TOKEN,
+    HANGING_TOKEN,
     MOST_BLOCKS,
+    PARKED_BYTES,
     STICKY_TOKEN,
 )
 from tests.support.engine.model_worker import Worker
@@ -55,6 +57,7 @@ LATE, FAILING = "late_rank", "failing_rank"
 PROMPT = [(7 * n) % 190 + 3 for n in range(60)]
 LEFT_WITHIN_S = 1.0
 FROZEN_S = 1.5  # until a rank that is stopped counts as lost
+BUDGET_S = 10.0  # more than that of a small step
 
 
 @dataclass
@@ -168,9 +171,11 @@ async def test_parked_rank_takes_another_size_that_fits(ranks: Ranks) -> None:
     await failing.zero_blocks([0, 1])
     await failing.give_back([0, 1])
     await failing.resize_kv(0)
+    assert failing.offloaded_bytes == PARKED_BYTES
     with pytest.raises(NoCapacity, match="do not fit"):
         await failing.resize_kv(MOST_BLOCKS + 1)
     await failing.resize_kv(failing.num_blocks)
+    assert failing.offloaded_bytes == 0
     wanted = await tokens_of(ranks.folder, ranks.executors.plain, 9)
     assert await tokens_of(ranks.folder, ranks.of(FAILING), 9) == wanted
 
@@ -186,9 +191,13 @@ def freeze(rank: GroupExecutor, loop: EngineLoop) -> None:
     os.kill(rank.pids[0], signal.SIGSTOP)
 
 
-def break_device(rank: GroupExecutor, loop: EngineLoop) -> None:
-    loop.engine.add(new_sequence([5, STICKY_TOKEN], sampling(2)))
+def break_device(rank: GroupExecutor, loop: EngineLoop, token_id: int = STICKY_TOKEN) -> None:
+    loop.engine.add(new_sequence([5, token_id], sampling(2)))
     loop.wake()
+
+
+def hang_in_driver(rank: GroupExecutor, loop: EngineLoop) -> None:
+    break_device(rank, loop, HANGING_TOKEN)
 
 
 @on_one_loop
@@ -199,6 +208,9 @@ def break_device(rank: GroupExecutor, loop: EngineLoop) -> None:
         pytest.param(FAILING, break_device, LEFT_WITHIN_S, id="sticky error"),
         pytest.param(
             *(LATE, freeze, FROZEN_S + LEFT_WITHIN_S), id="frozen", marks=pytest.mark.long
+        ),
+        pytest.param(
+            *(FAILING, hang_in_driver, BUDGET_S + LEFT_WITHIN_S), id="hung", marks=pytest.mark.long
         ),
     ],
 )
