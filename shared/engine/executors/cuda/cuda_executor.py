@@ -72,6 +72,7 @@ class CudaExecutor(LocalExecutor):
             init_copy_thread=device.bind,
         )
         self._device = device
+        self._gpu_memory = options.gpu_memory
         self.gpu_uuid = device.uuid if device.tensors_on.type == "cuda" else ""
         self._read_at = 0.0  # the last step's output
         self._answer_thread = self._step_thread
@@ -246,8 +247,10 @@ class CudaExecutor(LocalExecutor):
         needed = f"{num_blocks * self.kv_layout.block_bytes >> 20} MiB of KV"
         if self.offloaded_bytes:
             needed = f"{self.offloaded_bytes >> 20} MiB of weights and {needed}"
-        free = f"{self._device.memory().free >> 20} MiB"
-        return NoCapacity(f"{needed} do not fit the {free} free on cuda:{self._device.index}")
+        room = f"{self._device.memory().free >> 20} MiB free on cuda:{self._device.index}"
+        if self._gpu_memory:
+            room = f"{room} and gpu_memory {self._gpu_memory}"
+        return NoCapacity(f"{needed} do not fit the {room}")
 
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Binds the calling thread."""

@@ -268,7 +268,8 @@ def fail_at(call: Callable[..., Any], number: int, error: Exception) -> Callable
 async def test_wake_that_fails_leaves_the_executor_parked(
     llama: Path, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = load_parkable(llama)
+    limit = "1GiB" if taken == "cache" else ""
+    executor = load_parkable(llama, gpu_memory=limit)
     expected = await tokens_of(executor, llama)
     await executor.resize_kv(0)
     offloaded, none_left = executor.offloaded_bytes, torch.OutOfMemoryError("CUDA out of memory")
@@ -289,6 +290,7 @@ async def test_wake_that_fails_leaves_the_executor_parked(
     if taken != "copy":
         weights, kv = (f"{each >> 20} MiB" for each in (offloaded, 1 << 19))
         assert f"{weights} of weights and {kv} of KV do not fit" in str(raised.value)
+        assert ("gpu_memory 1GiB" in str(raised.value)) == bool(limit)
     assert executor.offloaded_bytes == offloaded
     assert bytes_on_device(executor) == 0
     await executor.resize_kv(executor.num_blocks)
