@@ -41,6 +41,7 @@ from kernels.reference.decode_attention import decode_attention as reference_dec
 from kernels.reference.decompress import decompress as reference_decompress
 from kernels.reference.gated import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
+from kernels.reference.grouped_linear import expert_mlp as reference_expert_mlp
 from kernels.reference.grouped_linear import grouped_linear as reference_grouped_linear
 from kernels.reference.grouped_linear import grouped_sums as reference_grouped_sums
 from kernels.reference.lane_linear import lane_linear as reference_lane_linear
@@ -53,8 +54,11 @@ from kernels.reference.rotate_and_store import rotate_and_store as reference_rot
 from kernels.reference.rotate_and_store_latent import (
     rotate_and_store_latent as reference_rotate_and_store_latent,
 )
+from kernels.routing import NEVER as NEVER
 from kernels.routing import ExpertChoice as ExpertChoice
 from kernels.routing import ExpertRows as ExpertRows
+from kernels.routing import ExpertWeights as ExpertWeights
+from kernels.routing import LibraryChoice as LibraryChoice
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes
 from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
@@ -98,6 +102,7 @@ TRITON_MODULES = {
     "apply_token_mask": "sampling.apply_token_mask",
     "copy_blocks": "kv.copy_blocks",
     "decode_attention": "attention.decode_attention",
+    "expert_mlp": "moe.expert_mlp",
     "gather_blocks": "kv.gather_blocks",
     "gelu_and_mul": "rows.gelu_and_mul",
     "grouped_linear": "gemm.grouped_linear",
@@ -140,6 +145,8 @@ CPU_MODULES = {
 CPU_WITHOUT_LOOPS = frozenset(
     {"grouped_linear", "grouped_sums", "lane_linear", "lane_sums", "linear"}
 )
+# Whether torch.mm takes an `out_dtype`, which only CUDA computes.
+HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 LANED_ROWS = 64  # limit of rows; with more, a split weight that sums in lanes is decompressed first
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
@@ -197,6 +204,7 @@ add_rms_norm = Operation(reference_add_rms_norm)
 apply_token_mask = Operation(torch_apply_token_mask)
 copy_blocks = Operation(torch_copy_blocks)
 decode_attention = Operation(reference_decode_attention)
+expert_mlp = Operation(reference_expert_mlp)
 gather_blocks = Operation(torch_gather_blocks)
 gelu_and_mul = Operation(reference_gelu_and_mul)
 top_k = Operation(torch_top_k)
@@ -236,12 +244,51 @@ def linear(
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
 
 
+def is_for_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
+    """Whether the library may multiply rows like x, or a kernel whose bits depend on the others."""
+    return _is_for_library(x, is_batch_invariant=is_batch_invariant)
+
+
 def _is_for_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
     return (x.is_cuda or x.is_meta) and not is_batch_invariant
 
 
-def per_head_linear(x: Tensor, weights: HeadWeights, *, is_batch_invariant: bool = False) -> Tensor:
-    """x [T, num_heads, K] and `pack_heads` of weights [num_heads, N, K] -> [T, num_heads, N].
+def wide_linear(x: Tensor, weight: Tensor, *, is_batch_invariant: bool = False) -> Tensor:
+    """Computes `linear` as FP32. On CUDA the library's sums are not rounded before, unless a row's
+    bits must not depend on the others.
+    """
+    if has_wide_library(x, is_batch_invariant=is_batch_invariant):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return linear(x, weight, is_batch_invariant=is_batch_invariant).float()
+
+
+def has_wide_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
+    """Whether the library multiplies rows like x and returns its FP32 sums."""
+    is_library = _is_for_library(x, is_batch_invariant=is_batch_invariant)
+    return is_library and HAS_WIDE_MM and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Returns an FP32 weight in `dtype`; None if that loses something, or `wide_linear` does not
+    multiply with it on its device.
+    """
+    if not has_wide_library(weight.new_empty(0, dtype=dtype), is_batch_invariant=False):
+        return None
+    narrow = weight.to(dtype)
+    if not weight.is_meta and not torch.equal(narrow.float(), weight):
+        return None
+    return narrow
+
+
+def per_head_linear(
+    x: Tensor,
+    weights: HeadWeights,
+    *,
+    is_batch_invariant: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, num_heads, K] and `pack_heads` of weights [num_heads, N, K] -> [T, num_heads, N], in
+    `out` if it is given.
 
     A row's bits depend on the others only on CUDA, where the library multiplies unless they must
     not. Compiled loops multiply one head after the other.
@@ -251,10 +298,15 @@ def per_head_linear(x: Tensor, weights: HeadWeights, *, is_batch_invariant: bool
             linear(x[:, head], weight, is_batch_invariant=is_batch_invariant)
             for head, weight in enumerate(weights)
         ]
-        return torch.stack(products, dim=1)
-    if _is_for_library(x, is_batch_invariant=is_batch_invariant):
-        return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
-    return _per_head_linear(x, weights)
+        product = torch.stack(products, dim=1)
+    elif _is_for_library(x, is_batch_invariant=is_batch_invariant):
+        if out is None:
+            out = x.new_empty(len(x), *weights.shape[:2])
+        torch.bmm(x.transpose(0, 1), weights.transpose(1, 2), out=out.transpose(0, 1))
+        return out
+    else:
+        product = _per_head_linear(x, weights)
+    return product if out is None else out.copy_(product)
 
 
 def lane_linear(
@@ -313,6 +365,15 @@ def grouped_sums(
     add: Any = _grouped_sums
     sums: Tensor = add(x, rows, offsets, weight, lanes=lanes, num_sums=num_sums)
     return sums
+
+
+def library_choice(weights: ExpertWeights, num_experts: int) -> LibraryChoice:
+    """Returns from how many rows on the library's grouped GEMM is the faster one in `expert_mlp`,
+    measured here. On CUDA alone.
+    """
+    from kernels.gpu.moe import expert_mlp, library_experts
+
+    return library_experts.library_choice(weights, num_experts, expert_mlp.by_triton)
 
 
 def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None = None) -> Tensor:

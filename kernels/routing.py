@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 NORM_EPS = 1e-20
+NEVER = 1 << 62  # a number of rows that no step has
 
 
 class ExpertRouting(Protocol):
@@ -50,6 +51,23 @@ class ExpertRows(NamedTuple):
     tokens: Tensor  # [S] int64: a row's token
     offsets: Tensor  # [E + 1] int64
     places: Tensor  # [T, k] int64: the row of each choice
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a layer's experts, and of the MLP that all tokens share, if it has one."""
+
+    gate_up: Tensor  # [E · 2 · inner, K]: of each expert the gate, then up
+    down: Tensor  # [E · N, inner]
+    shared_gate_up: Tensor | None
+    shared_down: Tensor | None  # [M, any]
+    is_gelu: bool  # else SiLU gates
+
+
+class LibraryChoice(NamedTuple):
+    """The library computes experts from so many rows on; NEVER for a reason."""
+
+    rows: int
+    reason: str
 
 
 def chooses_by_logits(routing: ExpertRouting, bias: Tensor | None) -> bool:

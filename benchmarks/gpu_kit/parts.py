@@ -66,6 +66,7 @@ PARTS = (
     _part("kernels.products", 5, "products with INT4 weights", TORCH, of="int4_products"),
     _part("kernels.products", 5, "products with FP8 weights", TORCH, of="fp8_products"),
     # Call c: what is left.
+    _part("models.experts", 25, "layers with experts beside their roof", ENGINE),
     _part("kernels.gpu_tests", 50, "a test of each kernel", ENGINE, of="first", name="tests"),
     _part("machine.copies", 20, "bandwidths between host and device", TORCH),
     _part("kernels.tools", 35, "out-of-bounds accesses", TORCH, of="memcheck"),
@@ -97,8 +98,8 @@ PARTS = (
 NAMES = tuple(part.name for part in PARTS)
 CALLS = {
     "a": Call(155, NAMES[: NAMES.index("8b_exact")]),
-    "b": Call(225, NAMES[NAMES.index("8b_exact") : NAMES.index("tests")]),
-    "c": Call(130, NAMES[NAMES.index("tests") : NAMES.index("serve")]),
+    "b": Call(225, NAMES[NAMES.index("8b_exact") : NAMES.index("experts")]),
+    "c": Call(155, NAMES[NAMES.index("experts") : NAMES.index("serve")]),
     "d": Call(210, NAMES[NAMES.index("serve") : NAMES.index("rest")]),
 }
 

@@ -25,18 +25,21 @@ def rotate_and_store_latent(
     norm: Tensor,
     eps: float,
     kv_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """query [T, num_heads, R], the parts of queries with positions -> the same, rotated.
 
     latent [T, L + R] is stored: `rms_norm` of its first L elements with the weight `norm` [L], and
     `rotary` of the others. cos, sin [T, R / 2] FP32. kv_cache [1, num_blocks, 1, block_size, L + R]
     is written at slot_mapping [T], block_id * block_size + offset; -1 skips a token. kv_scales
-    [2, 1] FP32, of an FP8 e4m3 cache: the first is that of rows, as in `store_kv`.
+    [2, 1] FP32, of an FP8 e4m3 cache: the first is that of rows, as in `store_kv`. The result is
+    written to `out`, whose rows of heads may be parts of longer ones.
     """
     normed = rms_norm(latent[:, : len(norm)], norm, eps)
-    return rotate_and_store_normed(
+    rotated = rotate_and_store_normed(
         *(query, normed, latent, cos, sin, kv_cache, slot_mapping), kv_scales=kv_scales
     )
+    return rotated if out is None else out.copy_(rotated)
 
 
 def rotate_and_store_normed(

@@ -8,15 +8,18 @@ from torch import Tensor
 from kernels.routing import ExpertRows
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
-    """ids [T, k] -> the rows of all experts."""
+def sort_by_expert(ids: Tensor, num_experts: int, sums: Tensor | None = None) -> ExpertRows:
+    """ids [T, k] -> the rows of all experts. Their offsets are added to `sums` [E + 1] int64."""
     order = ids.flatten().sort(stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device)
     places = torch.empty_like(order.indices)
     places[order.indices] = torch.arange(ids.numel(), device=ids.device)
+    offsets = torch.searchsorted(order.values, experts)
+    if sums is not None:
+        sums += offsets
     return ExpertRows(
         tokens=order.indices // ids.shape[1],
-        offsets=torch.searchsorted(order.values, experts),
+        offsets=offsets,
         places=places.view(ids.shape),
     )
 

@@ -42,6 +42,7 @@ BACKENDS = {
         None,
         "gpu.sampling.apply_token_mask",
     ),
+    "expert_mlp": ("reference.grouped_linear", None, "gpu.moe.expert_mlp"),
     "gather_blocks": ("torch_ops.gather_blocks", None, "gpu.kv.gather_blocks"),
     "gelu_and_mul": ("reference.gated", "cpu.layer.gated", "gpu.rows.gelu_and_mul"),
     "top_k": ("torch_ops.top_k", None, "gpu.sampling.top_k"),

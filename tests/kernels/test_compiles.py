@@ -137,6 +137,24 @@ def _launch_grouped_linear() -> None:
     grouped_sums(x, None, offsets, down, lanes=lanes[1], num_sums=8)
 
 
+def _launch_expert_mlp() -> None:
+    """Qwen3-30B-A3B's experts, and DeepSeek-V2-Lite's with what all tokens share."""
+    from kernels.gpu.moe.expert_mlp import by_triton
+    from kernels.routing import ExpertRows, ExpertWeights
+
+    hidden, mixtures = 2048, ((128, 8, 768, None), (64, 6, 1408, 2816))
+    for num_experts, num_chosen, inner, shared in mixtures:
+        own = _empty(num_experts * 2 * inner, hidden), _empty(num_experts * hidden, inner)
+        of_all: tuple[Tensor | None, Tensor | None] = None, None
+        if shared is not None:
+            of_all = _empty(2 * shared, hidden), _empty(hidden, shared)
+        for num_tokens in (1, 256, 1024):
+            tokens = _empty(num_tokens * num_chosen, dtype=torch.int64)
+            offsets = _empty(num_experts + 1, dtype=torch.int64)
+            rows = ExpertRows(tokens, offsets, tokens.view(num_tokens, -1))
+            by_triton(_empty(num_tokens, hidden), rows, ExpertWeights(*own, *of_all, False))
+
+
 def _launch_route() -> None:
     """DeepSeek V3's groups of experts, and Qwen3-30B-A3B's one."""
     from kernels.gpu.moe.route import route
@@ -274,6 +292,7 @@ def _attention(
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
     "grouped_linear": _launch_grouped_linear,
+    "expert_mlp": _launch_expert_mlp,
     "expert_rows": _launch_expert_rows,
     "route": _launch_route,
     "lane_linear": _launch_lane_linear,

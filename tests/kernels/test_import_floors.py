@@ -40,10 +40,10 @@ CPU_LAYERS = [
     {"kernels.cpu.compile", "kernels.cpu.deferred_codegen"},
 ]
 GPU_LAYERS = [
+    {"kernels.gpu.moe"},
     {
         "kernels.gpu.attention",
         "kernels.gpu.kv",
-        "kernels.gpu.moe",
         "kernels.gpu.rows",
         "kernels.gpu.sampling",
     },

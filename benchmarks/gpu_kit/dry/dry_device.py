@@ -27,6 +27,7 @@ def _rows_by_columns(a: Tensor, b: Tensor) -> tuple[int, ...]:
 # Operator -> the shape of its result from its tensors.
 PRODUCTS: Mapping[Any, Callable[..., tuple[int, ...]]] = {
     aten.mm.default: _rows_by_columns,
+    aten.mm.dtype: lambda a, b, dtype: _rows_by_columns(a, b),
     aten.bmm.default: _rows_by_columns,
     aten.addmm.default: lambda bias, a, b: _rows_by_columns(a, b),
     aten.linear.default: lambda x, weight, bias=None: (*x.shape[:-1], weight.shape[0]),
@@ -47,7 +48,12 @@ class NoProducts(TorchDispatchMode):
         shape_of = PRODUCTS.get(function)
         if shape_of is None or args[0].is_meta:
             return function(*args, **(kwargs or {}))
-        return torch.zeros(shape_of(*args), dtype=args[0].dtype)
+        return torch.zeros(shape_of(*args), dtype=_dtype_of(function, args))
+
+
+def _dtype_of(function: Any, args: Any) -> torch.dtype:
+    dtype: torch.dtype = args[2] if function is aten.mm.dtype else args[0].dtype
+    return dtype
 
 
 @contextmanager

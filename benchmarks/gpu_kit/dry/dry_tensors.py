@@ -52,16 +52,23 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @contextmanager
 def library_products() -> Iterator[None]:
     """Inside, the fast mode multiplies by the library, as on CUDA; it returns zeros."""
+    mm = torch.mm
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = *x.shape[:-1], weight.shape[0]
         return x.new_empty(shape) if x.is_meta else lazy_zeros(shape, x.dtype)
+
+    def wide_product(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        if x.is_meta or "out_dtype" not in options:
+            return mm(x, weight, **options)
+        return lazy_zeros((len(x), weight.shape[1]), options["out_dtype"])
 
     def is_for_library(x: Tensor, *, is_batch_invariant: bool) -> bool:
         return not is_batch_invariant
 
     with (
         patch.object(torch.nn.functional, "linear", product),
+        patch.object(torch, "mm", wide_product),  # CPUs have none
         patch.object(ops, "_is_for_library", is_for_library),
     ):
         yield

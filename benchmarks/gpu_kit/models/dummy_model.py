@@ -60,3 +60,4 @@ def fill(model: Decoder) -> None:
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, WEIGHT_SCALE, generator=generator)
+            weight.copy_(weight.bfloat16())  # as a checkpoint stores a router's weights, too

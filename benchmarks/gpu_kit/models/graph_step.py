@@ -1,7 +1,7 @@
 """The device's own time of a decode step: the engine's step, captured in a CUDA graph and replayed.
 
 One model serves both modes. Beside each figure stands the eager step: what the host needs for its
-launches decides whether graphs pay. A model with experts is tried last.
+launches decides whether graphs pay.
 """
 
 from __future__ import annotations
@@ -24,46 +24,26 @@ COMPILED_LAYERS = 2
 RESERVED_BYTES = 6 << 30  # room for activations, logits and graphs
 ROWS = ("rms_norm", "add_rms_norm", "rotate_and_store", "silu_and_mul", "decode_attention")
 KERNELS = {"exact": ("linear", "lane_linear", *ROWS), "fast": ROWS}
-EXPERTS: dict[str, Any] = {  # Qwen3-30B-A3B with two layers
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-}
-FEW_EXPERTS = EXPERTS | {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-}
 
 
 def run(session: Session) -> None:
-    _dense(session)
-    _experts(session)
+    from benchmarks.gpu_kit.models.dummy_model import make_executor
+
+    shapes = session.shapes
+    cases = decode_cases(shapes)
+    num_tokens = kv_room(session, cases)
+    num_blocks = -(-num_tokens // shapes.block_size)
+    sizes = {"num_blocks": num_blocks, "num_positions": shapes.context}
+    executor = make_executor(session, model_config(session), "exact", **sizes)
+    fill_kv(session, executor)
+    for batch, context in cases:
+        for mode in MODES:
+            left_out = reason_left_out(session, batch * context, num_tokens)
+            if left_out:
+                heading = {"case": case_name(batch), "mode": mode, "context": context}
+                session.add(**heading, left_out=left_out)
+            else:
+                measure(session, executor, mode, batch, context)
 
 
 def decode_cases(shapes: Shapes) -> list[tuple[int, int]]:
@@ -86,26 +66,6 @@ def model_config(session: Session) -> dict[str, Any]:
 
 def case_name(batch: int) -> str:
     return f"decode, batch {batch}"
-
-
-def _dense(session: Session) -> None:
-    from benchmarks.gpu_kit.models.dummy_model import make_executor
-
-    shapes = session.shapes
-    cases = decode_cases(shapes)
-    num_tokens = kv_room(session, cases)
-    num_blocks = -(-num_tokens // shapes.block_size)
-    sizes = {"num_blocks": num_blocks, "num_positions": shapes.context}
-    executor = make_executor(session, model_config(session), "exact", **sizes)
-    fill_kv(session, executor)
-    for batch, context in cases:
-        for mode in MODES:
-            left_out = reason_left_out(session, batch * context, num_tokens)
-            if left_out:
-                heading = {"case": case_name(batch), "mode": mode, "context": context}
-                session.add(**heading, left_out=left_out)
-            else:
-                measure(session, executor, mode, batch, context)
 
 
 def reason_left_out(session: Session, num_tokens: int, room: int) -> str:
@@ -167,26 +127,3 @@ def _times(session: Session, executor: StepComputer, batch: int, context: int) -
     launches = count_launches(call)
     of_host = host_time(session, call, sum(launches.values()))
     return {**launches, **of_host, **device_time(session, call)}
-
-
-def _experts(session: Session) -> None:
-    """The row says which operation waits for the device if the step cannot be captured."""
-    from benchmarks.gpu_kit.models.dummy_model import make_executor
-
-    shapes = session.shapes
-    batch, context = shapes.batches[1], shapes.context
-    config = FEW_EXPERTS if session.mode == "dry" else EXPERTS
-    num_blocks = batch * -(-context // shapes.block_size)
-    sizes = {"num_blocks": num_blocks, "num_positions": context}
-    executor = make_executor(session, config, "exact", **sizes)
-    fill_kv(session, executor)
-    times = _times(session, executor, batch, context)
-    seconds = times.pop("measured_s")
-    session.add(
-        case=f"decode of {config['num_experts']} experts, batch {batch}",
-        layers=config["num_hidden_layers"],
-        context=context,
-        measured_ms=None if seconds is None else round(seconds * 1e3, 4),
-        kernels=("grouped_linear", *ROWS),
-        **times,
-    )

@@ -19,9 +19,11 @@ def rotate_and_store_latent(
     norm: Tensor,
     eps: float,
     kv_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See kernels.reference.rotate_and_store_latent."""
     normed = rms_norm(latent[:, : len(norm)], norm, eps)
-    return rotate_and_store_normed(
+    rotated = rotate_and_store_normed(
         *(query, normed, latent, cos, sin, kv_cache, slot_mapping), kv_scales=kv_scales
     )
+    return rotated if out is None else out.copy_(rotated)

@@ -19,12 +19,14 @@ from kernels.routing import ExpertRows
 _f32 = np.float32
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
+def sort_by_expert(ids: Tensor, num_experts: int, sums: Tensor | None = None) -> ExpertRows:
     """Computes kernels.torch_ops.expert_rows.sort_by_expert."""
     tokens = torch.empty(ids.numel(), dtype=torch.int64)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int64)
     places = torch.empty_like(ids)
     _sort(ids.numpy(), tokens.numpy(), offsets.numpy(), places.numpy())
+    if sums is not None:
+        sums += offsets
     return ExpertRows(tokens, offsets, places)
 
 

@@ -28,7 +28,7 @@ def route(
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32)
     tasks = 1 if num_tokens <= FEW_ROWS else num_tasks(num_tokens)
     _route(
-        logits.numpy(),
+        logits.contiguous().numpy(),
         np.zeros(0, _f32) if bias is None else bias.numpy(),
         routing.score == "softmax",
         chooses_by_logits(routing, bias),

@@ -122,7 +122,7 @@ def _grouped_kernel(
     BLOCK_K: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(2)
-    expert, first_tile = _expert_of(tile, offsets_ptr, num_experts, BLOCK_EXPERTS, BLOCK_M)
+    expert, first_tile = expert_of(tile, offsets_ptr, num_experts, BLOCK_EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
     first_row = tl.load(offsets_ptr + expert) + (tile - first_tile) * BLOCK_M
@@ -159,7 +159,7 @@ def _grouped_kernel(
 
 
 @triton.jit
-def _expert_of(tile, offsets_ptr, num_experts, BLOCK_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+def expert_of(tile, offsets_ptr, num_experts, BLOCK_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """The expert of a tile, `num_experts` if there is none, and the expert's first tile."""
     expert = tl.arange(0, BLOCK_EXPERTS)
     first = tl.load(offsets_ptr + expert, mask=expert < num_experts, other=0)

@@ -29,17 +29,21 @@ def rotate_and_store_latent(
     norm: Tensor,
     eps: float,
     kv_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes kernels.reference.rotate_and_store_latent with Triton. Raises BadTensor."""
     _expect(query, latent, cos, sin, slot_mapping, norm)
     _expect_cache(kv_cache, latent, kv_scales)
     num_tokens, num_heads, rope_dim = query.shape
-    out = torch.empty((num_tokens, num_heads, rope_dim), dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    expect("out", out, query.shape, dtype=query.dtype, device=query.device)
     if not num_tokens:
         return out
     _rotate_and_store_latent_kernel[(num_tokens,)](
         *(query, latent, cos, sin, kv_cache, kv_scales, slot_mapping, norm, out),
-        *(query.stride(0), query.stride(1), latent.stride(0), cos.stride(0), sin.stride(0), eps),
+        *(query.stride(0), query.stride(1), latent.stride(0), cos.stride(0), sin.stride(0)),
+        *(*out.stride()[:2], eps),
         NUM_HEADS=num_heads,
         LATENT_DIM=len(norm),
         HALF=rope_dim // 2,
@@ -97,6 +101,8 @@ def _rotate_and_store_latent_kernel(
     stride_latent_token,
     stride_cos_token,
     stride_sin_token,
+    stride_out_token,
+    stride_out_head,
     eps,
     NUM_HEADS: tl.constexpr,
     LATENT_DIM: tl.constexpr,
@@ -139,7 +145,7 @@ def _rotate_and_store_latent_kernel(
     first = tl.load(query_row, mask=is_read, other=0.0).to(tl.float32)
     second = tl.load(query_row + HALF, mask=is_read, other=0.0).to(tl.float32)
     cos, sin = cos[None, :], sin[None, :]
-    out_row = out_ptr + (token * NUM_HEADS + head) * (2 * HALF) + pair[None, :]
+    out_row = out_ptr + token * stride_out_token + head * stride_out_head + pair[None, :]
     tl.store(out_row, (first * cos - second * sin).to(dtype), mask=is_read)
     tl.store(out_row + HALF, (second * cos + first * sin).to(dtype), mask=is_read)
 

@@ -18,14 +18,17 @@ from kernels.routing import ExpertRows
 BLOCK = 1024
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
+def sort_by_expert(ids: Tensor, num_experts: int, sums: Tensor | None = None) -> ExpertRows:
     """Computes `sort_by_expert` of kernels.torch_ops.expert_rows with Triton. Raises BadTensor."""
     expect("ids", ids, (None, None), dtype=torch.int64, is_contiguous=True)
+    if sums is not None:
+        given = {"dtype": torch.int64, "device": ids.device, "is_contiguous": True}
+        expect("sums", sums, (num_experts + 1,), **given)  # type: ignore[arg-type]
     tokens = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=ids.device)
     places = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
     _sort_kernel[(num_experts + 1,)](
-        *(ids, tokens, offsets, places, ids.numel()),
+        *(ids, tokens, offsets, places, sums, ids.numel()),
         NUM_CHOSEN=ids.shape[1],
         BLOCK=BLOCK,
         num_warps=4,
@@ -68,6 +71,7 @@ def _sort_kernel(
     tokens_ptr,
     offsets_ptr,
     places_ptr,
+    sums_ptr,
     num_rows,
     NUM_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,6 +84,8 @@ def _sort_kernel(
         lower += (chosen < expert).to(tl.int32)
     place = tl.sum(lower)
     tl.store(offsets_ptr + expert, place.to(tl.int64))
+    if sums_ptr is not None:  # no other program has this one
+        tl.store(sums_ptr + expert, tl.load(sums_ptr + expert) + place)
     for start in tl.range(0, num_rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         chosen = tl.load(ids_ptr + row, mask=row < num_rows, other=2**62)

@@ -58,9 +58,15 @@ def _gated_kernel(
     gate_ptrs = gate_up_ptr + token * stride_gate_up_token + column
     gate = tl.load(gate_ptrs, mask=is_column, other=0.0).to(tl.float32)  # [BLOCK_COLUMNS]
     up = tl.load(gate_ptrs + width, mask=is_column, other=0.0).to(tl.float32)
+    out = gated_product(gate, up, IS_GELU)
+    tl.store(out_ptr + token * width + column, out.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def gated_product(gate, up, IS_GELU: tl.constexpr):
+    """FP32, not rounded."""
     if IS_GELU:
         t = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
     else:
         t = gate
-    out = gate / (1.0 + tl.exp(tl.minimum(-t, 88.0))) * up  # e**88 is still finite
-    tl.store(out_ptr + token * width + column, out.to(out_ptr.dtype.element_ty), mask=is_column)
+    return gate / (1.0 + tl.exp(tl.minimum(-t, 88.0))) * up  # e**88 is still finite

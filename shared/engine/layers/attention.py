@@ -42,7 +42,8 @@ class PagedAttention(nn.Module):
         or [T, num_heads, value_dim].
         """
         if inputs.query_factors is not None:
-            query = (query.float() * inputs.query_factors[:, None, None]).to(query.dtype)
+            factors = inputs.query_factors[:, None, None]  # FP32, as is the product before rounding
+            query = torch.mul(query, factors, out=torch.empty_like(query))
         single, runs = inputs.decode, inputs.prefill
         if single is None:
             assert runs is not None, "a step has at least one token"

@@ -74,13 +74,16 @@ class LatentAttention(PagedAttention):
         """x [T, hidden]; kv_cache of this layer [1, num_blocks, 1, block_size, L + R]."""
         query = self._queries(x).view(x.shape[0], -1, self.head_dim)
         unrotated, rotated = query.tensor_split((self.nope_dim,), dim=2)
-        rotated = rotate_and_store_latent(
-            *(rotated, self.kv_a_proj_with_mqa(x), cos, sin, kv_cache, inputs.slot_mapping),
+        latent = self.kv_a_proj_with_mqa(x)
+        query = x.new_empty(*query.shape[:2], latent.shape[1])  # both parts are written into it
+        rotate_and_store_latent(
+            *(rotated, latent, cos, sin, kv_cache, inputs.slot_mapping),
             norm=self.kv_a_layernorm.weight,
             eps=self.kv_a_layernorm.eps,
             kv_scales=self.kv_scales,
+            out=query[:, :, self.value_dim :],
         )
-        query = torch.cat((self.kv_b_proj.absorbed(unrotated), rotated), dim=2)
+        self.kv_b_proj.absorb(unrotated, out=query[:, :, : self.value_dim])
         return self.o_proj(self.kv_b_proj.values(self.attend(query, kv_cache, inputs)).flatten(1))
 
     def _queries(self, x: Tensor) -> Tensor:
@@ -146,10 +149,10 @@ class LatentExpansion(nn.Module):
         heads = dense.view(num_heads, nope_dim + value_dim, -1)
         return pack_heads(heads[:, :nope_dim].transpose(1, 2)), pack_heads(heads[:, nope_dim:])
 
-    def absorbed(self, query: Tensor) -> Tensor:
+    def absorb(self, query: Tensor, *, out: Tensor) -> None:
         """query [T, num_heads, nope] -> query · W_UK [T, num_heads, L]."""
         keys, _ = self.matrices()
-        return per_head_linear(query, keys, is_batch_invariant=self.is_batch_invariant)
+        per_head_linear(query, keys, is_batch_invariant=self.is_batch_invariant, out=out)
 
     def values(self, attended: Tensor) -> Tensor:
         """attended [T, num_heads, L] -> attended · W_UVᵀ [T, num_heads, value]."""

@@ -17,18 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import (
+    NEVER,
     ExpertChoice,
     ExpertRows,
+    ExpertWeights,
+    LibraryChoice,
     QuantizedWeight,
     SumLanes,
     add_experts,
     can_compress_experts,
+    expert_mlp,
+    gelu_and_mul,
+    is_for_library,
+    library_choice,
     pack_experts,
     sort_by_expert,
 )
 from shared.engine.layers.destinations import child_destinations
-from shared.engine.layers.linear import MatmulModule
-from shared.engine.layers.methods.expert_method import ExpertMethod, choose_expert_method
+from shared.engine.layers.linear import Linear, MatmulModule
+from shared.engine.layers.methods.expert_method import (
+    ExpertMethod,
+    ExpertsState,
+    choose_expert_method,
+    expert_weights,
+    reason_against_fusing,
+)
 from shared.engine.layers.mlp import GATES, GatedMlp
 from shared.engine.layers.router import Router, zero_parameter
 from shared.engine.model_config.model_config import ModelConfig
@@ -190,11 +203,16 @@ def own_lanes(mesh: Mesh) -> tuple[int, int]:
 class MoeMlp(nn.Module):
     """A layer's router, experts and shared expert. Submodules have the checkpoints' names.
 
+    In the fast mode experts and shared expert are computed together where they can: see
+    methods/expert_method.py.
+
     `summed_offsets` [E + 1] int64: sums of `ExpertRows.offsets` of all steps, whose differences are
-    the tokens of each expert. One addition a step, on the device, that nobody waits for.
+    the tokens of each expert. They are added where the rows are sorted, and nobody waits for them.
     """
 
     summed_offsets: Tensor
+    is_batch_invariant = True
+    library_rows = NEVER  # from which on torch's grouped GEMM is the faster one
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -202,7 +220,7 @@ class MoeMlp(nn.Module):
         self.hidden_size = config.hidden_size
         offsets = torch.zeros(moe.num_experts + 1, dtype=torch.int64)
         self.register_buffer("summed_offsets", offsets, persistent=False)
-        self.gate = Router(moe, config.hidden_size)
+        self.gate = Router(moe, config.hidden_size, dtype=dtype)
         self.experts = Experts(config, moe, dtype=dtype)
         self.shared_experts: GatedMlp | None = None
         if moe.shared_intermediate_size:
@@ -223,9 +241,56 @@ class MoeMlp(nn.Module):
         missing = -self.hidden_size % BLOCK
         padded = nn.functional.pad(x, (0, missing)) if missing else x
         choice = self.gate(padded)
-        rows = sort_by_expert(choice.ids, self.config.num_experts)
-        self.summed_offsets += rows.offsets
-        y = self.experts(padded, choice, rows)
-        shared = None if self.shared_experts is None else self.shared_experts(x)
-        weights = None if self.config.routing.scales_input else choice.weights
+        rows = sort_by_expert(choice.ids, self.config.num_experts, self.summed_offsets)
+        scales_input = self.config.routing.scales_input
+        if self.is_batch_invariant or self.reason_against_fusing(x):
+            y = self.experts(padded, choice, rows)
+            shared = None if self.shared_experts is None else self.shared_experts(x)
+        else:
+            factors = choice.weights.view(-1) if scales_input else None
+            y, shared = expert_mlp(
+                padded, rows, self.weights(), factors=factors, library_rows=self.library_rows
+            )
+        weights = None if scales_input else choice.weights
         return add_experts(y, rows.places, weights, shared, self.hidden_size)
+
+    def reason_against_fusing(self, x: Tensor) -> str:
+        """Returns why experts and shared expert are computed apart for rows like x; empty if they
+        are not.
+        """
+        mode = self.is_batch_invariant
+        is_whole = self.experts.gathers is None and self.experts.adds is None
+        state = ExpertsState(
+            is_batch_invariant=mode,
+            has_library=is_for_library(x, is_batch_invariant=mode),
+            is_whole=is_whole and all(each.mesh is None for each in self._shared()),
+            has_bias=any(each.bias is not None for each in self._shared()),
+            scales_many_inputs=self.config.routing.scales_input
+            and self.config.experts_per_token > 1,
+            weights=self._dense(),
+        )
+        return reason_against_fusing(state)
+
+    def measure_library(self) -> LibraryChoice | None:
+        """Sets from how many rows on the library multiplies, once the weights are there. Returns
+        None if it never may.
+        """
+        weight = self.experts.gate_up_proj.weight
+        if not isinstance(weight, Tensor) or self.reason_against_fusing(weight):
+            return None
+        choice = library_choice(self.weights(), self.config.num_experts)
+        self.library_rows = choice.rows
+        return choice
+
+    def weights(self) -> ExpertWeights:
+        """Returns those of `expert_mlp`, where nothing speaks against it."""
+        return expert_weights(self._dense(), is_gelu=self.experts.gate is gelu_and_mul)
+
+    def _dense(self) -> tuple[object, ...]:
+        linears = self.experts.gate_up_proj, self.experts.down_proj, *self._shared()
+        return tuple(each.weight for each in linears)
+
+    def _shared(self) -> tuple[Linear, ...]:
+        """Returns the shared expert's layers, if there is one."""
+        shared = self.shared_experts
+        return () if shared is None else (shared.gate_up_proj, shared.down_proj)

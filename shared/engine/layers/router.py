@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import ExpertChoice, route
+from kernels.ops import ExpertChoice, has_wide_library, narrowed, route, wide_linear
 from shared.engine.layers.linear import MatmulModule
 from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
@@ -19,11 +19,16 @@ ALIGNMENT = 64  # bytes, as torch's
 class Router(MatmulModule):
     """Logits in FP32 from weights in FP32, summed in an order that no other token changes.
 
-    The weight [E, K] has rows and columns of zeros up to full blocks.
+    The weight [E, K] has rows and columns of zeros up to full blocks. `narrow` is the weight in the
+    model's dtype, where the fast mode may multiply with it and nothing is lost.
     """
 
-    def __init__(self, config: MoeConfig, hidden_size: int) -> None:
+    narrow: Tensor | None
+
+    def __init__(self, config: MoeConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
+        self.dtype = dtype
+        self.register_buffer("narrow", None, persistent=False)
         self.config = config
         self.hidden_size = hidden_size
         shape = whole_blocks(config.num_experts), whole_blocks(hidden_size)
@@ -38,11 +43,22 @@ class Router(MatmulModule):
             return {"weight": weight}
         return {"weight": weight, "e_score_correction_bias": self.bias}
 
+    def pack(self) -> None:
+        super().pack()
+        if isinstance(self.weight, Tensor):
+            self.narrow = narrowed(self.weight, self.dtype)
+
     def forward(self, x: Tensor) -> ExpertChoice:
         """x [T, K], of full blocks."""
-        logits = self.method(x.float())[:, : self.config.num_experts].contiguous()
+        logits = self._logits(x)[:, : self.config.num_experts]
         routing = self.config.routing
         return route(logits, self.bias, self.config.experts_per_token, routing)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        is_exact = self.is_batch_invariant
+        if self.narrow is None or not has_wide_library(x, is_batch_invariant=is_exact):
+            return self.method(x.float())
+        return wide_linear(x, self.narrow, is_batch_invariant=is_exact)
 
 
 def zero_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -17,10 +17,9 @@ HEAD = """
 # What the kernels compile to
 
 For compute capability 9.0, ahead of time: the most that a launch class of each kernel uses, over
-all model families, both modes and the stored forms of weights and KV, with Triton {releases}. A
-program can have 227 KiB of shared memory, a thread 255 registers; local loads are of registers that
-do not fit. Copies: of 16 bytes to shared memory without waiting, the fewest of a class. No operand
-of an asynchronous product is overwritten before the product has read it.
+all families, modes and stored forms of weights and KV, with Triton {releases}. Limits: 227 KiB of
+shared memory, 255 registers; local loads are of registers that do not fit. Copies: of 16 bytes to
+shared memory without waiting, the fewest of a class. No product's operand is overwritten too early.
 
 `python -m tests.kernels.compiled.compile_table --write` records a row for each class, with the
 installed Triton, and this page; `--resume` compiles only classes without a row.

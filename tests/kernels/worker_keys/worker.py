@@ -112,8 +112,8 @@ def started(case: Case, folder: Path) -> Iterator[tuple[CudaExecutor, LoadOption
         asyncio.run(executor.close())
 
 
-def _drawn_rows(ids: Tensor, num_experts: int) -> Any:
-    expert_rows.sort_by_expert(ids, num_experts)
+def _drawn_rows(ids: Tensor, num_experts: int, sums: Tensor | None = None) -> Any:
+    expert_rows.sort_by_expert(ids, num_experts, sums)
     return sort_by_expert(torch.randint(num_experts, ids.shape), num_experts)
 
 

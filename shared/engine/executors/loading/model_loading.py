@@ -16,6 +16,7 @@ from shared.config import LOAD_FORMATS
 from shared.engine.layers.attention import PagedAttention
 from shared.engine.layers.latent_attention import LatentExpansion
 from shared.engine.layers.linear import MatmulModule, MatrixModule, weights_unset_on
+from shared.engine.layers.moe import MoeMlp
 from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.models.decoder import Decoder, LayerStack
 from shared.engine.weights.checkpoint_files import Reading
@@ -174,5 +175,5 @@ def set_mode(model: LayerStack, mode: Mode) -> None:
     for module in model.modules():
         if isinstance(module, MatrixModule):
             module.set_batch_invariance(is_batch_invariant=mode == "exact")
-        elif isinstance(module, PagedAttention | LatentExpansion):
+        elif isinstance(module, PagedAttention | LatentExpansion | MoeMlp):
             module.is_batch_invariant = mode == "exact"

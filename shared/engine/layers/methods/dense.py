@@ -14,6 +14,7 @@ from kernels.ops import (
     packed_argmax,
     packed_form,
     packed_logits,
+    wide_linear,
 )
 
 
@@ -48,7 +49,11 @@ class DenseMethod:
         return lane_sums(x, self.weight, lanes=self._lanes, num_sums=num_sums)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self(x).float() if self._packed is None else packed_logits(x, self._packed)
+        if self._packed is not None:
+            return packed_logits(x, self._packed)
+        if self._lanes is not None:
+            return self(x).float()
+        return wide_linear(x, self._dense(), is_batch_invariant=self._is_batch_invariant)
 
     def argmax(self, x: Tensor) -> Tensor:
         return argmax(self.logits(x)) if self._packed is None else packed_argmax(x, self._packed)

@@ -1,16 +1,19 @@
-"""The seam between a layer's experts and the stored form of one of their weights."""
+"""The seam between a layer's experts and the stored form of one of their weights; and whether all
+are computed together, with the MLP that all tokens share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.ops import (
     CpuCompressed,
+    ExpertWeights,
     QuantizedWeight,
     SumLanes,
     Weight,
@@ -129,3 +132,38 @@ def choose_expert_method(weight: Weight, lanes: SumLanes) -> ExpertMethod:
     if isinstance(weight, Tensor) or is_cpu_compressed(weight):
         return DenseExperts(weight, lanes)
     raise ValueError(f"experts have no product for weights as {type(weight).__name__}")
+
+
+class ExpertsState(NamedTuple):
+    """What the choice depends on. `weights` are those of experts and of the shared MLP."""
+
+    is_batch_invariant: bool
+    has_library: bool  # the device's fast products
+    is_whole: bool  # no rank has another part of the layer
+    has_bias: bool  # of the shared MLP
+    scales_many_inputs: bool  # those of more than one expert of a token
+    weights: tuple[object, ...]
+
+
+def reason_against_fusing(state: ExpertsState) -> str:
+    """Returns why each weight's own method must multiply; empty if they are computed together."""
+    if state.is_batch_invariant:
+        return "a row's bits must not depend on the other rows"
+    if not state.has_library:
+        return "the device has one kind of products"
+    if not state.is_whole:
+        return "ranks add their sums"
+    if state.has_bias:
+        return "the shared MLP has biases"
+    if state.scales_many_inputs:
+        return "a token's input is another for each of its experts"
+    if not all(isinstance(each, Tensor) and each.is_floating_point() for each in state.weights):
+        return "weights are not dense"
+    return ""
+
+
+def expert_weights(weights: tuple[object, ...], *, is_gelu: bool) -> ExpertWeights:
+    """Returns dense weights: gate and up, down, and those of the shared MLP, if there is one."""
+    gate_up, down, *shared = (each for each in weights if isinstance(each, Tensor))
+    shared_gate_up, shared_down = shared or (None, None)
+    return ExpertWeights(gate_up, down, shared_gate_up, shared_down, is_gelu)

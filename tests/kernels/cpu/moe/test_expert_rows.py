@@ -21,12 +21,14 @@ def test_rows_are_sorted_by_expert_and_token(num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.rand(num_tokens, 7, generator=generator).topk(3).indices.sort(dim=1).values
     for sort in (compiled.sort_by_expert, by_torch.sort_by_expert):
+        sums = torch.arange(10)
         with poisoned_outputs():
-            found = sort(ids, 9)
+            found = sort(ids, 9, sums)
         chosen = [(e, t) for t, row in enumerate(ids.tolist()) for e in row]
         assert found.tokens.tolist() == [token for _, token in sorted(chosen)]
         counts = [sum(e < bound for e, _ in chosen) for bound in range(10)]
         assert found.offsets.tolist() == counts
+        assert (sums - torch.arange(10)).tolist() == counts
         expected = [
             [sorted(chosen).index((e, t)) for e in row] for t, row in enumerate(ids.tolist())
         ]

@@ -30,8 +30,13 @@ def test_rotate_and_store_latent(
     caches = [torch.full((1, 4, 1, BLOCK_SIZE, width), torch.nan, device=device) for _ in range(2)]
     out_cache, expected_cache = (each.to(dtype) for each in caches)
     rest = latent, angles.cos(), angles.sin()
+    longer = torch.full((NUM_TOKENS, num_heads, width), 3.0, dtype=dtype, device=device)
     with poisoned_outputs():
         out = rotate_and_store_latent(query, *rest, out_cache, slots, norm=norm, eps=1e-2)
+    part = longer[..., latent_dim:]
+    rotate_and_store_latent(query, *rest, out_cache, slots, norm=norm, eps=1e-2, out=part)
+    assert torch.equal(longer[..., latent_dim:], out)
+    assert bool((longer[..., :latent_dim] == 3).all())
     expected = reference(query, *rest, expected_cache, slots, norm=norm, eps=1e-2)
     assert_near(out, expected.float())
     assert torch.equal(out_cache.isnan(), expected_cache.isnan())

@@ -15,10 +15,12 @@ def test_rows_are_those_of_the_library(num_tokens: int, device: torch.device) ->
     """More tokens than one program reads at a time; experts without a token."""
     scores = random(num_tokens, 7, like=device, dtype=torch.float32)
     ids = scores.topk(3).indices.sort(dim=1).values
+    sums = torch.arange(10, device=device)
     with poisoned_outputs():
-        found = sort_by_expert(ids, 9)
+        found = sort_by_expert(ids, 9, sums)
     for tensor, expected in zip(found, library.sort_by_expert(ids.cpu(), 9), strict=True):
         assert torch.equal(tensor.cpu(), expected)
+    assert torch.equal(sums, torch.arange(10, device=device) + found.offsets)
 
 
 @pytest.mark.parametrize("num_tokens", [9, 1])

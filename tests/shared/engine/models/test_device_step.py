@@ -50,6 +50,7 @@ def launched() -> Iterator[list[str]]:
         pytest.skip("the interpreter launches nothing")
     from triton.runtime.jit import JITFunction
 
+    from benchmarks.gpu_kit.dry.dry_device import NoProducts
     from tests.support.kernels.triton_ops import triton_ops
 
     names: list[str] = []
@@ -60,6 +61,7 @@ def launched() -> Iterator[list[str]]:
     with ExitStack() as stack:
         stack.enter_context(triton_ops())
         stack.enter_context(patch.object(JITFunction, "run", launch))
+        stack.enter_context(NoProducts())  # of which CPUs have not all
         for name, is_true in (("is_cuda", True), ("is_cpu", False)):
             stack.enter_context(patch.object(torch.Tensor, name, is_true, create=True))
         yield names

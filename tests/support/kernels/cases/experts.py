@@ -6,9 +6,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from kernels.gpu.moe import expert_mlp as mlps
 from kernels.gpu.moe import expert_rows as rows_of
 from kernels.gpu.moe import route as choosing
+from kernels.reference.grouped_linear import expert_mlp as reference_mlp
+from kernels.routing import ExpertWeights
 from kernels.torch_ops import expert_rows as library_rows
 from kernels.torch_ops import route as library
 from tests.support.kernels.cases.case import Inputs, Result, Results, cases
@@ -66,8 +70,37 @@ def expert_rows(inputs: Inputs, mixture: str, rows: str) -> Results:
     )
 
 
+def expert_mlp(inputs: Inputs, mixture: str, rows: str) -> Results:
+    """With an MLP of two experts' size that all tokens share, as DeepSeek-V2-Lite's."""
+    own, num_tokens = inputs.sizes.mixtures[mixture], inputs.sizes.rows[rows]
+    scores = inputs.random(num_tokens, own.num_experts, dtype=torch.float32)
+    ids = scores.topk(own.num_chosen).indices.sort(dim=1).values.contiguous()
+    shapes = [own.weight_shape(each) for each in ("gate_up", "down")]
+    experts = [inputs.weight((own.num_experts * n, k), seed=k) for n, k in shapes]
+    shared = [inputs.weight((4 * own.inner, own.hidden), seed=3)]
+    shared.append(inputs.weight((own.hidden, 2 * own.inner), seed=4))
+    given = (
+        inputs.random(num_tokens, own.hidden, seed=5),
+        library_rows.sort_by_expert(ids, own.num_experts),
+        ExpertWeights(experts[0], experts[1], shared[0], shared[1], is_gelu=False),
+    )
+    y, of_all = mlps.by_triton(*given)
+    assert of_all is not None
+
+    def wanted_of_all() -> Tensor:
+        found = reference_mlp(*given)[1]
+        assert found is not None
+        return found.float()
+
+    return (
+        Result(y, lambda: reference_mlp(*given)[0].float()),
+        Result(of_all, wanted_of_all),
+    )
+
+
 CASES = [
     *cases(route, routing=tuple(ROUTINGS)),
     *cases(expert_rows, mixture=(QWEN3,), rows=("batch", "chunk")),
     *cases(expert_rows, mixture=(MIXTRAL,), rows=("batch",)),
+    *cases(expert_mlp, mixture=(QWEN3,), rows=("one", "batch", "chunk")),
 ]
