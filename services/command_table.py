@@ -35,6 +35,7 @@ MODULES = {
     "models": "cli.checkpoints.plan_command",
     "plan": "cli.checkpoints.plan_command",
     "role": "cli.cluster.role_command",
+    "profile": "cli.profile.profile_command",
     "redis-acl": "cli.operators.redis_commands",
     "audit": "cli.operators.redis_commands",
     "trace": "cli.trace.trace_command",

@@ -873,6 +873,37 @@ class ChangeRoles(Message, frozen=True, kw_only=True):
     min_s: Duration = 0.0
 
 
+MAX_PROFILED_STEPS = 200
+MAX_PROFILE_S = 300.0
+
+
+class ProfileSteps(Message, frozen=True, kw_only=True):
+    """Record the next steps, for at most `timeout_s`. The reply is a ProfilePart; WorkerBusy while
+    others are recorded.
+    """
+
+    num_steps: Annotated[int, Meta(ge=1, le=MAX_PROFILED_STEPS)]
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_PROFILE_S)]
+
+
+class ReadProfile(Message, frozen=True, kw_only=True):
+    """The reply is the part of the recording from a byte on, or its failure."""
+
+    number: Count
+    first_byte: Count = 0
+
+
+class ProfilePart(Message, frozen=True, kw_only=True):
+    """Recording `number` of a worker: a trace in JSON, compressed by gzip. Without `num_bytes` it
+    is not complete yet.
+    """
+
+    number: Count
+    num_steps: Count = 0
+    num_bytes: Count | None = None
+    data: bytes = b""
+
+
 class WakeModel(Message, frozen=True, kw_only=True):
     """Make a model hot on a host. Idempotent. The reply is ModelWaking, or a Failure: NoCapacity
     if memory for it cannot be had, with a time if that may change.

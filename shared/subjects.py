@@ -204,6 +204,11 @@ def lifecycle(role: Role, worker_id: str) -> str:
     return command(role, worker_id, "lifecycle")
 
 
+def profile(role: Role, worker_id: str) -> str:
+    """Carries ProfileSteps and ReadProfile."""
+    return command(role, worker_id, "profile")
+
+
 # hosts
 def host_models(host_id: str) -> str:
     """Carries WakeModel and ParkModel."""
@@ -265,6 +270,7 @@ class Permissions(msgspec.Struct, frozen=True):
 
 
 _LIFECYCLE = (f"{PREFIX}.prefill.*.*.lifecycle", f"{PREFIX}.decode.*.*.lifecycle")
+_PROFILE = (f"{PREFIX}.prefill.*.*.profile", f"{PREFIX}.decode.*.*.profile")
 _TRACE = f"{PREFIX}.gateway.*.*.trace"
 _FLEET = f"{PREFIX}.gateway.*.*.fleet"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
@@ -314,7 +320,7 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     if role == "observer" or role == "operator":
         commands: tuple[str, ...] = (_TRACE, READ_FLEET, _FLEET, _LIST_MODELS)
         if role == "operator":
-            commands = (*commands, *_LIFECYCLE, _HOST_MODELS)
+            commands = (*commands, *_LIFECYCLE, *_PROFILE, _HOST_MODELS)
         sent = (sent_by(subject, f"{credential}.*") for subject in commands)
         return Permissions(
             publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS))

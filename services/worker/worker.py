@@ -17,6 +17,7 @@ from services.worker.data_plane import CodecLoading, DataPlane, GroupDataPlane, 
 from services.worker.gpu_health import watch_gpu
 from services.worker.rank_leader import listening_for_ranks
 from services.worker.role_and_standby import RoleAndStandby
+from services.worker.step_profiles import StepProfiles
 from shared.clock import Clock, MonotonicClock, process_age_s
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
@@ -71,6 +72,7 @@ class WorkerProcess:
         self._bus = bus
         self._role_and_standby = RoleAndStandby(worker, handlers)
         self._gpu_watch = watch_gpu(worker)
+        self._profiles = StepProfiles(worker)
 
     async def start(self) -> None:
         with self._times.stage("join"):
@@ -79,6 +81,7 @@ class WorkerProcess:
         with self._times.stage("handlers"):
             for handler in self._handlers:
                 await handler.start()
+            await self._profiles.start()
             await self._role_and_standby.start()
         if self._gpu_watch is not None:
             self._gpu_watch.start()
@@ -91,6 +94,7 @@ class WorkerProcess:
     async def stop(self) -> None:
         if self._gpu_watch is not None:
             self._gpu_watch.stop()
+        await self._profiles.stop()
         await self._heartbeats.stop()
         for handler in self._handlers:
             await handler.stop()

@@ -196,6 +196,17 @@ def test_hosts_schedulers_and_operators_park_workers_and_change_their_roles() ->
     assert not is_allowed("worker", "worker-2", "subscribe", lifecycle)
 
 
+def test_only_operators_record_steps() -> None:
+    profile = subjects.profile("decode", "worker-1")
+    assert is_allowed("operator", "x", "publish", profile)
+    others: tuple[CredentialRole, ...] = (
+        *("observer", "gateway", "scheduler", "prefill", "decode", "worker", "host", "client"),
+    )
+    for role in others:
+        assert not is_allowed(role, "x", "publish", profile)
+    assert is_allowed("worker", "worker-1", "subscribe", profile)
+
+
 def test_operator_announces_no_heartbeat() -> None:
     assert is_allowed("operator", "o", "subscribe", subjects.heartbeat(("host",), "host-1"))
     assert not is_allowed("operator", "o", "publish", subjects.heartbeat(("host",), "o"))

@@ -7,10 +7,10 @@ import contextlib
 import os
 from collections.abc import Mapping
 
+from services.cli.fleet.find_worker import LISTEN_S, heard_worker
 from services.cli.nats_address import find_nats
 from services.local.credentials import process_id_for
-from shared.errors import ConfigError, DependencyUnavailable
-from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.errors import ConfigError
 from shared.lifecycle.worker_roles import roles_named
 from shared.messages import ChangeRoles, Done, Heartbeat
 from shared.subjects import HEARTBEATS, lifecycle
@@ -18,7 +18,6 @@ from shared.telemetry.log import configure_logging
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
 
-LISTEN_S = 6 * HEARTBEAT_INTERVAL_S  # waits for the heartbeats of the worker and of others
 CHANGE_TIMEOUT_S = 5.0
 
 
@@ -86,10 +85,7 @@ async def _heard_processes(
         async with asyncio.timeout(LISTEN_S):
             await is_enough.wait()
     await leave()
-    if not heard:
-        raise DependencyUnavailable(f"no heartbeat within {LISTEN_S:g} s: is the cluster running?")
-    if worker_id not in heard:
-        raise ConfigError(_unknown(worker_id, heard))
+    heard_worker(worker_id, heard)
     return heard
 
 
@@ -109,8 +105,3 @@ def _others(worker: Heartbeat, heard: Mapping[str, Heartbeat]) -> list[Heartbeat
         and each.model is not None
         and each.model.name == name
     ]
-
-
-def _unknown(worker_id: str, known: dict[str, Heartbeat]) -> str:
-    workers = sorted(each.process_id for each in known.values() if each.load is not None)
-    return f"no worker {worker_id!r}; the workers are: {', '.join(workers) or 'none'}"

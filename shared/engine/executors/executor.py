@@ -5,7 +5,7 @@ The loop submits steps in order, at most `depth` before the oldest one is answer
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from shared.engine.step import StepOutput
 from shared.kv_layout import KvLayout
 from shared.messages import DevicePeaks
 from shared.numerics import Numerics
+
+if TYPE_CHECKING:  # it imports torch
+    from shared.engine.executors.step_profile import RecordedSteps
 
 StepLaunch = Literal["", "graphs", "plain", "graphs, cudnn", "plain, cudnn"]
 
@@ -115,6 +118,12 @@ class Executor(Protocol):
     async def expert_counts(self) -> NDArray[np.int64] | None:
         """Returns each expert's tokens since the start, [layers, experts], between two steps, or
         None without experts. A pipeline counts the layers of its last stage.
+        """
+        ...
+
+    async def profile(self, num_steps: int, timeout_s: float) -> RecordedSteps:
+        """Records the next steps, fewer if they do not come in time. One call at a time. Raises
+        InvalidRequest if no torch of this process computes steps.
         """
         ...
 

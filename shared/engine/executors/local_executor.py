@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from shared.engine.executors.loading.local_work import local_work
 from shared.engine.executors.loading.warm_up import CHECKED_LENS, idle_step
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.executors.step_deadline import StepBudget, step_units
+from shared.engine.executors.step_profile import RecordedSteps, StepProfile
 from shared.engine.executors.step_queue import Answer, StepQueue
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.weights.weight_form import WeightsReport, weights_report
@@ -33,6 +35,9 @@ from shared.kv_layout import KvLayout
 from shared.kv_wire.link import PageLock
 from shared.messages import DevicePeaks
 from shared.numerics import Activations, Mode
+
+NOT_PROFILED = nullcontext()
+PROFILE_S = 30.0  # more time for steps while they are recorded
 
 log = structlog.get_logger(__name__)
 
@@ -95,6 +100,7 @@ class LocalExecutor:
         self._budgets = deque[float]()  # seconds of each step in flight
         self._budget = StepBudget()
         self._clock = MonotonicClock()
+        self._profile: StepProfile | None = None
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=init_step_thread)
         self._copy_thread = ThreadPoolExecutor(1, "engine-copy", initializer=init_copy_thread)
 
@@ -112,7 +118,7 @@ class LocalExecutor:
 
     @property
     def step_extension_s(self) -> float:
-        return self._budget.extension_s
+        return self._budget.extension_s + (PROFILE_S if self._profile is not None else 0.0)
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
         return self._steps.submit(rows, self.depth)
@@ -176,6 +182,19 @@ class LocalExecutor:
         counts: NDArray[np.int64] | None = await self._launch(self.computer.expert_counts)
         return counts
 
+    async def profile(self, num_steps: int, timeout_s: float) -> RecordedSteps:
+        """Steps meanwhile have more time: the first recording loads libraries, and its end waits
+        for all events.
+        """
+        profile = self._profile = StepProfile(num_steps, self.computer.kv_cache.device.type)
+        try:
+            await _on(self._step_thread, profile.start)
+            await profile.complete(timeout_s)
+        finally:
+            await _on(self._step_thread, profile.stop)
+            self._profile = None
+        return await asyncio.to_thread(profile.recorded)
+
     async def close(self) -> None:
         """Waits for the current step and copies."""
         loop = asyncio.get_running_loop()
@@ -197,9 +216,20 @@ class LocalExecutor:
     def _run(self, inputs: StepInputs) -> StepOutput:
         """Runs on the step thread."""
         started = self._clock.now()
-        output = self.computer.run(inputs)
-        self._budget.observe(step_units(inputs), self._clock.now() - started)
+        with self._profiled(inputs):
+            output = self.computer.run(inputs)
+        self._observe(step_units(inputs), self._clock.now() - started)
         return output
+
+    def _profiled(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        """Returns the context in which the step is computed, on the step thread."""
+        profile = self._profile
+        return NOT_PROFILED if profile is None else profile.step(inputs)
+
+    def _observe(self, units: float, elapsed_s: float) -> None:
+        """Steps that are recorded are slower, and say nothing of the pace."""
+        if self._profile is None:
+            self._budget.observe(units, elapsed_s)
 
 
 def _log_groups(layout: KvLayout) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +38,14 @@ from shared.engine.planning.step_work import ModelWorkload
 from shared.engine.sampling.mask_words import Words, allowed_tokens, join_masks, without_banned
 from shared.engine.step import KvRun, SamplingInputs, StepInputs, StepOutput, TokenMask
 from shared.engine.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
+from shared.errors import InvalidRequest
 from shared.kv_layout import KvGroup, KvLayout, PagedKv, Reach, first_seen
 from shared.kv_wire.link import PageLock
 from shared.messages import DevicePeaks, TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
+
+if TYPE_CHECKING:  # it imports torch
+    from shared.engine.executors.step_profile import RecordedSteps
 
 STATE_BYTES = 16
 FIRST_TOKEN_ID = 16  # special tokens are below it: the formula never samples them
@@ -233,6 +238,9 @@ class TimingExecutor:
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
         return None
+
+    async def profile(self, num_steps: int, timeout_s: float) -> RecordedSteps:
+        raise InvalidRequest("steps of this worker are not computed by torch")
 
     async def close(self) -> None:
         if self._last is not None:

@@ -165,7 +165,8 @@ class CudaExecutor(LocalExecutor):
     def _launch_step(self, inputs: StepInputs) -> _Launched:
         """Runs on the step thread."""
         began_at = self._clock.now()
-        read, mark = self._copies.launch(self.computer.launch, inputs)
+        with self._profiled(inputs):
+            read, mark = self._copies.launch(self.computer.launch, inputs)
         return _Launched(read, mark, began_at)
 
     async def _answer(self, launched: Future[_Launched], units: float) -> StepOutput:
@@ -186,7 +187,7 @@ class CudaExecutor(LocalExecutor):
         read, mark, began_at = launched.result()
         mark.event.synchronize()
         output, now = read(), self._clock.now()
-        self._budget.observe(units, now - max(began_at, self._read_at))
+        self._observe(units, now - max(began_at, self._read_at))
         self._read_at = now
         return output, mark
 

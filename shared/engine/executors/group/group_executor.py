@@ -12,6 +12,7 @@ worker leaves the fleet.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -46,7 +47,10 @@ from shared.engine.executors.step_deadline import StepBudget, units_of
 from shared.engine.parallel.links import RankLink
 from shared.engine.step import StepOutput
 from shared.engine.step_plan import decode_result, encode
-from shared.errors import ERROR_BY_CODE, HearthError, StepFailed
+from shared.errors import ERROR_BY_CODE, HearthError, InvalidRequest, StepFailed
+
+if TYPE_CHECKING:  # it imports torch
+    from shared.engine.executors.step_profile import RecordedSteps
 
 _decoder: msgspec.msgpack.Decoder[CommandAnswer] = msgspec.msgpack.Decoder(CommandAnswer)
 
@@ -187,6 +191,9 @@ class GroupExecutor:
                 raise ERROR_BY_CODE.get(code, HearthError)(message)
             case found:
                 return found
+
+    async def profile(self, num_steps: int, timeout_s: float) -> RecordedSteps:
+        raise InvalidRequest("steps of rank processes are not recorded")
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""
