@@ -32,7 +32,9 @@ class StepCounters:
         self.busy_s += now - max(began_at, self._answered_at)
         self._answered_at = now
         counts = [row.num_scheduled_tokens for row in rows]
-        num_logits = len(output.token_ids) + sum(map(len, output.prompt_logprobs.values()))
+        num_logits = len(output.token_ids)
+        if output.prompt_logprobs:
+            num_logits += sum(map(len, output.prompt_logprobs.values()))
         work = self._work.of([row.start for row in rows], counts, num_logits)
         self.traffic_bytes += work.num_bytes
         self.num_operations += work.num_operations

@@ -21,7 +21,7 @@ from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.rank_part import RankPart, whole_model
 from shared.engine.planning.rank_bytes import kv_values_per_token, num_weights, weight_bytes
-from shared.kv_layout import Reach, Window
+from shared.kv_layout import Chunk, Reach, Window
 
 
 class StepWork(NamedTuple):
@@ -57,14 +57,18 @@ class ModelWorkload(msgspec.Struct, frozen=True):
         positions `starts` on; `num_logits` tokens of them have logits.
         """
         num_tokens = sum(counts)
-        num_bytes = self.layer_bytes + self._num_chosen(num_tokens) * self.expert_bytes
-        used = self.layer_weights + self.experts_per_token * self.expert_weights
-        num_operations = 2.0 * num_tokens * used
+        num_bytes, num_operations = self.layer_bytes, 2.0 * num_tokens * self.layer_weights
+        if self.experts_per_token:
+            num_bytes += self._num_chosen(num_tokens) * self.expert_bytes
+            num_operations += 2.0 * num_tokens * self.experts_per_token * self.expert_weights
         if num_logits:
             num_bytes += self.head_bytes
             num_operations += 2.0 * num_logits * self.head_weights
+        num_held = sum(starts) + num_tokens  # keys of all sequences once the step is done
         for each in self.attention:
-            num_keys = _num_keys(each.reach, starts, num_tokens)
+            num_keys = num_held
+            if each.reach is not None:
+                num_keys -= _num_unseen(each.reach, starts)
             num_pairs = num_keys
             if num_tokens != len(counts):
                 num_pairs = _num_pairs(each.reach, starts, counts)
@@ -124,16 +128,12 @@ def _attention(config: ModelConfig, token_bytes: int) -> tuple[AttentionWork, ..
     )
 
 
-def _num_keys(reach: Reach, starts: Sequence[int], num_tokens: int) -> int:
-    """Returns the keys that any query of each sequence sees, in all."""
-    num_keys = sum(starts) + num_tokens
-    match reach:
-        case None:
-            return num_keys
-        case Window(tokens=tokens):  # as `first_seen`, which would be a call for each sequence
-            last = tokens - 1
-            return num_keys - sum([start - last for start in starts if start > last])
-    return num_keys - sum(map(reach.first_seen, starts))
+def _num_unseen(reach: Window | Chunk, starts: Sequence[int]) -> int:
+    """Returns the keys that no query from these positions on sees."""
+    if isinstance(reach, Window):  # as `first_seen`, which would be a call for each sequence
+        last = reach.tokens - 1
+        return sum([start - last for start in starts if start > last])
+    return sum(map(reach.first_seen, starts))
 
 
 def _num_pairs(reach: Reach, starts: Sequence[int], counts: Sequence[int]) -> int:
