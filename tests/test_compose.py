@@ -312,6 +312,12 @@ def test_grace_period_covers_lame_duck_drain_and_stop() -> None:
         assert float(SERVICES[service]["stop_grace_period"].removesuffix("s")) >= leave_s + 10
 
 
+def test_permissions_of_nats_are_those_of_this_release() -> None:
+    shipped = (ROOT / "services/deploy/nats.conf").read_text()
+    command = shipped.partition("\n")[0].removeprefix("# hearth ")
+    assert call_hearth(tuple(command.split()), plain_environ()).stdout == shipped
+
+
 def test_every_service_has_its_own_credential() -> None:
     users = [
         re.search(r"nats://([\w-]+):\$\{(\w+)\}@", service["environment"]["HEARTH_NATS_URL"])
