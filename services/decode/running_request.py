@@ -22,7 +22,7 @@ from shared.engine.batching.sequence import Sequence, SequenceState, build_seque
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
 from shared.numerics import Numerics
-from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
+from shared.output.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_token_ids
 
 # Logprob values of one prompt, sent to the gateway in one message: about 15 bytes each.

@@ -16,7 +16,6 @@ import structlog
 from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.choice_grammars import ChoiceGrammars
 from services.decode.handoff import Handoff
-from services.decode.output_buffer import Output, OutputBuffer
 from services.decode.phase_times import PhaseTimes
 from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
 from services.decode.token_flusher import TokenFlusher
@@ -40,6 +39,7 @@ from shared.messages import (
     StartDecode,
     TokenBatch,
 )
+from shared.output.output_buffer import Output, OutputBuffer
 from shared.subjects import control, resend, start_decode
 from shared.transport.bus import failure_of
 

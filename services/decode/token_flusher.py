@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 from math import inf
 
-from services.decode.output_buffer import OutputBuffer, apart
 from shared.engine.worker import EngineWorker
 from shared.messages import TokenBatch, TokenEntry
+from shared.output.output_buffer import OutputBuffer, apart
 from shared.subjects import tokens
 
 INTERVAL_S = 0.002

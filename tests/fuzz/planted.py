@@ -12,13 +12,13 @@ from hypothesis import Phase, settings
 
 import services.gateway.streams.streams as streams
 from services.decode.active_handoffs import ActiveHandoffs
-from services.decode.output_buffer import OutputBuffer
 from services.decode.service import DecodeService
 from services.gateway.streams.early_entries import EarlyEntries
 from services.gateway.streams.streams import Streams
 from services.kv_index.service import KvIndexService
 from services.prefill.service import PrefillService
 from services.scheduler.request_queues import RequestQueues
+from shared.output.output_buffer import OutputBuffer
 from tests.fuzz.test_bus_messages import test_services_survive_wrong_messages
 from tests.simulation.planted import Bug
 

@@ -45,7 +45,7 @@ from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
 from shared.grammar.thinking import ThinkingBudget
 from shared.messages import Request
-from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
+from shared.output.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 

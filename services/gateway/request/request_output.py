@@ -18,7 +18,7 @@ from services.gateway.structured.tools.parsing.output_assembler import OutputAss
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
-from shared.packed_logprobs import PackedLogprobs
+from shared.output.packed_logprobs import PackedLogprobs
 from shared.telemetry.timeline import Move
 
 MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # tokens of all choices together

@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import overload
 
 from shared.messages import TokenLogprobs
-from shared.packed_logprobs import PackedLogprobs
+from shared.output.packed_logprobs import PackedLogprobs
 
 _TOKEN_BYTES = 8  # id and offset
 

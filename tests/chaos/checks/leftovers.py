@@ -13,7 +13,7 @@ PER_REQUEST = frozenset(
         "services.gateway.streams.stream.CurrentPlacement",
         "services.gateway.streams.stream.Stream",
         "services.scheduler.backlog.QueuedRequest",
-        "services.decode.output_buffer.Output",
+        "shared.output.output_buffer.Output",
         "services.decode.handoff.Handoff",
         "services.decode.running_request.RunningRequest",
         "shared.engine.kv.kv_writer.KvWriter",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.messages import SamplingParams, TokenLogprobs
-from shared.packed_logprobs import PackedLogprobs, packed_bytes
+from shared.output.packed_logprobs import PackedLogprobs, packed_bytes
 
 fp32 = st.floats(width=32, max_value=0)
 tops = st.lists(st.tuples(st.integers(0, 2**32 - 1), fp32), max_size=3)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from shared.errors import UnknownPlacement
 from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
-from shared.packed_logprobs import PackedLogprobs
+from shared.output.packed_logprobs import PackedLogprobs
 
 
 @dataclass(slots=True, eq=False)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.decode.output_buffer import Output, OutputBuffer, apart
 from shared.errors import UnknownPlacement
 from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
+from shared.output.output_buffer import Output, OutputBuffer, apart
 
 P, Q = b"p" * 16, b"q" * 16
 SERVED = Served(num_cached_tokens=3, prefill_worker_id="prefill-1")
