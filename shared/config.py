@@ -182,6 +182,8 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     padding: bool = True
     # origins such as https://example.com whose pages may call, or * for all; empty: none
     cors_origin: tuple[str, ...] = ()
+    # the name of this gateway's site, where its NATS has links to other sites; empty: it has none
+    site: str = ""
 
     @property
     def served_name(self) -> str:
@@ -251,6 +253,8 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     # requests of a parked model gather as long as this time to first token allows, if waking it
     # parks another one in use
     wake_ttft_s: float = 2.0
+    # the name of this scheduler's site, where its NATS has links to other sites; empty: it has none
+    site: str = ""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -17,6 +17,12 @@ The life of a request, by message:
     gateway ◀──TokenBatch──── decode          ResendTokens fills gaps
     gateway ──AckFinished────▶ decode         the last tokens arrived; or AbortRequest
 
+Between sites, where a gateway serves as a decode worker for the other site:
+
+    scheduler ──StartDecode──▶ gateway of the other site, which submits the request there
+    gateway ◀──TokenBatch──── gateway of the other site; ResendTokens, AckFinished, AbortRequest
+    gateway ───SiteState─────▶ gateways and schedulers of every linked site
+
 The life of a model on a host:
 
     scheduler ──WakeModel────▶ host           ModelWaking, or a Failure; also ParkModel
@@ -187,6 +193,7 @@ class Request(Message, frozen=True, kw_only=True):
     numerics: Numerics | None = None
     needs: FeatureNames = ()  # every worker that decodes or prefills it has these
     traceparent: Traceparent | None = None  # the gateway's span; None: not traced
+    origin_site: Name = ""  # the site that it came from over a link; it is not sent on to another
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -829,6 +836,50 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     traffic_bytes: TotalWork = 0.0
     num_operations: TotalWork = 0.0
     peaks: DevicePeaks | None = None  # None: not known, as of CPUs
+
+
+# ── sites ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SiteLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The load of a site's workers for one model, in the fields of WorkerLoad. Without their names
+    it takes a quarter of the bytes.
+    """
+
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_free_blocks: Count = 0
+    num_total_blocks: Count = 0
+    prefill_tokens_in_flight: Count = 0
+    decode_tokens_in_flight: Count = 0
+    num_generated_tokens: Count = 0
+    num_computed_prompt_tokens: Count = 0
+    num_busy_steps: Count = 0
+    busy_s: TotalSeconds = 0.0
+
+
+class SiteModel(msgspec.Struct, frozen=True, array_like=True):
+    """One model at a site: the card of its decode workers, and their load."""
+
+    card: ModelCard
+    load: SiteLoad
+
+
+class SiteState(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """What a gateway of one site takes over from the others, once a second and at once on a loss.
+
+    `gateway_id` is `{site}/{gateway}`. Without a model it only shows that the gateway lives.
+    """
+
+    gateway_id: ProcessId
+    epoch: Epoch
+    sequence_number: Count
+    region: Name = ""
+    models: Annotated[tuple[SiteModel, ...], Meta(max_length=1024)] = ()
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
 
 
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────

@@ -4,11 +4,16 @@
     hearth.v1.{role}.any.{verb}                          any process of a role, by its queue group
     hearth.v1.api.{endpoint}.{client}                    requests of API clients to any gateway
     hearth.v1.api.cancel.{client}.{gateway}              to the gateway that runs the request
+    hearth.v1.site.{site}.{role}.{credential}.{instance}.{verb}      leaves to a process of a site
+    hearth.v1.site.any.{role}.{credential}.{instance}.{verb}         leaves to every linked site
+    hearth.v1.linked.{site}.{role}.{credential}.{instance}.{verb}    came from a site
 
 A process id is `{credential}.{instance}`, or `{credential}` for the only process of a credential;
 its instance on the wire is then `-`. On the wire every subject ends with the sender's credential
 and instance. The sender's permissions enforce the credential, and leave the instance free: the
-processes of one credential (replicas) trust one another.
+processes of one credential (replicas) trust one another. A process of another site is
+`{site}/{process id}`; the accounts of the links (`shared/transport/link_config.py`) turn what a
+site sends into what came from it, so that no site speaks as another.
 
 `permissions()` is the only source of the NATS permission file: a process reads only the commands to
 its credential, its inbox and the public events.
@@ -46,6 +51,8 @@ CredentialRole = Literal[
 
 MAX_REMEMBERED = 8192  # subjects: those of heartbeats come four times a second from each process
 NO_INSTANCE = "-"
+SITE_SEPARATOR = "/"  # no credential and no site has it in its name
+_SITE, _LINKED = f"{PREFIX}.site", f"{PREFIX}.linked"
 NO_REGION = "-"
 _PREFILL_AND_DECODE: tuple[Role, ...] = ("prefill", "decode")
 
@@ -69,6 +76,9 @@ def credential_of(process_id: str) -> str:
 
 
 def command(role: CredentialRole, process_id: str, verb: str) -> str:
+    if SITE_SEPARATOR in process_id:
+        site, name = process_id.split(SITE_SEPARATOR)[:2]
+        return f"{_SITE}.{site}.{role}.{two_tokens(name)}.{verb}"
     return f"{PREFIX}.{role}.{two_tokens(process_id)}.{verb}"
 
 
@@ -226,6 +236,47 @@ def join_ranks(worker_id: str) -> str:
     return f"{PREFIX}.rank.{two_tokens(worker_id)}.join"
 
 
+# links to other sites
+def from_sites(role: Role, process_id: str, verb: str) -> str:
+    """Returns the subject of what processes of other sites send to one process."""
+    return f"{_LINKED}.*.{role}.{two_tokens(process_id)}.{verb}"
+
+
+def state_to_sites(gateway_id: str) -> str:
+    """Carries SiteState, to every linked site."""
+    return f"{_SITE}.{ANY}.gateway.{two_tokens(gateway_id)}.state"
+
+
+# Carries SiteState. Its region is that of the link, in the configuration of this site's servers.
+STATES_OF_SITES = f"{_LINKED}.*.gateway.*.*.state.*"
+
+
+@lru_cache(MAX_REMEMBERED)
+def site_of(wire_subject: str) -> str | None:
+    """Returns the site that a message came from; None for this one."""
+    return wire_subject.split(".")[3] if wire_subject.startswith(f"{_LINKED}.") else None
+
+
+def region_of_site(wire_subject: str) -> str:
+    """Returns the region in a subject of STATES_OF_SITES."""
+    region = wire_subject.split(".")[8]
+    return "" if region == NO_REGION else region
+
+
+def at_site(site: str, process_id: str) -> str:
+    return f"{site}{SITE_SEPARATOR}{process_id}"
+
+
+def is_at_site(process_id: str) -> bool:
+    """Whether the process belongs to another site."""
+    return SITE_SEPARATOR in process_id
+
+
+def gateway_at_site(process_id: str) -> str:
+    """Returns the gateway of `{site}/{gateway}/{model}`, a worker for one model of a site."""
+    return SITE_SEPARATOR.join(process_id.split(SITE_SEPARATOR)[:2])
+
+
 def sent_by(subject: str, process_id: str) -> str:
     return f"{subject}.{two_tokens(process_id)}"
 
@@ -237,12 +288,15 @@ def from_anyone(subject: str) -> str:
 @lru_cache(MAX_REMEMBERED)
 def sender_of(wire_subject: str) -> str:
     _, credential, instance = wire_subject.rsplit(".", 2)
-    return process_id_of(credential, instance)
+    name, site = process_id_of(credential, instance), site_of(wire_subject)
+    return name if site is None else at_site(site, name)
 
 
 def owner_of(subject: str) -> str | None:
     """Returns the process that a command addresses; None for a group."""
     parts = subject.split(".")
+    if len(parts) == 8 and subject.startswith(f"{_SITE}."):
+        return at_site(parts[3], process_id_of(parts[5], parts[6]))
     return process_id_of(parts[3], parts[4]) if len(parts) == 6 else None
 
 
@@ -314,8 +368,26 @@ _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
 }
 
 
-def permissions(role: CredentialRole, credential: str, region: str = "") -> Permissions:
-    """Returns the minimal permissions that the credential's processes need."""
+# What one process sends to another over a link.
+LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (
+    ("decode", "start"),
+    ("decode", "resend"),
+    ("decode", "control"),
+    ("decode", "alive"),
+    ("gateway", "tokens"),
+)
+_SENT_TO_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
+    "gateway": LINKED_COMMANDS[1:],
+    "scheduler": (LINKED_COMMANDS[0], *LINKED_COMMANDS[2:4]),
+}
+
+
+def permissions(
+    role: CredentialRole, credential: str, region: str = "", *, is_linked: bool = False
+) -> Permissions:
+    """Returns the minimal permissions that the credential's processes need. `is_linked`: its site
+    has links to others.
+    """
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
         commands: tuple[str, ...] = (_TRACE, READ_FLEET, _FLEET, _LIST_MODELS)
@@ -347,6 +419,12 @@ def permissions(role: CredentialRole, credential: str, region: str = "") -> Perm
     if role in ("worker", *_PREFILL_AND_DECODE):
         publish.append(join_ranks(any_instance))
         shared.append(join_ranks(any_instance))
+    if is_linked and role in _SENT_TO_SITES:
+        publish += [f"{_SITE}.*.{each}.*.*.{verb}" for each, verb in _SENT_TO_SITES[role]]
+        shared.append(STATES_OF_SITES)
+        if role == "gateway":
+            publish.append(state_to_sites(any_instance))
+            shared += [from_sites(each, any_instance, verb) for each, verb in LINKED_COMMANDS]
     return Permissions(
         publish=tuple(sent_by(subject, any_instance) for subject in publish),
         subscribe=(own_inbox, *map(from_anyone, shared)),

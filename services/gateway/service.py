@@ -24,6 +24,7 @@ from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.submission import Submission
+from services.gateway.sites.site_service import SiteService
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.tenancy import Tenancy
@@ -131,6 +132,7 @@ class GatewayService:
             on_slow_client=metrics.count_slow_client,
         )
         self._nats_api = None if clients is None else self._api_over(clients)
+        self._sites = self._site_service() if config.site else None
         self._watch()
 
     def _dialect_parts(self) -> DialectParts:
@@ -184,6 +186,16 @@ class GatewayService:
             started_at=self._wall_clock(),
         )
 
+    def _site_service(self) -> SiteService:
+        return SiteService(
+            self._config,
+            self._bus,
+            self._clock,
+            self._health_monitor,
+            self._driver,
+            check_capacity=self.capacity.check,
+        )
+
     def _watch(self) -> None:
         """Exports what the parts count themselves."""
         metrics, models = self.metrics, self._models
@@ -234,6 +246,8 @@ class GatewayService:
         if self._nats_api is not None:
             await self._nats_api.start(lambda: self._cluster_readiness().ready)
         await self._health_monitor.transition_to("ready")
+        if self._sites is not None:
+            await self._sites.start()
         log.info("listening", http_address=self.http_address)
 
     async def drain(self) -> None:
@@ -245,6 +259,8 @@ class GatewayService:
         if self._nats_api is not None:
             await self._nats_api.leave()  # NATS sends to other gateways from now on
         await self._health_monitor.transition_to("draining")
+        if self._sites is not None:
+            await self._sites.leave()
         await self._clock.sleep(self._config.lame_duck_s)
         self.capacity.is_draining = True
         await self._operator.feed.close()
@@ -261,6 +277,8 @@ class GatewayService:
         if self._nats_api is not None:
             await self._nats_api.stop()
         await self._background.stop()
+        if self._sites is not None:
+            await self._sites.stop()
         await self._driver.stop()
         self._rejection_log.log_new()
         await self.dialects.stop()

@@ -405,12 +405,16 @@ class LocalCluster:
 
     def _nats_spec(self, binary: str) -> ProcessSpec:
         host, port = self._endpoints.nats_host, self._endpoints.nats_port
-        text = nats_config(self._identity.credentials, host=host, port=port)
+        links = self._options.links
+        text = nats_config(self._identity.credentials, host=host, port=port, links=links)
         path = self._state.write_secret("nats.conf", text)
         return ProcessSpec(
             process_id="nats",
             argv=(binary, "-c", str(path), "-P", str(self._state.path / "nats.pid")),
-            environ=nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0))),
+            environ={
+                **nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0))),
+                **self._options.link_seeds,
+            },
             listens_on=(host, port),
         )
 
@@ -445,4 +449,5 @@ class LocalCluster:
             nats_host=self._endpoints.nats_host,
             nats_port=self._endpoints.nats_port,
             credentials=self._identity.credentials,
+            links=self._options.links,
         )

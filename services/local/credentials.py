@@ -14,6 +14,7 @@ import msgspec
 from shared.errors import ConfigError
 from shared.nats_urls import authority, user_of
 from shared.subjects import CredentialRole, process_id_of, random_instance
+from shared.transport.link_config import SiteLinks
 from shared.transport.nkeys import UserKey
 from shared.transport.server_config import NatsUser, NkeyUser, nats_server_config
 
@@ -68,11 +69,13 @@ def process_id_for(
     return process_id_of(name, random_instance() if instance is None else instance)
 
 
-def nats_config(credentials: Sequence[Credential], *, host: str, port: int) -> str:
+def nats_config(
+    credentials: Sequence[Credential], *, host: str, port: int, links: SiteLinks | None = None
+) -> str:
     users = [
         NatsUser(each.role, each.process_id, each.password, each.region) for each in credentials
     ]
-    return nats_server_config(users, host=host, port=port)
+    return nats_server_config(users, host=host, port=port, links=links)
 
 
 def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: int) -> str:
@@ -92,19 +95,27 @@ def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: 
 
 
 def nats_config_with_nkeys(
-    named: Sequence[Credential], seeds: Path, *, host: str, port: int
+    named: Sequence[Credential],
+    seeds: Path,
+    *,
+    host: str,
+    port: int,
+    links: SiteLinks | None = None,
 ) -> str:
     """Returns a configuration without secrets: each user by the public key of `seeds`/NAME.nk,
     which is created if it is missing. Raises ConfigError.
     """
     users = [
-        NkeyUser(each.role, each.process_id, _key(seeds / f"{each.process_id}.nk"), each.region)
+        NkeyUser(
+            each.role, each.process_id, created_key(seeds / f"{each.process_id}.nk"), each.region
+        )
         for each in named
     ]
-    return nats_server_config(users, host=host, port=port)
+    return nats_server_config(users, host=host, port=port, links=links)
 
 
-def _key(path: Path) -> UserKey:
+def created_key(path: Path) -> UserKey:
+    """Returns the key of a seed's file, which is created if it is missing. Raises ConfigError."""
     if path.exists():
         return UserKey.of_file(path)
     key = UserKey.create()
@@ -137,10 +148,10 @@ def _password_variable(process_id: str) -> str:
     return f"$HEARTH_{process_id.upper().replace('-', '_')}_PASSWORD"
 
 
-def check_name(process_id: str) -> None:
+def check_name(name: str, kind: str = "process id") -> None:
     """Checks a name for subjects and nats-server's configuration. Raises ConfigError."""
-    if not _NAME.fullmatch(process_id):
-        raise ConfigError(f"process id {process_id!r} may have letters, digits, - and _ only")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{kind} {name!r} may have letters, digits, - and _ only")
 
 
 def check_region(region: str) -> None:

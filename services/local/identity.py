@@ -115,8 +115,13 @@ def with_kept_passwords(
     """Returns the planned credentials; those that are kept for the same process have its
     password.
     """
-    known = {(each.role, each.process_id): each for each in kept}
-    return tuple(known.get((each.role, each.process_id), each) for each in planned)
+    known = {(each.role, each.process_id): each.password for each in kept}
+    return tuple(
+        msgspec.structs.replace(
+            each, password=known.get((each.role, each.process_id), each.password)
+        )
+        for each in planned
+    )
 
 
 def with_other_kept(

@@ -65,7 +65,9 @@ def _grant(credential: Credential, directory: Path, state: LocalClusterState) ->
     if any(each.process_id == credential.process_id for each in state.credentials):
         raise ConfigError(f"process id {credential.process_id!r} is taken in this cluster")
     grown = msgspec.structs.replace(state, credentials=(*state.credentials, credential))
-    text = nats_config(grown.credentials, host=state.nats_host, port=state.nats_port)
+    text = nats_config(
+        grown.credentials, host=state.nats_host, port=state.nats_port, links=state.links
+    )
     write_secret(directory / "nats.conf", text)
     save_credentials(directory, grown.credentials)
     save(directory, grown)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.local.credentials import Credential, random_process_id
+from services.local.credentials import Credential, check_region, random_process_id
 from services.local.model_list import NamedModel
 from services.local.processes.child_processes import ProcessSpec
 from services.local.processes.environ import thread_environ
@@ -33,6 +33,7 @@ from shared.numerics import ACTIVATIONS, KV_DTYPES
 from shared.sizes import parse_size_or_share
 from shared.subjects import NO_INSTANCE, CredentialRole
 from shared.tls import TlsFiles
+from shared.transport.link_config import SiteLinks
 
 _COMMANDS: dict[CredentialRole, str] = {
     "gateway": "gateway",
@@ -97,6 +98,9 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     experts: str = "auto"  # ep or tp, of every worker of several ranks
     log_level: str = "info"
     log_format: str = "auto"
+    region: str = ""  # of all processes
+    links: SiteLinks | None = None  # to other sites
+    link_seeds: dict[str, str] = {}  # of the links that this site opens, by variable
     models: tuple[NamedModel, ...] = ()  # several: a host runs their workers, by the model registry
 
     def tp_of(self, role: CredentialRole) -> int:
@@ -137,6 +141,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_options(options: UpOptions) -> None:
     """Checks all options. Raises a ConfigError that names every problem."""
+    check_region(options.region)
     counts = {
         "prefill": options.num_prefill,
         "decode": options.num_decode,
@@ -177,6 +182,8 @@ def check_options(options: UpOptions) -> None:
         problems.append(f"--kv-dtype {options.kv_dtype!r} is none of {names}")
     if options.nats_port is not None and options.nats_url is not None:
         problems.append("--nats-port is of the NATS that is started: --nats names a running one")
+    if options.links is not None and options.nats_url is not None:
+        problems.append("--link is of the NATS that is started: --nats names a running one")
     log_fields = log_problems(options.log_level, options.log_format)
     problems += [f"--{each.replace('_', '-', 1)}" for each in log_fields]
     if options.chat_template and not Path(options.chat_template).is_file():
@@ -304,7 +311,9 @@ def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
     counts = (("kv_index", 1), ("scheduler", 1), *workers, ("gateway", 1))
     return tuple(
         Credential(
-            role, f"{role}-{number}" if options.nats_url is None else random_process_id(role)
+            role,
+            f"{role}-{number}" if options.nats_url is None else random_process_id(role),
+            region=options.region,
         )
         for role, count in counts
         for number in range(1, count + 1)
@@ -395,6 +404,10 @@ def _service(
     arguments = ["--process-id", credential.process_id, "--instance", NO_INSTANCE]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
     arguments += ["--log-level", options.log_level, "--log-format", options.log_format]
+    if options.region:
+        arguments += ["--region", options.region]
+    if options.links is not None and credential.role in ("gateway", "scheduler"):
+        arguments += ["--site", options.links.site]
     if options.models and credential.role == "gateway":
         arguments += ["--model-dir", ""]
     elif device is not None or credential.role == "gateway":

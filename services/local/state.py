@@ -36,6 +36,7 @@ from services.local.state_home import state_home
 from shared.errors import ConfigError
 from shared.lifecycle.socket_directory import make_socket_directory
 from shared.subjects import CredentialRole
+from shared.transport.link_config import SiteLinks
 from shared.transport.wire_errors import UNREADABLE
 
 _LOCK = "lock"
@@ -59,6 +60,7 @@ class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
     nats_port: int = 0
     redis_url: str = ""
     credentials: tuple[Credential, ...] = ()
+    links: SiteLinks | None = None  # to other sites
 
     def nats_url_of(self, role: CredentialRole) -> str | None:
         """Returns the URL with the first credential of this role, or None without one, as with an

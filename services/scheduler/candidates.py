@@ -48,6 +48,12 @@ class Candidates:
         excluded = self._starts.excluded(ticket, now)
         return self._has_worker(ticket, num_context_tokens(ticket.request), excluded)
 
+    def has_local(self, ticket: QueuedRequest, now: float) -> bool:
+        """Whether such a worker is one of this site."""
+        excluded = self._starts.excluded(ticket, now)
+        size = num_context_tokens(ticket.request)
+        return self._has_worker(ticket, size, excluded, is_local=True)
+
     def has_excluded(self, ticket: QueuedRequest) -> bool:
         """Whether a live worker could decode the request if none were excluded: for a request
         without a worker, such a worker is never tried for it.
@@ -68,7 +74,12 @@ class Candidates:
         return NoCapacity(message, retry_after_s=RETRY_AFTER_S)
 
     def _has_worker(
-        self, ticket: QueuedRequest, num_tokens: int, excluded: Collection[str]
+        self,
+        ticket: QueuedRequest,
+        num_tokens: int,
+        excluded: Collection[str],
+        *,
+        is_local: bool = False,
     ) -> bool:
         queue = ticket.queue
         return self._workers.has_worker(
@@ -77,6 +88,7 @@ class Candidates:
             queue.regions,
             num_context_tokens=num_tokens,
             features=queue.needs,
+            is_local=is_local or bool(ticket.request.origin_site),
         )
 
 

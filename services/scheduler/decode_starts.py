@@ -49,9 +49,11 @@ class DecodeStarts:
         *,
         on_late: Callable[[QueuedRequest, Target, bytes], None],
         abandon: Callable[[str, bytes], None],
+        site: str = "",
     ) -> None:
         """Calls `on_late(ticket, target, placement_id)` when a worker has started the request after
-        its timeout, and `abandon(worker_id, placement_id)` to abort a placement.
+        its timeout, and `abandon(worker_id, placement_id)` to abort a placement. `site` is the name
+        of this site for others.
         """
         self._requests = requests
         self._workers = workers
@@ -59,6 +61,7 @@ class DecodeStarts:
         self._randomness = randomness
         self._on_late = on_late
         self._abandon = abandon
+        self._site = site
         self._silent_workers = SilentWorkers()
 
     async def start(
@@ -114,9 +117,13 @@ class DecodeStarts:
         remaining_s = ticket.deadline_at - self._clock.now()
         if remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed while the request was placed")
+        request = msgspec.structs.replace(ticket.request, deadline_s=remaining_s)
+        if subjects.is_at_site(target.decode_id):
+            owner = subjects.at_site(self._site, request.gateway_id)
+            request = msgspec.structs.replace(request, gateway_id=owner)
         return StartDecode(
             placement_id=placement_id,
-            request=msgspec.structs.replace(ticket.request, deadline_s=remaining_s),
+            request=request,
             prefill_candidates=target.prefill_candidates,
         )
 

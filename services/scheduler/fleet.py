@@ -6,8 +6,8 @@ worker. An assignment counts until a heartbeat arrives that includes its load.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.backlog import ModelKey, QueueKey, model_key
 from services.scheduler.placement import ModelWorkers, RequestSize, Target
@@ -15,6 +15,7 @@ from services.scheduler.throughput import ModelThroughput, Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
+from shared.subjects import is_at_site
 
 # A heartbeat includes an assignment that was confirmed this long before the heartbeat's arrival.
 SETTLED_S = 0.05
@@ -58,18 +59,22 @@ class _ModelTables:
 
     def __init__(self) -> None:
         self.decodes, self.prefills = WorkerTable(), WorkerTable()
+        self.sites = WorkerTable()  # gateways of other sites, which decode and prefill there
         self.speeds = ModelThroughput()
 
     def put(self, known: _KnownWorker) -> None:
+        if is_at_site(known.worker.worker_id):
+            self.sites.put(known.worker)
+            return
         if "decode" in known.roles:
             self.decodes.put(known.worker)
         if "prefill" in known.roles:
             self.prefills.put(known.worker)
 
     def leave_roles(self, worker_id: str) -> None:
-        """Removes a worker from both tables. Its speed stays: it is the same in another role."""
-        self.decodes.remove(worker_id)
-        self.prefills.remove(worker_id)
+        """Removes a worker from its tables. Its speed stays: it is the same in another role."""
+        for table in (self.decodes, self.prefills, self.sites):
+            table.remove(worker_id)
 
     def remove(self, worker_id: str) -> None:
         self.leave_roles(worker_id)
@@ -77,7 +82,7 @@ class _ModelTables:
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self.decodes) or len(self.prefills))
+        return not (len(self.decodes) or len(self.prefills) or len(self.sites))
 
 
 class WorkerFleet:
@@ -85,8 +90,12 @@ class WorkerFleet:
     place requests.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(
+        self, fleet: Fleet, round_trip_s: Callable[[str], float] = lambda worker_id: 0.0
+    ) -> None:
+        """`round_trip_s` returns the round trip to a worker of another site."""
         self._fleet = fleet
+        self._round_trip_s = round_trip_s
         self._known: dict[str, _KnownWorker] = {}
         self._models: dict[ModelKey, _ModelTables] = {}
 
@@ -114,6 +123,15 @@ class WorkerFleet:
             return ModelWorkers(WorkerTable(), WorkerTable(), 0.0)
         return ModelWorkers(workers.decodes, workers.prefills, workers.speeds.handoff_overhead_s)
 
+    def serving_elsewhere(self, model: ModelKey) -> ModelWorkers | None:
+        """Returns the gateways of other sites that serve the model, or None without any. Their
+        sites choose the workers.
+        """
+        workers = self._models.get(model)
+        if workers is None or not len(workers.sites):
+            return None
+        return ModelWorkers(workers.sites, WorkerTable(), 0.0)
+
     def has_worker(
         self,
         model: ModelKey,
@@ -122,15 +140,21 @@ class WorkerFleet:
         *,
         num_context_tokens: int = 0,
         features: tuple[str, ...] = (),
+        is_local: bool = False,
     ) -> bool:
         """Whether any worker with `features` and a context of so many tokens could decode if it had
-        room.
+        room. `is_local`: workers of other sites do not count.
         """
         workers = self._models.get(model)
         if workers is None:
             return False
-        return workers.decodes.has_any(
-            regions, but=excluded, num_context_tokens=num_context_tokens, features=features
+        tables = (workers.decodes,) if is_local else (workers.decodes, workers.sites)
+        return any(
+            table.has_any(
+                regions, but=excluded, num_context_tokens=num_context_tokens, features=features
+            )
+            for table in tables
+            if len(table)
         )
 
     def numerics_mismatches(
@@ -143,18 +167,25 @@ class WorkerFleet:
         workers = self._models.get(queue.served)
         if workers is None or queue.numerics is None:
             return []
-        return workers.decodes.numerics_mismatches(
-            str(queue.numerics),
-            needs.num_context_tokens,
-            queue.regions,
-            but=excluded,
-            features=queue.needs,
-        )
+        return [
+            worker_id
+            for table in (workers.decodes, workers.sites)
+            for worker_id in table.numerics_mismatches(
+                str(queue.numerics),
+                needs.num_context_tokens,
+                queue.regions,
+                but=excluded,
+                features=queue.needs,
+            )
+        ]
 
     def smallest_context(self, model: ModelKey, num_tokens: int) -> int:
         """Returns the smallest context of at least `num_tokens` of a live decode worker, or 0."""
         workers = self._models.get(model)
-        return 0 if workers is None else workers.decodes.smallest_context(num_tokens)
+        if workers is None:
+            return 0
+        here = workers.decodes.smallest_context(num_tokens)
+        return here or workers.sites.smallest_context(num_tokens)
 
     def assign(self, target: Target, needs: RequestSize, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None
@@ -206,7 +237,10 @@ class WorkerFleet:
         workers = self._models.get(model)
         if workers is None:
             workers = self._models[model] = _ModelTables()
-        worker = _worker_of(heartbeat, card, load, workers.speeds.observe(worker_id, load), now)
+        speed = workers.speeds.observe(worker_id, load)
+        if is_at_site(worker_id):
+            speed = replace(speed, step_s=speed.step_s + self._round_trip_s(worker_id))
+        worker = _worker_of(heartbeat, card, load, speed, now)
         if known is None:
             known = self._known[worker_id] = _KnownWorker(model, heartbeat.roles, worker)
         known.worker = worker

@@ -40,6 +40,7 @@ from services.scheduler.worker_table import WorkerTable, code_of
 MAX_COST_RATIO = 2.0
 NEAR_DEEPEST = 0.9  # prefixes this close to the longest count as equally long
 MAX_PREFILL_CANDIDATES = 3
+HOME_WAIT_S = 0.25  # besides the round trip: bursts below the capacity of a site stay there
 
 RandomBelow = Callable[[int], int]  # uniform in [0, limit)
 
@@ -107,6 +108,13 @@ def place(
     """
     decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, random_below)
     return decision.target(excluded)
+
+
+def leaves_home(waited_s: float, round_trip_s: float, *, is_served_here: bool) -> bool:
+    """Whether a request without room at its site may be placed at another one, which is
+    `round_trip_s` away: no worker here could decode it, or it has waited for longer than that.
+    """
+    return not is_served_here or waited_s >= HOME_WAIT_S + round_trip_s
 
 
 class Decision:

@@ -24,7 +24,14 @@ from services.scheduler.candidates import Candidates, size_of
 from services.scheduler.compiled_loops import use_compiled_loops
 from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
+from services.scheduler.placement import (
+    LocalPrefill,
+    ModelWorkers,
+    RequestSize,
+    Target,
+    leaves_home,
+    place,
+)
 from services.scheduler.request_queues import RequestQueues, num_context_tokens
 from services.scheduler.residency.keeper import ResidencyKeeper
 from services.scheduler.residency.policies import policy_of
@@ -61,6 +68,7 @@ from shared.messages import (
 )
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
+from shared.sites.linked_sites import LinkedSites
 from shared.transport.bus import Bus, Unsubscribe, failure_of
 
 log = structlog.get_logger(__name__)
@@ -100,7 +108,9 @@ class SchedulerService:
         self._clock = clock
         self._randomness = randomness
         self._queues = RequestQueues(config.max_queued_requests, config.max_queued_tokens)
-        self._workers = WorkerFleet(self.health_monitor.fleet)
+        self._workers = WorkerFleet(
+            self.health_monitor.fleet, self.health_monitor.requests.round_trips.mean_s
+        )
         self._role_changes = RoleChanges(config, self._workers, self._requests)
         self._local_prefill = LocalPrefill(
             always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
@@ -112,6 +122,7 @@ class SchedulerService:
             randomness,
             on_late=self._started_late,
             abandon=self._abandon,
+            site=config.site,
         )
         self._candidates = Candidates(self._workers, self._starts)
         self._blocked = BlockedQueues()
@@ -139,6 +150,8 @@ class SchedulerService:
         self.health_monitor.on_lost(self._peer_lost)
         self.health_monitor.on_heartbeat(self._on_heartbeat)
         await self.health_monitor.start()
+        if self._config.site:
+            await LinkedSites(self._bus, self.health_monitor, self._clock).start()
         own_cancel = subjects.cancel(self._bus.process_id)
         await self._bus.subscribe(own_cancel, CancelQueued, self._cancel)
         own_submit = subjects.submit_to(self._bus.process_id)
@@ -204,8 +217,9 @@ class SchedulerService:
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         now = self._clock.now()
         self._workers.on_heartbeat(heartbeat, now)
-        self._role_changes.on_heartbeat(heartbeat, now)
-        self._residency.on_heartbeat(heartbeat)
+        if not subjects.is_at_site(heartbeat.process_id):
+            self._role_changes.on_heartbeat(heartbeat, now)
+            self._residency.on_heartbeat(heartbeat)
         if heartbeat.model is None or heartbeat.load is None:  # the sender is no worker
             return
         if self._on_first_worker is not None:
@@ -361,20 +375,38 @@ class SchedulerService:
             self._decide_residency(now)
             return None
         excluded = self._starts.excluded(ticket, now)
-        target = place(
+        excluded.update(self._workers.numerics_mismatches(ticket.queue, needs, excluded))
+        find = partial(
+            place,
             needs,
-            self._workers.serving(ticket.queue.served),
-            num_cached_blocks,
+            num_cached_blocks=num_cached_blocks,
             local_prefill=self._local_prefill,
             now=now,
             random_below=self._randomness.below,
-            excluded=excluded.union(
-                tried, self._workers.numerics_mismatches(ticket.queue, needs, excluded)
-            ),
+            excluded=excluded | tried,
         )
+        target = find(workers=self._workers.serving(ticket.queue.served))
+        if target is None:
+            elsewhere = self._elsewhere(ticket, now)
+            target = None if elsewhere is None else find(workers=elsewhere)
         if target is None:
             self._block(ticket, needs)
         return target
+
+    def _elsewhere(self, ticket: QueuedRequest, now: float) -> ModelWorkers | None:
+        """Returns the sites for a request that found no room here, or None if it waits here."""
+        if ticket.request.origin_site:
+            return None
+        elsewhere = self._workers.serving_elsewhere(ticket.queue.served)
+        if elsewhere is None:
+            return None
+        round_trips = self._requests.round_trips
+        may_leave = not ticket.is_queueable or leaves_home(
+            now - ticket.queued_at,
+            min(map(round_trips.mean_s, elsewhere.decodes.ids)),
+            is_served_here=self._candidates.has_local(ticket, now),
+        )
+        return elsewhere if may_leave else None
 
     def _block(self, ticket: QueuedRequest, needs: RequestSize) -> None:
         """Requeues the ticket until a worker opens or a heartbeat reports room. Raises Overloaded

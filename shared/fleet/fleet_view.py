@@ -87,6 +87,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     oldest_wait_s: float | None = None
     num_handoffs_in_flight: int | None = None
     saved_kv_bytes: int | None = None
+    round_trip_s: float | None = None  # to a gateway of another site
 
     @property
     def is_worker(self) -> bool:

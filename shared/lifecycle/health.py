@@ -28,6 +28,7 @@ from math import inf
 from shared.messages import Heartbeat, Role
 
 HEARTBEAT_INTERVAL_S = 0.25
+SITE_INTERVAL_S = 1.0  # what a site sends to others
 LATE_S = 0.3  # time since the last heartbeat, before the peer gets a request
 MAX_ECHO_GAP_S = 0.5  # a longer gap means that the bus was disconnected
 SILENCE_LIMIT_S = 1.0  # four missed heartbeats
@@ -82,11 +83,21 @@ class Peer:
 
     @property
     def late_s(self) -> float:
-        return LATE_S if self.heartbeat.starting is None else START_LATE_S
+        return LATE_S * self._slowness if self.heartbeat.starting is None else START_LATE_S
 
     @property
     def silence_limit_s(self) -> float:
-        return SILENCE_LIMIT_S if self.heartbeat.starting is None else START_SILENCE_LIMIT_S
+        if self.heartbeat.starting is not None:
+            return START_SILENCE_LIMIT_S
+        return SILENCE_LIMIT_S * self._slowness
+
+    @property
+    def _slowness(self) -> float:
+        """The interval of this peer's heartbeats, over that of a process of this site."""
+        interval_s = self.heartbeat.interval_s
+        if interval_s <= HEARTBEAT_INTERVAL_S:
+            return 1.0
+        return min(interval_s, SITE_INTERVAL_S) / HEARTBEAT_INTERVAL_S
 
 
 class Fleet:

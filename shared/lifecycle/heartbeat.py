@@ -136,7 +136,7 @@ class HealthMonitor:
             await self._bus.serve(
                 own, ListHostModels, lambda each: self._announced.page(each.first)
             )
-        await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat, gather_s=GATHER_S)
+        await self._bus.subscribe(HEARTBEATS, Heartbeat, self.observe, gather_s=GATHER_S)
         self._background.start_own(self._beat())
         self._background.start_own(self._watch())
         self._background.start_own(self._measure())
@@ -163,7 +163,8 @@ class HealthMonitor:
     def uptime_s(self) -> float:
         return self._clock.now() - self._started_at
 
-    def _on_heartbeat(self, message: Heartbeat) -> None:
+    def observe(self, message: Heartbeat) -> None:
+        """Takes a heartbeat: of a process of this site, or made of the state of another site."""
         if message.process_id == self._bus.process_id and message.epoch != self.epoch:
             self._on_same_name(message)
             return

@@ -67,6 +67,19 @@ class RoundTrips:
         known = self._peers.get(peer)
         return UNKNOWN_S if known is None else known.round_trip.estimate_s
 
+    def mean_s(self, peer: str) -> float:
+        """Returns the mean round trip to `peer`, or UNKNOWN_S if it is not measured."""
+        measured_s = self.measured_s(peer)
+        return UNKNOWN_S if measured_s is None else measured_s
+
+    def measured_s(self, peer: str) -> float | None:
+        known = self._peers.get(peer)
+        return None if known is None else known.round_trip.mean_s
+
+    def use(self, peer: str, now: float) -> None:
+        """Keeps a peer in use, so that it is probed."""
+        self._take(peer).used_at = now
+
     def wait_s(
         self,
         peer: str,

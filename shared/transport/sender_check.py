@@ -1,5 +1,5 @@
 """Checks that a message names its true sender, which the server enforces in the subject; for a
-heartbeat also roles and region.
+heartbeat also roles and region, and for what came over a link the site.
 """
 
 from __future__ import annotations
@@ -8,8 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.errors import SenderMismatch
-from shared.messages import Heartbeat, Message
-from shared.subjects import announced_by, owner_of, sender_of
+from shared.messages import Heartbeat, Message, SiteState, StartDecode
+from shared.subjects import (
+    announced_by,
+    gateway_at_site,
+    is_at_site,
+    owner_of,
+    region_of_site,
+    sender_of,
+    site_of,
+)
 
 Decode = Callable[[bytes], Any]
 
@@ -23,11 +31,15 @@ class SenderCheck:
     def checked(self, decode: Decode, wire_subject: str) -> Decode:
         """Returns a decoder for bytes from `wire_subject`; it also raises SenderMismatch."""
 
+        site = site_of(wire_subject)
+
         def decode_checked(data: bytes) -> Any:
             message = decode(data)
             self._check(message, sender_of(wire_subject))
             if isinstance(message, Heartbeat):
                 self._check_announcement(message, wire_subject)
+            elif site is not None:
+                self._check_site(message, site, wire_subject)
             return message
 
         return decode_checked
@@ -52,8 +64,29 @@ class SenderCheck:
             allowed = f"{', '.join(roles)} in {region!r}"
             raise SenderMismatch(f"{message.process_id} claims {claimed}; its subject is {allowed}")
 
+    def _check_site(self, message: Message, site: str, wire_subject: str) -> None:
+        """Checks what came over a link: the owner of a request, and the region of a site, which is
+        in the configuration of this site's servers.
+        """
+        reason = None
+        if isinstance(message, StartDecode):
+            owner = message.request.gateway_id
+            if not owner.startswith(f"{site}/"):
+                reason = f"site {site} sent a request of {owner}"
+        elif isinstance(message, SiteState):
+            region = region_of_site(wire_subject)
+            if message.region != region:
+                claimed, linked = message.region or "none", region or "none"
+                reason = f"site {site} claims the region {claimed}; that of its link is {linked}"
+        if reason is not None:
+            self.num_sender_mismatches += 1
+            raise SenderMismatch(reason)
+
     def _check(self, message: Message, sender_id: str) -> None:
-        if message.sender_id not in (None, sender_id):
+        named = message.sender_id
+        if named is not None and is_at_site(named):  # a gateway's worker for one model
+            named = gateway_at_site(named)
+        if named not in (None, sender_id):
             self.num_sender_mismatches += 1
             name = type(message).__name__
             raise SenderMismatch(f"{sender_id} sent a {name} that names {message.sender_id}")

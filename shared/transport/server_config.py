@@ -1,4 +1,5 @@
-"""The configuration of a nats-server: an account for the processes, and one for API clients.
+"""The configuration of a nats-server: an account for the processes, one for API clients, and one
+for each link to another site.
 
 Messages do not cross accounts. A gateway has a connection to each: what a client sends neither
 reaches a process nor waits in front of the messages of processes.
@@ -12,6 +13,7 @@ import msgspec
 
 from shared.nats_urls import api_user, authority
 from shared.subjects import CredentialRole, Permissions, api_permissions, permissions
+from shared.transport.link_config import SiteLinks
 from shared.transport.nkeys import API_KEY, UserKey
 
 PROCESSES, CLIENTS = "HEARTH", "API"  # accounts
@@ -47,9 +49,12 @@ class Login(msgspec.Struct, frozen=True):
     allowed: Permissions
 
 
-def logins(role: CredentialRole, credential: str, region: str = "") -> Iterator[Login]:
+def logins(
+    role: CredentialRole, credential: str, region: str = "", *, is_linked: bool = False
+) -> Iterator[Login]:
     account = CLIENTS if role == "client" else PROCESSES
-    yield Login(account, credential, permissions(role, credential, region))
+    allowed = permissions(role, credential, region, is_linked=is_linked)
+    yield Login(account, credential, allowed)
     if role == "gateway":
         yield Login(CLIENTS, api_user(credential), api_permissions(credential))
 
@@ -60,17 +65,22 @@ def nats_server_config(
     host: str,
     port: int,
     max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+    links: SiteLinks | None = None,
 ) -> str:
-    """Returns a nats-server configuration.
+    """Returns a nats-server configuration, with the links of its site if there are any.
 
     The user name is the first token of the process id, so no process can impersonate one of another
     credential. A gateway's user among the clients has its password.
     """
     entries: dict[str, list[str]] = {PROCESSES: [], CLIENTS: []}
     for user in users:
-        for login in logins(user.role, user.credential, user.region):
+        found = logins(user.role, user.credential, user.region, is_linked=links is not None)
+        for login in found:
             entries[login.account].append(user_entry(_identity(user, login), login.allowed))
-    return server_options(host, port, max_payload_bytes) + accounts_block(entries)
+    options = server_options(host, port, max_payload_bytes)
+    if links is None:
+        return options + accounts_block(entries)
+    return options + accounts_block(entries, links) + links.leafnodes_block()
 
 
 def _identity(user: NatsUser | NkeyUser, login: Login) -> str:
@@ -94,12 +104,16 @@ def server_options(host: str, port: int, max_payload_bytes: int) -> str:
     )
 
 
-def accounts_block(entries: dict[str, list[str]]) -> str:
+def accounts_block(entries: dict[str, list[str]], links: SiteLinks | None = None) -> str:
     limits = {CLIENTS: f"limits {{max_payload: {CLIENT_PAYLOAD_BYTES}}}, "}
+    crossings = {} if links is None else {PROCESSES: f"\n{links.process_account_fields()}  "}
     accounts = "".join(
-        f"  {name} {{{limits.get(name, '')}users: [\n{chr(10).join(users)}\n  ]}}\n"
+        f"  {name} {{{limits.get(name, '')}users: [\n{chr(10).join(users)}\n  ]"
+        f"{crossings.get(name, '')}}}\n"
         for name, users in entries.items()
     )
+    for name, body in () if links is None else links.link_accounts(PROCESSES):
+        accounts += f"  {name} {{\n{body}  }}\n"
     return f"accounts {{\n{accounts}}}\n"
 
 

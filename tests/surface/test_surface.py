@@ -98,6 +98,9 @@ def test_subjects() -> None:
         for region in ("", "eu"):
             lines.append(f"{role} in region {region!r}")
             lines += _permission_lines(permissions(role, "c", region))
+    for role in ("gateway", "scheduler"):
+        lines.append(f"{role} of a site with links")
+        lines += _permission_lines(permissions(role, "c", is_linked=True))
     lines += ["gateway to its API clients", *_permission_lines(api_permissions("g"))]
     check_record("subjects.txt", "\n".join(lines))
 

@@ -12,6 +12,7 @@ from services.cli.operators.audited import audited
 from services.cli.options import OPERATE, among
 from shared.errors import ConfigError
 from shared.subjects import CredentialRole
+from shared.transport.link_config import DEFAULT_LEAF_PORT
 
 if TYPE_CHECKING:
     from services.local.join import NewCredential
@@ -117,6 +118,22 @@ def nats_config(
             "directory, created if it is missing: nats://NAME@HOST:PORT?seed=NAME.nk",
         ),
     ] = None,
+    site: Annotated[
+        str, typer.Option(metavar="NAME", help="The name of this site, which --link needs.")
+    ] = "",
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE[@REGION][=HOST:PORT]",
+            help="Another site: it connects to --link-port of this one, or this one to its "
+            "HOST:PORT. REGION is where it is. Its key is in the directory of --nkeys: the site "
+            "that is connected to creates link-OTHER@THIS.nk for the other one, whose nats-server "
+            "reads the seed from HEARTH_LINK_<SITE>_SEED.",
+        ),
+    ] = None,
+    link_port: Annotated[
+        int, typer.Option(help="Port on which nats-server accepts links.")
+    ] = DEFAULT_LEAF_PORT,
 ) -> None:
     """Print a nats-server configuration: credentials with least permissions.
 
@@ -125,7 +142,10 @@ def nats_config(
 
     Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD. With
     --nkeys there are none.
+
+    A link lets requests, tokens and the state of a site through, and nothing else.
     """
+    from services.cli.cluster.site_links import site_links
     from services.local.credentials import (
         named_credentials,
         nats_config_with_nkeys,
@@ -135,10 +155,17 @@ def nats_config(
 
     named = named_credentials(processes)
     options = f"--host {host} --port {port}" + ("" if tls is None else f" --tls {tls}")
+    if bool(site) != bool(link) or (link and nkeys is None):
+        raise ConfigError("--site and --link belong together, and need --nkeys DIRECTORY")
     if nkeys is None:
         text = nats_config_with_variables(named, host=host, port=port)
     else:
-        text = nats_config_with_nkeys(named, nkeys, host=host, port=port)
+        links = None
+        if link:
+            links = site_links(site, link, seeds=nkeys, host=host, port=link_port, tls=tls)
+            options += "".join((f" --site {site}", *(f" --link {each}" for each in link)))
+            options += f" --link-port {link_port}"
+        text = nats_config_with_nkeys(named, nkeys, host=host, port=port, links=links)
         options += f" --nkeys {nkeys}"
     print(f"# hearth nats-config {' '.join(processes)} {options}")
     print(text + ("" if tls is None else tls_block(tls)), end="")

@@ -57,6 +57,7 @@ PANELS = {
     "Placement": (
         *("local_prefill_tokens", "max_local_prefill_tokens", "automatic_roles"),
         *("min_role_workers", "role_change_min_s", "target_itl_s", "residency", "wake_ttft_s"),
+        "site",
     ),
     "KV cache": (
         *("kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes", "block_size", "gpu_memory"),
@@ -103,6 +104,8 @@ HELP = {
     "process_id": "Name of this process's credential (default: the NATS URL's user, or "
     "ROLE-<6 hex digits>).",
     "region": "Region of this process, for requests with allowed regions (data residency).",
+    "site": "Name of this site, whose NATS has links to others: hearth nats-config --link "
+    "(default: it has none).",
     "drain_timeout_s": "Seconds that a stop waits for running requests.",
     "metrics_host": "Listen address of --metrics-port.",
     "metrics_port": "Port with /healthz, /ready and /metrics of this process, without a token "

@@ -14,6 +14,7 @@ from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions, worker_counts
 from shared.errors import ConfigError
+from shared.transport.link_config import DEFAULT_LEAF_PORT
 
 app = typer.Typer()
 
@@ -56,6 +57,10 @@ def up(
     decode_tp: given.DecodeTp = None,
     experts: given.Experts = "auto",
     activations: given.Activations = "plain",
+    site: given.Site = "",
+    region: given.Region = "",
+    link: given.Links = None,
+    link_port: given.LinkPort = DEFAULT_LEAF_PORT,
     log_level: given.LogLevel = "info",
     log_format: given.LogFormat = "auto",
     check: given.Check = False,
@@ -65,6 +70,7 @@ def up(
     Also starts NATS and Redis, unless their URLs are given. Removes its processes, and its state
     without --state.
     """
+    from services.cli.cluster.site_links import local_links
     from services.cli.cluster.up import run_up
 
     models = given.given_models(model, name)
@@ -115,6 +121,8 @@ def up(
         experts=experts,
         log_level=log_level,
         log_format=log_format,
+        region=region,
+        **local_links(site, link or (), host=advertise.strip("[]"), port=link_port),
     )
     run_up(options, is_check=check)
 

@@ -25,7 +25,7 @@ class UpRole(StrEnum):
 
 
 _MODEL, _WORKERS, _RANKS, _ADDRESSES = "Model", "Workers", "Ranks", "Addresses"
-_STATE = "State"
+_STATE, _SITES = "State", "Sites"
 
 Model = Annotated[
     list[str] | None,
@@ -267,6 +267,32 @@ LogFormat = Annotated[
         envvar="HEARTH_LOG_FORMAT",
         help="Of their logs: auto (JSON in files) or text.",
     ),
+]
+Site = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=_SITES, metavar="NAME", help="Name of this site, which --link needs."
+    ),
+]
+Region = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=_SITES, metavar="NAME", help="Region of all its processes (default: none)."
+    ),
+]
+Links = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--link",
+        rich_help_panel=_SITES,
+        metavar="SITE[@REGION][=HOST:PORT]",
+        help="Another site, in REGION: it connects to --link-port of this one, or this one to its "
+        "HOST:PORT. Each serves requests of the other that find no room there.",
+    ),
+]
+LinkPort = Annotated[
+    int,
+    typer.Option(rich_help_panel=_SITES, min=1, max=65535, help="Port on which links arrive."),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Send one request, then stop.")]
 

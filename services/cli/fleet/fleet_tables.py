@@ -105,6 +105,7 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 14, is_number=True),
         Column("steps", _steps, 4),
+        Column("round trip", _round_trip, 2, is_number=True),
         Column("GPU", lambda row: health_text(row.device_health), 1),
         Column("state", lambda row: _state(row, wall_s)),
     ]
@@ -190,6 +191,10 @@ def _steps(row: ProcessView) -> str:
 
 def _imbalance(row: ProcessView) -> str:
     return "-" if row.expert_imbalance is None else f"{row.expert_imbalance:.2f} x"
+
+
+def _round_trip(row: ProcessView) -> str:
+    return "" if row.round_trip_s is None else _duration(row.round_trip_s)
 
 
 def _wait(row: ProcessView) -> str:

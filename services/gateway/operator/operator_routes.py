@@ -55,7 +55,12 @@ class OperatorRoutes:
         self.feed = self._cluster.feed
         self.servers = Servers(tenancy, bus, clock)
         self.fleet_reads = FleetReads(
-            bus, self.feed.state, self.servers, readiness, lambda: health_monitor.uptime_s
+            bus,
+            self.feed.state,
+            self.servers,
+            readiness,
+            lambda: health_monitor.uptime_s,
+            health_monitor.requests.round_trips.measured_s,
         )
         self.history = HistoryKeeper(
             tenancy.stores.slow, self.feed.state, clock, is_on=bool(config.operator_token)

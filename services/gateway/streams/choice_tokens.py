@@ -19,11 +19,12 @@ _NOTHING: Fresh = ((), ())
 
 
 class ChoiceTokens:
-    def __init__(self, choice_index: int) -> None:
+    def __init__(self, choice_index: int, token_ids: Sequence[int] = ()) -> None:
+        """`token_ids` are those that another site's gateway has already received."""
         self.choice_index = choice_index
         self.last_token_at = 0.0  # time; the current placement only
         self.served: Served | None = None
-        self.token_ids: list[int] = []
+        self.token_ids = list(token_ids)
         self.finish: Finish | None = None
         self.is_stopped = False  # the receiver found a stop string
         self.error: HearthError | None = None  # set if no worker can continue the choice

@@ -25,7 +25,7 @@ from services.gateway.streams.try_record import TryRecord, move_of
 from shared.errors import HearthError
 from shared.messages import Choice, Request
 from shared.numerics import Numerics
-from shared.packing import pack_token_ids
+from shared.packing import pack_token_ids, unpack_token_ids
 
 
 class StreamState(Enum):
@@ -70,7 +70,10 @@ class Stream:
         self._is_later = queue.has_output
         self.deadline_at = now + request.deadline_s
         self.choices = {
-            choice.choice_index: ChoiceTokens(choice.choice_index) for choice in request.choices
+            choice.choice_index: ChoiceTokens(
+                choice.choice_index, unpack_token_ids(choice.output_token_ids)
+            )
+            for choice in request.choices
         }
         self.has_logprobs = request.sampling.num_logprobs is not None
         self.state = StreamState.SUBMITTING
@@ -88,7 +91,7 @@ class Stream:
         self.keepalive_at = now
         self.placement: CurrentPlacement | None = None
         self.last_worker_id: str | None = None
-        self.numerics: Numerics | None = None  # numerics of the last tokens' worker
+        self.numerics: Numerics | None = request.numerics  # numerics of the last tokens' worker
         self.tries = [TryRecord(1, now)]
 
     @property

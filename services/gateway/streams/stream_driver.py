@@ -83,7 +83,7 @@ class StreamDriver:
 
     async def start(self) -> None:
         own = self._bus.process_id
-        await self._bus.subscribe(tokens(own), TokenBatch, self._on_token_batch)
+        await self._bus.subscribe(tokens(own), TokenBatch, self.take_tokens)
         messages = Placed | PlacementFailed | QueueKeepalive
         await self._bus.subscribe(placement(own), messages, self._on_placement)
         self._health_monitor.on_lost(self._on_lost)
@@ -121,7 +121,7 @@ class StreamDriver:
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
-    def _on_token_batch(self, batch: TokenBatch) -> None:
+    def take_tokens(self, batch: TokenBatch) -> None:
         self._streams.on_token_batch(batch, self._clock.now())
         self._perform()
 

@@ -16,6 +16,7 @@ from services.local.plan import (
 )
 from services.local.redis_acl import REDIS_ROLES
 from shared.errors import ConfigError
+from shared.transport.link_config import SiteLink, SiteLinks
 
 ENDPOINTS = Endpoints(
     nats_host="127.0.0.1",
@@ -95,6 +96,21 @@ def test_gateway_starts_after_workers_and_workers_after_index(tmp_path: Path) ->
 def test_port_of_a_running_nats_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--nats names a running one"):
         check_options(options(tmp_path, nats_url="nats://host:4222", nats_port=4222))
+
+
+def test_site_and_region_are_passed_to_the_processes(tmp_path: Path) -> None:
+    links = SiteLinks(site="a", links=(SiteLink(peer="b", key="U"),), port=7422)
+    chosen = options(tmp_path, region="eu", links=links)
+    credentials = plan_credentials(chosen)
+    specs = plan_services(chosen, credentials, ENDPOINTS, num_cores=2, environ={})
+    linked = {spec.argv[3] for spec in specs if "--site a" in " ".join(spec.argv)}
+    assert linked == {"gateway", "scheduler"}
+    assert all("--region eu" in " ".join(spec.argv) for spec in specs)
+    assert {each.region for each in credentials} == {"eu"}
+    with pytest.raises(ConfigError, match="--link is of the NATS that is started"):
+        check_options(options(tmp_path, nats_url="nats://host:4222", links=links))
+    with pytest.raises(ConfigError, match="region 'e u' may have"):
+        check_options(options(tmp_path, region="e u"))
 
 
 def test_error_lists_all_problems(tmp_path: Path) -> None:

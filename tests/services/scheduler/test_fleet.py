@@ -6,13 +6,21 @@ import msgspec
 import pytest
 
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
+from services.scheduler.placement import (
+    HOME_WAIT_S,
+    LocalPrefill,
+    RequestSize,
+    Target,
+    leaves_home,
+    place,
+)
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, Role, WorkerLoad
 from tests.support.records import model_card
 from tests.support.world.randomness import SeededRandomness
 
 SERVED = ("m", "r1", 16)
+THERE = "b/gw/00ff"  # a gateway of another site
 CARD = model_card(kv_format="bf16/b16", max_context_tokens=100_000)
 NEEDS = RequestSize(num_prompt_tokens=1600, num_tokens=1600)
 
@@ -201,3 +209,51 @@ def test_worker_that_changes_its_roles_keeps_its_speed_and_its_assignments() -> 
     assert (len(workers.decodes), workers.prefills.ids) == (0, ["w1"])
     assert rig.workers._known["w1"].worker.speed == before
     assert workers.prefills.busy_until[0] > 0.27
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "is_served_here", "leaves"),
+    [
+        (0.0, False, True),
+        (0.0, True, False),
+        (HOME_WAIT_S + 0.09, True, False),
+        (HOME_WAIT_S + 0.1, True, True),
+    ],
+)
+def test_requests_leave_home_after_a_wait_or_without_a_worker(
+    waited_s: float, is_served_here: bool, leaves: bool
+) -> None:
+    assert leaves_home(waited_s, 0.1, is_served_here=is_served_here) is leaves
+
+
+def test_a_site_is_no_worker_of_this_one() -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0)
+    rig.beat(THERE, 0.0)
+    assert rig.workers.serving(SERVED).decodes.ids == ["d1"]
+    elsewhere = rig.workers.serving_elsewhere(SERVED)
+    assert elsewhere is not None and elsewhere.decodes.ids == [THERE]
+    rig.workers.lost("d1")
+    assert rig.workers.has_worker(SERVED, ())
+    assert not rig.workers.has_worker(SERVED, (), is_local=True)
+    rig.workers.lost(THERE)
+    assert rig.workers.serving_elsewhere(SERVED) is None
+    assert not rig.workers.has_worker(SERVED, ())
+
+
+def test_a_tenant_bound_to_regions_goes_to_sites_of_these_alone() -> None:
+    rig = Rig()
+    rig.beat(THERE, 0.0, region="eu")
+    rig.beat("c/gw/00ff", 0.0)
+    assert rig.workers.has_worker(SERVED, (), ["eu"])
+    assert not rig.workers.has_worker(SERVED, (), ["us"])
+
+
+def test_the_round_trip_of_a_site_counts() -> None:
+    rig = Rig()
+    rig.workers._round_trip_s = {"b/gw/00ff": 0.1, "c/gw/00ff": 0.3}.__getitem__
+    for each in (THERE, "c/gw/00ff"):
+        rig.beat(each, 0.0)
+    assert rig.workers.speed("c/gw/00ff").step_s - rig.workers.speed(THERE).step_s == pytest.approx(
+        0.2
+    )

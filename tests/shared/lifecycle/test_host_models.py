@@ -141,13 +141,13 @@ def test_peer_knows_the_models_after_changes_and_lost_heartbeats(seed: int) -> N
         network = SimulatedNetwork()
         host = Host(network, draw.choice([3, 70, PAGE_MODELS + 5]))
         peer = Peer(network, "gateway-1")
-        receive, is_deaf, share = peer.monitor._on_heartbeat, False, 0.5
+        receive, is_deaf, share = peer.monitor.observe, False, 0.5
 
         def lose_some(heartbeat: Heartbeat) -> None:
             if not is_deaf and draw.random() < share:
                 receive(heartbeat)
 
-        peer.monitor._on_heartbeat = lose_some  # type: ignore[method-assign]
+        peer.monitor.observe = lose_some  # type: ignore[method-assign]
         await peer.monitor.start()
         await host.monitor.start()
         for step in range(60):

@@ -1,0 +1,211 @@
+"""Serves requests of other sites, and tells these sites what this one can take over.
+
+A scheduler of another site sends StartDecode; this gateway submits the request at its own site as
+one of its own, and sends the tokens to the gateway that owns the request. So its workers, their
+prefix cache and their recovery stay this site's, and the request itself stays the other's: when the
+link is cut, its gateway continues it elsewhere with all tokens received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+import structlog
+
+from services.gateway.sites.site_placements import SitePlacements
+from services.gateway.sites.site_requests import site_request
+from services.gateway.streams.queued_openings import Opening
+from services.gateway.streams.stream_driver import StreamDriver
+from shared.background import Background, failing_alone, is_logged
+from shared.block_hash import root_key
+from shared.clock import Clock
+from shared.config import GatewayConfig
+from shared.errors import HearthError, WorkerBusy
+from shared.lifecycle.health import SITE_INTERVAL_S, Loss
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    Alive,
+    DecodeStarted,
+    ReportAlive,
+    ResendTokens,
+    SiteState,
+    StartDecode,
+    TokenBatch,
+)
+from shared.output.output_buffer import apart
+from shared.sites.linked_sites import LinkedSites
+from shared.sites.site_states import site_models, worker_at_site
+from shared.subjects import at_site, from_sites, is_at_site, state_to_sites, tokens
+from shared.transport.bus import Bus
+from shared.transport.outbox import Outbox
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S = 0.25
+MAX_HEARD = 4096  # gateways of other sites
+
+
+class SiteService:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        bus: Bus,
+        clock: Clock,
+        health_monitor: HealthMonitor,
+        driver: StreamDriver,
+        *,
+        check_capacity: Callable[[], None],
+    ) -> None:
+        """`check_capacity` raises the error with which this gateway rejects a request now."""
+        self._config = config
+        self._bus = bus
+        self._clock = clock
+        self._health_monitor = health_monitor
+        self._driver = driver
+        self._check_capacity = check_capacity
+        self._name = at_site(config.site, config.process_id)
+        self._root_key = root_key(config.cluster_secret)
+        self._placements = SitePlacements(self._flush_soon)
+        self._outbox = Outbox(bus)
+        self._background = Background()
+        self._heard_at: dict[str, float] = {}  # by gateway of another site, the last one last
+        self._linked = LinkedSites(bus, health_monitor, clock, on_state=self._on_state)
+        self._will_flush = False
+        self._num_states = 0
+
+    async def start(self) -> None:
+        own = self._bus.process_id
+        await self._linked.start()
+        self._outbox.start()
+        await self._bus.serve(from_sites("decode", own, "start"), StartDecode, self._start_decode)
+        await self._bus.serve(from_sites("decode", own, "resend"), ResendTokens, self._resend)
+        await self._bus.serve(from_sites("decode", own, "alive"), ReportAlive, self._alive)
+        control = from_sites("decode", own, "control")
+        await self._bus.subscribe(control, AbortRequest | AckFinished, self._on_control)
+        await self._bus.subscribe(
+            from_sites("gateway", own, "tokens"), TokenBatch, self._driver.take_tokens
+        )
+        self._health_monitor.on_lost(self._on_lost)
+        self._background.start_own(self._report())
+        self._background.start_own(self._sweep())
+
+    async def leave(self) -> None:
+        """Takes no more requests of other sites."""
+        await self._send_state()
+
+    async def stop(self) -> None:
+        await self._background.stop()
+        self._flush()
+        await self._outbox.stop()
+
+    # ── the state of this site ───────────────────────────────────────────────────────────────────
+
+    async def _report(self) -> None:
+        while True:
+            with failing_alone("site_state_not_sent"):
+                await self._send_state()
+            await self._clock.sleep(SITE_INTERVAL_S)
+
+    async def _send_state(self) -> None:
+        self._num_states += 1
+        is_open = self._health_monitor.state == "ready"
+        state = SiteState(
+            gateway_id=self._name,
+            epoch=self._health_monitor.epoch,
+            sequence_number=self._num_states,
+            region=self._config.region,
+            models=site_models(self._health_monitor.fleet) if is_open else (),
+        )
+        try:
+            await self._bus.publish(state_to_sites(self._bus.process_id), state)
+        except HearthError as error:
+            log.warning("site_state_not_sent", error=error.message)
+
+    def _on_lost(self, process_id: str, loss: Loss) -> None:
+        if not is_at_site(process_id):
+            self._background.start_item(self._send_state(), is_logged)
+
+    def _on_state(self, state: SiteState) -> None:
+        self._heard_at.pop(state.gateway_id, None)
+        self._heard_at[state.gateway_id] = self._clock.now()
+        if len(self._heard_at) > MAX_HEARD:
+            del self._heard_at[next(iter(self._heard_at))]
+
+    def _alive(self, _: ReportAlive) -> Alive:
+        monitor = self._health_monitor
+        return Alive(epoch=monitor.epoch, host="", uptime_s=monitor.uptime_s)
+
+    # ── requests of other sites ──────────────────────────────────────────────────────────────────
+
+    def _start_decode(self, command: StartDecode) -> DecodeStarted:
+        placement_id, asked = command.placement_id, command.request
+        if placement_id not in self._placements:
+            self._check_capacity()
+            self._check_model(command)
+            now = self._clock.now()
+            request = site_request(command, self._bus.process_id, self._root_key)
+            worker_id = worker_at_site(self._name, asked.model, asked.revision, asked.block_size)
+            self._heard_at.setdefault(asked.gateway_id, now)
+            receiver = self._placements.open(command, request, worker_id, now)
+            self._driver.open([Opening(request, receiver)])
+        return DecodeStarted(placement_id=placement_id, num_cached_tokens=0)
+
+    def _check_model(self, command: StartDecode) -> None:
+        """Raises WorkerBusy for a model that no worker of this site serves."""
+        asked = command.request
+        for each in site_models(self._health_monitor.fleet):
+            if (each.card.name, each.card.revision) == (asked.model, asked.revision):
+                return
+        raise WorkerBusy(f"no worker of site {self._config.site} serves {asked.model!r} now")
+
+    def _resend(self, command: ResendTokens) -> TokenBatch:
+        worker_id, entry = self._placements.resend(
+            command.placement_id, command.choice_index, command.from_position
+        )
+        return TokenBatch(worker_id=worker_id, entries=(entry,))
+
+    def _on_control(self, message: AbortRequest | AckFinished) -> None:
+        match message:
+            case AckFinished(placement_ids=placement_ids):
+                for placement_id in placement_ids:
+                    self._close(self._placements.close(placement_id))
+            case AbortRequest(placement_id=placement_id, choice_index=None):
+                self._close(self._placements.close(placement_id))
+            case AbortRequest(placement_id=placement_id, choice_index=int(choice_index)):
+                self._close(self._placements.close_choice(placement_id, choice_index))
+
+    def _close(self, request_id: str | None) -> None:
+        if request_id is not None:
+            error = HearthError("another site ended the request")
+            self._driver.close(request_id, "client_gone", error)
+
+    # ── tokens ───────────────────────────────────────────────────────────────────────────────────
+
+    def _flush_soon(self) -> None:
+        """Sends what this turn of the loop adds in one message for each gateway."""
+        if not self._will_flush:
+            self._will_flush = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._will_flush = False
+        for gateway_id, worker_id, entries in self._placements.take(self._clock.now()):
+            for each in apart(entries):
+                batch = TokenBatch(worker_id=worker_id, entries=tuple(each))
+                self._outbox.post(tokens(gateway_id), batch)
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._clock.sleep(SWEEP_S)
+            now = self._clock.now()
+            with failing_alone("site_placements_not_swept"):
+                for placement_id in self._placements.overdue(self._heard_since, now):
+                    self._close(self._placements.close(placement_id))
+                self._placements.resend_overdue(now)
+
+    def _heard_since(self, gateway_id: str) -> float:
+        return self._heard_at.get(gateway_id, -inf)

@@ -1,0 +1,152 @@
+"""A site as other sites see it: for each model one worker, which is a gateway of that site.
+
+    there: heartbeats of its workers ──summed──▶ SiteState ──link──▶ here: heartbeats of a worker
+
+So placement, health and recovery treat a site as they treat a worker. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+
+from msgspec import structs
+
+from shared.lifecycle.health import SITE_INTERVAL_S, Fleet
+from shared.messages import Heartbeat, ModelCard, SiteLoad, SiteModel, SiteState, WorkerLoad
+from shared.subjects import SITE_SEPARATOR, is_at_site
+
+STEP_BUDGET_S = 4 * SITE_INTERVAL_S
+MAX_STATE_MODELS = 1024
+MAX_SITE_GATEWAYS = 4096  # the last ones are remembered
+_DIGEST_BYTES = 6
+
+Served = tuple[str, str, int]  # name, revision, block size: what one worker may stand for
+
+
+def worker_at_site(gateway_id: str, card_name: str, revision: str, block_size: int) -> str:
+    """Returns the id of a site's gateway as the worker for one model."""
+    text = f"{card_name}\0{revision}\0{block_size}"
+    digest = blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{gateway_id}{SITE_SEPARATOR}{digest}"
+
+
+def site_models(fleet: Fleet) -> tuple[SiteModel, ...]:
+    """Returns the models that live decode workers of this site serve."""
+    cards: dict[Served, list[ModelCard]] = {}
+    loads: dict[Served, list[WorkerLoad]] = {}
+    for each in _workers(fleet, "decode"):
+        if each.model is not None and each.load is not None:
+            cards.setdefault(_served(each.model), []).append(each.model)
+            loads.setdefault(_served(each.model), []).append(each.load)
+    prefills: dict[Served, list[WorkerLoad]] = {}
+    for each in _workers(fleet, "prefill"):
+        if each.model is not None and each.load is not None and "decode" not in each.roles:
+            prefills.setdefault(_served(each.model), []).append(each.load)
+    queued = _queued_requests(fleet)
+    num_gateways = max(1, sum(not is_at_site(each.process_id) for each in fleet.live("gateway")))
+    found = (
+        SiteModel(
+            card=_longest(cards[key]),
+            load=_summed(
+                loads[key],
+                prefills.get(key, ()),
+                num_queued=queued.get(key[0], 0),
+                num_gateways=num_gateways,
+            ),
+        )
+        for key in cards
+    )
+    return tuple(found)[:MAX_STATE_MODELS]
+
+
+def _workers(fleet: Fleet, role: str) -> Iterator[Heartbeat]:
+    live = fleet.live("decode" if role == "decode" else "prefill")
+    return (each for each in live if not is_at_site(each.process_id))
+
+
+def _served(card: ModelCard) -> Served:
+    return card.name, card.revision, card.block_size
+
+
+def _longest(cards: Iterable[ModelCard]) -> ModelCard:
+    return max(cards, key=lambda card: (card.max_context_tokens, len(card.features)))
+
+
+def _queued_requests(fleet: Fleet) -> dict[str, int]:
+    """Returns the requests that wait at this site's schedulers, by model."""
+    queued: dict[str, int] = {}
+    for each in fleet.live("scheduler"):
+        for demand in () if each.scheduler is None else each.scheduler.demands:
+            queued[demand.model] = queued.get(demand.model, 0) + demand.num_queued_requests
+    return queued
+
+
+def _summed(
+    decodes: Iterable[WorkerLoad],
+    prefills: Iterable[WorkerLoad],
+    *,
+    num_queued: int,
+    num_gateways: int,
+) -> SiteLoad:
+    """Sums loads. Free blocks are this gateway's share, and none while requests wait."""
+    decodes = list(decodes)
+    every = [*decodes, *prefills]
+    free = 0 if num_queued else sum(each.num_free_blocks for each in decodes) // num_gateways
+    return SiteLoad(
+        num_running=sum(each.num_running for each in decodes) // len(decodes),
+        num_waiting=num_queued + sum(each.num_waiting for each in decodes),
+        num_free_blocks=free,
+        num_total_blocks=max(each.num_total_blocks for each in decodes),
+        prefill_tokens_in_flight=sum(each.prefill_tokens_in_flight for each in every) // len(every),
+        decode_tokens_in_flight=sum(each.decode_tokens_in_flight for each in decodes)
+        // len(decodes),
+        num_generated_tokens=sum(each.num_generated_tokens for each in every),
+        num_computed_prompt_tokens=sum(each.num_computed_prompt_tokens for each in every),
+        num_busy_steps=sum(each.num_busy_steps for each in every),
+        busy_s=sum(each.busy_s for each in every),
+    )
+
+
+class SiteWorkers:
+    """The workers that the states of one gateway of another site stand for."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, dict[str, Heartbeat]] = {}  # by gateway, then by worker
+
+    def heartbeats(self, state: SiteState) -> list[Heartbeat]:
+        """Returns the heartbeats of a state's workers. A worker whose model is gone has stopped."""
+        now = {each.process_id: each for each in _heartbeats(state)}
+        before = self._last.get(state.gateway_id, {})
+        if any(each.epoch != state.epoch for each in before.values()):
+            before = {}  # another process: the fleet finds its workers restarted
+        gone = [
+            structs.replace(each, state="stopped", sequence_number=state.sequence_number)
+            for worker_id, each in before.items()
+            if worker_id not in now
+        ]
+        self._last.pop(state.gateway_id, None)
+        if now:
+            self._last[state.gateway_id] = now
+        if len(self._last) > MAX_SITE_GATEWAYS:
+            del self._last[next(iter(self._last))]
+        return [*now.values(), *gone]
+
+
+def _heartbeats(state: SiteState) -> Iterator[Heartbeat]:
+    for each in state.models:
+        yield Heartbeat(
+            process_id=worker_at_site(state.gateway_id, *_served(each.card)),
+            epoch=state.epoch,
+            sequence_number=state.sequence_number,
+            roles=("decode",),
+            state="ready",
+            interval_s=SITE_INTERVAL_S,
+            region=state.region,
+            load=WorkerLoad(
+                step=state.sequence_number,
+                step_budget_s=STEP_BUDGET_S,
+                **structs.asdict(each.load),
+            ),
+            model=each.card,
+        )

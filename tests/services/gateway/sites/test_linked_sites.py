@@ -1,0 +1,102 @@
+"""Two sites of real services, linked by leaf nodes: a site serves for the other one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.support.services.linked_sites import LinkedPair, LiveSite, linked_pair
+from tests.support.services.model_dir import write_model_dir
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LONG = 100  # tokens: 1 s
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LinkedPair]:
+    """Only site b has a worker."""
+    folder = tmp_path_factory.mktemp("sites")
+    async with linked_pair(folder, write_model_dir(folder / "tiny")) as pair:
+        for each in (pair.a, pair.b):
+            await each.start(site=each.name)
+        await pair.b.add_worker(num_blocks=64)
+        await until(lambda: pair.a.gateway.readiness().ready and pair.b.gateway.readiness().ready)
+        yield pair
+
+
+async def text_of(site: LiveSite, content: str, num_tokens: int) -> str:
+    response = await site.chat(content, num_tokens)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+async def test_model_of_another_site_is_served(sites: LinkedPair) -> None:
+    here, there = sites.b, sites.a
+    expected = await text_of(here, "one", 8)
+    assert await text_of(there, "one", 8) == expected != ""
+    assert "".join([each async for each in there.stream("one", 8)]) == expected
+    several = (await there.chat("one", 8, n=2, temperature=1.0, seed=7)).json()
+    same = (await here.chat("one", 8, n=2, temperature=1.0, seed=7)).json()
+    assert several["choices"] == same["choices"]
+    served = (await there.chat("one", 4)).json()["hearth"]
+    assert served["decode_worker"].startswith("b/gateway/")
+
+
+async def test_cut_link_pauses_a_stream(sites: LinkedPair) -> None:
+    """The only worker is behind the link: the stream ends after the link is back."""
+    expected = await text_of(sites.b, "two", LONG)
+    pieces: list[str] = []
+    async for piece in sites.a.stream("two", LONG):
+        pieces.append(piece)
+        if len(pieces) == 10:
+            sites.cut()
+            asyncio.get_running_loop().call_later(1.0, sites.restore)
+    assert "".join(pieces) == expected
+    await until(lambda: sites.a.gateway.readiness().ready)
+    assert await text_of(sites.a, "one", 4), "used again"
+
+
+def prompt(number: int) -> str:
+    """Takes more than half of the KV cache of site a, and shares no block with another one."""
+    return f"{number} " + "and so on " * 16
+
+
+async def test_full_site_sends_requests_on(sites: LinkedPair) -> None:
+    """From now on site a has a worker, with room for one request."""
+    await sites.a.add_worker(num_blocks=20)
+
+    def has_own_worker() -> bool:
+        return sites.a.scheduler._workers.knows("worker")
+
+    await until(has_own_worker)
+    alone = (await sites.a.chat("three", 8)).json()["hearth"]
+    assert alone["decode_worker"] == "worker"
+    expected = await asyncio.gather(*(text_of(sites.b, prompt(i), LONG) for i in range(3)))
+    answers = await asyncio.gather(*(sites.a.chat(prompt(i), LONG) for i in range(3)))
+    workers = [each.json()["hearth"]["decode_worker"].partition("/")[0] for each in answers]
+    assert set(workers) == {"worker", "b"}
+    assert [each.json()["choices"][0]["message"]["content"] for each in answers] == expected
+
+
+async def test_stream_continues_at_home_when_the_link_is_cut(sites: LinkedPair) -> None:
+    expected = await asyncio.gather(*(text_of(sites.b, prompt(i), LONG) for i in range(3, 6)))
+    pieces: list[str] = []
+    streams = [asyncio.create_task(_read(sites, prompt(i), pieces)) for i in range(3, 6)]
+    await until(lambda: len(sites.b.gateway._driver) == 2 and len(pieces) > 20)
+    sites.cut()
+    assert [await each for each in streams] == expected
+    moved = sites.a.gateway.metrics.load()
+    assert moved.num_resubmissions >= 2 and moved.num_lost_streams == 0
+    sites.restore()
+
+
+async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:
+    pieces = []
+    async for piece in sites.a.stream(content, LONG):
+        pieces.append(piece)
+        all_pieces.append(piece)
+    return "".join(pieces)

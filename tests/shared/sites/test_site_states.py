@@ -1,0 +1,151 @@
+"""What a site sends to others, and what they make of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shared.errors import SenderMismatch
+from shared.lifecycle.health import Fleet, Loss
+from shared.messages import (
+    AbortRequest,
+    Heartbeat,
+    RoleDemand,
+    SchedulerLoad,
+    SiteLoad,
+    SiteModel,
+    SiteState,
+    StartDecode,
+    WorkerLoad,
+)
+from shared.sites.site_states import SiteWorkers, site_models
+from shared.subjects import at_site, command, owner_of, sender_of
+from shared.transport.sender_check import SenderCheck
+from tests.services.scheduler.literals import submit_of
+from tests.support.records import model_card
+
+CARD = model_card(max_context_tokens=1000)
+STATE = "hearth.v1.linked.b.gateway.gw.-.state.eu.gw.-"
+
+
+def heartbeat(process_id: str, number: int = 1, **fields: object) -> Heartbeat:
+    beat = Heartbeat(
+        process_id=process_id,
+        epoch=1,
+        sequence_number=number,
+        roles=("decode",),
+        state="ready",
+        interval_s=0.25,
+        model=CARD,
+        load=WorkerLoad(
+            step=1, step_budget_s=1.0, num_free_blocks=10, num_total_blocks=20, num_running=2
+        ),
+    )
+    return msgspec.structs.replace(beat, **fields)
+
+
+def state(*models: SiteModel, number: int = 1, **fields: object) -> SiteState:
+    made = SiteState(gateway_id="b/gw", epoch=7, sequence_number=number, region="eu", models=models)
+    return msgspec.structs.replace(made, **fields)
+
+
+def site(*heartbeats: Heartbeat) -> tuple[SiteModel, ...]:
+    fleet = Fleet("own")
+    for each in heartbeats:
+        fleet.observe(each, 0.0)
+    return site_models(fleet)
+
+
+def test_workers_of_one_model_are_summed() -> None:
+    larger = model_card(max_context_tokens=2000)
+    (found,) = site(heartbeat("d1"), heartbeat("d2", model=larger))
+    assert found.card == larger
+    assert (found.load.num_free_blocks, found.load.num_total_blocks) == (20, 20)
+    assert found.load.num_running == 2, "of the mean worker"
+
+
+def test_gateways_share_what_is_free_and_nothing_is_while_requests_wait() -> None:
+    gateways = [heartbeat(f"g{i}", roles=("gateway",), model=None, load=None) for i in (1, 2)]
+    (found,) = site(heartbeat("d1"), *gateways)
+    assert found.load.num_free_blocks == 5
+    demand = RoleDemand(model=CARD.name, role="decode", num_queued_requests=3)
+    queue = heartbeat(
+        "s", roles=("scheduler",), model=None, load=None, scheduler=SchedulerLoad(demands=(demand,))
+    )
+    (found,) = site(heartbeat("d1"), queue)
+    assert (found.load.num_free_blocks, found.load.num_waiting) == (0, 3)
+
+
+def test_a_site_does_not_pass_on_what_other_sites_serve() -> None:
+    assert site(heartbeat("c/gw/00ff"), heartbeat("d1", state="draining")) == ()
+
+
+def test_a_model_that_is_gone_is_a_worker_that_stopped() -> None:
+    workers, fleet = SiteWorkers(), Fleet("own")
+    models = site(heartbeat("d1"))
+    (there,) = workers.heartbeats(state(*models))
+    assert (there.process_id.rpartition("/")[0], there.region) == ("b/gw", "eu")
+    assert fleet.observe(there, 0.0) is None
+    (gone,) = workers.heartbeats(state(number=2))
+    assert fleet.observe(gone, 1.0) is Loss.STOPPED
+    assert workers.heartbeats(state(number=3)) == []
+
+
+def test_a_site_is_lost_after_missed_states_and_not_before() -> None:
+    """The fleet judges once a second of its own echoes has passed."""
+    fleet, lost_at, workers = Fleet("own"), {}, SiteWorkers()
+    models = site(heartbeat("d1"))
+    for tick in range(100):
+        now = tick / 10
+        fleet.observe(heartbeat("own", tick), now)
+        if tick % 10 == 0 and now <= 3:
+            for each in workers.heartbeats(state(*models, number=tick + 1)):
+                fleet.observe(each, now)
+        lost_at |= {process: now for process, _ in fleet.tick(now)}
+    (worker_id,) = lost_at
+    assert 6.9 < lost_at[worker_id] < 7.3, "four states after the one at 3 s"
+
+
+def test_names_and_subjects_of_processes_at_a_site() -> None:
+    subject = command("decode", "b/gw.i/00ff", "start")
+    assert subject == "hearth.v1.site.b.decode.gw.i.start"
+    assert owner_of(subject) == "b/gw.i"
+    assert command("gateway", "a/gw", "tokens") == "hearth.v1.site.a.gateway.gw.-.tokens"
+    assert sender_of("hearth.v1.linked.b.decode.gw.-.start.sch.i") == "b/sch.i"
+    assert sender_of("hearth.v1.decode.d.-.start.sch.-") == "sch"
+    assert at_site("b", "gw.i") == "b/gw.i"
+
+
+def checked(message: msgspec.Struct, wire_subject: str) -> None:
+    SenderCheck().checked(lambda _: message, wire_subject)(b"")
+
+
+def test_a_site_speaks_only_for_itself() -> None:
+    checked(state(), STATE)
+    with pytest.raises(SenderMismatch, match="b/gw sent a SiteState that names c/gw"):
+        checked(state(gateway_id="c/gw"), STATE)
+    with pytest.raises(SenderMismatch, match="site b claims the region us; that of its link is eu"):
+        checked(state(region="us"), STATE)
+    request = submit_of("r").request
+    start = "hearth.v1.linked.b.decode.gw.-.start.sch.-"
+    for owner in ("a/gw", "gw", "bb/gw"):
+        asked = msgspec.structs.replace(request, gateway_id=owner)
+        with pytest.raises(SenderMismatch, match=f"site b sent a request of {owner}"):
+            checked(StartDecode(placement_id=b"p" * 16, request=asked), start)
+    own = msgspec.structs.replace(request, gateway_id="b/gw")
+    checked(StartDecode(placement_id=b"p" * 16, request=own), start)
+    checked(AbortRequest(placement_id=b"p" * 16, reason="stop"), start.replace("start", "control"))
+
+
+def test_states_of_300_sites_are_small() -> None:
+    """Each site with one gateway and one model whose counters are large."""
+    load = SiteLoad(
+        num_running=40, num_free_blocks=10**5, num_total_blocks=10**6,
+        prefill_tokens_in_flight=10**5, decode_tokens_in_flight=10**6, num_busy_steps=10**9,
+        num_generated_tokens=10**12, num_computed_prompt_tokens=10**12, busy_s=1e6 + 0.1,
+    )  # fmt: skip
+    card = msgspec.structs.replace(
+        CARD, name="meta-llama/Llama-3.1-8B-Instruct", revision="a" * 64, features=("grammar/1",)
+    )
+    made = state(SiteModel(card=card, load=load), gateway_id="frankfurt-1/gateway-1.0123456789ab")
+    assert 300 * (len(msgspec.msgpack.encode(made)) + 100) < 200_000

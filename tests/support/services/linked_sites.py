@@ -1,0 +1,168 @@
+"""Small sites on one event loop, each with its own NATS, Redis and services, linked by leaf nodes
+through a relay that can cut the link. Workers have the timing engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.gateway.service import GatewayService, build_gateway
+from services.scheduler.service import SchedulerService, build_scheduler
+from services.worker.worker import WorkerProcess, build_worker
+from shared.clock import MonotonicClock
+from shared.config import GatewayConfig, SchedulerConfig, WorkerConfig
+from shared.engine.executors.timing_executor import StepCost, TimingExecutor
+from shared.lifecycle.process import Service
+from shared.store import RedisStore
+from shared.subjects import CredentialRole
+from shared.tenancy.tenant_admin import store_api_key
+from shared.transport.link_config import SiteLink, SiteLinks
+from shared.transport.nkeys import UserKey
+from shared.transport.server_config import NatsUser, nats_server_config
+from tests.support.relay import SlowRelay
+from tests.support.servers import RedisServer, Server, find_binary, free_port
+
+MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
+STEP_S, REGION = 0.01, "eu"
+ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker")
+
+
+class SiteExecutor(TimingExecutor):
+    revision = "r1"
+
+
+@dataclass
+class LiveSite:
+    name: str
+    stack: AsyncExitStack
+    model_dir: Path
+    nats_port: int
+    redis_url: str
+    gateway: GatewayService = field(init=False)
+    scheduler: SchedulerService = field(init=False)
+    http: httpx.AsyncClient = field(init=False)
+
+    def common(self, role: str) -> dict[str, Any]:
+        url = f"nats://{role}:{PASSWORD}@127.0.0.1:{self.nats_port}"
+        return {"nats_url": url, "process_id": role, "region": REGION}
+
+    async def start(self, *, site: str) -> None:
+        self.scheduler = await build_scheduler(
+            SchedulerConfig(**self.common("scheduler"), site=site)
+        )
+        await self._start(self.scheduler)
+        self.gateway = await build_gateway(
+            GatewayConfig(
+                **self.common("gateway"),
+                redis_url=self.redis_url,
+                model_dir=self.model_dir,
+                model_name=MODEL,
+                http_port=0,
+                cluster_secret=f"secret of {self.name}",
+                lame_duck_s=0.0,
+                site=site,
+            )
+        )
+        await self._start(self.gateway)
+        self.http = httpx.AsyncClient(
+            base_url=self.gateway.http_address,
+            headers={"authorization": f"Bearer {API_KEY}"},
+            timeout=60,
+            trust_env=False,
+        )
+        self.stack.push_async_callback(self.http.aclose)
+
+    async def add_worker(self, *, num_blocks: int) -> WorkerProcess:
+        def load(config: WorkerConfig) -> TimingExecutor:
+            cost = StepCost(base_s=STEP_S)
+            return SiteExecutor(MonotonicClock(), num_blocks=num_blocks, vocab_size=400, cost=cost)
+
+        config = WorkerConfig(
+            **self.common("worker"), model_dir=self.model_dir, model_name=MODEL, device="cpu"
+        )
+        worker = await build_worker(config, ("prefill", "decode"), load)
+        assert isinstance(worker, WorkerProcess)
+        await self._start(worker)
+        return worker
+
+    async def _start(self, service: Service) -> None:
+        self.stack.push_async_callback(service.stop)
+        await service.start()
+
+    async def chat(self, content: str, num_tokens: int, **fields: Any) -> httpx.Response:
+        return await self.http.post(
+            "/v1/chat/completions", json=_body(content, num_tokens, **fields)
+        )
+
+    async def stream(self, content: str, num_tokens: int) -> AsyncIterator[str]:
+        """Yields the text of a streamed answer, piece by piece."""
+        body = _body(content, num_tokens, stream=True)
+        async with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        yield choice["delta"].get("content") or ""
+
+
+def _body(content: str, num_tokens: int, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": num_tokens, "ignore_eos": True}
+    return {**body, "temperature": 0, **fields}
+
+
+@dataclass
+class LinkedPair:
+    """Site a, and site b, which connects to it."""
+
+    a: LiveSite
+    b: LiveSite
+    relay: SlowRelay
+    leaf_port: int
+
+    def cut(self) -> None:
+        self.relay.close()
+
+    def restore(self) -> None:
+        target = ("127.0.0.1", self.leaf_port)
+        self.relay = SlowRelay(lambda: target, latency_s=0.0, port=self.relay.port)
+
+
+@asynccontextmanager
+async def linked_pair(folder: Path, model_dir: Path) -> AsyncIterator[LinkedPair]:
+    async with AsyncExitStack() as stack:
+        key, leaf_port = UserKey.create(), free_port()
+        relay = SlowRelay(lambda: ("127.0.0.1", leaf_port), latency_s=0.0)
+        accepts = SiteLink(peer="b", region=REGION, key=key.public)
+        opens = SiteLink(peer="a", region=REGION, address=f"127.0.0.1:{relay.port}", seed=key.seed)
+        sites = [
+            await _site(stack, folder, model_dir, SiteLinks(site=name, links=(link,), port=port))
+            for name, link, port in (("a", accepts, leaf_port), ("b", opens, free_port()))
+        ]
+        pair = LinkedPair(*sites, relay, leaf_port)
+        stack.callback(lambda: pair.relay.close())
+        yield pair
+
+
+async def _site(stack: AsyncExitStack, folder: Path, model_dir: Path, links: SiteLinks) -> LiveSite:
+    port = free_port()
+    users = [NatsUser(role, role, PASSWORD, REGION) for role in ROLES]
+    path = folder / f"nats-{links.site}.conf"
+    path.write_text(nats_server_config(users, host="127.0.0.1", port=port, links=links))
+    nats = Server([find_binary("nats-server"), "-c", str(path)], port)
+    stack.callback(nats.stop)
+    redis = RedisServer()
+    stack.callback(redis.stop)
+    store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+    await store_api_key(store, API_KEY, "tenant-1")
+    await store.close()
+    return LiveSite(links.site, stack, model_dir, port, redis.url)
