@@ -140,11 +140,14 @@ def run_everything(case: Case, executor: CudaExecutor, options: LoadOptions, cou
 
 
 def _resize(executor: CudaExecutor, num_blocks: int) -> None:
+    """Parks and wakes the worker, with another size of the cache."""
+
     def allocate(layout: KvLayout, num: int, device: torch.device) -> Tensor:
         planes, heads, dim = layout.state.row
         shape = layout.num_slots, planes, num, heads, layout.block_size, dim
         return torch.zeros(shape, dtype=getattr(torch, layout.dtype))  # that are not touched
 
+    asyncio.run(executor.resize_kv(0))
     with patch.object(cuda_executor, "allocate_kv_cache", allocate):
         asyncio.run(executor.resize_kv(num_blocks))
 
