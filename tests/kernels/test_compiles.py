@@ -138,21 +138,16 @@ def _launch_grouped_linear() -> None:
 
 
 def _launch_expert_mlp() -> None:
-    """Qwen3-30B-A3B's experts, and DeepSeek-V2-Lite's with what all tokens share."""
+    """Qwen3-30B-A3B's experts, and an MLP that all tokens share; of few rows, and of many."""
     from kernels.gpu.moe.expert_mlp import by_triton
     from kernels.routing import ExpertRows, ExpertWeights
 
-    hidden, mixtures = 2048, ((128, 8, 768, None), (64, 6, 1408, 2816))
-    for num_experts, num_chosen, inner, shared in mixtures:
-        own = _empty(num_experts * 2 * inner, hidden), _empty(num_experts * hidden, inner)
-        of_all: tuple[Tensor | None, Tensor | None] = None, None
-        if shared is not None:
-            of_all = _empty(2 * shared, hidden), _empty(hidden, shared)
-        for num_tokens in (1, 256, 1024):
-            tokens = _empty(num_tokens * num_chosen, dtype=torch.int64)
-            offsets = _empty(num_experts + 1, dtype=torch.int64)
-            rows = ExpertRows(tokens, offsets, tokens.view(num_tokens, -1))
-            by_triton(_empty(num_tokens, hidden), rows, ExpertWeights(*own, *of_all, False))
+    experts = _empty(128 * 1536, 2048), _empty(128 * 2048, 768)
+    weights = ExpertWeights(*experts, _empty(3072, 2048), _empty(2048, 1536), is_gelu=False)
+    for num_tokens in (1, 512):
+        tokens, offsets = (_empty(n, dtype=torch.int64) for n in (num_tokens * 8, 129))
+        rows = ExpertRows(tokens, offsets, tokens.view(num_tokens, 8))
+        by_triton(_empty(num_tokens, 2048), rows, weights)
 
 
 def _launch_route() -> None:

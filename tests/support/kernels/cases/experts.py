@@ -16,7 +16,7 @@ from kernels.routing import ExpertWeights
 from kernels.torch_ops import expert_rows as library_rows
 from kernels.torch_ops import route as library
 from tests.support.kernels.cases.case import Inputs, Result, Results, cases
-from tests.support.kernels.cases.sizes import MIXTRAL, QWEN3
+from tests.support.kernels.cases.sizes import MIXTRAL, QWEN3, Mixture
 from tests.support.kernels.tolerance import assert_equal
 
 
@@ -70,37 +70,44 @@ def expert_rows(inputs: Inputs, mixture: str, rows: str) -> Results:
     )
 
 
-def expert_mlp(inputs: Inputs, mixture: str, rows: str) -> Results:
-    """With an MLP of two experts' size that all tokens share, as DeepSeek-V2-Lite's."""
-    own, num_tokens = inputs.sizes.mixtures[mixture], inputs.sizes.rows[rows]
+def expert_mlp(inputs: Inputs, mixture: str) -> Results:
+    """With an MLP of two experts' size that all tokens share, as DeepSeek-V2-Lite's: of few rows,
+    and of many.
+    """
+    own = inputs.sizes.mixtures[mixture]
+    (wide, hidden), (deep, inner) = (own.weight_shape(each) for each in ("gate_up", "down"))
+    weights = ExpertWeights(
+        gate_up=inputs.weight((own.num_experts * wide, hidden)),
+        down=inputs.weight((own.num_experts * deep, inner), seed=2),
+        shared_gate_up=inputs.weight((2 * wide, hidden), seed=3),
+        shared_down=inputs.weight((deep, 2 * inner), seed=4),
+        is_gelu=False,
+    )
+    results = (_expert_mlp(inputs, own, weights, inputs.sizes.rows[n]) for n in ("one", "chunk"))
+    return tuple(each for found in results for each in found)
+
+
+def _expert_mlp(
+    inputs: Inputs, own: Mixture, weights: ExpertWeights, num_tokens: int
+) -> tuple[Result, Result]:
     scores = inputs.random(num_tokens, own.num_experts, dtype=torch.float32)
     ids = scores.topk(own.num_chosen).indices.sort(dim=1).values.contiguous()
-    shapes = [own.weight_shape(each) for each in ("gate_up", "down")]
-    experts = [inputs.weight((own.num_experts * n, k), seed=k) for n, k in shapes]
-    shared = [inputs.weight((4 * own.inner, own.hidden), seed=3)]
-    shared.append(inputs.weight((own.hidden, 2 * own.inner), seed=4))
-    given = (
-        inputs.random(num_tokens, own.hidden, seed=5),
-        library_rows.sort_by_expert(ids, own.num_experts),
-        ExpertWeights(experts[0], experts[1], shared[0], shared[1], is_gelu=False),
-    )
-    y, of_all = mlps.by_triton(*given)
-    assert of_all is not None
+    rows = library_rows.sort_by_expert(ids, own.num_experts)
+    given = inputs.random(num_tokens, own.hidden, seed=5), rows, weights
+    y, shared = mlps.by_triton(*given)
+    assert shared is not None
 
-    def wanted_of_all() -> Tensor:
-        found = reference_mlp(*given)[1]
+    def wanted(part: int) -> Tensor:
+        found = reference_mlp(*given)[part]
         assert found is not None
         return found.float()
 
-    return (
-        Result(y, lambda: reference_mlp(*given)[0].float()),
-        Result(of_all, wanted_of_all),
-    )
+    return Result(y, lambda: wanted(0)), Result(shared, lambda: wanted(1))
 
 
 CASES = [
     *cases(route, routing=tuple(ROUTINGS)),
     *cases(expert_rows, mixture=(QWEN3,), rows=("batch", "chunk")),
     *cases(expert_rows, mixture=(MIXTRAL,), rows=("batch",)),
-    *cases(expert_mlp, mixture=(QWEN3,), rows=("one", "batch", "chunk")),
+    *cases(expert_mlp, mixture=(QWEN3,)),
 ]
