@@ -25,6 +25,7 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     │   └── WorkerUnfit           503  this worker will not serve this request at any time
     │       └── ContextFull       503  its KV cache is smaller than the request
     ├── StepFailed                503  a step raised for this request alone; another worker may not
+    ├── OutOfMemory               503  this worker's device has no memory for it; another's may
     ├── DeviceFailed              503  this worker's device fails; another worker's may not
     ├── GrammarReplayFailed       500  the output so far does not match the request's grammar
     ├── RequestBreaksWorkers      500  the request alone failed steps of several workers
@@ -165,6 +166,11 @@ class ContextFull(WorkerUnfit):
 
 class StepFailed(HearthError):
     code = "step_failed"
+    http_status = 503
+
+
+class OutOfMemory(HearthError):
+    code = "out_of_memory"
     http_status = 503
 
 

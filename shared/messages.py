@@ -801,6 +801,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     num_preemptions: Count = 0
     num_failed_steps: Count = 0  # steps that raised, however many rows did
     num_failed_zeroings: Count = 0
+    num_out_of_memory: Count = 0  # operations of the device that had too little, not failed ones
+    max_step_tokens: Count = 0  # of a step at most, since one had too little memory; 0: no change
     num_handoffs_in_flight: Count = 0  # now: a decode worker's prefills at other workers
     num_handoffs: Count = 0  # prefills handed to another worker, and the wait for its reply
     handoff_ack_s: TotalSeconds = 0.0

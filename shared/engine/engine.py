@@ -342,6 +342,18 @@ class Engine:
                 self._drop(sequence)
         return kept
 
+    def unschedule(self, rows: list[ScheduledSequence]) -> None:
+        """Takes rows out of a step that computed none of them: they are scheduled again. One whose
+        blocks the step would have copied is computed again from what the cache holds.
+        """
+        for row in rows:
+            sequence = row.sequence
+            self._leave_step(row)
+            if sequence.is_aborted:
+                self._drop(sequence)
+            elif row.block_copies:
+                self.batcher.preempt(sequence)
+
     def fail(self, rows: list[ScheduledSequence], error: HearthError) -> list[StepProgress]:
         """Ends the sequences of rows that could not be computed; the others continue.
 

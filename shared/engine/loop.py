@@ -13,6 +13,12 @@ their rows that are also in a failed step are void, because they lack its KV and
                          └──▶ halves ──▶ rows that raise alone: StepFailed
                                 │        (most rows, of several requests: DeviceFailed)
                                 └──no row succeeds, three times (failed_steps.py)──▶ device lost
+
+A step that runs out of the device's memory is no failure of the device. Its rows go back to the
+batcher, whose steps are then smaller for a time (batching/step_limit.py), down to a few tokens.
+
+    out of memory ──▶ rows scheduled again, half as many tokens a step
+         └──few tokens──▶ halves ──▶ rows that do not fit alone: OutOfMemory
 """
 
 from __future__ import annotations
@@ -32,9 +38,10 @@ from shared.engine.executors.elastic_kv import ElasticKv
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.expert_load import ExpertLoad
 from shared.engine.failed_steps import FailedSteps
+from shared.engine.memory_shortage import MemoryShortage
 from shared.engine.step import StepOutput
 from shared.engine.step_counters import StepCounters
-from shared.errors import DeviceFailed, StepFailed
+from shared.errors import DeviceFailed, OutOfMemory, StepFailed
 from shared.messages import WorkerLoad
 
 log = structlog.get_logger(__name__)
@@ -69,6 +76,7 @@ class EngineLoop:
         self._is_idle = True
         self._counters = StepCounters(executor.work)
         self._failed_steps = FailedSteps()
+        self._shortage = MemoryShortage(clock)
         self._expert_load = ExpertLoad()
         self._num_failed_zeroings = 0
         self._on_device_lost: Callable[[], None] = lambda: None
@@ -135,6 +143,7 @@ class EngineLoop:
     def load(self) -> WorkerLoad:
         engine = self.engine
         longest = engine.batcher.needs.longest  # free blocks are free for tokens of all layers
+        limit = engine.batcher.limit
         budget_s = self._tick_s if self._is_idle else self.executor.step_budget_s
         return WorkerLoad(
             step=self._step,
@@ -153,6 +162,8 @@ class EngineLoop:
             num_preemptions=engine.batcher.num_preemptions,
             num_failed_steps=self._failed_steps.num_failed,
             num_failed_zeroings=self._num_failed_zeroings,
+            num_out_of_memory=self._shortage.num + self.executor.num_out_of_memory,
+            max_step_tokens=limit.tokens if limit.is_lowered else 0,
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
             expert_imbalance=self._expert_load.imbalance,
@@ -215,10 +226,9 @@ class EngineLoop:
         try:
             output = await self._result(step)
         except BaseException as raised:  # some rows fail, the worker continues
-            item_error(raised)
-            log.exception("step_failed", num_sequences=len(step.rows))
-            return await self._recover(step)
+            return await self._recover(step, self._noted(raised, step.rows))
         self._failed_steps.succeeded(step.rows[0])
+        self.engine.batcher.limit.succeeded()
         now = self._clock.now()
         self._counters.add(step.rows, output, began_at=step.began_at, now=now)
         num_tokens = self.engine.num_new_tokens
@@ -226,25 +236,53 @@ class EngineLoop:
         self._counters.add_tokens(self.engine.num_new_tokens - num_tokens)
         return progress
 
-    async def _recover(self, step: SubmittedStep) -> list[StepProgress]:
+    def _noted(self, raised: BaseException, rows: list[ScheduledSequence]) -> Exception:
+        """Logs why a step has failed, and returns it."""
+        error = item_error(raised)
+        if isinstance(error, OutOfMemory):
+            self._note_shortage(error, rows)
+        else:
+            log.error("step_failed", num_sequences=len(rows), exc_info=error)
+        return error
+
+    def _note_shortage(self, error: OutOfMemory, rows: list[ScheduledSequence]) -> None:
+        self._shortage.record(error, num_sequences=len(rows), num_tokens=_num_tokens(rows))
+
+    async def _recover(self, step: SubmittedStep, error: Exception) -> list[StepProgress]:
         """Applies what is valid of the steps after a failed one, then computes its rows again."""
         rows = self.engine.take_back(step.rows)
         progress: list[StepProgress] = []
+        num_tokens, errors = _num_tokens(step.rows), [error]
         while self._in_flight:
             later = self._in_flight.popleft()
             void = {row.sequence for row in rows}
             try:
                 output = await self._result(later)
             except BaseException as raised:
-                item_error(raised)
-                log.exception("step_failed", num_sequences=len(later.rows))
+                errors.append(self._noted(raised, later.rows))
+                num_tokens = max(num_tokens, _num_tokens(later.rows))
                 rows += self.engine.take_back(later.rows, void)
             else:
                 progress += self.engine.apply(later.rows, output, void)
-        return progress + await self._compute_in_parts(rows) if rows else progress
+        if not all(isinstance(each, OutOfMemory) for each in errors):
+            return progress + await self._compute_failed(rows) if rows else progress
+        limit = self.engine.batcher.limit
+        limit.lower(num_tokens)
+        if num_tokens > limit.floor:
+            self.engine.unschedule(rows)
+            return progress
+        return progress + await self._compute_in_parts(rows)
 
     async def _attempt(self, rows: list[ScheduledSequence]) -> StepOutput:
         return await self._result(await self._submit(rows))
+
+    async def _compute_failed(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
+        """Computes rows whose step raised, if the device works."""
+        self._failed_steps.num_failed += 1
+        if not await self._device_works():
+            self._lose_device("its check raised")
+            return self.engine.fail(rows, DeviceFailed("the device of the worker failed"))
+        return await self._compute_in_parts(rows)
 
     async def _compute_in_parts(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
         """Computes rows whose step raised. It does not count as a busy step: it says nothing about
@@ -252,13 +290,9 @@ class EngineLoop:
 
         One bad row of N takes at most 2 log2(N) further steps.
         """
-        self._failed_steps.num_failed += 1
-        if not await self._device_works():
-            self._lose_device("its check raised")
-            return self.engine.fail(rows, DeviceFailed("the device of the worker failed"))
         progress: list[StepProgress] = []
         failed: list[ScheduledSequence] = []
-        parts = _halves(rows)
+        parts = _halves(rows) if rows else []
         while parts:
             part = parts.pop()
             self._step += 1
@@ -266,15 +300,40 @@ class EngineLoop:
                 output = await self._attempt(part)
             except BaseException as raised:
                 error = item_error(raised)
-                if len(part) == 1:
+                if isinstance(error, OutOfMemory):
+                    self._note_shortage(error, part)
+                if len(part) > 1:
+                    parts += _halves(part)
+                elif isinstance(error, OutOfMemory):
+                    progress += await self._compute_alone(part)
+                else:
                     _log_row(part[0], error)
                     failed += part
-                else:
-                    parts += _halves(part)
             else:
                 self._failed_steps.succeeded(part[0])
                 progress += self.engine.apply(part, output)
-        return progress + self._blame(failed, len(rows))
+        return progress + (self._blame(failed, len(rows)) if failed else [])
+
+    async def _compute_alone(self, part: list[ScheduledSequence]) -> list[StepProgress]:
+        """Has a row that lacked memory alone scheduled in smaller chunks. One of few tokens is
+        computed once more: others may have given memory back.
+        """
+        limit, num_tokens = self.engine.batcher.limit, _num_tokens(part)
+        if num_tokens > limit.floor:
+            limit.lower(num_tokens)
+            self.engine.unschedule(part)
+            return []
+        try:
+            output = await self._attempt(part)
+        except BaseException as raised:
+            error = item_error(raised)
+            _log_row(part[0], error)
+            if not isinstance(error, OutOfMemory):
+                return self._blame(part, len(part))
+            self._note_shortage(error, part)
+            lacks = f"the device of a worker has no memory for {num_tokens} more tokens"
+            return self.engine.fail(part, OutOfMemory(lacks))
+        return self.engine.apply(part, output)
 
     def _blame(self, failed: list[ScheduledSequence], num_rows: int) -> list[StepProgress]:
         """Ends the rows that raise when computed alone, or blames the device.
@@ -294,6 +353,8 @@ class EngineLoop:
         self._step += 1
         try:
             await self.executor.check()
+        except OutOfMemory as error:
+            self._shortage.record(error)
         except BaseException as raised:
             item_error(raised)
             log.exception("device_check_failed")
@@ -311,7 +372,9 @@ class EngineLoop:
     async def _zero_when_idle(self) -> None:
         try:
             await self.zero_freed_blocks()
-        except BaseException as raised:  # the engine's boundary: retried with the next tick
+        except OutOfMemory as error:  # retried with the next tick
+            self._shortage.record(error)
+        except BaseException as raised:  # the engine's boundary: also retried
             item_error(raised)
             log.exception("zeroing_failed")
             self._num_failed_zeroings += 1
@@ -347,6 +410,9 @@ class EngineLoop:
                 num_steps = self._counters.num_steps
                 try:
                     totals = await self.executor.expert_counts()
+                except OutOfMemory as error:
+                    self._shortage.record(error)
+                    continue
                 except BaseException as raised:  # the device is lost, which the next step reports
                     item_error(raised)
                     log.exception("expert_counts_failed")
@@ -359,6 +425,10 @@ class EngineLoop:
     def _report(self, progress: list[StepProgress]) -> None:
         for listener in self._listeners:
             listener(progress)
+
+
+def _num_tokens(rows: list[ScheduledSequence]) -> int:
+    return sum(row.num_scheduled_tokens for row in rows)
 
 
 def _log_row(row: ScheduledSequence, error: Exception) -> None:

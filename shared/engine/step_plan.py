@@ -91,12 +91,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of a step. With `failure`, sampling raised and the output is void; every rank goes
-    on.
+    on. `is_out_of_memory`: the device had too little for this step.
     """
 
     step: int
     output: StepOutput
     failure: str = ""
+    is_out_of_memory: bool = False
 
 
 def pack(numbers: Iterable[int]) -> bytes:

@@ -75,6 +75,8 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     recent_hit_ratio: float | None = None  # ratio over the last HITS_WINDOW_S
     step_age_s: int | None = None  # time since its last step, at least one full second
     num_failed_steps: int | None = None
+    num_out_of_memory: int | None = None  # see WorkerLoad, as the next one; None: never
+    max_step_tokens: int | None = None
     expert_imbalance: float | None = None  # see WorkerLoad; None: no experts, or too few tokens
     device_health: DeviceHealth | None = None
     index_state: IndexState | None = None
@@ -322,6 +324,8 @@ def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -
         "recent_hit_ratio": _recent_hit_ratio(known, load),
         "step_age_s": None if now is None else int(now - known.stepped_at) or None,
         "num_failed_steps": load.num_failed_steps,
+        "num_out_of_memory": load.num_out_of_memory or None,
+        "max_step_tokens": load.max_step_tokens or None,
         "expert_imbalance": round(load.expert_imbalance, 2) or None,
         "device_health": load.device_health,
         "num_handoffs_in_flight": load.num_handoffs_in_flight,

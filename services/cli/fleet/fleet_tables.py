@@ -47,6 +47,7 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
         restarted = restarts_text(report.restarts, wall_s)
         text = f"restarted within the last hour: {restarted}; see `hearth logs up`"
         shown.append(Text(text, style="yellow"))
+    shown += [_shortage(row) for row in workers if row.num_out_of_memory]
     if report.demands:
         shown.append(table_of_demands(report.demands, width))
     if report.hosts:
@@ -65,6 +66,14 @@ def _figures(recent: RecentFigures) -> str:
     if recent.ttft_p50_s is None or recent.ttft_p99_s is None:
         return rate
     return f"{rate}, TTFT {_duration(recent.ttft_p50_s)}, p99 {_duration(recent.ttft_p99_s)}"
+
+
+def _shortage(row: ProcessView) -> Text:
+    """Returns a line on a worker whose device had too little memory."""
+    most = row.max_step_tokens
+    steps = f"; its steps have at most {most} tokens for now" if most else ""
+    times = f"{row.num_out_of_memory} times" if row.num_out_of_memory != 1 else "once"
+    return Text(f"{row.process_id} ran out of GPU memory {times}{steps}", style="yellow")
 
 
 def _duration(seconds: float) -> str:

@@ -64,6 +64,7 @@ MEANING: dict[str, str] = {
     "worker_unfit": "a worker will not serve this request, whenever it comes (between processes)",
     "context_full": "a worker's KV cache is smaller than the request (between processes)",
     "step_failed": "a step of a worker raised for this request alone (between processes)",
+    "out_of_memory": "the devices of two workers had no memory for a step of this request",
     "device_failed": "the device of a worker failed (between processes)",
     "deadline_exceeded": "the request took longer than `--request-timeout-s`",
 }

@@ -80,6 +80,7 @@ class Stream:
         self.attempt = 0
         self.num_resubmissions = 0
         self.num_failed_steps = 0  # steps with this request alone
+        self.num_out_of_memory = 0  # workers whose devices had no memory for it
         self.excluded_workers: set[str] = set()
         self.submit_at: float | None = None  # when the next attempt is due
         self.window_opened_at = now

@@ -61,6 +61,7 @@ from shared.errors import (
     HearthError,
     NoCapacity,
     NoResponders,
+    OutOfMemory,
     Overloaded,
     RequestBreaksWorkers,
     StepFailed,
@@ -97,6 +98,7 @@ TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
 MAX_RESUBMISSIONS = 5
+MAX_OUT_OF_MEMORY = 2
 MAX_FAILED_STEPS = 2  # steps with one request alone, on different workers if there are several
 
 # Rejections that are retried; those in `_PATIENT` only in recovery or with retry_after_s=0.
@@ -552,6 +554,8 @@ class Streams:
         worker_id = None if stream.placement is None else stream.placement.worker_id
         if isinstance(error, StepFailed):
             self._move_after_failed_step(stream, worker_id, now)
+        elif isinstance(error, OutOfMemory):
+            self._move_after_out_of_memory(stream, error, worker_id, now)
         elif isinstance(error, ContextFull):
             self._resubmit(stream, "context_full", now, excluded=worker_id)
         elif isinstance(error, (*_TRANSIENT, *_PATIENT)):
@@ -574,6 +578,16 @@ class Streams:
             f"steps raised {MAX_FAILED_STEPS} times for this request alone"
         )
         self._end(stream, error, "failed", now)
+
+    def _move_after_out_of_memory(
+        self, stream: Stream, error: OutOfMemory, worker_id: str | None, now: float
+    ) -> None:
+        """Resubmits once, to another worker if there is one, which may have more memory."""
+        stream.num_out_of_memory += 1
+        if stream.num_out_of_memory < MAX_OUT_OF_MEMORY:
+            self._resubmit(stream, "worker_failed", now, excluded=worker_id)
+        else:
+            self._end(stream, error, "failed", now)
 
     def _complete(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Ends a stream whose choices have all ended. OpenAI's choices have no error: if only some

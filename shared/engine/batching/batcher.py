@@ -7,6 +7,9 @@ advance `num_computed_tokens` towards `num_tokens` under a token budget. The ord
     2. running sequences that lack more (chunked prefill), oldest first
     3. waiting sequences, FIFO, if all blocks of the prompt and the watermark are free
 
+The budget is lower for a time after steps ran out of memory (step_limit.py). Where it has fewer
+tokens than there are sequences that lack one, these take turns.
+
 When a running sequence needs a block and none is free, the newest running sequence is preempted: it
 releases all blocks and is computed again later (its blocks may still be in the cache).
 
@@ -35,6 +38,7 @@ import msgspec
 from shared.engine.batching.block_needs import BlockNeeds
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.batching.step_limit import StepLimit
 from shared.kv_layout import first_sent
 
 
@@ -70,7 +74,8 @@ class Batcher:
         self.num_admitted_tokens = 0  # tokens since the start; each sequence counts once
         self.num_preemptions = 0
         self.num_admitted_cached_tokens = 0
-        self._max_batch_tokens = max_batch_tokens
+        self.limit = StepLimit(max_batch_tokens)
+        self._turn = 0  # of the rows of one token, where a step has too few tokens for all
         self._max_sequences = max_sequences
         self._watermark = watermark
         # Copies of the step being scheduled: (source, destination) blocks.
@@ -128,7 +133,7 @@ class Batcher:
         """
         scheduled: dict[Sequence, ScheduledSequence] = {}
         max_rows = -(-len(self.running) // num_stages)
-        budget = self._max_batch_tokens
+        budget = self.limit.tokens
         num_preempted = 0
         for sequence, num_computable in self._running_by_turns(may_sample_ahead):
             if budget == 0 or len(scheduled) == max_rows:
@@ -159,7 +164,7 @@ class Batcher:
         found = [] if is_short else self._admit(rows, budget)
         self._block_copies.clear()
         self._awaited = None
-        if len(rows) > len(scheduled) or budget < self._max_batch_tokens - len(rows):
+        if len(rows) > len(scheduled) or budget < self.limit.tokens - len(rows):
             rows.sort(key=_has_several_tokens)
         return rows, found
 
@@ -188,7 +193,15 @@ class Batcher:
             for each in self.running
         ]
         ones = [each for each in computable if each[1] == 1]
+        if self.limit.is_lowered and len(ones) > self.limit.tokens:
+            ones = self._rotated(ones)
         return ones if len(ones) == len(computable) else ones + [e for e in computable if e[1] > 1]
+
+    def _rotated(self, ones: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Begins after the rows of the last step: else the oldest alone would be computed."""
+        first = self._turn % len(ones)
+        self._turn = first + self.limit.tokens
+        return ones[first:] + ones[:first]
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         for held in parent.held_blocks:

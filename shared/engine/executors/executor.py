@@ -51,6 +51,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def num_out_of_memory(self) -> int:
+        """Operations beside steps that ran out of the device's memory and were done otherwise."""
+        ...
+
+    @property
     def has_ended(self) -> bool:
         """Whether it computes nothing more, as seen between steps: a rank has ended."""
         ...
@@ -80,8 +85,8 @@ class Executor(Protocol):
 
     async def result(self, step: int) -> StepOutput:
         """Returns the output of a submitted step, in order of submission. Raises if the
-        step failed; later steps in flight are computed nevertheless, or fail if they
-        follow from its plan.
+        step failed, OutOfMemory if only its size was to blame; later steps in flight are computed
+        nevertheless, or fail if they follow from its plan.
         """
         ...
 

@@ -54,6 +54,7 @@ class LocalExecutor:
     num_stages = 1
     has_ended = False
     gpu_uuid = ""
+    num_out_of_memory = 0
     page_lock: PageLock | None = None
     peaks: DevicePeaks | None = None
     load_stages: Mapping[str, float] = {}  # NAME_s: seconds, of those that a device tells

@@ -78,6 +78,7 @@ class TimingExecutor:
     has_ended = False
     step_launch: StepLaunch = ""
     gpu_uuid = ""
+    num_out_of_memory = 0
     is_elastic = True
     step_extension_s = 0.0
     offloaded_bytes = 0

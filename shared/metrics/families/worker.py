@@ -67,6 +67,17 @@ VALUES = (
         lambda load: load.num_cached_prompt_tokens,
         True,
     ),
+    Value(
+        "out_of_memory",
+        "Operations of its device that had too little memory: they were computed in parts.",
+        lambda load: load.num_out_of_memory,
+        True,
+    ),
+    Value(
+        "lowered_step_tokens",
+        "Tokens of a step at most, since one ran out of memory; 0: as configured.",
+        lambda load: load.max_step_tokens,
+    ),
     Value("preemptions", "Sequences preempted.", lambda load: load.num_preemptions, True),
     Value(
         "pushed_tokens", "Tokens whose KV was pushed.", lambda load: load.num_pushed_tokens, True

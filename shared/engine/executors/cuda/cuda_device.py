@@ -7,16 +7,20 @@ another device, kernels would run on the wrong GPU.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any, Protocol
 
 import torch
 
 from kernels.device import TritonUnusable, check_triton
 from shared.engine.executors.loading.kv_sizing import MemoryReport
-from shared.errors import ConfigError
+from shared.errors import ConfigError, OutOfMemory
+
+# of allocations that are not torch's: CUDA's, its libraries' and Triton's
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class CudaDriver(Protocol):
@@ -97,3 +101,21 @@ class CudaDevice:
 def cuda_device(device: torch.device) -> CudaDevice:
     index = torch.cuda.current_device() if device.index is None else device.index
     return CudaDevice(index, torch.device("cuda", index), torch.cuda)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def telling_of_memory() -> Iterator[None]:
+    """Raises OutOfMemory for an error of torch, whose frames release their tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        clear_frames(error.__traceback__)
+        raise OutOfMemory(str(error).partition("\n")[0]) from None

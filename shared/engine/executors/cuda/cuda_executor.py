@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.device import on_triton_compile
 from shared.engine.executors.cuda.attention_library import library_name
 from shared.engine.executors.cuda.copy_stream import CopyStream, Mark
-from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.cuda_device import CudaDevice, telling_of_memory
 from shared.engine.executors.cuda.cuda_load import load_on_cuda
 from shared.engine.executors.cuda.data_sheets import data_sheet_peaks
 from shared.engine.executors.cuda.graph_computer import GraphComputer
@@ -28,8 +28,9 @@ from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.executors.step_deadline import step_units
 from shared.engine.executors.step_queue import MOST_AHEAD, Answer
 from shared.engine.kv.kv_cache import allocate_kv_cache
-from shared.engine.step import StepInputs, StepOutput
-from shared.errors import NoCapacity
+from shared.engine.kv.kv_parts import halves
+from shared.engine.step import KvRun, StepInputs, StepOutput
+from shared.errors import NoCapacity, OutOfMemory
 from shared.telemetry.stage_times import StageTimes
 
 
@@ -78,6 +79,7 @@ class CudaExecutor(LocalExecutor):
         self._answer_thread = self._step_thread
         if answers_apart:
             self._answer_thread = ThreadPoolExecutor(1, "engine-answer", initializer=device.bind)
+        self._num_repeated = 0  # operations that had too little memory at first
         self._copies = CopyStream(device)
         self.page_lock = CudaPageLock(device)
         self._captures = IdleCaptures(computer.has_graphs_left, self._capture_next)
@@ -109,6 +111,25 @@ class CudaExecutor(LocalExecutor):
             return await answer()
         finally:
             self._captures.end_step()
+
+    @property
+    def num_out_of_memory(self) -> int:  # type: ignore[override]
+        """Copies, zeroings and captures of graphs."""
+        graphs = self.computer.graphs
+        return self._num_repeated + (0 if graphs is None else graphs.num_out_of_memory)
+
+    async def read_kv(self, run: KvRun, out: memoryview) -> None:
+        await self._copy_in_parts(self.computer.read_kv, run, out)
+
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        await self._copy_in_parts(self.computer.write_kv, run, payload)
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        try:
+            await super().zero_blocks(block_ids)
+        except OutOfMemory:
+            self._num_repeated += 1
+            await super().zero_blocks(block_ids)
 
     async def close(self) -> None:
         await self._captures.stop()
@@ -157,10 +178,23 @@ class CudaExecutor(LocalExecutor):
 
     async def _launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            result, _ = await super()._launch(self._copies.launch, function, *arguments)
+            result, _ = await self._on_device(
+                super()._launch, self._copies.launch, function, *arguments
+            )
         finally:
             self._copies.deliver()
         return result
+
+    async def _on_device(self, call: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        """Awaits `call`. Raises OutOfMemory once what torch caches has gone back: after all steps
+        that are launched, on their thread, because graphs may be captured there.
+        """
+        try:
+            with telling_of_memory():
+                return await call(*arguments)
+        except OutOfMemory:
+            await super()._launch(self._device.release_cached)
+            raise
 
     def _launch_step(self, inputs: StepInputs) -> _Launched:
         """Runs on the step thread."""
@@ -176,8 +210,9 @@ class CudaExecutor(LocalExecutor):
         mark = None
         loop = asyncio.get_running_loop()
         try:
-            waiting = loop.run_in_executor(self._answer_thread, self._wait, launched, units)
-            output, mark = await waiting
+            output, mark = await self._on_device(
+                loop.run_in_executor, self._answer_thread, self._wait, launched, units
+            )
         finally:
             self._copies.deliver(mark)
         return output
@@ -192,7 +227,23 @@ class CudaExecutor(LocalExecutor):
         return output, mark
 
     async def _copy(self, function: Callable[..., None], *arguments: Any) -> None:
-        await super()._copy(self._copies.copy, self._copies.delivered, function, *arguments)
+        copies = self._copies
+        await self._on_device(super()._copy, copies.copy, copies.delivered, function, *arguments)
+
+    async def _copy_in_parts(
+        self, copy: Callable[..., None], run: KvRun, memory: memoryview
+    ) -> None:
+        """Copies some layers at a time if the device has no memory for all."""
+        try:
+            await self._copy(copy, run, memory)
+            return
+        except OutOfMemory:
+            self._num_repeated += 1
+            parts = halves(self.kv_layout, run, memory)
+            if len(parts) == 1:
+                raise
+        for part, view in parts:
+            await self._copy_in_parts(copy, part, view)
 
     async def _capture_next(self) -> None:
         await self._launch(self.computer.capture_next)

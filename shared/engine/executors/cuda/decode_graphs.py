@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shared.background import item_error
 from shared.clock import MonotonicClock
+from shared.engine.executors.cuda.cuda_device import is_out_of_memory
 from shared.engine.executors.cuda.decode_buffers import (
     Arrays,
     DecodeShape,
@@ -106,6 +107,7 @@ class DecodeGraphs:
         `DeviceStepInputs`. `counts`: tensors to which each step adds.
         """
         self.num_replayed = self.num_eager = 0  # decode steps
+        self.num_out_of_memory = 0  # captures
         self._device, self._step = device, step
         self._kinds, self._kind_of_layer = kinds, kind_of_layer
         self._last_tokens = last_tokens
@@ -205,6 +207,8 @@ class DecodeGraphs:
                 self._seen.add(shape)
                 return None
             self._capture(shape)
+            if shape not in self._graphs:
+                return None
         graph = self._graphs[shape] = self._graphs.pop(shape)
         return graph
 
@@ -218,11 +222,19 @@ class DecodeGraphs:
             error = item_error(raised)
             reason = str(error).partition("\n")[0]
             log.warning("graph_not_captured", **shape._asdict(), reason=reason)
+            if is_out_of_memory(error):
+                self._try_later(shape)
         else:
             seconds = round(self._clock.now() - began_at, 3)
             log.debug("graph_captured", **shape._asdict(), seconds=seconds)
         while len(self._graphs) > 1 and self._num_bytes() > self._max_graphs * GRAPH_BYTES:
             self._drop_oldest()
+
+    def _try_later(self, shape: DecodeShape) -> None:
+        """Others may give memory back. Until then no further shape is captured in idle moments."""
+        self.num_out_of_memory += 1
+        del self._graphs[shape]
+        self._replaced_at = self._clock.now()
 
     def _drop_oldest(self) -> None:
         del self._graphs[next(iter(self._graphs))]

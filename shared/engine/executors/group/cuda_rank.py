@@ -53,7 +53,7 @@ from shared.engine.parallel.processes.rank_process import RankContext, StepRing
 from shared.engine.parallel.processes.records import Record
 from shared.engine.step import StepOutput
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
-from shared.errors import HearthError
+from shared.errors import HearthError, OutOfMemory
 from shared.telemetry.log import configure_child_logging
 
 log = structlog.get_logger(__name__)
@@ -141,6 +141,8 @@ class CudaRank:
             error = item_error(raised)
             if self._has_lost_plan:
                 raise
+            if isinstance(error, OutOfMemory):  # the leader logs it once in a while
+                return encode(StepResult(plan.step, StepOutput([]), error.message, True))
             log.exception("step_failed")
             failure = f"{type(error).__name__}: {error}"
             return encode(StepResult(plan.step, StepOutput([]), failure))

@@ -47,7 +47,7 @@ from shared.engine.executors.step_deadline import StepBudget, units_of
 from shared.engine.parallel.links import RankLink
 from shared.engine.step import StepOutput
 from shared.engine.step_plan import decode_result, encode
-from shared.errors import ERROR_BY_CODE, HearthError, InvalidRequest, StepFailed
+from shared.errors import ERROR_BY_CODE, HearthError, InvalidRequest, OutOfMemory, StepFailed
 
 if TYPE_CHECKING:  # it imports torch
     from shared.engine.executors.step_profile import RecordedSteps
@@ -66,6 +66,8 @@ class GroupExecutor:
     """Runs steps on the ranks of a pipeline of `num_stages`. `kv_links` lead to the data planes of
     all ranks.
     """
+
+    num_out_of_memory = 0  # ranks do not tell
 
     def __init__(
         self,
@@ -142,7 +144,9 @@ class GroupExecutor:
         return step
 
     async def result(self, step: int) -> StepOutput:
-        """Raises DeviceFailed if the group is lost, StepFailed if the step raised."""
+        """Raises DeviceFailed if the group is lost, StepFailed if the step raised, OutOfMemory if
+        its device has too little.
+        """
         under_way = self._in_flight[step]
         try:
             answer = decode_result(await self._steps.answer(step))
@@ -151,6 +155,8 @@ class GroupExecutor:
         now = self._clock.now()
         self._budget.observe(under_way.units, now - max(under_way.began_at, self._answered_at))
         self._answered_at = now
+        if answer.is_out_of_memory:
+            raise OutOfMemory(answer.failure)
         if answer.failure:
             raise StepFailed(answer.failure)
         return answer.output

@@ -39,6 +39,7 @@ def worker(process_id: str, **fields: Any) -> ProcessView:
     return ProcessView(process_id=process_id, **(known | fields))
 
 
+SHORT = worker("decode-4", num_out_of_memory=3, max_step_tokens=512)
 LOST = worker("decode.a1b2c3d4e5f6", state="silent", state_age_s=125)
 GATEWAY = ProcessView(process_id="gateway-1", role="gateway", state="ready", num_open_streams=7)
 STOPPED = worker("decode-3", state="stopped", state_age_s=4)
@@ -71,7 +72,7 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     away = ServerView(state="unavailable", for_s=5.0)
     recent = RecentFigures(requests_per_s=1234.5, ttft_p50_s=0.021, ttft_p99_s=12.3456)
     shown = report(
-        *(worker("decode-1"), LOST, GATEWAY),
+        *(worker("decode-1"), SHORT, LOST, GATEWAY),
         redis=away,
         recent=recent,
         rejected=REJECTED,
@@ -89,6 +90,8 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     assert lost.endswith("lost (silent) since 11:57:55Z")
     assert any(line.startswith("decode-1 ") and line.endswith(" ready") for line in lines)
     assert "redis unavailable 11:59:55Z" in lines
+    short = "decode-4 ran out of GPU memory 3 times; its steps have at most 512 tokens for now"
+    assert short in " ".join(lines)
     assert "last minute: 1,234.5 requests/s, TTFT 21 ms, p99 12.3 s" in lines
     restarted = "restarted within the last hour: redis (2, last 11:59:00Z); see `hearth logs up`"
     assert restarted in " ".join(lines)

@@ -43,6 +43,7 @@ from shared.errors import (
     InvalidRequest,
     NoCapacity,
     NoResponders,
+    OutOfMemory,
     Overloaded,
     RequestBreaksWorkers,
     RequestTimeout,
@@ -454,6 +455,19 @@ def test_request_that_alone_fails_steps_of_two_workers_ends() -> None:
     assert rig.client.tokens == [5]
     rig.actions()
     assert rig.reports[-1] == ReportBrokenSteps("r1", "t")
+    assert len(rig.streams) == 0
+
+
+def test_request_that_lacks_memory_of_two_workers_ends_with_that() -> None:
+    rig = running()
+    rig.tokens(0, 5, finish=failed_with(OutOfMemory))
+    submit = rig.submit()
+    assert submit.excluded_workers == ("w1",)
+    rig.queue(submit.attempt)
+    rig.place(P2, "w2")
+    rig.tokens(1, finish=failed_with(OutOfMemory), placement_id=P2, worker_id="w2")
+    assert isinstance(rig.client.error, OutOfMemory)
+    assert (rig.client.error.http_status, rig.client.tokens) == (503, [5])
     assert len(rig.streams) == 0
 
 

@@ -83,6 +83,18 @@ def test_oldest_decode_rows_get_the_budget() -> None:
     assert step(batcher) == [(first, 1), (second, 1)]
 
 
+def test_rows_take_turns_where_a_step_has_fewer_tokens_than_rows() -> None:
+    """For a time, after a step ran out of memory."""
+    batcher = new_batcher(num_blocks=512, max_batch_tokens=64, max_sequences=40)
+    rows = [with_kv(batcher, 5) for _ in range(40)]
+    for each in rows:
+        batcher.add(each)
+    batcher.limit.lower(64)
+    batcher.limit.lower(32)
+    assert [len(step(batcher)) for _ in range(10)] == [16] * 10
+    assert {each.num_output_tokens for each in rows} == {4}
+
+
 def test_admission_is_first_come_first_served() -> None:
     batcher = new_batcher(num_blocks=8, max_batch_tokens=64)
     big, too_big, small = new_request(20), new_request(20), new_request(4)

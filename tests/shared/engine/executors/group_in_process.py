@@ -99,6 +99,7 @@ def group_in_process(executor: TimingExecutor, clock: Clock, step_s: float) -> G
         has_head=executor.has_head,
         revision=executor.revision,
         depth=executor.num_stages,
+        work=executor.work,
     )
     steps, links = _Steps(_Rank(executor), clock, step_s), Mock(close=AsyncMock())
     return GroupExecutor(steps, links, model, num_stages=executor.num_stages, clock=clock)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import OutOfMemoryError
 
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.group.cuda_rank import CudaRank
@@ -23,6 +24,7 @@ from tests.shared.engine.executors.cuda.late_device import load_late
 
 # Of a prompt: its launch never returns; its step raises; all steps from it on raise
 HANGING_TOKEN, FAILING_TOKEN, STICKY_TOKEN = 195, 196, 197
+LARGE_TOKEN = 194  # its step lacks memory
 MOST_BLOCKS = 1000  # that the device has memory for
 PARKED_BYTES = 12_345  # of weights
 OVERLAP_S = 0.5
@@ -103,6 +105,8 @@ def _load_failing(setup: DeviceSetup, on_phase: OnPhase) -> CudaExecutor:
         tokens = inputs.input_ids.tolist()
         if HANGING_TOKEN in tokens:
             Event().wait()
+        if LARGE_TOKEN in tokens:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if STICKY_TOKEN in tokens:
             is_sick.set()
         if is_sick.is_set() or FAILING_TOKEN in tokens:

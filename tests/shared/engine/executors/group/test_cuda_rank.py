@@ -24,7 +24,14 @@ from shared.engine.executors.group.load_cuda_rank import load_cuda_rank
 from shared.engine.executors.group.load_group import load_group
 from shared.engine.loop import EngineLoop
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.errors import CheckpointError, ConfigError, NoCapacity, StepFailed
+from shared.errors import (
+    CheckpointError,
+    ConfigError,
+    HearthError,
+    NoCapacity,
+    OutOfMemory,
+    StepFailed,
+)
 from shared.messages import SamplingParams
 from tests.shared.engine.executors.cuda.fake_device import Replays, load
 from tests.shared.engine.executors.cuda.test_steps_ahead import (
@@ -39,6 +46,7 @@ from tests.shared.engine.executors.group import test_group_handoff as handoffs
 from tests.shared.engine.executors.group.fake_cuda_rank import (
     FAILING_TOKEN,
     HANGING_TOKEN,
+    LARGE_TOKEN,
     MOST_BLOCKS,
     PARKED_BYTES,
     STICKY_TOKEN,
@@ -154,11 +162,16 @@ async def test_kv_is_handed_off_in_both_directions(ranks: Ranks) -> None:
 @on_one_loop
 async def test_step_that_raises_fails_alone(ranks: Ranks) -> None:
     failing = ranks.of(FAILING)
-    worker = Worker(ranks.folder, "float32", executor=cast(Any, failing))
-    worker.engine.add(new_sequence([5, FAILING_TOKEN], sampling(2)))
-    rows, _ = worker.engine.schedule()
-    with pytest.raises(StepFailed, match="illegal memory access"):
-        await failing.result(failing.submit(rows))
+    raised: list[tuple[int, type[HearthError], str]] = [
+        (FAILING_TOKEN, StepFailed, "illegal memory access"),
+        (LARGE_TOKEN, OutOfMemory, r"^CUDA out of memory. Tried to allocate 2.00 GiB.$"),
+    ]
+    for token_id, error, message in raised:
+        worker = Worker(ranks.folder, "float32", executor=cast(Any, failing))
+        worker.engine.add(new_sequence([5, token_id], sampling(2)))
+        rows, _ = worker.engine.schedule()
+        with pytest.raises(error, match=message):
+            await failing.result(failing.submit(rows))
     await failing.check()
     wanted = await tokens_of(ranks.folder, ranks.executors.plain, 9)
     assert await tokens_of(ranks.folder, ranks.of(FAILING), 9) == wanted
