@@ -264,9 +264,9 @@ def test_unlike_or_failing_rank_does_not_start(
 
 
 def test_rank_that_is_never_ready_is_named() -> None:
-    made = spec(hanging_rank=1)
+    made = spec(hanging_rank=0)  # the other one may start late on a busy machine, too
     hasty = replace(made, ready_s=1.0)
-    with descriptors_return_to_before(), pytest.raises(GroupLost, match="rank 1 is not ready"):
+    with descriptors_return_to_before(), pytest.raises(GroupLost, match="rank 0 is not ready"):
         RankGroup.start(hasty)
 
 
