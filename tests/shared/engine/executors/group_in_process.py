@@ -78,7 +78,7 @@ class _Steps:
         data, self._rank.masks = self._sent.pop(number)
         return self._rank.run(number, data)
 
-    async def command(self, command: Command) -> bytes:
+    async def command(self, command: Command, budget_s: float = 0.0) -> bytes:
         return await self.answer(self.submit(command))
 
     async def close(self) -> None:
