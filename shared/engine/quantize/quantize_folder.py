@@ -102,6 +102,7 @@ def quantize_folder(
         form = Int4(group=group, is_symmetric=is_symmetric, scale_dtype=dtype)
     progress.expect(folder.num_bytes())
     with work_folder(target) as work, open_checkpoint(source) as tensors:
+        _check_experts(tensors)
         found = sorted(_linear_layers(tensors))
         patterns = (*DENSE, *ignored)
         layers = [each for each in found if not any(is_named(each, name) for name in patterns)]
@@ -125,6 +126,16 @@ def _config(path: Path) -> dict[str, Any]:
     if found.get(FIELD) or (isinstance(text, dict) and text.get(FIELD)):
         raise ConfigError(f"{path}: the checkpoint is quantized already ({FIELD})")
     return found
+
+
+def _check_experts(tensors: CheckpointTensors) -> None:
+    """Raises CheckpointError if one tensor has the weights of all experts of a layer."""
+    for name in tensors.names():
+        if ".experts." in name and len(tensors.info(name).shape) == 3:
+            raise CheckpointError(
+                f"{tensors.path(name)}: {name} has the weights of all experts, which are quantized "
+                "only from one tensor each; serve the checkpoint as it is, or compress it"
+            )
 
 
 def _linear_layers(tensors: CheckpointTensors) -> Iterator[str]:

@@ -16,6 +16,7 @@ from shared.engine.model_config.formats import Fp8Block, Int4, stored_tensors
 from shared.engine.quantize.round_to_nearest import quantized_tensors
 from shared.errors import CheckpointError, ConfigError
 from tests.support.engine.checkpoints import write_llama
+from tests.support.engine.families import FAMILIES
 from tests.support.engine.quantized import quantize
 
 FORMS = [
@@ -91,3 +92,10 @@ def test_what_cannot_be_quantized(tmp_path: Path) -> None:
     quantize(source, tmp_path / "new", "fp8")
     with pytest.raises(ConfigError, match="is quantized already"):
         quantize(tmp_path / "new", tmp_path / "again", "fp8")
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    FAMILIES["llama4, experts"].write(tmp_path / "llama4")
+    with pytest.raises(CheckpointError, match=r"experts\.\w+ has the weights of all experts"):
+        quantize(tmp_path / "llama4", tmp_path / "copy", "fp8")
+    assert not (tmp_path / "copy").exists()
