@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.integers import next_power_of_2
 from shared.engine.layers.attention_inputs import PrefillRows
 
 LEAST_TOKENS, LEAST_BLOCKS = 64, 16
@@ -43,9 +42,9 @@ class PrefillShape(NamedTuple):
         num_seqs, num_blocks = rows.block_tables.shape
         cache_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape[1:]
         return cls(
-            next_power_of_2(num_seqs),
-            max(LEAST_TOKENS, next_power_of_2(len(query))),
-            max(LEAST_BLOCKS, next_power_of_2(num_blocks)),
+            _power_of_two(num_seqs),
+            max(LEAST_TOKENS, _power_of_two(len(query))),
+            max(LEAST_BLOCKS, _power_of_two(num_blocks)),
             query.shape[1],
             num_kv_heads,
             head_dim,
@@ -79,3 +78,8 @@ def prefill_arrays(rows: PrefillRows, shape: PrefillShape) -> PrefillArrays:
 
 def _column(values: Tensor) -> Tensor:
     return values.to(torch.int32)[:, None, None, None]
+
+
+def _power_of_two(size: int) -> int:
+    """Returns the least one that is not below `size`."""
+    return 1 << (size - 1).bit_length()
