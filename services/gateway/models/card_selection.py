@@ -2,9 +2,11 @@
 
 Workers of one model may differ in revision, block size and context. A request is for one revision
 and one block size, its version: the gateway serves the version with most live decode workers, so
-that a rollout changes the card once. The context is the largest of that version, and is held for a
-while, so that a worker that restarts does not change the limit twice. Workers of one version may
-also differ in their features: the card has those of any live one, as the scheduler finds a worker.
+that a rollout changes the card once. Other sites count only without a live worker here: one with
+another version must not take the requests of those here. The context is the largest of that
+version, and is held for a while, so that a worker that restarts does not change the limit twice.
+Workers of one version may also differ in their features: the card has those of any live one, as the
+scheduler finds a worker.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from math import inf
 import msgspec
 
 from shared.messages import ModelCard
+from shared.subjects import is_at_site
 
 HOLD_S = 60.0  # seconds after the loss of the last worker with a card
 
@@ -77,10 +80,11 @@ class CardSelection:
         return tuple(sorted(set(chain.from_iterable(live))))
 
     def _version(self) -> Version | None:
-        """Returns the version with the most live workers: of several the one known longest, or the
-        current version if no worker is live.
+        """Returns the version with the most live workers, those of this site first: of several the
+        one known longest, or the current version if no worker is live.
         """
-        num_live = Counter(version_of(card) for card in self._live.values())
+        here = [card for worker_id, card in self._live.items() if not is_at_site(worker_id)]
+        num_live = Counter(map(version_of, here or self._live.values()))
         if num_live:
             return max(self._known, key=lambda each: num_live[each])
         if self._selected is not None and version_of(self._selected) in self._known:

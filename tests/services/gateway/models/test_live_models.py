@@ -127,6 +127,18 @@ def test_rollout_changes_the_card_once() -> None:
     assert rig.context() == 2048  # a revision does not inherit the context of another
 
 
+def test_card_is_that_of_this_site_while_it_has_a_worker() -> None:
+    rig = Rig()
+    for gateway in ("b/gw.1/00ff", "b/gw.2/00ff"):
+        rig.beat(gateway, 2048, revision="r2")
+    rig.beat("d1")
+    assert rig.revision() == "r1"
+    rig.beat("b/gw.1/0000", 131_072)
+    assert rig.context() == 131_072, "longer requests are served there"
+    rig.catalog.lost("d1")
+    assert rig.revision() == "r2"
+
+
 def test_card_has_the_block_size_of_most_workers() -> None:
     rig = Rig()
     rig.beat("d1", 131_072, block_size=32)
