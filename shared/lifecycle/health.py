@@ -26,6 +26,7 @@ from enum import Enum
 from math import inf
 
 from shared.messages import Heartbeat, Role
+from shared.subjects import is_at_site
 
 HEARTBEAT_INTERVAL_S = 0.25
 SITE_INTERVAL_S = 1.0  # what a site sends to others
@@ -43,6 +44,7 @@ LEFT_AFTER_S = 0.75
 MIN_RETURNS = 2  # heartbeats of a replaced epoch before its process counts as alive
 MAX_REPLACED = 8  # epochs remembered for a peer
 MAX_PEERS = 8192  # further peers are ignored until others are forgotten
+MAX_WITH_SITES = MAX_PEERS // 2  # with so many peers, further ones of other sites are ignored
 
 
 class Loss(Enum):
@@ -129,7 +131,8 @@ class Fleet:
             return None
         if heartbeat.state == "stopped":
             return Loss.STOPPED if self._peers.pop(heartbeat.process_id, None) else None
-        if known is None and len(self._peers) >= MAX_PEERS:
+        most = MAX_WITH_SITES if is_at_site(heartbeat.process_id) else MAX_PEERS
+        if known is None and len(self._peers) >= most:
             return None
         if known is None:
             self._peers[heartbeat.process_id] = Peer(heartbeat, now, now)

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from shared.lifecycle.health import FORGET_AFTER_S, MAX_PEERS, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
+from shared.lifecycle.health import (
+    FORGET_AFTER_S,
+    MAX_PEERS,
+    MAX_WITH_SITES,
+    SILENCE_LIMIT_S,
+    TICK_S,
+    Fleet,
+    Loss,
+)
 from shared.messages import Heartbeat, ProcessState, WorkerLoad
 
 OWN = "own"
@@ -244,6 +252,15 @@ def test_new_peers_beyond_limit_are_ignored() -> None:
     newest = fleet.heartbeat_of("stranger-0")
     assert newest is not None and newest.sequence_number == 2
     assert sum(1 for _ in fleet.live("decode")) == MAX_PEERS
+
+
+def test_other_sites_leave_room_for_the_peers_of_this_one() -> None:
+    fleet = Fleet(OWN)
+    for number in range(MAX_PEERS):
+        fleet.observe(heartbeat_from(f"b/gateway/{number}", 1), 0.0)
+    fleet.observe(heartbeat_from("a", 1), 0.0)
+    assert sum(1 for _ in fleet.live("decode")) == MAX_WITH_SITES + 1
+    assert fleet.is_live("a")
 
 
 def test_late_peer_without_responder_is_lost(sim: FleetSimulation) -> None:
