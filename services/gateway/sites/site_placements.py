@@ -111,6 +111,10 @@ class SitePlacements:
             if now - heard_at(each.gateway_id) > ORPHAN_S or now - each.ended_at > UNACKNOWLEDGED_S
         ]
 
+    def gateways(self) -> set[str]:
+        """Returns the gateways with placements here."""
+        return {each.gateway_id for each in self._placements.values()}
+
     def resend_overdue(self, now: float) -> None:
         """Sends again what has had no update for RESEND_S: the message may have been lost."""
         for placement_id, each in self._placements.items():

@@ -15,14 +15,14 @@ from math import inf
 import structlog
 
 from services.gateway.sites.site_placements import SitePlacements
-from services.gateway.sites.site_requests import site_request
+from services.gateway.sites.site_requests import check_request, site_request
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
 from shared.background import Background, failing_alone, is_logged
 from shared.block_hash import root_key
 from shared.clock import Clock
 from shared.config import GatewayConfig
-from shared.errors import HearthError, WorkerBusy
+from shared.errors import HearthError
 from shared.lifecycle.health import SITE_INTERVAL_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -30,6 +30,7 @@ from shared.messages import (
     AckFinished,
     Alive,
     DecodeStarted,
+    ModelCard,
     ReportAlive,
     ResendTokens,
     SiteState,
@@ -46,7 +47,6 @@ from shared.transport.outbox import Outbox
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
-MAX_HEARD = 4096  # gateways of other sites
 
 
 class SiteService:
@@ -72,9 +72,9 @@ class SiteService:
         self._placements = SitePlacements(self._flush_soon)
         self._outbox = Outbox(bus)
         self._background = Background()
-        self._heard_at: dict[str, float] = {}  # by gateway of another site, the last one last
+        self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here
         self._linked = LinkedSites(bus, health_monitor, clock, on_state=self._on_state)
-        self._will_flush = False
+        self._will_flush = self._will_report = False
         self._num_states = 0
 
     async def start(self) -> None:
@@ -126,14 +126,18 @@ class SiteService:
             log.warning("site_state_not_sent", error=error.message)
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
-        if not is_at_site(process_id):
-            self._background.start_item(self._send_state(), is_logged)
+        """Reports the losses of one turn of the loop once: a host may take many workers along."""
+        if not is_at_site(process_id) and not self._will_report:
+            self._will_report = True
+            self._background.start_item(self._report_loss(), is_logged)
+
+    async def _report_loss(self) -> None:
+        self._will_report = False
+        await self._send_state()
 
     def _on_state(self, state: SiteState) -> None:
-        self._heard_at.pop(state.gateway_id, None)
-        self._heard_at[state.gateway_id] = self._clock.now()
-        if len(self._heard_at) > MAX_HEARD:
-            del self._heard_at[next(iter(self._heard_at))]
+        if state.gateway_id in self._heard_at:
+            self._heard_at[state.gateway_id] = self._clock.now()
 
     def _alive(self, _: ReportAlive) -> Alive:
         monitor = self._health_monitor
@@ -145,22 +149,17 @@ class SiteService:
         placement_id, asked = command.placement_id, command.request
         if placement_id not in self._placements:
             self._check_capacity()
-            self._check_model(command)
+            check_request(asked, self._cards())
             now = self._clock.now()
             request = site_request(command, self._bus.process_id, self._root_key)
             worker_id = worker_at_site(self._name, asked.model, asked.revision, asked.block_size)
-            self._heard_at.setdefault(asked.gateway_id, now)
+            self._heard_at[asked.gateway_id] = now
             receiver = self._placements.open(command, request, worker_id, now)
             self._driver.open([Opening(request, receiver)])
         return DecodeStarted(placement_id=placement_id, num_cached_tokens=0)
 
-    def _check_model(self, command: StartDecode) -> None:
-        """Raises WorkerBusy for a model that no worker of this site serves."""
-        asked = command.request
-        for each in site_models(self._health_monitor.fleet):
-            if (each.card.name, each.card.revision) == (asked.model, asked.revision):
-                return
-        raise WorkerBusy(f"no worker of site {self._config.site} serves {asked.model!r} now")
+    def _cards(self) -> list[ModelCard]:
+        return [each.card for each in site_models(self._health_monitor.fleet)]
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         worker_id, entry = self._placements.resend(
@@ -206,6 +205,8 @@ class SiteService:
                 for placement_id in self._placements.overdue(self._heard_since, now):
                     self._close(self._placements.close(placement_id))
                 self._placements.resend_overdue(now)
+                here = self._placements.gateways()
+                self._heard_at = {each: at for each, at in self._heard_at.items() if each in here}
 
     def _heard_since(self, gateway_id: str) -> float:
         return self._heard_at.get(gateway_id, -inf)
