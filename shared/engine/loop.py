@@ -27,6 +27,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import structlog
 
@@ -249,50 +250,53 @@ class EngineLoop:
         self._shortage.record(error, num_sequences=len(rows), num_tokens=_num_tokens(rows))
 
     async def _recover(self, step: SubmittedStep, error: Exception) -> list[StepProgress]:
-        """Applies what is valid of the steps after a failed one, then computes its rows again."""
-        rows = self.engine.take_back(step.rows)
+        """Applies what is valid of the steps after a failed one, then computes its rows again. The
+        rows of each failed step stay apart: those of several are no step.
+        """
+        failed = [self.engine.take_back(step.rows)]
         progress: list[StepProgress] = []
         num_tokens, errors = _num_tokens(step.rows), [error]
         while self._in_flight:
             later = self._in_flight.popleft()
-            void = {row.sequence for row in rows}
+            void = {row.sequence for row in chain(*failed)}
             try:
                 output = await self._result(later)
             except BaseException as raised:
                 errors.append(self._noted(raised, later.rows))
                 num_tokens = max(num_tokens, _num_tokens(later.rows))
-                rows += self.engine.take_back(later.rows, void)
+                failed.append(self.engine.take_back(later.rows, void))
             else:
                 progress += self.engine.apply(later.rows, output, void)
         if not all(isinstance(each, OutOfMemory) for each in errors):
-            return progress + await self._compute_failed(rows) if rows else progress
+            return progress + await self._compute_failed(failed) if any(failed) else progress
         limit = self.engine.batcher.limit
         limit.lower(num_tokens)
         if num_tokens > limit.floor:
-            self.engine.unschedule(rows)
+            self.engine.unschedule([*chain(*failed)])
             return progress
-        return progress + await self._compute_in_parts(rows)
+        return progress + await self._compute_in_parts(failed)
 
     async def _attempt(self, rows: list[ScheduledSequence]) -> StepOutput:
         return await self._result(await self._submit(rows))
 
-    async def _compute_failed(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
-        """Computes rows whose step raised, if the device works."""
+    async def _compute_failed(self, steps: list[list[ScheduledSequence]]) -> list[StepProgress]:
+        """Computes the rows of steps that raised, if the device works."""
         self._failed_steps.num_failed += 1
         if not await self._device_works():
             self._lose_device("its check raised")
-            return self.engine.fail(rows, DeviceFailed("the device of the worker failed"))
-        return await self._compute_in_parts(rows)
+            lost = DeviceFailed("the device of the worker failed")
+            return self.engine.fail([*chain(*steps)], lost)
+        return await self._compute_in_parts(steps)
 
-    async def _compute_in_parts(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
-        """Computes rows whose step raised. It does not count as a busy step: it says nothing about
-        speed.
+    async def _compute_in_parts(self, steps: list[list[ScheduledSequence]]) -> list[StepProgress]:
+        """Computes the rows of steps that raised. It does not count as a busy step: it says nothing
+        about speed.
 
         One bad row of N takes at most 2 log2(N) further steps.
         """
         progress: list[StepProgress] = []
         failed: list[ScheduledSequence] = []
-        parts = _halves(rows) if rows else []
+        parts = [half for rows in reversed(steps) if rows for half in _halves(rows)]
         while parts:
             part = parts.pop()
             self._step += 1
@@ -312,7 +316,7 @@ class EngineLoop:
             else:
                 self._failed_steps.succeeded(part[0])
                 progress += self.engine.apply(part, output)
-        return progress + (self._blame(failed, len(rows)) if failed else [])
+        return progress + (self._blame(failed, sum(map(len, steps))) if failed else [])
 
     async def _compute_alone(self, part: list[ScheduledSequence]) -> list[StepProgress]:
         """Has a row that lacked memory alone scheduled in smaller chunks. One of few tokens is

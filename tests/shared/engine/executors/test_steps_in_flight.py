@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -102,7 +103,7 @@ class CheckedExecutor(TimingExecutor):
         self.num_submitted = self.num_applied = self.num_runs = 0
         self.wrongs: list[str] = []
         self.engine: Engine | None = None
-        self.most_in_flight = 0
+        self.most_in_flight = self.most_tokens = self.most_rows = 0
         self.rows: dict[int, list[ScheduledSequence]] = {}
         self.expected: deque[StepInputs] = deque()  # of steps in flight
         self.rank_state = self._state
@@ -153,6 +154,7 @@ class CheckedExecutor(TimingExecutor):
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
         self.num_submitted += 1
+        self.check_rows(rows)
         expected = plain_inputs(rows, BLOCK_SIZE)
         self.expected.append(expected)
         try:
@@ -166,6 +168,14 @@ class CheckedExecutor(TimingExecutor):
         if self.num_stages > 1:
             self.check_draws_alone()
         return step
+
+    def check_rows(self, rows: list[ScheduledSequence]) -> None:
+        """Single tokens come first, and the step is within the limits, also one of failed rows."""
+        counts = [row.num_scheduled_tokens for row in rows]
+        if any(count > 1 and later == 1 for count, later in pairwise(counts)):
+            self.wrongs.append("a single token comes after several")
+        if sum(counts) > self.most_tokens or len(rows) > self.most_rows:
+            self.wrongs.append("a step is larger than any may be")
 
     def _submit_or_fail(self, rows: list[ScheduledSequence]) -> int:
         with failing(SUBMITTING if self.num_submitted in self.fail_at["submit"] else ()):
@@ -265,6 +275,8 @@ class Worker:
     def __init__(self, executor: CheckedExecutor, **options: Any) -> None:
         self.executor = executor
         limits = {"max_batch_tokens": 64, "max_sequences": 8, **options}
+        executor.most_tokens = limits["max_batch_tokens"]
+        executor.most_rows = limits["max_sequences"]
         self.engine = executor.engine = Engine(
             num_blocks=executor.num_blocks,
             block_size=BLOCK_SIZE,
@@ -588,6 +600,25 @@ def test_rows_of_a_failed_step_and_of_those_after_it_are_computed_again(
             assert worker.tokens[each] == solo(ids, greedy(8), vocab_size=VOCAB_SIZE)
         assert worker.loop.load().num_failed_steps == 1
         assert worker.executor.num_runs == 8 + num_more_runs
+        await worker.loop.stop()
+
+    run(scenario())
+
+
+def test_rows_of_two_failed_steps_are_computed_apart() -> None:
+    """A part with rows of both would not begin with its single tokens."""
+
+    async def scenario() -> None:
+        worker = Worker(CheckedExecutor(40, frozenset({1, 2}), shape=(2, 1)), max_batch_tokens=4)
+        prompts = [prompt(4, start=100), *([300 + n] for n in range(3))]
+        sequences = [new_sequence(each, greedy(5)) for each in prompts]
+        for each in sequences:
+            worker.add(each)
+        worker.loop.start()
+        await worker.idle()
+        for ids, each in zip(prompts, sequences, strict=True):
+            assert worker.tokens[each] == solo(tuple(ids), greedy(5), vocab_size=VOCAB_SIZE)
+        assert worker.executor.wrongs == []
         await worker.loop.stop()
 
     run(scenario())
