@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any, Protocol
@@ -88,6 +88,13 @@ class CudaDevice:
         raises OutOfMemoryError, as if the device had no more.
         """
         self.driver.set_per_process_memory_fraction(share, self.index)
+
+    def forget_error(self) -> None:
+        """Clears the error that CUDA keeps of a call of this thread, not of torch's, which failed.
+        Torch would raise it at its next launch, whatever that is.
+        """
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.tensors_on)
 
     def release_cached(self) -> None:
         """Returns what torch caches for reuse: memory of the device, pinned memory of the host."""

@@ -40,6 +40,7 @@ class CudaPageLock:
             self._device.bind()
             runtime = self._runtime()
             if code := int(runtime.cudaHostRegister(address, num_bytes, 0)):
+                self._device.forget_error()
                 raise RuntimeError(f"cudaHostRegister returned {code}")
         except (AssertionError, RuntimeError) as error:  # a torch without CUDA asserts
             if not self._has_failed:

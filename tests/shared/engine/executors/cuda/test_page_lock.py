@@ -67,3 +67,18 @@ def test_failure_is_logged_once(runtime) -> None:  # type: ignore[no-untyped-def
             assert page_lock.lock(memoryview(memory)) is None
             memory.close()
     assert [each["event"] for each in logged] == ["page_lock_failed"]
+
+
+def test_next_launch_does_not_raise_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps an error for the thread's next launch."""
+    runtime, kept = FakeRuntime(error=2), list[int]()
+    page_lock = CudaPageLock(device(FakeDriver()), lambda: runtime)
+
+    def launch(*_: object, **__: object) -> None:
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: kept.append(2) or 2)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert page_lock.lock(memoryview(mmap.mmap(-1, 4096))) is None
+    launch()
