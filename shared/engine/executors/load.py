@@ -43,6 +43,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def refuse_gpu_memory(on_cpu: LoadOptions) -> None:
+    """Raises ConfigError for a limit of a GPU's memory: the device auto may be the CPU."""
+    if problems := [*gpu_memory_problems(on_cpu.gpu_memory, "cpu")]:
+        raise ConfigError("; ".join(problems), param="gpu_memory")
+
+
 def load_executor(
     model_dir: Path | str,
     device: str = "cpu",
@@ -68,9 +74,7 @@ def load_executor(
             from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 
         return CudaExecutor.load(model_dir, chosen, cuda_device(target), on_phase, times)
-    if chosen.gpu_memory:
-        problems = gpu_memory_problems(chosen.gpu_memory, "cpu")
-        raise ConfigError("; ".join(problems), param="gpu_memory")
+    refuse_gpu_memory(chosen)
     from shared.engine.executors.cpu_executor import CpuExecutor  # numba
 
     return CpuExecutor.load(model_dir, chosen, on_phase)

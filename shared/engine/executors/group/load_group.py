@@ -19,7 +19,7 @@ from shared.engine.executors.group.link_report import report_links
 from shared.engine.executors.group.load_cuda_rank import load_cuda_rank
 from shared.engine.executors.group.messages import GroupModel, RankSetup
 from shared.engine.executors.group.start_group import LOAD_TIMEOUT_S, group_spec, start_group
-from shared.engine.executors.load import device_type, resolve_device
+from shared.engine.executors.load import device_type, refuse_gpu_memory, resolve_device
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
@@ -68,6 +68,7 @@ def load_group(
         return load_cuda_rank(model_dir, device, on_phase=on_phase, **given_options)
     resolve_device(device)  # raises for any other
     options = LoadOptions(**given_options)
+    refuse_gpu_memory(options)
     config = read_config(model_dir)
     parts = worker_parts(config, shape, options.experts)
     if options.weights == "compressed":

@@ -22,11 +22,13 @@ from shared.engine.executors.cuda import cuda_load
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.cuda.meta_model import META
+from shared.engine.executors.group.load_group import load_group
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.device_limit import LIMITED_KV_SHARE, OUTSIDE_BYTES
 from shared.engine.executors.loading.kv_sizing import KV_SHARE, MAX_BLOCKS
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.step_computer import StepComputer
+from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import ConfigError
 from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver
@@ -227,6 +229,8 @@ def test_start_without_memory_is_an_error_of_one_line(
 def test_limit_is_for_cuda_devices(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="gpu_memory 45% is for CUDA devices, and the device is"):
         load_executor(model_dir, gpu_memory="45%")
+    with pytest.raises(ConfigError, match="gpu_memory 45% is for CUDA devices, and the device is"):
+        load_group(model_dir, "cpu", MeshShape(1, 1), gpu_memory="45%")
 
 
 def test_device_without_room_raises_config_error(model_dir: Path) -> None:
