@@ -234,7 +234,7 @@ HELP = {
     "parked_weights": "Where a worker on CUDA has its weights in standby. host: in page-locked "
     "memory of the host; device: they stay. On the CPU they stay mapped.",
     "parked_weights_bytes": "Memory of this machine for the weights of parked models on CUDA "
-    "(default: half of it, less the CPU's budget). Models without a share keep the device's; 0: "
+    "(default: half of it, less the CPU's budget). Models beyond it keep theirs on the device; 0: "
     "all do.",
     "max_context_tokens": "Tokens of a sequence, at most (default: the model's context).",
     "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "

@@ -22,7 +22,8 @@ def profile(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The trace, JSON in gzip (default: WORKER-profile.json.gz)."
+            metavar="FILE",
+            help="The trace, JSON in gzip (default: WORKER-profile.json.gz); - is standard output.",
         ),
     ] = None,
     timeout_s: Annotated[

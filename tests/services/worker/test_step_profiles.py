@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
+from services.cli.profile.step_profile import REQUEST_TIMEOUT_S, RecordingWorker, write_trace
 from services.worker.step_profiles import HEADER_BYTES, KEEP_S, StepProfiles
 from shared.engine.executors.step_profile import RecordedSteps
-from shared.errors import HearthError, InvalidRequest, WorkerBusy
+from shared.errors import (
+    ConfigError,
+    DependencyUnavailable,
+    HearthError,
+    InvalidRequest,
+    WorkerBusy,
+)
 from shared.messages import ProfilePart, ProfileSteps, ReadProfile
 from shared.subjects import profile
 from tests.support.world.bus import SimulatedBus, SimulatedNetwork
@@ -112,3 +121,45 @@ def test_failed_recording_is_the_operators_alone(error: Exception, text: str) ->
             assert (await operator.ask(COMMAND)).number > begun.number
 
     run(main())
+
+
+def test_operator_waits_for_a_late_worker_and_not_for_one_that_ended() -> None:
+    async def main() -> None:
+        network = SimulatedNetwork()
+        bus = network.bus("operator-1")
+        worker = RecordingWorker(bus, "decode-1", profile("decode", "decode-1"))
+        with pytest.raises(DependencyUnavailable, match=r"^decode-1 has ended, or its release"):
+            await worker.complete(1)
+        num_asked = 0
+
+        async def answer(command: ProfileSteps | ReadProfile) -> ProfilePart:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 1:
+                await asyncio.sleep(2 * REQUEST_TIMEOUT_S)
+            return ProfilePart(number=1, num_steps=1, num_bytes=2, data=b"ab")
+
+        served = network.bus("decode-1")
+        await served.serve(worker.subject, ProfileSteps | ReadProfile, answer)
+        part = await worker.complete(1)
+        assert num_asked == 2
+        assert await worker.read(part) == b"ab"
+
+    run(main())
+
+
+def test_no_part_of_a_trace_stays_on_a_full_disk(tmp_path: Path) -> None:
+    out = tmp_path / "trace.json.gz"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"^--out .*: File too large$"):
+            write_trace(out, TRACE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not out.exists()
+
+
+def test_trace_on_standard_output(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    write_trace(Path("-"), TRACE)
+    assert capsysbinary.readouterr().out == TRACE
