@@ -70,10 +70,7 @@ class StepProfiles:
             recorded = await executor.profile(command.num_steps, command.timeout_s)
         except BaseException as raised:  # the operator gets it; the worker serves
             error = item_error(raised)
-            log.warning("profile_failed", exc_info=error)
-            if not isinstance(error, HearthError):
-                error = HearthError(f"the profiler failed: {error}")
-            recording.error = error
+            recording.error = _reported(error)
             return
         recording.num_steps, recording.trace = recorded
         log.info("profile_recorded", num_steps=recorded.num_steps, num_bytes=len(recorded.trace))
@@ -96,3 +93,12 @@ class StepProfiles:
             num_bytes=len(recording.trace),
             data=recording.trace[command.first_byte : command.first_byte + limit],
         )
+
+
+def _reported(error: BaseException) -> HearthError:
+    """Logs an error, with its traceback if it is no refusal. Returns what the operator gets."""
+    if isinstance(error, HearthError):
+        log.info("profile_refused", reason=error.message)
+        return error
+    log.warning("profile_failed", exc_info=error)
+    return HearthError(f"the profiler failed: {error}")

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.cli.profile.step_profile import REQUEST_TIMEOUT_S, RecordingWorker, write_trace
 from services.worker.step_profiles import HEADER_BYTES, KEEP_S, StepProfiles
@@ -105,13 +106,13 @@ def test_next_recording_replaces_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
+    ("error", "text", "logged"),
     [
-        (InvalidRequest("no torch"), "no torch"),
-        (RuntimeError("CUPTI"), "the profiler failed: CUPTI"),
+        (InvalidRequest("no torch"), "no torch", "profile_refused"),
+        (RuntimeError("CUPTI"), "the profiler failed: CUPTI", "profile_failed"),
     ],
 )
-def test_failed_recording_is_the_operators_alone(error: Exception, text: str) -> None:
+def test_failed_recording_is_the_operators_alone(error: Exception, text: str, logged: str) -> None:
     async def main() -> None:
         async with recording(error) as operator:
             begun = await operator.ask(COMMAND)
@@ -120,7 +121,10 @@ def test_failed_recording_is_the_operators_alone(error: Exception, text: str) ->
                 await operator.ask(ReadProfile(number=begun.number))
             assert (await operator.ask(COMMAND)).number > begun.number
 
-    run(main())
+    with capture_logs() as lines:
+        run(main())
+    assert lines[1]["event"] == logged
+    assert ("exc_info" in lines[1]) == (logged == "profile_failed")
 
 
 def test_operator_waits_for_a_late_worker_and_not_for_one_that_ended() -> None:

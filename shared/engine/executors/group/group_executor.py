@@ -199,7 +199,9 @@ class GroupExecutor:
                 return found
 
     async def profile(self, num_steps: int, timeout_s: float) -> RecordedSteps:
-        raise InvalidRequest("steps of rank processes are not recorded")
+        raise InvalidRequest(
+            "steps of rank processes (--tp, --pp, --device-process) are not recorded"
+        )
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""
