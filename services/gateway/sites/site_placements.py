@@ -152,8 +152,9 @@ class SiteReceiver:
         pass
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        for output in self._outputs.values():
-            self._buffer.add(output, (), prompt_logprobs=tuple(logprobs))
+        """Keeps them with the first choice alone, as a worker does: they may take 64 MB."""
+        output = next(iter(self._outputs.values()))
+        self._buffer.add(output, (), prompt_logprobs=tuple(logprobs))
         self._on_update()
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
