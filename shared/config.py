@@ -232,6 +232,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             yield "cors_origin * needs a metrics_token: every page could read /metrics"
         if not 0 <= self.lame_duck_s < inf:
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
+        yield from _site_problems(self.site)
         if not 0 <= self.http_port < 65536:
             yield f"http_port {self.http_port} is not in [0, 65536)"
         if self.fault_socket and not is_loopback(self.http_host):
@@ -263,6 +264,7 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
             *("max_queued_requests", "max_queued_tokens", "min_role_workers", "target_itl_s"),
             "wake_ttft_s",
         )
+        yield from _site_problems(self.site)
         if self.automatic_roles not in ("off", "on"):
             yield f"automatic_roles {self.automatic_roles!r} is not off or on"
         if not 0 <= self.role_change_min_s < inf:
@@ -590,6 +592,14 @@ def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[s
         return
     if scheme not in schemes:
         yield f"{name} must start with {' or '.join(f'{each}://' for each in schemes)}"
+
+
+_SITE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _site_problems(site: str) -> Iterator[str]:
+    if site and _SITE.fullmatch(site) is None:
+        yield f"site {site!r} may have letters, digits, - and _ only"
 
 
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[1-9][0-9]{0,4})?")

@@ -132,7 +132,7 @@ def nats_config(
         ),
     ] = None,
     link_port: Annotated[
-        int, typer.Option(help="Port on which nats-server accepts links.")
+        int, typer.Option(help="Port on which nats-server accepts links.", min=1, max=65535)
     ] = DEFAULT_LEAF_PORT,
 ) -> None:
     """Print a nats-server configuration: credentials with least permissions.

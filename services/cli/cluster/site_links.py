@@ -8,6 +8,7 @@ of its environment.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from shared.errors import ConfigError
 from shared.subjects import ANY
 from shared.transport.link_config import SiteLink, SiteLinks
 from shared.transport.nkeys import UserKey
+
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 def site_links(
@@ -32,12 +35,15 @@ def site_links(
     """Returns the links, whose keys are in the directory `seeds`. Raises ConfigError."""
     check_site(site)
     peers = [each.partition("=")[0].partition("@")[0] for each in arguments]
+    variables = [seed_variable(peer) for peer in peers]
     for peer in peers:
         check_site(peer)
         if peer == site:
             raise ConfigError(f"site {site!r} cannot have a link to itself")
         if peers.count(peer) > 1:
             raise ConfigError(f"two links to site {peer!r}; a site is linked once, from one side")
+        if variables.count(seed_variable(peer)) > 1:
+            raise ConfigError(f"{seed_variable(peer)} would be the key of several links: {peer!r}")
     links = tuple(_link(site, each, seeds) for each in arguments)
     return SiteLinks(site=site, links=links, host=host, port=port, tls=tls)
 
@@ -75,7 +81,7 @@ def _link(site: str, argument: str, seeds: Path) -> SiteLink:
         key = created_key(_seed_file(seeds, peer, site))
         return SiteLink(peer=peer, region=region, key=key.public)
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{argument!r} is not PEER[@REGION]=HOST:PORT")
     seed = _seed_file(seeds, site, peer)
     if not seed.exists():

@@ -300,6 +300,8 @@ def test_sites_of_one_user_share_the_keys_of_their_links(
         ("a", ["b", "b=h:1"], "two links to site 'b'"),
         ("a", ["b=h"], "'b=h' is not PEER"),
         ("a", ["b=h:70000"], "'b=h:70000' is not PEER"),
+        ("a", ['b=h" }:7'], "is not PEER"),
+        ("a", ["e-1", "e_1"], "HEARTH_LINK_E_1_SEED would be the key of several links: 'e-1'"),
         ("a", ["b@e.u"], "region 'e.u' may have"),
         ("a.b", ["c"], "site 'a.b' may have"),
         ("any", ["c"], "cannot have the name 'any'"),
