@@ -15,7 +15,11 @@ from torch import Tensor
 from kernels.device import on_triton_compile
 from shared.engine.executors.cuda.attention_library import library_name
 from shared.engine.executors.cuda.copy_stream import CopyStream, Mark
-from shared.engine.executors.cuda.cuda_device import CudaDevice, telling_of_memory
+from shared.engine.executors.cuda.cuda_device import (
+    CudaDevice,
+    is_out_of_memory,
+    telling_of_memory,
+)
 from shared.engine.executors.cuda.cuda_load import load_on_cuda
 from shared.engine.executors.cuda.data_sheets import data_sheet_peaks
 from shared.engine.executors.cuda.graph_computer import GraphComputer
@@ -285,7 +289,7 @@ class CudaExecutor(LocalExecutor):
             computer.kv_cache = allocate_kv_cache(self.kv_layout, num_blocks, target)
         except BaseException as error:
             self._release_memory()
-            if not isinstance(error, torch.OutOfMemoryError):
+            if not is_out_of_memory(error):
                 raise
             raise self._no_capacity(num_blocks) from None
 

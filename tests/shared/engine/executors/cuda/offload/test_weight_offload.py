@@ -264,7 +264,7 @@ def fail_at(call: Callable[..., Any], number: int, error: Exception) -> Callable
     return called
 
 
-@pytest.mark.parametrize("taken", ["first weight", "fifth weight", "cache", "copy"])
+@pytest.mark.parametrize("taken", ["first weight", "fifth weight", "cache", "copy", "driver"])
 async def test_wake_that_fails_leaves_the_executor_parked(
     llama: Path, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,8 +277,9 @@ async def test_wake_that_fails_leaves_the_executor_parked(
         if taken == "cache":
             allocate = fail_at(cuda_executor.allocate_kv_cache, 1, none_left)
             patched.setattr(cuda_executor, "allocate_kv_cache", allocate)
-        elif taken == "copy":
-            copied = fail_at(weight_offload.bytes_of, 3, RuntimeError("an illegal access"))
+        elif taken in ("copy", "driver"):
+            reason = {"copy": "an illegal access", "driver": "CUDA error: out of memory"}[taken]
+            copied = fail_at(weight_offload.bytes_of, 3, RuntimeError(reason))
             patched.setattr(weight_offload, "bytes_of", copied)
         else:
             number = {"first weight": 0, "fifth weight": 4}[taken]
