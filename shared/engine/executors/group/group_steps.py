@@ -97,7 +97,9 @@ class GroupSteps:
     def _take_answers(self) -> None:
         try:
             while (record := self.group.take()) is not None:
-                self._answers[record.step].set_result(record.data)
+                answer = self._answers.get(record.step)
+                if answer is not None and not answer.done():  # its task may have been cancelled
+                    answer.set_result(record.data)
         except GroupLost as error:
             for each in self._answers.values():
                 if not each.done():

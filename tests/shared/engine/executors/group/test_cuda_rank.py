@@ -193,6 +193,21 @@ async def test_parked_rank_takes_another_size_that_fits(ranks: Ranks) -> None:
     assert await tokens_of(ranks.folder, ranks.of(FAILING), 9) == wanted
 
 
+@on_one_loop
+async def test_answer_that_nobody_awaits_is_dropped(ranks: Ranks) -> None:
+    """As of counts of experts when a worker stops."""
+    rank, unhandled = ranks.of(FAILING), list[dict[str, Any]]()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: unhandled.append(context))
+    counting = asyncio.create_task(rank.expert_counts())
+    await asyncio.sleep(0)
+    counting.cancel()
+    await rank.check()
+    loop.set_exception_handler(None)
+    assert counting.cancelled()
+    assert unhandled == []
+
+
 Fault = Callable[[GroupExecutor, EngineLoop], None]
 
 
