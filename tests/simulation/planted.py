@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -205,8 +206,8 @@ def _ended_by_a_step(right: Any) -> Any:
 def _blamed_together(right: Any) -> Any:
     """All rows of a step fail with the one that raises."""
 
-    async def compute(self: EngineLoop, rows: Any) -> Any:
-        return self.engine.fail(rows, StepFailed("the step raised"))
+    async def compute(self: EngineLoop, steps: Any) -> Any:
+        return self.engine.fail([*chain(*steps)], StepFailed("the step raised"))
 
     return compute
 
