@@ -17,7 +17,7 @@ LISTEN_S = 6 * HEARTBEAT_INTERVAL_S  # waits for the heartbeats of the worker an
 
 async def find_worker(bus: Bus, worker_id: str) -> Heartbeat:
     """Returns a heartbeat of the worker. Raises ConfigError for an unknown worker, and
-    DependencyUnavailable without any heartbeat.
+    DependencyUnavailable without any heartbeat, and for a worker that starts.
     """
     heard: dict[str, Heartbeat] = {}
     is_found = asyncio.Event()
@@ -40,6 +40,8 @@ def heard_worker(worker_id: str, heard: Mapping[str, Heartbeat]) -> Heartbeat:
     if not heard:
         raise DependencyUnavailable(f"no heartbeat within {LISTEN_S:g} s: is the cluster running?")
     found = heard.get(worker_id)
+    if found is not None and found.starting is not None:
+        raise DependencyUnavailable(f"{worker_id} is still starting: wait until it is ready")
     if found is None or found.load is None:
         workers = sorted(each.process_id for each in heard.values() if each.load is not None)
         raise ConfigError(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from services.cli.fleet.find_worker import heard_worker
 from services.cli.profile.step_profile import REQUEST_TIMEOUT_S, RecordingWorker, write_trace
 from services.worker.step_profiles import HEADER_BYTES, KEEP_S, StepProfiles
 from shared.engine.executors.step_profile import RecordedSteps
@@ -21,7 +22,8 @@ from shared.errors import (
     InvalidRequest,
     WorkerBusy,
 )
-from shared.messages import ProfilePart, ProfileSteps, ReadProfile
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.messages import Heartbeat, ProfilePart, ProfileSteps, ReadProfile, StartProgress
 from shared.subjects import profile
 from tests.support.world.bus import SimulatedBus, SimulatedNetwork
 from tests.support.world.clock import run
@@ -167,3 +169,17 @@ def test_no_part_of_a_trace_stays_on_a_full_disk(tmp_path: Path) -> None:
 def test_trace_on_standard_output(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     write_trace(Path("-"), TRACE)
     assert capsysbinary.readouterr().out == TRACE
+
+
+def test_worker_that_starts_is_named_so() -> None:
+    heartbeat = Heartbeat(
+        process_id="decode-1",
+        epoch=1,
+        sequence_number=1,
+        roles=("decode",),
+        state="starting",
+        interval_s=HEARTBEAT_INTERVAL_S,
+        starting=StartProgress(phase="compiling"),
+    )
+    with pytest.raises(DependencyUnavailable, match=r"^decode-1 is still starting"):
+        heard_worker("decode-1", {"decode-1": heartbeat})
