@@ -18,6 +18,7 @@ from shared.subjects import SITE_SEPARATOR, is_at_site
 
 STEP_BUDGET_S = 4 * SITE_INTERVAL_S
 MAX_STATE_MODELS = 1024
+MAX_MODELS_PER_S = 4096  # of one site, in all states: those of four gateways with 1024 models
 MAX_SITE_GATEWAYS = 4096  # the last ones are remembered
 _DIGEST_BYTES = 6
 
@@ -106,6 +107,26 @@ def _summed(
         num_busy_steps=sum(each.num_busy_steps for each in every),
         busy_s=sum(each.busy_s for each in every),
     )
+
+
+class StateBudget:
+    """Limits the states that one site may send: each model in them takes time of this process."""
+
+    def __init__(self, now: float) -> None:
+        self.num_refused = 0  # since the last accepted one
+        self._left: float = MAX_MODELS_PER_S
+        self._at = now
+
+    def takes(self, state: SiteState, now: float) -> bool:
+        earned = (now - self._at) * MAX_MODELS_PER_S
+        self._left, self._at = min(self._left + earned, MAX_MODELS_PER_S), now
+        cost = 1 + len(state.models)
+        if cost > self._left:
+            self.num_refused += 1
+            return False
+        self._left -= cost
+        self.num_refused = 0
+        return True
 
 
 class SiteWorkers:

@@ -18,7 +18,7 @@ from shared.messages import (
     StartDecode,
     WorkerLoad,
 )
-from shared.sites.site_states import SiteWorkers, site_models
+from shared.sites.site_states import SiteWorkers, StateBudget, site_models
 from shared.subjects import at_site, command, owner_of, sender_of
 from shared.transport.sender_check import SenderCheck
 from tests.services.scheduler.literals import submit_of
@@ -89,6 +89,13 @@ def test_a_model_that_is_gone_is_a_worker_that_stopped() -> None:
     (gone,) = workers.heartbeats(state(number=2))
     assert fleet.observe(gone, 1.0) is Loss.STOPPED
     assert workers.heartbeats(state(number=3)) == []
+
+
+def test_a_flood_of_states_is_refused_and_a_site_is_heard_again() -> None:
+    budget, full = StateBudget(0.0), state(*site(heartbeat("d1")) * 1000)
+    assert sum(budget.takes(full, 0.0) for _ in range(100)) == 4
+    assert sum(budget.takes(full, 1.0 + tick / 100) for tick in range(100)) <= 9
+    assert all(budget.takes(full, 10.0 + tick) for tick in range(10))
 
 
 def test_a_site_is_lost_after_missed_states_and_not_before() -> None:
