@@ -41,8 +41,11 @@ class SitePlacement:
 
 
 class SitePlacements:
-    def __init__(self, on_update: Callable[[], None]) -> None:
-        """`on_update` is called when entries wait to be taken."""
+    def __init__(self, on_update: Callable[[], None], max_held: int) -> None:
+        """`on_update` is called when entries wait to be taken. `max_held` limits the requests,
+        those included whose end is not acknowledged.
+        """
+        self._max_held = max_held
         self._buffer = OutputBuffer()
         self._placements: dict[bytes, SitePlacement] = {}
         self._on_update = on_update
@@ -57,7 +60,11 @@ class SitePlacements:
     def open(
         self, command: StartDecode, request: Request, worker_id: str, now: float
     ) -> SiteReceiver:
-        """Opens the outputs of `command`, which `request` is here. Returns their receiver."""
+        """Opens the outputs of `command`, which `request` is here. Returns their receiver. Raises
+        WorkerBusy if there are as many as may be.
+        """
+        if len(self._placements) >= self._max_held:
+            raise WorkerBusy("this gateway serves as many requests of other sites as it may")
         placement_id, owner = command.placement_id, command.request.gateway_id
         placement = SitePlacement(placement_id, owner, worker_id, request.request_id, now)
         for choice in request.choices:

@@ -47,6 +47,7 @@ from shared.transport.outbox import Outbox
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
+OTHERS_SHARE = 2  # half of a gateway's requests may be those of other sites
 
 
 class SiteService:
@@ -69,7 +70,9 @@ class SiteService:
         self._check_capacity = check_capacity
         self._name = at_site(config.site, config.process_id)
         self._root_key = root_key(config.cluster_secret)
-        self._placements = SitePlacements(self._flush_soon)
+        self._placements = SitePlacements(
+            self._flush_soon, max_held=max(1, config.max_requests // OTHERS_SHARE)
+        )
         self._outbox = Outbox(bus)
         self._background = Background()
         self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from services.gateway.sites.site_placements import SitePlacements
+from shared.errors import WorkerBusy
 from shared.messages import Choice, StartDecode, TokenLogprobs
 from tests.services.scheduler.literals import submit_of
 
@@ -16,10 +18,23 @@ def test_prompt_logprobs_are_sent_once() -> None:
     command = StartDecode(
         placement_id=b"p" * 16, request=msgspec.structs.replace(made, choices=choices)
     )
-    placements = SitePlacements(lambda: None)
+    placements = SitePlacements(lambda: None, max_held=1)
     receiver = placements.open(command, command.request, "a/gw/00ff", 0.0)
     receiver.on_prompt_logprobs([TokenLogprobs(logprob=-1.0)] * 4)
     for index in range(3):
         receiver.on_tokens(index, [1], [])
     ((_, _, entries),) = placements.take(0.0)
     assert [len(each.prompt_logprobs) for each in entries] == [4, 0, 0]
+
+
+def test_other_sites_leave_room_for_the_requests_of_this_one() -> None:
+    request = submit_of("r", gateway_id="b/gw").request
+    placements = SitePlacements(lambda: None, max_held=2)
+    for number in range(2):
+        order = StartDecode(placement_id=bytes([number]) * 16, request=request)
+        placements.open(order, request, "a/gw/00ff", 0.0)
+    more = StartDecode(placement_id=b"p" * 16, request=request)
+    with pytest.raises(WorkerBusy):
+        placements.open(more, request, "a/gw/00ff", 0.0)
+    placements.close(bytes(16))
+    placements.open(more, request, "a/gw/00ff", 0.0)
