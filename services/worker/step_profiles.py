@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from shared.background import Background, item_error
+from shared.background import Background, is_logged, item_error
 from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, InvalidRequest, WorkerBusy
 from shared.messages import ProfilePart, ProfileSteps, ReadProfile
@@ -60,7 +60,7 @@ class StepProfiles:
             raise WorkerBusy(f"{self._worker.worker_id} records steps for somebody else")
         self._num_recordings += 1
         recording = self._recording = _StepRecording(self._num_recordings)
-        self._background.start_own(self._record(recording, command))
+        self._background.start_item(self._record(recording, command), is_logged)
         log.info("profile_started", num_steps=command.num_steps, timeout_s=command.timeout_s)
         return ProfilePart(number=recording.number)
 

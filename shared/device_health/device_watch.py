@@ -17,6 +17,7 @@ from typing import Protocol
 import structlog
 from msgspec.structs import replace
 
+from shared.background import item_error
 from shared.clock import Clock
 from shared.device_health.nvml_device import GpuLost, HealthReading, HealthUnavailable
 from shared.device_health.xids import fatal_xid
@@ -98,8 +99,8 @@ class DeviceWatch:
         except (HealthUnavailable, GpuLost) as error:
             log.warning("device_health_unwatched", reason=str(error))
             return None
-        except Exception as error:  # whatever the library raises, the worker serves
-            log.warning("device_health_unwatched", reason=repr(error))
+        except BaseException as raised:  # whatever the library raises, the worker serves
+            log.warning("device_health_unwatched", reason=repr(item_error(raised)))
             return None
         if not device.has_events:
             log.warning("device_xids_unwatched", reason="NVML has no such events of this GPU")
@@ -118,8 +119,8 @@ class DeviceWatch:
             record.add(device.read())
         except GpuLost as error:
             record.fail(str(error))
-        except Exception as error:
-            log.debug("device_health_unread", reason=repr(error))
+        except BaseException as raised:
+            log.debug("device_health_unread", reason=repr(item_error(raised)))
             self._stopping.wait(POLL_S)
             return bool(record.health.fault)
         return True

@@ -297,6 +297,7 @@ OWN = {
     "services/gateway/operator/cluster/feed.py": ("_run",),
     "services/gateway/http/server.py": ("_serve", "watch"),
     "services/gateway/nats_api/api.py": ("run", "_join"),
+    "services/gateway/sites/site_service.py": ("_report", "_sweep"),
     "services/gateway/service.py": ("run", "run", "run", "watch", "run", "task"),
     "services/gateway/streams/stream_driver.py": ("_tick",),
     "services/gateway/observability/telemetry/span_exporter.py": ("_run",),

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from kernels.device import on_triton_compile
-from shared.background import item_error
+from shared.background import item_error, start_awaited
 from shared.engine.executors.cuda.cuda_device import cuda_device
 from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.group.channel import Channel
@@ -129,7 +129,7 @@ class CudaRank:
                 self._plans.submit(plan, masks, self._lose_plan)
                 return self._result(plan)
             case command:
-                return asyncio.ensure_future(self._answer(command))
+                return start_awaited(self._answer(command))
 
     def _lose_plan(self) -> None:
         self._has_lost_plan = True

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import prefill_attention
+from shared.background import item_error
 from shared.config import AttentionChoice
 from shared.engine.layers.attention_backends.cudnn import CudnnPrefill
 from shared.engine.layers.attention_inputs import PrefillRows
@@ -114,7 +115,8 @@ def _probed(state: AttentionState, device: torch.device) -> tuple[CudnnPrefill |
     cudnn: Any = import_module("cudnn")
     try:
         library = CudnnPrefill(cudnn, state.scale)
-    except Exception as error:  # there are many ways in which a library cannot start
+    except BaseException as raised:  # there are many ways in which a library cannot start
+        error = item_error(raised)
         return None, f"{type(error).__name__}: {error}".partition("\n")[0]
     reason = probe(library, state, device)
     return (None, reason) if reason else (library, "")

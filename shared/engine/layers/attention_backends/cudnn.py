@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from shared.background import item_error
 from shared.engine.layers.attention_backends.cudnn_plan import (
     PrefillArrays,
     PrefillShape,
@@ -59,7 +60,8 @@ class CudnnPrefill:
             return None
         try:
             return self._attend(query, kv_cache, rows)
-        except Exception as error:  # the frontend raises its own, and RuntimeError
+        except BaseException as raised:  # the frontend raises its own, and RuntimeError
+            error = item_error(raised)
             self.failure = f"{type(error).__name__}: {error}".partition("\n")[0]
             log.warning("cudnn_attention_failed", reason=self.failure, used="triton")
             return None
