@@ -2,7 +2,7 @@
 
 It needs no GPU: tensors are on the CPU, in memory that nothing touches, and a fake driver receives
 the launches. What a device adds to a launch is therefore missing: the driver's call, and the
-library's GEMMs in the fast mode, each of which costs an allocation here.
+library's GEMMs in the fast mode and copies, each of which costs an allocation here.
 
 One layer is timed by turns as it is, and with a clock around each operation and around Triton's
 `run`. All times are the least of many, in us; `own` is all but Triton.
@@ -130,12 +130,16 @@ def engine_without_device() -> Iterator[None]:
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
 
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return _empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype)
+
     with (
         torch.inference_mode(),
         triton_ops("ttir"),
         lazy_memory(),
         library_products(),
         patch.object(torch.nn.functional, "linear", product),
+        patch.object(torch, "cat", joined),
     ):
         yield
 
