@@ -82,11 +82,13 @@ class Spy:
 @contextlib.asynccontextmanager
 async def spy(port: int, user: str = "spy") -> AsyncIterator[Spy]:
     client = await nats.connect(f"nats://{user}:{user}@127.0.0.1:{port}")
-    made = Spy(client)
-    await client.subscribe("hearth.>", cb=made.take)
-    await client.flush()
-    yield made
-    await client.close()
+    try:
+        made = Spy(client)
+        await client.subscribe("hearth.>", cb=made.take)
+        await client.flush()
+        yield made
+    finally:
+        await client.close()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ async def test_sites_reach_those_they_are_linked_to_and_no_third(sites: dict[str
         for each in (a, b, c):
             each.received.clear()
         await a.publish("hearth.v1.site.any.gateway.gw.-.state.gw.-", TO_B)
-        await until(lambda: AT_B in b.subjects)
+        await until(lambda: AT_B in b.subjects and c.subjects)
         state = "hearth.v1.linked.a.gateway.gw.-.state.eu.gw.-"
         assert b.subjects == [state, AT_B], "the region is that of b's link"
         assert c.subjects == [state]
