@@ -22,7 +22,7 @@ MAX_YOUNG_OBJECTS = 1_000
 MAX_YOUNG_COLLECTIONS = 4
 NEVER = 1_000_000_000
 CHECK_S = 1.0
-IDLE_S = 0.1  # during which a process is seen to be idle, so that work that has just begun counts
+IDLE_S = 0.1  # the last moment counts besides CHECK_S: work that has just begun
 MAX_IDLE_SHARE = 0.1  # share of one core
 MAX_GROWTH_BYTES = 64 << 20
 MIN_INTERVAL_S = 10.0  # the least interval in a busy process
@@ -46,15 +46,21 @@ class CollectionPolicy:
     def __init__(self, usage: ProcessUsage) -> None:
         self._collected = usage
 
-    def is_due(self, before: ProcessUsage, now: ProcessUsage) -> bool:
-        """Whether to collect, given the usage `now` and the usage about IDLE_S ago, `before`."""
+    def is_due(self, long_before: ProcessUsage, before: ProcessUsage, now: ProcessUsage) -> bool:
+        """Whether to collect, given the usage `now`, about IDLE_S ago and CHECK_S before that. A
+        service that waits a moment for its peers, with a thousand streams open, is not idle.
+        """
         elapsed_s = now.now - self._collected.now
-        is_idle = now.cpu_s - before.cpu_s <= MAX_IDLE_SHARE * (now.now - before.now)
+        is_idle = _is_idle(long_before, now) and _is_idle(before, now)
         has_grown = now.peak_bytes - self._collected.peak_bytes >= MAX_GROWTH_BYTES
         return is_idle or elapsed_s >= MAX_INTERVAL_S or (has_grown and elapsed_s >= MIN_INTERVAL_S)
 
     def collected(self, usage: ProcessUsage) -> None:
         self._collected = usage
+
+
+def _is_idle(before: ProcessUsage, now: ProcessUsage) -> bool:
+    return now.cpu_s - before.cpu_s <= MAX_IDLE_SHARE * (now.now - before.now)
 
 
 def freeze_heap() -> None:
@@ -70,12 +76,13 @@ async def collect_garbage(clock: Clock) -> None:
     """Runs full collections for as long as the process lives. Call after `freeze_heap`."""
     policy = CollectionPolicy(_usage(clock))
     while True:
+        long_before = _usage(clock)
         await clock.sleep(CHECK_S)
         if not has_survivors():
             continue
         before = _usage(clock)
         await clock.sleep(IDLE_S)
-        if policy.is_due(before, _usage(clock)):
+        if policy.is_due(long_before, before, _usage(clock)):
             gc.collect()
             policy.collected(_usage(clock))
 

@@ -105,21 +105,23 @@ async def test_idle_process_collects_what_survived() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after_s", "cpu_s", "growth_bytes", "is_due"),
+    ("after_s", "busy_s", "cpu_s", "growth_bytes", "is_due"),
     [
-        (CHECK_S, 0.0, 0, True),
-        (CHECK_S, IDLE_S, 0, False),
-        (CHECK_S, IDLE_S, MAX_GROWTH_BYTES, False),
-        (MIN_INTERVAL_S, IDLE_S, MAX_GROWTH_BYTES - 1, False),
-        (MIN_INTERVAL_S, IDLE_S, MAX_GROWTH_BYTES, True),
-        (MAX_INTERVAL_S, IDLE_S, 0, True),
+        (CHECK_S, 0.0, 0.0, 0, True),
+        (CHECK_S, 0.0, IDLE_S, 0, False),
+        (CHECK_S, CHECK_S / 2, 0.0, 0, False),
+        (CHECK_S, 0.0, IDLE_S, MAX_GROWTH_BYTES, False),
+        (MIN_INTERVAL_S, 0.0, IDLE_S, MAX_GROWTH_BYTES - 1, False),
+        (MIN_INTERVAL_S, 0.0, IDLE_S, MAX_GROWTH_BYTES, True),
+        (MAX_INTERVAL_S, 0.0, IDLE_S, 0, True),
     ],
 )
 def test_busy_process_collects_when_memory_has_grown_or_after_minutes(
-    after_s: float, cpu_s: float, growth_bytes: int, is_due: bool
+    after_s: float, busy_s: float, cpu_s: float, growth_bytes: int, is_due: bool
 ) -> None:
     policy = CollectionPolicy(ProcessUsage(5.0, 1.0, 100))
     policy.collected(ProcessUsage(7.0, 2.0, 1000))
-    before = ProcessUsage(7.0 + after_s - IDLE_S, 9.0, 1000)
     now = ProcessUsage(7.0 + after_s, 9.0 + cpu_s, 1000 + growth_bytes)
-    assert policy.is_due(before, now) is is_due
+    before = ProcessUsage(now.now - IDLE_S, 9.0, 1000)
+    long_before = ProcessUsage(before.now - CHECK_S, 9.0 - busy_s, 1000)
+    assert policy.is_due(long_before, before, now) is is_due
