@@ -58,7 +58,6 @@ from kernels.routing import NEVER as NEVER
 from kernels.routing import ExpertChoice as ExpertChoice
 from kernels.routing import ExpertRows as ExpertRows
 from kernels.routing import ExpertWeights as ExpertWeights
-from kernels.routing import LibraryChoice as LibraryChoice
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes
 from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
@@ -367,13 +366,13 @@ def grouped_sums(
     return sums
 
 
-def library_choice(weights: ExpertWeights, num_experts: int) -> LibraryChoice:
-    """Returns from how many rows on the library's grouped GEMM is the faster one in `expert_mlp`,
-    measured here. On CUDA alone.
+def reason_against_grouped(weights: ExpertWeights, num_experts: int) -> str:
+    """Returns why torch's grouped GEMM cannot compute `expert_mlp`; empty if it can. Launches
+    nothing.
     """
-    from kernels.gpu.moe import expert_mlp, library_experts
+    from kernels.gpu.moe.library_experts import library_case, reason_against
 
-    return library_experts.library_choice(weights, num_experts, expert_mlp.by_triton)
+    return reason_against(library_case(weights, num_experts))
 
 
 def cpu_compressed_linear(x: Tensor, weight: CpuCompressed, bias: Tensor | None = None) -> Tensor:

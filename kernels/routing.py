@@ -63,13 +63,6 @@ class ExpertWeights(NamedTuple):
     is_gelu: bool  # else SiLU gates
 
 
-class LibraryChoice(NamedTuple):
-    """The library computes experts from so many rows on; NEVER for a reason."""
-
-    rows: int
-    reason: str
-
-
 def chooses_by_logits(routing: ExpertRouting, bias: Tensor | None) -> bool:
     """Whether scores would give the same order, but for their rounding."""
     return bias is None and routing.num_groups == 1

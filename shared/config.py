@@ -40,6 +40,8 @@ ParkedWeights = Literal["host", "device"]
 PARKED_WEIGHTS: tuple[ParkedWeights, ...] = ("host", "device")
 AttentionChoice = Literal["auto", "triton", "cudnn"]
 ATTENTIONS: tuple[AttentionChoice, ...] = ("auto", "triton", "cudnn")
+ExpertKernels = Literal["auto", "triton", "grouped"]
+EXPERT_KERNELS: tuple[ExpertKernels, ...] = ("auto", "triton", "grouped")
 Residency = Literal["demand", "lru"]
 RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
@@ -383,6 +385,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
     executor: ExecutorChoice = "auto"  # CUDA graphs of decode steps; plain: without them
     attention: AttentionChoice = "auto"  # of prompts on CUDA; auto: triton
+    expert_kernels: ExpertKernels = "auto"  # of many rows on CUDA; auto: triton
     activations: Activations = "plain"  # bf16-exchange: ranks send sums of lanes in BF16
     block_size: int | None = None  # tokens; None: 16 on the CPU, 64 on CUDA
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
@@ -451,6 +454,9 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"parked_weights {self.parked_weights!r} is none of {', '.join(PARKED_WEIGHTS)}"
         if self.attention not in ATTENTIONS:
             yield f"attention {self.attention!r} is none of {', '.join(ATTENTIONS)}"
+        if self.expert_kernels not in EXPERT_KERNELS:
+            allowed = ", ".join(EXPERT_KERNELS)
+            yield f"expert_kernels {self.expert_kernels!r} is none of {allowed}"
         if self.experts not in EXPERT_SPLITS:
             yield f"experts {self.experts!r} is none of {', '.join(EXPERT_SPLITS)}"
         if self.activations not in ACTIVATIONS:

@@ -241,11 +241,10 @@ def _library(
 ) -> dict[str, Any]:
     """Returns the columns of the same layers by torch's grouped GEMM, if it can multiply."""
     from benchmarks.gpu_kit.model_steps.times import device_time
-    from kernels.gpu.moe.library_experts import library_case, reason_against
-    from kernels.routing import NEVER
+    from kernels.ops import NEVER, reason_against_grouped
 
     mlps = _mlps(executor)
-    reason = reason_against(library_case(mlps[0].weights(), mlps[0].config.num_experts))
+    reason = reason_against_grouped(mlps[0].weights(), mlps[0].config.num_experts)
     if session.is_dry or reason:
         return {"library": reason or None}
     ours = call().float()

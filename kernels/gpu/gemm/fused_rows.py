@@ -72,14 +72,14 @@ def fused_rows(
     measured_on = computing_device(device)
     if measured_on.type != "cuda":
         return DEFAULT
-    case = f"{device_case(measured_on, _sources())} {mode} {weight_shape[0]} x {weight_shape[1]}"
+    case = f"{_device_case(measured_on)} {mode} {weight_shape[0]} x {weight_shape[1]}"
     known = _known()
     if case not in known and (device.type == "meta" or torch.cuda.is_current_stream_capturing()):
         return DEFAULT
 
     def is_fused_faster(num_rows: int) -> bool:
         x = torch.randn(num_rows, weight_shape[1], device=device).bfloat16()
-        return milliseconds(lambda: fused(x)) <= milliseconds(lambda: dense(x))
+        return _milliseconds(lambda: fused(x)) <= _milliseconds(lambda: dense(x))
 
     try:
         return known.of(case, lambda: max_fused_rows(is_fused_faster))
@@ -87,7 +87,7 @@ def fused_rows(
         return DEFAULT
 
 
-def milliseconds(launch: Callable[[], object]) -> float:
+def _milliseconds(launch: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
     median = do_bench(launch, warmup=WARMUP_MS, rep=MEASURED_MS, return_mode="median")
@@ -100,18 +100,13 @@ def _known() -> FusedRows:
 
 
 @cache
-def _sources() -> tuple[Path, ...]:
-    return tuple(Path(__file__).with_name(f"{name}.py") for name in SOURCES)
-
-
-@cache
-def device_case(device: torch.device, sources: tuple[Path, ...]) -> str:
+def _device_case(device: torch.device) -> str:
     """Returns the part of a case's name that identifies device, Triton version and kernel
     sources.
     """
     digest = blake2b(digest_size=8)
-    for each in sources:
-        digest.update(each.read_bytes())
+    for name in SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return f"{torch.cuda.get_device_name(device)} {triton.__version__} {digest.hexdigest()}"
 
 

@@ -6,6 +6,7 @@ from shared.config import (
     ATTENTIONS,
     DATA_PLANE_SECURITIES,
     EXECUTORS,
+    EXPERT_KERNELS,
     EXPERT_SPLITS,
     KV_COMPRESSIONS,
     LOAD_FORMATS,
@@ -35,6 +36,7 @@ PANELS = {
             "mode",
             "executor",
             "attention",
+            "expert_kernels",
             "tool_format",
             "chat_template",
             "response_template",
@@ -82,6 +84,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "executor": EXECUTORS,
     "attention": ATTENTIONS,
+    "expert_kernels": EXPERT_KERNELS,
     "experts": EXPERT_SPLITS,
     "kv_compression": KV_COMPRESSIONS,
     "kv_dtype": KV_DTYPES,
@@ -217,6 +220,9 @@ HELP = {
     "attention": "What computes the attention of prompts on CUDA. auto and triton: this project's "
     "kernels; cudnn: cuDNN in the fast mode, which has not run on a device yet, if the layers, the "
     "device and the installed releases permit it and a probe is right.",
+    "expert_kernels": "What computes the experts of many rows on CUDA in the fast mode. auto and "
+    "triton: this project's kernels; grouped: torch's grouped GEMM, which has not run on a device "
+    "yet, if weights and device permit it.",
     "experts": "How ranks share a layer's experts. ep: each holds some of them; tp: each holds "
     "columns of all; auto: ep for 8 experts a rank and more. All give equal bits.",
     "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "

@@ -21,7 +21,6 @@ from kernels.ops import (
     ExpertChoice,
     ExpertRows,
     ExpertWeights,
-    LibraryChoice,
     QuantizedWeight,
     SumLanes,
     add_experts,
@@ -29,8 +28,8 @@ from kernels.ops import (
     expert_mlp,
     gelu_and_mul,
     is_for_library,
-    library_choice,
     pack_experts,
+    reason_against_grouped,
     sort_by_expert,
 )
 from shared.engine.layers.destinations import child_destinations
@@ -51,6 +50,9 @@ from shared.engine.parallel.expert_part import expert_range
 from shared.engine.parallel.lanes import NUM_LANES, rank_lanes
 from shared.engine.parallel.mesh import LocalMesh, Mesh
 
+# Above 512 tokens of 8 experts each: decode steps, which graphs repeat, have fewer. Where the
+# library becomes the faster one is not measured.
+LIBRARY_ROWS = 4096
 _GATED = ("gate_proj", "up_proj")
 
 
@@ -212,7 +214,7 @@ class MoeMlp(nn.Module):
 
     summed_offsets: Tensor
     is_batch_invariant = True
-    library_rows = NEVER  # from which on torch's grouped GEMM is the faster one
+    library_rows = NEVER  # from which on torch's grouped GEMM computes
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -271,16 +273,17 @@ class MoeMlp(nn.Module):
         )
         return reason_against_fusing(state)
 
-    def measure_library(self) -> LibraryChoice | None:
-        """Sets from how many rows on the library multiplies, once the weights are there. Returns
-        None if it never may.
+    def use_library(self) -> str:
+        """Lets torch's grouped GEMM compute many rows. Returns the reason if it cannot; empty: it
+        does. Weights must have their final form.
         """
         weight = self.experts.gate_up_proj.weight
-        if not isinstance(weight, Tensor) or self.reason_against_fusing(weight):
-            return None
-        choice = library_choice(self.weights(), self.config.num_experts)
-        self.library_rows = choice.rows
-        return choice
+        if not isinstance(weight, Tensor):
+            return "weights are not dense"
+        reason = self.reason_against_fusing(weight)
+        reason = reason or reason_against_grouped(self.weights(), self.config.num_experts)
+        self.library_rows = NEVER if reason else LIBRARY_ROWS
+        return reason
 
     def weights(self) -> ExpertWeights:
         """Returns those of `expert_mlp`, where nothing speaks against it."""

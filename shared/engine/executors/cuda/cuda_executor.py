@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kernels.device import on_triton_compile
-from shared.engine.executors.cuda.attention_library import library_name
 from shared.engine.executors.cuda.copy_stream import CopyStream, Mark
 from shared.engine.executors.cuda.cuda_device import (
     CudaDevice,
@@ -24,6 +23,7 @@ from shared.engine.executors.cuda.cuda_load import load_on_cuda
 from shared.engine.executors.cuda.data_sheets import data_sheet_peaks
 from shared.engine.executors.cuda.graph_computer import GraphComputer
 from shared.engine.executors.cuda.idle_captures import IdleCaptures
+from shared.engine.executors.cuda.libraries import attention_name
 from shared.engine.executors.cuda.offload.weight_offload import WeightOffload
 from shared.engine.executors.cuda.page_lock import CudaPageLock
 from shared.engine.executors.executor import StepLaunch
@@ -145,7 +145,7 @@ class CudaExecutor(LocalExecutor):
     @property
     def step_launch(self) -> StepLaunch:
         graphs = self.computer.graphs
-        has_cudnn = library_name(self.computer.model) == "cudnn"
+        has_cudnn = attention_name(self.computer.model) == "cudnn"
         if graphs is None or not graphs.is_usable:
             return "plain, cudnn" if has_cudnn else "plain"
         return "graphs, cudnn" if has_cudnn else "graphs"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shared.engine.codec.manifest import is_bundle
-from shared.engine.executors.cuda.attention_library import set_library
 from shared.engine.executors.cuda.compile_kernels import StepKernels, compile_kernels
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.executors.cuda.cuda_graphs import CudaGraphs
@@ -28,6 +27,7 @@ from shared.engine.executors.cuda.decode_graphs import (
 )
 from shared.engine.executors.cuda.first_step import measure_gemms, run_largest_step
 from shared.engine.executors.cuda.graph_computer import GraphComputer
+from shared.engine.executors.cuda.libraries import set_libraries
 from shared.engine.executors.cuda.meta_model import META
 from shared.engine.executors.loading.device_limit import (
     DeviceLimit,
@@ -145,7 +145,7 @@ class _CudaLoad:
             measure_gemms(model)
             self._device.release_cached()
         computer = self._computer(model)
-        set_library(model, self._layout, self._options, self._target)
+        set_libraries(model, self._layout, self._options, self._device)
         with self._stage("first_step"):
             run_largest_step(computer, self._options)
         num_blocks = self._num_blocks()

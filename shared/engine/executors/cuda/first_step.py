@@ -4,7 +4,6 @@ need besides weights and KV.
 
 from __future__ import annotations
 
-import structlog
 import torch
 
 from kernels.ops import SplitWeight
@@ -12,18 +11,14 @@ from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import largest_step, logprobs_step, sampled_steps
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.layers.linear import MatmulModule
-from shared.engine.layers.moe import MoeMlp
 from shared.engine.models.decoder import Decoder
 from shared.engine.models.device_step import DeviceStepOutput
-
-log = structlog.get_logger(__name__)
 
 
 @torch.inference_mode()
 def measure_gemms(model: Decoder) -> None:
     """Multiplies a row with a split weight of each shape: up to how many rows its kernel is the
-    faster one is measured the first time, in memory that no step needs. Of experts, too, from how
-    many rows on the library is the faster one.
+    faster one is measured the first time, in memory that no step needs.
     """
     split = {}
     for module in model.modules():
@@ -31,10 +26,6 @@ def measure_gemms(model: Decoder) -> None:
             split[weight.shape, module.lanes is None] = module, weight
     for module, weight in split.values():
         module.method(torch.zeros(1, weight.shape[1], dtype=model.dtype, device=weight.device))
-    mlps = [module for module in model.modules() if isinstance(module, MoeMlp)]
-    choices = {choice for each in mlps if (choice := each.measure_library()) is not None}
-    for choice in choices:
-        log.info("experts_measured", library_from_rows=choice.rows, reason=choice.reason)
 
 
 def run_largest_step(computer: StepComputer, options: LoadOptions) -> None:

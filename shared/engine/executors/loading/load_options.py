@@ -7,7 +7,13 @@ from typing import Literal
 
 import msgspec
 
-from shared.config import AttentionChoice, ExecutorChoice, ExpertSplit, ParkedWeights
+from shared.config import (
+    AttentionChoice,
+    ExecutorChoice,
+    ExpertKernels,
+    ExpertSplit,
+    ParkedWeights,
+)
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
 from shared.engine.model_config.model_config import ModelConfig
 from shared.kv_layout import KvLayout
@@ -42,7 +48,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     `max_batch_tokens` and `max_sequences` bound the size of the steps.
     The `executor` plain launches every kernel of every step; auto replays graphs of decode steps
     where the device has them. The `attention` of prompts is by this project's kernels, or by cuDNN
-    where it is asked for and can: see attention_backends.
+    where it is asked for and can: see attention_backends. With the `expert_kernels` grouped torch
+    computes the experts of many rows in the fast mode, where it can.
     With `has_row_kernels` the CPU's kernels for long prompts are compiled after loading; without
     them such prompts take more time, with the same bits.
     """
@@ -67,6 +74,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     has_row_kernels: bool = False
     executor: ExecutorChoice = "auto"
     attention: AttentionChoice = "auto"
+    expert_kernels: ExpertKernels = "auto"
 
     def kv_ceiling(self, kv_layout: KvLayout, num_blocks: int) -> int:
         """Returns the most blocks of a cache that has `num_blocks` at the start.

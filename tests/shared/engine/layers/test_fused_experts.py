@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from kernels import ops
 from kernels.reference.grouped_linear import expert_mlp as reference
-from shared.engine.executors.loading.model_loading import set_mode
+from shared.engine.executors.cuda.cuda_device import CudaDevice
+from shared.engine.executors.cuda.libraries import set_libraries
+from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.loading.model_loading import kv_layout_of, set_mode
 from shared.engine.layers import moe
 from shared.engine.layers.methods.expert_method import ExpertsState, reason_against_fusing
 from shared.engine.layers.moe import MoeMlp
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver
 from tests.support.engine.families import FAMILIES
 
 DENSE = torch.zeros(2, 2), torch.zeros(2, 2)
@@ -85,4 +90,30 @@ def test_rows_are_those_of_the_own_methods(
     assert len(calls) == 1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert int(mlp.summed_offsets[-1]) == 2 * int(num_tokens) > 0
-    assert mlp.measure_library().rows == ops.NEVER  # type: ignore[union-attr]
+    assert calls[0]["library_rows"] == ops.NEVER  # type: ignore[index]
+
+
+def test_library_computes_on_request_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else lets it: neither a start without the option, nor the exact mode."""
+    monkeypatch.setattr(
+        ops, "_is_for_library", lambda _, *, is_batch_invariant: not is_batch_invariant
+    )
+    FAMILIES["qwen3 moe"].write(tmp_path)
+    model = Decoder(read_config(tmp_path), dtype=torch.bfloat16, num_positions=8)
+    layout = kv_layout_of(model.config, "bfloat16", 16)
+    device = CudaDevice(INDEX, torch.device("cpu"), FakeDriver())
+    mlps = [each for each in model.modules() if isinstance(each, MoeMlp)]
+    for mode, asked, rows in (
+        ("exact", "grouped", ops.NEVER),
+        ("fast", "auto", ops.NEVER),
+        ("fast", "grouped", moe.LIBRARY_ROWS),
+    ):
+        set_mode(model, mode)  # type: ignore[arg-type]
+        with capture_logs() as logs:
+            options = LoadOptions(mode=mode, expert_kernels=asked)  # type: ignore[arg-type]
+            set_libraries(model, layout, options, device)
+        assert {each.library_rows for each in mlps} == {rows}
+        used = [each["used"] for each in logs if each["event"] == "expert_kernels"]
+        assert used == ([] if asked == "auto" else ["triton" if rows == ops.NEVER else "grouped"])

@@ -23,7 +23,8 @@ from shared.engine.layers.attention_backends.choice import (
 )
 from shared.engine.layers.attention_backends.cudnn import CudnnPrefill
 from shared.engine.layers.attention_inputs import PrefillRows
-from tests.shared.engine.executors.cuda.fake_device import load
+from shared.errors import ConfigError
+from tests.shared.engine.executors.cuda.fake_device import FakeDriver, load
 from tests.shared.engine.layers.attention_backends.fake_cudnn import FakeCudnn
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.steps import Blocks, prefill
@@ -173,6 +174,27 @@ def test_worker_computes_prompts_with_cudnn(
     theirs.computer.model.layers[0].self_attn.library.failure = "it is lost"
     assert torch.equal(_logits(theirs), logits[0])
     assert theirs.step_launch == "plain"
+
+
+def test_device_that_a_probe_breaks_ends_the_start_with_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel's error arrives after its launch, and stays: every later launch raises it."""
+    write_llama(tmp_path, head_dim=16, num_hidden_layers=1)
+    monkeypatch.setattr(CudnnFacts, "found", lambda capability: FACTS)
+    cudnn, driver = FakeCudnn(), FakeDriver()
+    cudnn.error = RuntimeError("misaligned address")
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    given = {"dtype": "bfloat16", "mode": "fast", "kv_cache_bytes": 1 << 20}
+    assert load(tmp_path, **given, attention="cudnn").step_launch == "plain"  # the device is well
+
+    def fail() -> None:
+        if cudnn.num_built:
+            raise RuntimeError("CUDA error: misaligned address\nof many lines")
+
+    cudnn.num_built, driver.synchronize = 0, fail  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"of attention 'cudnn': CUDA error: misaligned address;"):
+        load(tmp_path, driver=driver, **given, attention="cudnn")
 
 
 def _logits(executor: CudaExecutor) -> torch.Tensor:
