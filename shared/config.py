@@ -508,8 +508,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             ceiling = self.kv_ceiling_bytes or CPU_KV_CACHE_BYTES
             kv_cache_bytes = max(min(CPU_KV_CACHE_BYTES, ceiling), self.kv_floor_bytes or 0)
         if max_batch_tokens is None:
-            on_cuda = CUDA_PREFILL_BATCH_TOKENS if is_prefill_only else CUDA_BATCH_TOKENS
-            max_batch_tokens = CPU_BATCH_TOKENS if device == "cpu" else on_cuda
+            max_batch_tokens = default_batch_tokens(device, is_prefill_only=is_prefill_only)
         return msgspec.structs.replace(
             self,
             device=device,
@@ -517,6 +516,12 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             kv_cache_bytes=kv_cache_bytes,
             max_batch_tokens=max_batch_tokens,
         )
+
+
+def default_batch_tokens(device: str, *, is_prefill_only: bool = False) -> int:
+    """Returns the tokens of a step at most on `device`: "cpu", "cuda" or "cuda:N"."""
+    on_cuda = CUDA_PREFILL_BATCH_TOKENS if is_prefill_only else CUDA_BATCH_TOKENS
+    return CPU_BATCH_TOKENS if device == "cpu" else on_cuda
 
 
 def default_block_size(device: str) -> int:

@@ -314,7 +314,8 @@ class HostService:
         )
         state = self.states.find(hosted.key)
         assert state is not None
-        config = worker_config(self._config, hosted, state.memory, worker_id, device, kv_bytes)
+        place = self.states.devices[device]
+        config = worker_config(self._config, hosted, state.memory, worker_id, place, kv_bytes)
         hosted.worker_id, hosted.is_admitted = worker_id, False
         hosted.started_at = self._clock.now()
         self._by_worker[worker_id] = hosted

@@ -14,11 +14,11 @@ from services.host.devices import weight_item_bytes
 from services.local.gpus import compute_capability
 from services.local.hub_download import is_hub_id
 from services.local.hub_process import downloaded
-from shared.config import default_block_size
+from shared.config import default_batch_tokens, default_block_size
 from shared.engine.checkpoint_check import check_checkpoint
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.planning.kv_plan import kv_item_bytes
-from shared.engine.planning.memory_plan import plan_memory
+from shared.engine.planning.memory_plan import StepSize, plan_memory
 from shared.errors import CheckpointError, ConfigError
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.numerics import FP8_CAPABILITY
@@ -91,7 +91,14 @@ def _source_in(
         config = check_checkpoint(found, needs_weights=True).config
         item_bytes = weight_item_bytes(device)
         stored = _kv_item_bytes(config, model.kv_dtype, device, item_bytes)
-        (planned,) = plan_memory(config, tp=1, pp=1, item_bytes=item_bytes, kv_item_bytes=stored)
+        (planned,) = plan_memory(
+            config,
+            tp=1,
+            pp=1,
+            item_bytes=item_bytes,
+            kv_item_bytes=stored,
+            step=StepSize(max_batch_tokens=default_batch_tokens(device)),
+        )
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"source {revision.source!r}: {error.message}") from None
     limit = model.max_context_tokens or DEFAULT_CONTEXT_TOKENS

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 from services.host.budget import ModelKey, ModelMemory
+from services.host.device_models import DeviceModels
 from services.host.hosted_revisions import HostedRevision
 from shared.config import HostConfig, WorkerConfig
 from shared.nats_urls import user_of
+from shared.sizes import shortest_size
 
 DRAIN_S = 60.0  # the time for a stopping worker to finish its requests
 MAX_NAME = 40
@@ -31,11 +33,11 @@ def worker_config(
     hosted: HostedRevision,
     memory: ModelMemory,
     worker_id: str,
-    device: str,
+    device: DeviceModels,
     kv_bytes: int | None,
 ) -> WorkerConfig:
     """Returns the config of a worker. Its cache begins with `kv_bytes`; None: it starts
-    in standby.
+    in standby. On a CUDA device it never takes more than the whole budget.
     """
     assert hosted.source is not None
     floor = memory.kv_floor_bytes
@@ -54,7 +56,8 @@ def worker_config(
         model_name=hosted.key.name,
         weights=hosted.model.weights,
         kv_dtype=hosted.model.kv_dtype,
-        device=device,
+        device=device.name,
+        gpu_memory="" if device.name == "cpu" else shortest_size(device.budget_bytes),
         num_threads=host.num_threads,
         block_size=hosted.source.block_size,
         kv_cache_bytes=floor if kv_bytes is None else kv_bytes,

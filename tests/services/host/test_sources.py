@@ -11,9 +11,10 @@ import pytest
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.host import sources
 from services.host.budget import ModelKey
+from services.host.device_models import DeviceModels
 from services.host.devices import weight_item_bytes
 from services.host.hosted_revisions import HostedRevision
-from services.host.sources import ModelSource, find_source
+from services.host.sources import PROCESS_BYTES, ModelSource, find_source
 from services.host.workers.worker_config import worker_config
 from shared.config import HostConfig, WorkerConfig, default_block_size
 from shared.errors import ConfigError
@@ -36,7 +37,8 @@ def config_of(
     memory = source.memory(key, model, 1 << 30, None)
     memory = msgspec.structs.replace(memory, offloaded_bytes=offloaded_bytes)
     hosted = HostedRevision(key, model, REVISION, source=source)
-    return worker_config(host, hosted, memory, "w.m-1", device, None)
+    place = DeviceModels(device, budget_bytes=3 << 30)
+    return worker_config(host, hosted, memory, "w.m-1", place, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -51,6 +53,20 @@ async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
     assert (num_blocks, rest) == (-(-100 // size) + 2, 0)
     assert config.kv_ceiling_bytes is not None
     assert config.kv_ceiling_bytes % (size * source.kv_bytes_per_token) == 0
+
+
+async def test_worker_on_a_gpu_is_bound_by_the_budget_and_has_its_steps_planned() -> None:
+    """Whoever else is on the card keeps its memory. Steps on CUDA are larger than on CPUs."""
+    on_cpu, on_gpu = [await find_source(MODEL, REVISION, each) for each in ("cpu", "cuda:1")]
+    assert config_of(on_cpu, MODEL, "cpu").gpu_memory == ""
+    config = config_of(on_gpu, MODEL, "cuda:1")
+    assert config.gpu_memory == "3GiB"
+    assert "gpu_memory" not in " ".join(config.problems())
+    steps = [
+        each.process_bytes - PROCESS_BYTES[device]
+        for each, device in ((on_cpu, "cpu"), (on_gpu, "cuda"))
+    ]
+    assert steps[1] > steps[0]
 
 
 async def test_weights_leave_the_device_only_with_memory_of_the_host() -> None:
