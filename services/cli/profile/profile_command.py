@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from services.cli.operators.audited import audited
 from services.cli.options import OPERATE
 
 app = typer.Typer()
@@ -16,6 +17,7 @@ app = typer.Typer()
     rich_help_panel=OPERATE,
     epilog="Examples:  hearth profile decode-1  ·  hearth profile decode-1 --steps 50 --out FILE",
 )
+@audited("profile")
 def profile(
     worker: Annotated[str, typer.Argument(help="Process id, as in `hearth status`.")],
     steps: Annotated[int, typer.Option("--steps", help="Number of steps, 1 to 200.")] = 20,

@@ -5,7 +5,7 @@ The loop submits steps in order, at most `depth` before the oldest one is answer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,15 @@ from shared.kv_layout import KvLayout
 from shared.messages import DevicePeaks
 from shared.numerics import Numerics
 
-if TYPE_CHECKING:  # it imports torch
-    from shared.engine.executors.step_profile import RecordedSteps
-
+PROFILE_S = 30.0  # more time for steps while they are recorded
 StepLaunch = Literal["", "graphs", "plain", "graphs, cudnn", "plain, cudnn"]
+
+
+class RecordedSteps(NamedTuple):
+    """`trace` is JSON of Chrome's trace format, compressed by gzip."""
+
+    num_steps: int
+    trace: bytes
 
 
 class Executor(Protocol):
@@ -127,8 +132,8 @@ class Executor(Protocol):
         ...
 
     async def profile(self, num_steps: int, timeout_s: float) -> RecordedSteps:
-        """Records the next steps, fewer if they do not come in time. One call at a time. Raises
-        InvalidRequest if no torch of this process computes steps.
+        """Records the next steps, fewer if they do not come in time; of several ranks, those of the
+        rank that samples. One call at a time. Raises InvalidRequest if nothing computes steps.
         """
         ...
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from shared.clock import MonotonicClock
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.executors.executor import StepLaunch
+from shared.engine.executors.executor import PROFILE_S, RecordedSteps, StepLaunch
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.local_work import local_work
 from shared.engine.executors.loading.warm_up import CHECKED_LENS, idle_step
 from shared.engine.executors.step_computer import StepComputer
 from shared.engine.executors.step_deadline import StepBudget, step_units
-from shared.engine.executors.step_profile import RecordedSteps, StepProfile
+from shared.engine.executors.step_profile import StepProfile
 from shared.engine.executors.step_queue import Answer, StepQueue
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.engine.weights.weight_form import WeightsReport, weights_report
@@ -37,7 +37,6 @@ from shared.messages import DevicePeaks
 from shared.numerics import Activations, Mode
 
 NOT_PROFILED = nullcontext()
-PROFILE_S = 30.0  # more time for steps while they are recorded
 
 log = structlog.get_logger(__name__)
 

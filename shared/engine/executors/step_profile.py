@@ -15,21 +15,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from shared.engine.executors.executor import RecordedSteps
 from shared.engine.step import StepInputs
 
 COMPRESSION = 6
 COPIED_BYTES = 1 << 20
-
-
-class RecordedSteps(NamedTuple):
-    """`trace` is JSON of Chrome's trace format, compressed by gzip."""
-
-    num_steps: int
-    trace: bytes
 
 
 class StepProfile:
@@ -40,7 +34,7 @@ class StepProfile:
         self._num_wanted = num_steps
         self._has_gpu = device_type == "cuda"
         self._profiler: Any = None
-        self._is_recording = False
+        self.is_recording = False
         self._complete = Future[None]()
 
     def start(self) -> None:
@@ -49,12 +43,12 @@ class StepProfile:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._has_gpu else [])]
         self._profiler = profile(activities=activities)
         self._profiler.start()
-        self._is_recording = True
+        self.is_recording = True
 
     @contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:
         """Records a step, if the recording is not complete."""
-        if not self._is_recording:
+        if not self.is_recording:
             yield
             return
         try:
@@ -67,8 +61,8 @@ class StepProfile:
 
     def stop(self) -> None:
         """Ends the recording, once a GPU has computed what it was given."""
-        if self._is_recording:
-            self._is_recording = False
+        if self.is_recording:
+            self.is_recording = False
             self._profiler.stop()
             self._complete.set_result(None)
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.executors.executor import StepLaunch
+from shared.engine.executors.executor import RecordedSteps, StepLaunch
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
 from shared.engine.planning.step_work import ModelWorkload
@@ -43,9 +42,6 @@ from shared.kv_layout import KvGroup, KvLayout, PagedKv, Reach, first_seen
 from shared.kv_wire.link import PageLock
 from shared.messages import DevicePeaks, TokenLogprobs
 from shared.numerics import KERNELS_VERSION, Mode, Numerics
-
-if TYPE_CHECKING:  # it imports torch
-    from shared.engine.executors.step_profile import RecordedSteps
 
 STATE_BYTES = 16
 FIRST_TOKEN_ID = 16  # special tokens are below it: the formula never samples them

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from services.cli.fleet.find_worker import heard_worker
 from services.cli.profile.step_profile import REQUEST_TIMEOUT_S, RecordingWorker, write_trace
 from services.worker.step_profiles import HEADER_BYTES, KEEP_S, StepProfiles
-from shared.engine.executors.step_profile import RecordedSteps
+from shared.engine.executors.executor import RecordedSteps
 from shared.errors import (
     ConfigError,
     DependencyUnavailable,

@@ -29,7 +29,6 @@ from shared.engine.executors.group.kv.rank_memory import RankKvMemory
 from shared.engine.executors.group.messages import (
     CheckDevice,
     Command,
-    CommandFailed,
     CountExperts,
     DescribeModel,
     DeviceSetup,
@@ -41,7 +40,9 @@ from shared.engine.executors.group.messages import (
     RunStep,
     ZeroBlocks,
     encode_counts,
+    encode_failure,
 )
+from shared.engine.executors.group.rank_profile import RankTrace
 from shared.engine.executors.group.remote_masks import RemoteMasks
 from shared.engine.executors.load import resolve_device
 from shared.engine.executors.loading.load_options import OnPhase
@@ -53,7 +54,8 @@ from shared.engine.parallel.processes.rank_process import RankContext, StepRing
 from shared.engine.parallel.processes.records import Record
 from shared.engine.step import StepOutput
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
-from shared.errors import HearthError, OutOfMemory
+from shared.errors import OutOfMemory
+from shared.messages import ProfilePart, ProfileSteps, ReadProfile
 from shared.telemetry.log import configure_child_logging
 
 log = structlog.get_logger(__name__)
@@ -91,6 +93,7 @@ class CudaRank:
         )
         self._plans = PlanQueue(layout.block_size, len(layout.groups), executor.start_in_time)
         self._has_lost_plan = False
+        self._trace = RankTrace()
         self._masks = RemoteMasks(Channel.of(setup.masks))
         if executor.computer.kv_cache.is_cuda:
             on_triton_compile(partial(context.send, StepExtended(COMPILE_S)))
@@ -154,9 +157,7 @@ class CudaRank:
         except BaseException as raised:
             error = item_error(raised)
             log.exception("command_failed", command=type(command).__name__)
-            if not isinstance(error, HearthError):
-                error = HearthError(f"{type(error).__name__}: {error}")
-            return msgspec.msgpack.encode(CommandFailed(error.code, error.message))
+            return encode_failure(error)
 
     async def _run(self, command: Command) -> bytes:
         executor = self._executor
@@ -176,6 +177,11 @@ class CudaRank:
                 return encode_counts(await executor.expert_counts())
             case DescribeModel():
                 return msgspec.msgpack.encode(self._model())
+            case ProfileSteps(num_steps=num_steps, timeout_s=timeout_s):
+                self._trace.set(start_awaited(executor.profile(num_steps, timeout_s)))
+                return msgspec.msgpack.encode(ProfilePart(number=0))
+            case ReadProfile() as read:
+                return msgspec.msgpack.encode(self._trace.part(read))
         return b""
 
     def _model(self) -> GroupModel:

@@ -12,7 +12,6 @@ worker leaves the fleet.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.executors.executor import StepLaunch
+from shared.engine.executors.executor import PROFILE_S, RecordedSteps, StepLaunch
 from shared.engine.executors.group.group_steps import (
     COMMAND_TIMEOUT_S,
     RESIZE_TIMEOUT_S,
@@ -47,10 +46,10 @@ from shared.engine.executors.step_deadline import StepBudget, units_of
 from shared.engine.parallel.links import RankLink
 from shared.engine.step import StepOutput
 from shared.engine.step_plan import decode_result, encode
-from shared.errors import ERROR_BY_CODE, HearthError, InvalidRequest, OutOfMemory, StepFailed
+from shared.errors import ERROR_BY_CODE, HearthError, OutOfMemory, StepFailed
+from shared.messages import ProfilePart, ProfileSteps, ReadProfile
 
-if TYPE_CHECKING:  # it imports torch
-    from shared.engine.executors.step_profile import RecordedSteps
+PROFILE_POLL_S = 0.2  # between questions whether a recording is complete
 
 _decoder: msgspec.msgpack.Decoder[CommandAnswer] = msgspec.msgpack.Decoder(CommandAnswer)
 
@@ -103,6 +102,7 @@ class GroupExecutor:
         self._budget = StepBudget()
         self._in_flight: dict[int, _StepInFlight] = {}
         self._answered_at = 0.0
+        self._extension_s = 0.0  # more time for steps while they are recorded
         steps.group.on_extended(self._budget.compiling)
 
     @property
@@ -126,14 +126,14 @@ class GroupExecutor:
 
     @property
     def step_extension_s(self) -> float:
-        return self._budget.extension_s
+        return self._budget.extension_s + self._extension_s
 
     def submit(self, rows: list[ScheduledSequence]) -> int:
         """Raises DeviceFailed if the group is lost."""
         if len(self._in_flight) >= self.depth:
             raise ValueError(f"{self.depth} steps are in flight, no more may be")
         units = _units(rows)
-        budget_s = self._budget.seconds(units, is_first=not self._in_flight)
+        budget_s = self._budget.seconds(units, is_first=not self._in_flight) + self._extension_s
         plan, masks = self._plans.build(rows)
         try:
             step = self._steps.submit(RunStep(encode(plan)), budget_s, masks)
@@ -153,7 +153,9 @@ class GroupExecutor:
         finally:
             del self._in_flight[step]
         now = self._clock.now()
-        self._budget.observe(under_way.units, now - max(under_way.began_at, self._answered_at))
+        if not self._extension_s:  # steps that are recorded say nothing of the pace
+            elapsed_s = now - max(under_way.began_at, self._answered_at)
+            self._budget.observe(under_way.units, elapsed_s)
         self._answered_at = now
         if answer.is_out_of_memory:
             raise OutOfMemory(answer.failure)
@@ -187,7 +189,7 @@ class GroupExecutor:
 
     async def _command(
         self, command: Command, budget_s: float = COMMAND_TIMEOUT_S
-    ) -> ExpertCounts | KvPrepared | None:
+    ) -> ExpertCounts | KvPrepared | ProfilePart | None:
         """Raises DeviceFailed if the group is lost, and the HearthError of a rank."""
         answer = await self._steps.command(command, budget_s)
         if not answer:
@@ -199,9 +201,22 @@ class GroupExecutor:
                 return found
 
     async def profile(self, num_steps: int, timeout_s: float) -> RecordedSteps:
-        raise InvalidRequest(
-            "steps of rank processes (--tp, --pp, --device-process) are not recorded"
-        )
+        self._extension_s = PROFILE_S
+        try:
+            await self._command(ProfileSteps(num_steps=num_steps, timeout_s=timeout_s), PROFILE_S)
+            while (part := await self._trace_part(0)).num_bytes is None:
+                await self._clock.sleep(PROFILE_POLL_S)
+        finally:
+            self._extension_s = 0.0
+        trace = bytearray(part.data)
+        while len(trace) < part.num_bytes:
+            trace += (await self._trace_part(len(trace))).data
+        return RecordedSteps(part.num_steps, bytes(trace))
+
+    async def _trace_part(self, first_byte: int) -> ProfilePart:
+        part = await self._command(ReadProfile(number=0, first_byte=first_byte), PROFILE_S)
+        assert isinstance(part, ProfilePart)
+        return part
 
     async def close(self) -> None:
         """Waits for nothing: ranks end at once."""

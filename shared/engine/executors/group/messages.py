@@ -1,6 +1,7 @@
 """Messages between a leader and its ranks about steps.
 
-    ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, PrepareKv, CountExperts
+    ring:    RunStep, EndRows, CheckDevice, ZeroBlocks, GiveBackBlocks, PrepareKv, CountExperts,
+             ProfileSteps, ReadProfile
              ──▶ every rank; the answering rank ──output, or CommandFailed──▶ leader
     masks:   the answering rank ──MasksWanted──▶ leader ──Masks──▶
 
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 from shared.engine.executors.executor import StepLaunch
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.planning.step_work import ModelWorkload
+from shared.errors import HearthError
 from shared.kv_layout import KvLayout
-from shared.messages import DevicePeaks
+from shared.messages import DevicePeaks, ProfilePart, ProfileSteps, ReadProfile
 from shared.numerics import ModeChoice, Numerics
 
 
@@ -162,8 +164,17 @@ Command = (
     | PrepareKv
     | CountExperts
     | DescribeModel
+    | ProfileSteps
+    | ReadProfile
 )
-CommandAnswer = ExpertCounts | KvPrepared | CommandFailed
+CommandAnswer = ExpertCounts | KvPrepared | ProfilePart | CommandFailed
+
+
+def encode_failure(error: Exception) -> bytes:
+    """Returns the answer of a command that raised."""
+    if not isinstance(error, HearthError):
+        error = HearthError(f"{type(error).__name__}: {error}")
+    return msgspec.msgpack.encode(CommandFailed(error.code, error.message))
 
 
 def encode_counts(counts: NDArray[np.int64] | None) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import torch
 
+from shared.background import item_error
+from shared.clock import MonotonicClock
 from shared.engine.executors.group.channel import Channel
 from shared.engine.executors.group.kv.rank_kv import start_rank_kv
 from shared.engine.executors.group.messages import (
@@ -18,8 +20,10 @@ from shared.engine.executors.group.messages import (
     RunStep,
     ZeroBlocks,
     encode_counts,
+    encode_failure,
 )
 from shared.engine.executors.group.rank_computer import load_rank
+from shared.engine.executors.group.rank_profile import RankProfile
 from shared.engine.executors.group.remote_masks import RemoteMasks
 from shared.engine.executors.loading.freed_memory import return_freed_memory
 from shared.engine.executors.loading.warm_up import CHECKED_LENS
@@ -27,6 +31,7 @@ from shared.engine.executors.rank_state import RankState
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.processes.rank_process import OneByOne, RankContext
 from shared.engine.step_plan import INT_BYTES, StepPlan, StepResult, decode_plan, encode
+from shared.messages import ProfileSteps, ReadProfile
 from shared.numerics import exchange_of
 from shared.telemetry.log import configure_child_logging
 
@@ -47,6 +52,8 @@ class ModelWork(OneByOne):
         layout = self._computer.kv_layout
         self._state = RankState(layout.block_size, len(layout.groups))
         self._masks = RemoteMasks(None if setup.masks < 0 else Channel.of(setup.masks))
+        self._profile = RankProfile(MonotonicClock())
+        self._is_profiled = context.rank == context.start.shape.answering_rank
         start_rank_kv(
             setup.kv[context.rank], loaded.memory, loaded.sent, own_host=setup.data_plane_host
         )
@@ -70,11 +77,24 @@ class ModelWork(OneByOne):
                     return_freed_memory()
             case CountExperts():
                 return encode_counts(self._computer.expert_counts())
+            case ProfileSteps() | ReadProfile() as command if self._is_profiled:
+                return self._profiled(command)
         return b""
+
+    def _profiled(self, command: ProfileSteps | ReadProfile) -> bytes:
+        """A profiler that fails ends no group."""
+        try:
+            if isinstance(command, ProfileSteps):
+                return msgspec.msgpack.encode(self._profile.begin(command))
+            return msgspec.msgpack.encode(self._profile.part(command))
+        except BaseException as raised:
+            return encode_failure(item_error(raised))
 
     def _computed(self, step: int, plan: StepPlan) -> StepResult:
         masks = self._masks.of_step(step, len(plan.masked) // INT_BYTES)
-        output = self._computer.run(self._state.apply(plan, masks))
+        inputs = self._state.apply(plan, masks)
+        with self._profile.step(inputs):
+            output = self._computer.run(inputs)
         self._state.record(output)
         return StepResult(plan.step, output, self._computer.failure)
 

@@ -46,9 +46,10 @@ def test_commands_that_change_something_are_recorded_without_secrets(url: str) -
     hearth("model", "add", "audited", secret)
     assert hearth("tenant", "revoke", "nobody", "--all").exit_code != 0
     hearth("model", "remove", "audited")
+    assert hearth("profile", "decode-1", "--steps", "0").exit_code != 0
     found = lines()
     assert [each["command"] for each in found] == [
-        *("tenant add", "tenant rotate", "model add", "tenant revoke", "model remove")
+        *("tenant add", "tenant rotate", "model add", "tenant revoke", "model remove", "profile")
     ]
     assert [each["outcome"] for each in found][:2] == ["done", "done"]
     assert found[3]["outcome"] != "done"

@@ -14,6 +14,7 @@ import msgspec
 from shared.clock import Clock
 from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.executors.group.messages import Command, GroupModel
+from shared.engine.executors.group.rank_profile import RankProfile
 from shared.engine.executors.group.rank_work import ModelWork
 from shared.engine.executors.rank_state import RankState
 from shared.engine.executors.timing_executor import TimingExecutor
@@ -50,6 +51,7 @@ class _Rank(ModelWork):
         self._computer = _Computer(executor)
         self._state = RankState(layout.block_size, len(layout.groups))
         self._masks = self
+        self._profile = RankProfile(InstantClock())
         self.masks: Sequence[TokenMask] = ()
 
     def of_step(self, step: int, count: int) -> Sequence[TokenMask]:

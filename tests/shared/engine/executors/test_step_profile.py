@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from shared.engine.executors.executor import PROFILE_S, RecordedSteps
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.warm_up import idle_step
-from shared.engine.executors.local_executor import PROFILE_S, LocalExecutor
-from shared.engine.executors.step_profile import RecordedSteps
+from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.errors import InvalidRequest
 from tests.support.engine.checkpoints import write_llama

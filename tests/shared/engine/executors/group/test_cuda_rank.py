@@ -51,6 +51,7 @@ from tests.shared.engine.executors.group.fake_cuda_rank import (
     PARKED_BYTES,
     STICKY_TOKEN,
 )
+from tests.shared.engine.executors.test_step_profile import steps_of
 from tests.support.engine.model_worker import Worker
 from tests.support.engine.rig import new_sequence
 from tests.support.engine.steps import Blocks
@@ -157,6 +158,17 @@ async def test_kv_is_handed_off_in_both_directions(ranks: Ranks) -> None:
     await rank.push.close()
     await rank.receive.close()
     await single.close()
+
+
+@on_one_loop
+async def test_steps_of_the_rank_are_recorded(ranks: Ranks) -> None:
+    rank = ranks.of(LATE)
+    recording = asyncio.ensure_future(rank.profile(3, 60.0))
+    await asyncio.sleep(0)
+    wanted = await tokens_of(ranks.folder, ranks.executors.plain, 9)
+    assert await tokens_of(ranks.folder, rank, 9) == wanted
+    recorded = await recording
+    assert (recorded.num_steps, len(steps_of(recorded))) == (3, 3)
 
 
 @on_one_loop

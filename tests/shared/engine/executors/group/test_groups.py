@@ -19,15 +19,16 @@ import pytest
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.executors.executor import Executor
+from shared.engine.executors.executor import PROFILE_S, Executor
 from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.executors.group.load_group import load_group
 from shared.engine.executors.group.messages import EndRows
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.errors import CheckpointError, ConfigError, DeviceFailed, StepFailed
+from shared.errors import CheckpointError, ConfigError, DeviceFailed, InvalidRequest, StepFailed
 from shared.messages import SamplingParams
+from tests.shared.engine.executors.test_step_profile import steps_of
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.masked import SumGrammar
 from tests.support.engine.rig import new_sequence, row_of
@@ -145,6 +146,21 @@ async def test_steps_have_the_same_results_as_in_one_process(
     assert await progress_of(group) == expected
     assert {each["finish_reason"] for each in expected} <= {"length", "stop"}
     assert len(expected[1]["prompt_logprobs"][0]) == len(PROMPT) - 2
+
+
+async def test_steps_of_the_rank_that_samples_are_recorded(group: GroupExecutor) -> None:
+    """The group goes on when a recording fails, or when no step comes in time."""
+    with pytest.raises(InvalidRequest, match="no steps are recorded"):
+        await group._trace_part(0)
+    assert (await group.profile(3, 0.01)).num_steps == 0
+    recording = asyncio.ensure_future(group.profile(3, 60.0))
+    await asyncio.sleep(0)
+    assert group.step_extension_s == PROFILE_S
+    await progress_of(group)
+    recorded = await recording
+    assert (recorded.num_steps, len(steps_of(recorded))) == (3, 3)
+    assert group.step_extension_s == 0
+    await group.check()
 
 
 async def test_sampling_that_raises_fails_its_step_alone(group: GroupExecutor) -> None:
