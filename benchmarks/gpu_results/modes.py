@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.gpu_results.runs import Row
-from shared.engine.executors.mode_choice import MeasuredDevice
+from shared.engine.executors.loading.mode_choice import MeasuredDevice
 
 PATH = Path("shared/engine/modes.json")
 FIELDS = MeasuredDevice.__struct_fields__

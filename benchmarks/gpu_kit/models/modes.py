@@ -37,7 +37,7 @@ def mode_row(
     import msgspec
 
     from kernels.device import compute_capability
-    from shared.engine.executors.mode_choice import MeasuredDevice
+    from shared.engine.executors.loading.mode_choice import MeasuredDevice
     from shared.numerics import TRITON_KERNELS_VERSION
 
     cases = {case for case, _ in wanted_figures(session)}

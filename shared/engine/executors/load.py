@@ -12,8 +12,8 @@ import torch
 
 from shared.config import default_block_size, gpu_memory_problems
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
+from shared.engine.executors.loading.mode_choice import resolve_mode
 from shared.engine.executors.local_executor import LocalExecutor
-from shared.engine.executors.mode_choice import resolve_mode
 from shared.errors import ConfigError
 from shared.numerics import ModeChoice
 from shared.telemetry.stage_times import StageTimes

@@ -28,7 +28,7 @@ from services.local.plan import MAX_LOCAL_PREFILL_TOKENS, check_options
 from shared.config import default_block_size
 from shared.engine.executors.cuda import cuda_load
 from shared.engine.executors.loading.load_options import LoadOptions
-from shared.engine.executors.mode_choice import MeasuredDevice
+from shared.engine.executors.loading.mode_choice import MeasuredDevice
 from shared.numerics import TRITON_KERNELS_VERSION
 from tests.benchmarks.gpu_kit.on_cpu import OnCpu, session_in
 from tests.shared.engine.executors.cuda.fake_device import load

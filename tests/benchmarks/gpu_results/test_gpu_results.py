@@ -15,7 +15,7 @@ from benchmarks.gpu_results.failures import FILE, Failure, read, write
 from benchmarks.gpu_results.runs import NoMeasurement, slug_of, stored_runs, whole_rows
 from benchmarks.gpu_results.table import NOTHING
 from benchmarks.readme_table import BEGIN, END, GPU
-from shared.engine.executors.mode_choice import MeasuredDevice, reason_for_fast
+from shared.engine.executors.loading.mode_choice import MeasuredDevice, reason_for_fast
 from shared.numerics import TRITON_KERNELS_VERSION
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -46,7 +46,7 @@ from shared.engine.executors.group.rank_profile import RankTrace
 from shared.engine.executors.group.remote_masks import RemoteMasks
 from shared.engine.executors.load import resolve_device
 from shared.engine.executors.loading.load_options import OnPhase
-from shared.engine.executors.mode_choice import resolve_mode
+from shared.engine.executors.loading.mode_choice import resolve_mode
 from shared.engine.executors.step_deadline import COMPILE_S
 from shared.engine.executors.step_queue import PlanQueue
 from shared.engine.parallel.processes.rank_messages import LoadingPhase, RankIdentity, StepExtended

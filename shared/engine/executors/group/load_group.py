@@ -23,12 +23,12 @@ from shared.engine.executors.load import device_type, refuse_gpu_memory, resolve
 from shared.engine.executors.loading.device_numerics import device_numerics
 from shared.engine.executors.loading.kv_sizing import num_blocks_for
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
+from shared.engine.executors.loading.mode_choice import resolve_mode
 from shared.engine.executors.loading.model_loading import (
     kv_layout_of,
     open_weights,
     resolve_dtype,
 )
-from shared.engine.executors.mode_choice import resolve_mode
 from shared.engine.kv.kv_dtype import resolve_kv_dtype
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.weight_cuts import WeightCuts

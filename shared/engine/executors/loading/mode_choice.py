@@ -18,7 +18,7 @@ from shared.numerics import TRITON_KERNELS_VERSION, Mode, ModeChoice
 
 log = structlog.get_logger(__name__)
 
-MODES_FILE = Path(__file__).parents[1] / "modes.json"
+MODES_FILE = Path(__file__).parents[2] / "modes.json"
 MAX_COST = 1.25
 
 

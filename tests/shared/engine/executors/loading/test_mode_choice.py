@@ -8,8 +8,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from shared.engine.executors import mode_choice
-from shared.engine.executors.mode_choice import (
+from shared.engine.executors.loading import mode_choice
+from shared.engine.executors.loading.mode_choice import (
     MeasuredDevice,
     measured_devices,
     reason_for_fast,
