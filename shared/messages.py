@@ -781,6 +781,17 @@ class DevicePeaks(msgspec.Struct, frozen=True, kw_only=True):
     operations_per_s: PeakRate
 
 
+class SitePushes(msgspec.Struct, frozen=True, array_like=True):
+    """KV that prefill workers of one site pushed to a decode worker of another, since its start:
+    tokens, bytes before compression, and seconds with at least one frame of a push under way.
+    """
+
+    site: Name
+    num_tokens: Count = 0
+    num_bytes: Count = 0
+    link_s: TotalSeconds = 0.0
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """State of an engine. A token in flight is one whose KV a running request still needs."""
 
@@ -838,6 +849,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     traffic_bytes: TotalWork = 0.0
     num_operations: TotalWork = 0.0
     peaks: DevicePeaks | None = None  # None: not known, as of CPUs
+    num_engines: Annotated[int, Meta(ge=1, le=2**20)] = 1  # more: those of a site, as one worker
+    site_pushes: Annotated[tuple[SitePushes, ...], Meta(max_length=1024)] = ()
 
 
 # ── sites ────────────────────────────────────────────────────────────────────────────────────────
@@ -860,11 +873,26 @@ class SiteLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     busy_s: TotalSeconds = 0.0
 
 
+class SitePrefill(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The workers of a site that compute prompts for other sites and push the KV there.
+
+    `load` is the mean of what they have to do, and the sum of their counters. `card` is that of
+    the workers; None: the same as that of the decode workers.
+    """
+
+    num_engines: Annotated[int, Meta(ge=1, le=2**20)]
+    load: SiteLoad
+    card: ModelCard | None = None
+
+
 class SiteModel(msgspec.Struct, frozen=True, array_like=True):
-    """One model at a site: the card of its decode workers, and their load."""
+    """One model at a site: the card of its decode workers, and their load. Without `prefill` the
+    site computes no prompts for others.
+    """
 
     card: ModelCard
     load: SiteLoad
+    prefill: SitePrefill | None = None
 
 
 class SiteState(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -272,6 +272,12 @@ def is_at_site(process_id: str) -> bool:
     return SITE_SEPARATOR in process_id
 
 
+def site_in(process_id: str) -> str | None:
+    """Returns the site in the id of another site's process; None for one of this site."""
+    site, separator, _ = process_id.partition(SITE_SEPARATOR)
+    return site if separator else None
+
+
 def gateway_at_site(process_id: str) -> str:
     """Returns the gateway of `{site}/{gateway}/{model}`, a worker for one model of a site."""
     return SITE_SEPARATOR.join(process_id.split(SITE_SEPARATOR)[:2])

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 # The indices of a table's columns: floats, then codes.
 BLOCK_SIZE, FREE_TOKENS, TOTAL_TOKENS, LOAD_S, STEP_S = range(5)
 BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S, CONTEXT_TOKENS = range(5, 11)
-NUM_FLOATS, NUM_CODES = 11, 4
+PUSH_FREE_AT = 11  # when the link to another site has sent what was assigned to it
+NUM_FLOATS, NUM_CODES = 12, 4
 FORMAT, REGION, NAME, NUMERICS = range(NUM_CODES)  # FORMAT: equal for workers that may share KV
 
 CLOSED_S = 1e6  # added to the cost of workers with enough work, to rank others first
@@ -170,9 +171,11 @@ def _nearest(
         if not fits or (len(prefills.is_allowed) and not prefills.is_allowed[row]):
             continue
         # computing and pushing overlap: the slower one counts
-        compute_s = uncached[row] * floats[TOKEN_S, row]
-        each_s = max(floats[BUSY_UNTIL, row] - now, 0.0) + floats[STEP_S, row]
-        each_s += max(compute_s, num_missing_tokens * floats[PUSH_TOKEN_S, row])
+        queued_s = max(floats[BUSY_UNTIL, row] - now, 0.0)
+        computed_s = queued_s + uncached[row] * floats[TOKEN_S, row]
+        pushed_s = max(queued_s, floats[PUSH_FREE_AT, row] - now)
+        pushed_s += num_missing_tokens * floats[PUSH_TOKEN_S, row]
+        each_s = floats[STEP_S, row] + max(computed_s, pushed_s)
         if floats[CLOSED_UNTIL, row] > now:
             each_s += CLOSED_S
         place = num

@@ -11,14 +11,18 @@ from dataclasses import dataclass, field, replace
 
 from services.scheduler.backlog import ModelKey, QueueKey, model_key
 from services.scheduler.placement import ModelWorkers, RequestSize, Target
-from services.scheduler.throughput import ModelThroughput, Speed
+from services.scheduler.sites.link_budgets import LinkBudgets
+from services.scheduler.sites.model_tables import ModelTables
+from services.scheduler.throughput import Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
-from shared.subjects import is_at_site
+from shared.subjects import is_at_site, site_in
 
 # A heartbeat includes an assignment that was confirmed this long before the heartbeat's arrival.
 SETTLED_S = 0.05
+# The state of a site sums heartbeats of its workers, which are a quarter of a second old.
+SETTLED_AT_SITE_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +33,7 @@ class Assignment:
     num_tokens: int
     num_uncached_tokens: int
     confirmed_at: float | None = None
+    link_s: float = 0.0  # of the link to another site that computes the prompt
 
     @property
     def involved(self) -> tuple[str, ...]:
@@ -42,7 +47,7 @@ class Assignment:
             worker.decode_tokens += sign * self.num_tokens
             worker.num_running += sign
         if (self.prefill_worker_id or self.worker_id) == worker.worker_id:
-            work_s = self.num_uncached_tokens * worker.speed.token_s
+            work_s = self.num_uncached_tokens * worker.speed.token_s / worker.num_engines
             worker.busy_until = max(worker.busy_until, now) + sign * work_s
 
 
@@ -54,50 +59,24 @@ class _KnownWorker:
     assignments: dict[Assignment, None] = field(default_factory=dict)
 
 
-class _ModelTables:
-    """The workers that serve one model."""
-
-    def __init__(self) -> None:
-        self.decodes, self.prefills = WorkerTable(), WorkerTable()
-        self.sites = WorkerTable()  # gateways of other sites, which decode and prefill there
-        self.speeds = ModelThroughput()
-
-    def put(self, known: _KnownWorker) -> None:
-        if is_at_site(known.worker.worker_id):
-            self.sites.put(known.worker)
-            return
-        if "decode" in known.roles:
-            self.decodes.put(known.worker)
-        if "prefill" in known.roles:
-            self.prefills.put(known.worker)
-
-    def leave_roles(self, worker_id: str) -> None:
-        """Removes a worker from its tables. Its speed stays: it is the same in another role."""
-        for table in (self.decodes, self.prefills, self.sites):
-            table.remove(worker_id)
-
-    def remove(self, worker_id: str) -> None:
-        self.leave_roles(worker_id)
-        self.speeds.forget(worker_id)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (len(self.decodes) or len(self.prefills) or len(self.sites))
-
-
 class WorkerFleet:
     """The live workers by model. Loads are this scheduler's estimates; other schedulers also
     place requests.
     """
 
     def __init__(
-        self, fleet: Fleet, round_trip_s: Callable[[str], float] = lambda worker_id: 0.0
+        self,
+        fleet: Fleet,
+        round_trip_s: Callable[[str], float] = lambda worker_id: 0.0,
+        links: LinkBudgets | None = None,
     ) -> None:
         """`round_trip_s` returns the round trip to a worker of another site."""
         self._fleet = fleet
         self._round_trip_s = round_trip_s
+        self._links = LinkBudgets() if links is None else links
         self._known: dict[str, _KnownWorker] = {}
-        self._models: dict[ModelKey, _ModelTables] = {}
+        self._models: dict[ModelKey, ModelTables] = {}
+        self._pushing: dict[str, set[str]] = {}  # prefill workers of other sites, by site
 
     def knows(self, worker_id: str) -> bool:
         """Whether the worker is live and accepts requests."""
@@ -199,7 +178,11 @@ class WorkerFleet:
         for known in self._involved(assignment):
             known.assignments[assignment] = None
             assignment.count(known.worker, now)
-            self._models[known.model].put(known)
+            self._put(known)
+        if prefill in self._known and is_at_site(prefill):
+            push_token_s = self._known[prefill].worker.speed.push_token_s
+            assignment.link_s = target.num_pushed_tokens * push_token_s
+            self._use_link(prefill, assignment.link_s, now)
         return assignment
 
     def confirm(self, assignment: Assignment, now: float) -> None:
@@ -210,14 +193,16 @@ class WorkerFleet:
             if assignment in known.assignments:
                 del known.assignments[assignment]
                 assignment.count(known.worker, now, -1)
-                self._models[known.model].put(known)
+                self._put(known)
+        if assignment.prefill_worker_id is not None and assignment.link_s:
+            self._use_link(assignment.prefill_worker_id, -assignment.link_s, now)
 
     def avoid(self, worker_id: str) -> None:
         """Excludes a worker that rejected a request or timed out, until its next heartbeat."""
         known = self._known.get(worker_id)
         if known is not None:
             known.worker.is_avoided = True
-            self._models[known.model].put(known)
+            self._put(known)
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         """Updates the tables, after the fleet has processed the heartbeat."""
@@ -235,30 +220,66 @@ class WorkerFleet:
             self.lost(worker_id)
             known = None
         workers = self._models.get(model)
+        pushes = is_at_site(worker_id) and "prefill" in heartbeat.roles
+        is_usable = card.kv_bytes_per_token and workers is not None and workers.receives_from_sites
+        if pushes and not is_usable:
+            self.lost(worker_id)
+            return
         if workers is None:
-            workers = self._models[model] = _ModelTables()
+            workers = self._models[model] = ModelTables()
         speed = workers.speeds.observe(worker_id, load)
         if is_at_site(worker_id):
             speed = replace(speed, step_s=speed.step_s + self._round_trip_s(worker_id))
+        else:
+            self._links.observe(worker_id, load, card, now)
         worker = _worker_of(heartbeat, card, load, speed, now)
+        if pushes:
+            self._put_behind_link(worker, model, card, now)
         if known is None:
             known = self._known[worker_id] = _KnownWorker(model, heartbeat.roles, worker)
         known.worker = worker
         if known.roles != heartbeat.roles:
             known.roles = heartbeat.roles
             workers.leave_roles(worker_id)
-        known.assignments = _unsettled(known.assignments, now)
+        settled_s = SETTLED_AT_SITE_S if is_at_site(worker_id) else SETTLED_S
+        known.assignments = _unsettled(known.assignments, now - settled_s)
         for assignment in known.assignments:
             assignment.count(worker, now)
-        workers.put(known)
+        workers.put(known.roles, worker)
 
     def lost(self, worker_id: str) -> None:
         known = self._known.pop(worker_id, None)
         if known is not None:
             workers = self._models[known.model]
             workers.remove(worker_id)
+            self._links.forget(worker_id)
+            self._pushing.get(site_in(worker_id) or "", set()).discard(worker_id)
             if workers.is_empty:
                 del self._models[known.model]
+
+    def _put(self, known: _KnownWorker) -> None:
+        self._models[known.model].put(known.roles, known.worker)
+
+    def _put_behind_link(
+        self, worker: WorkerRow, model: ModelKey, card: ModelCard, now: float
+    ) -> None:
+        """Makes the row one of a site that pushes KV over its link. It has no limit of assigned
+        work: what it costs to wait there is compared with what this site can do meanwhile.
+        """
+        site = site_in(worker.worker_id) or ""
+        push_token_s = self._links.push_token_s(site, model, card, now)
+        worker.speed = replace(worker.speed, push_token_s=push_token_s, is_measured=False)
+        worker.push_free_at = self._links.free_at(site)
+        self._pushing.setdefault(site, set()).add(worker.worker_id)
+
+    def _use_link(self, worker_id: str, seconds: float, now: float) -> None:
+        """Counts a push on the link of a worker's site, for all that it may push."""
+        site = site_in(worker_id) or ""
+        self._links.assign(site, seconds, now)
+        for each in self._pushing.get(site, ()):
+            known = self._known[each]
+            known.worker.push_free_at = self._links.free_at(site)
+            self._put(known)
 
     def _involved(self, assignment: Assignment) -> list[_KnownWorker]:
         found = (self._known.get(worker_id) for worker_id in assignment.involved)
@@ -272,6 +293,7 @@ def _worker_of(
         worker_id=heartbeat.process_id,
         kv_format=f"{card.kv_format} {card.numerics.kv_key}",
         block_size=card.block_size,
+        num_engines=load.num_engines,
         num_free_blocks=load.num_free_blocks,
         num_total_blocks=load.num_total_blocks,
         num_running=load.num_running,
@@ -286,10 +308,9 @@ def _worker_of(
     )
 
 
-def _unsettled(assignments: dict[Assignment, None], now: float) -> dict[Assignment, None]:
-    settled = now - SETTLED_S
+def _unsettled(assignments: dict[Assignment, None], settled_at: float) -> dict[Assignment, None]:
     return {
         each: None
         for each in assignments
-        if each.confirmed_at is None or each.confirmed_at > settled
+        if each.confirmed_at is None or each.confirmed_at > settled_at
     }

@@ -4,18 +4,20 @@ arguments.
 All costs are in seconds, from the measured speeds of the workers:
 
     local(d)   = queue(d) + step(d) + uncached(d) · token(d) · (1 + stall · (1 + running(d)))
-    remote(d)  = step(d) + handoff overhead + min over p of: queue(p) + step(p)
-                     + max(uncached(p) · token(p), tokens that d does not hold · push(p))
+    remote(d)  = step(d) + handoff overhead + min over p of: step(p)
+                     + max(queue(p) + uncached(p) · token(p),
+                           max(queue(p), link(p)) + tokens that d does not hold · push(p))
     cost(d)    = min(local, remote) + load(d): KV of d's running requests, d's waiting requests
 
 A local prefill delays the requests that decode on the worker, and a push overlaps with computing
-unless the link is slower. A prefill worker must compute a prefix that only decode holds, so each
-side is credited with its own cache. The worker with the longest prefix, or the one that the
-affinity key names, is preferred unless it costs more than twice the best: affinity must not create
-a queue. A worker whose context does not hold the request to its end, with all tokens that it may
-generate, is no candidate; neither is a worker, of either role, without a feature that the request
-needs. A worker with enough work gets no request: requests queued here can still go elsewhere, and
-in fair order.
+unless the link is slower. A p at another site is behind a link that its pushes share: link(p) is
+the time until what is assigned to it has crossed, and step(p) has the round trip. A prefill worker
+must compute a prefix that only decode holds, so each side is credited with its own cache. The
+worker with the longest prefix, or the one that the affinity key names, is preferred unless it costs
+more than twice the best: affinity must not create a queue. A worker whose context does not hold the
+request to its end, with all tokens that it may generate, is no candidate; neither is a worker, of
+either role, without a feature that the request needs. A worker with enough work gets no request:
+requests queued here can still go elsewhere, and in fair order.
 
 The search is a linear scan of all workers (`cost_kernel.py`).
 """
@@ -36,6 +38,7 @@ from services.scheduler.cost_kernel import (
     nearest_prefills,
 )
 from services.scheduler.worker_table import WorkerTable, code_of
+from shared.subjects import site_in
 
 MAX_COST_RATIO = 2.0
 NEAR_DEEPEST = 0.9  # prefixes this close to the longest count as equally long
@@ -80,6 +83,7 @@ class Target:
     num_blocks: int
     num_uncached_tokens: int  # tokens to compute on the worker that computes the prompt
     has_unlike_prefill: bool = False  # local prefill, as decode may use no prefill worker's KV
+    num_pushed_tokens: int = 0  # tokens whose KV the prefill worker sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +201,7 @@ class Decision:
 
     def _target(self, row: int, *, is_remote: bool) -> Target:
         decodes, prefills = self._decodes, self._prefills
-        num_uncached = self._num_uncached(self._decode_side, row)
+        num_uncached = num_missing = self._num_uncached(self._decode_side, row)
         candidates = self._candidates(row, num_uncached) if is_remote else []
         if candidates:
             num_uncached = self._num_uncached(self._prefill_side, candidates[0])
@@ -207,6 +211,7 @@ class Decision:
             num_blocks=self._needs.num_blocks(int(decodes.block_sizes[row])),
             num_uncached_tokens=int(num_uncached),
             has_unlike_prefill=self._has_unlike_prefill(row, num_uncached),
+            num_pushed_tokens=int(num_missing) if candidates else 0,
         )
 
     def _has_unlike_prefill(self, row: int, num_uncached: float) -> bool:
@@ -219,7 +224,7 @@ class Decision:
 
     def _candidates(self, row: int, num_uncached: float) -> list[int]:
         """Returns the rows of prefill workers for a row of decode, best first; ties
-        in random order.
+        in random order. A site has one: its gateways fail together.
         """
         format_code, turn = (
             self._decodes.columns.codes[FORMAT, row],
@@ -227,11 +232,14 @@ class Decision:
         )
         rows, _ = nearest_prefills(
             *(self._prefill_side, self._terms, format_code, num_uncached, turn),
-            MAX_PREFILL_CANDIDATES + 1,
+            MAX_PREFILL_CANDIDATES + 1 + self._prefills.num_at_sites,
         )
         itself = self._prefills.row_of(self._decodes.ids[row])
-        others = [each for each in rows.tolist() if each >= 0 and each != itself]
-        return others[:MAX_PREFILL_CANDIDATES]
+        ids, by_site = self._prefills.ids, dict[str, int]()
+        for each in rows.tolist():
+            if each >= 0 and each != itself:
+                by_site.setdefault(site_in(ids[each]) or ids[each], each)
+        return list(by_site.values())[:MAX_PREFILL_CANDIDATES]
 
     def _num_uncached(self, side: RoleWorkers, row: int) -> float:
         if not len(side.holders):

@@ -33,6 +33,7 @@ from services.scheduler.cost_kernel import (
 )
 from services.scheduler.throughput import Speed
 from shared.messages import MAX_CONTEXT_TOKENS
+from shared.subjects import is_at_site
 
 BASE_TOKENS = 64  # minimum cost of a request, so that "twice the best" works on idle workers
 KV_READ_SHARE = 0.05  # cost of reading one token's KV, relative to computing a token
@@ -64,6 +65,8 @@ class WorkerRow:
     is_avoided: bool = False  # rejected or timed out since its last heartbeat
     numerics: str = ""
     features: frozenset[str] = frozenset()
+    push_free_at: float = 0.0  # when the link to its site has sent what was assigned to it
+    num_engines: int = 1  # more: those of a site, as one worker
 
     @property
     def closed_until(self) -> float:
@@ -99,6 +102,7 @@ class WorkerTable:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
         self._features: list[frozenset[str]] = []  # one set a row
+        self._num_at_sites = 0
         self._with_features: dict[tuple[str, ...], NDArray[np.bool_]] = {}  # masks, until a change
         self._floats = np.zeros((NUM_FLOATS, FIRST_ROWS))
         self._codes = np.zeros((NUM_CODES, FIRST_ROWS), dtype=np.uint64)
@@ -111,6 +115,15 @@ class WorkerTable:
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._row_of
+
+    @property
+    def num_at_sites(self) -> int:
+        """The number of workers that belong to other sites."""
+        return self._num_at_sites
+
+    def all_have(self, feature: str) -> bool:
+        """Whether every worker has the feature."""
+        return bool(self._having((feature,)).all())
 
     def row_of(self, worker_id: str) -> int | None:
         return self._row_of.get(worker_id)
@@ -164,6 +177,7 @@ class WorkerTable:
             worker.local_token_s,
             worker.speed.push_token_s,
             min(worker.max_context_tokens, worker.num_total_blocks * block_size),
+            worker.push_free_at,
         )
 
     def opens_at(self, regions: Collection[str] = (), features: tuple[str, ...] = ()) -> float:
@@ -181,6 +195,7 @@ class WorkerTable:
         if row is None:
             return
         self._with_features.clear()
+        self._num_at_sites -= is_at_site(worker_id)
         last_id, last_features = self.ids.pop(), self._features.pop()
         last = len(self.ids)
         if row != last:
@@ -265,6 +280,7 @@ class WorkerTable:
             self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
             self._codes = np.concatenate([self._codes, np.zeros_like(self._codes)], axis=1)
         self.ids.append(worker_id)
+        self._num_at_sites += is_at_site(worker_id)
         self._features.append(frozenset())
         self._with_features.clear()
         self._row_of[worker_id] = row

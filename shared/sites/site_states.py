@@ -2,7 +2,8 @@
 
     there: heartbeats of its workers ──summed──▶ SiteState ──link──▶ here: heartbeats of a worker
 
-So placement, health and recovery treat a site as they treat a worker. No I/O.
+A site that computes prompts for others is a second worker, of the role prefill. So placement,
+health and recovery treat a site as they treat a worker. No I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from hashlib import blake2b
 from msgspec import structs
 
 from shared.lifecycle.health import SITE_INTERVAL_S, Fleet
-from shared.messages import Heartbeat, ModelCard, SiteLoad, SiteModel, SiteState, WorkerLoad
+from shared.messages import (
+    Heartbeat,
+    ModelCard,
+    SiteLoad,
+    SiteModel,
+    SitePrefill,
+    SiteState,
+    WorkerLoad,
+    WorkerRole,
+)
 from shared.subjects import SITE_SEPARATOR, is_at_site
 
 STEP_BUDGET_S = 4 * SITE_INTERVAL_S
@@ -25,15 +35,21 @@ _DIGEST_BYTES = 6
 Served = tuple[str, str, int]  # name, revision, block size: what one worker may stand for
 
 
-def worker_at_site(gateway_id: str, card_name: str, revision: str, block_size: int) -> str:
+def worker_at_site(
+    gateway_id: str, card_name: str, revision: str, block_size: int, role: WorkerRole = "decode"
+) -> str:
     """Returns the id of a site's gateway as the worker for one model."""
     text = f"{card_name}\0{revision}\0{block_size}"
+    if role == "prefill":
+        text += "\0prefill"
     digest = blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
     return f"{gateway_id}{SITE_SEPARATOR}{digest}"
 
 
-def site_models(fleet: Fleet) -> tuple[SiteModel, ...]:
-    """Returns the models that live decode workers of this site serve."""
+def site_models(fleet: Fleet, *, offers_prefill: bool = False) -> tuple[SiteModel, ...]:
+    """Returns the models that live decode workers of this site serve. With `offers_prefill` its
+    prefill workers compute prompts for other sites, too.
+    """
     cards: dict[Served, list[ModelCard]] = {}
     loads: dict[Served, list[WorkerLoad]] = {}
     for each in _workers(fleet, "decode"):
@@ -46,6 +62,7 @@ def site_models(fleet: Fleet) -> tuple[SiteModel, ...]:
             prefills.setdefault(_served(each.model), []).append(each.load)
     queued = _queued_requests(fleet)
     num_gateways = max(1, sum(not is_at_site(each.process_id) for each in fleet.live("gateway")))
+    offers = _prefill_offers(fleet) if offers_prefill else {}
     found = (
         SiteModel(
             card=_longest(cards[key]),
@@ -55,15 +72,39 @@ def site_models(fleet: Fleet) -> tuple[SiteModel, ...]:
                 num_queued=queued.get(key[0], 0),
                 num_gateways=num_gateways,
             ),
+            prefill=_prefill(offers.get(key, ()), _longest(cards[key])),
         )
         for key in cards
     )
     return tuple(found)[:MAX_STATE_MODELS]
 
 
-def _workers(fleet: Fleet, role: str) -> Iterator[Heartbeat]:
-    live = fleet.live("decode" if role == "decode" else "prefill")
-    return (each for each in live if not is_at_site(each.process_id))
+def _prefill_offers(fleet: Fleet) -> dict[Served, list[Heartbeat]]:
+    """Returns the prefill workers of this site that accept requests, by model."""
+    offers: dict[Served, list[Heartbeat]] = {}
+    for each in _workers(fleet, "prefill"):
+        if each.model is not None and each.load is not None and each.state == "ready":
+            offers.setdefault(_served(each.model), []).append(each)
+    return offers
+
+
+def _prefill(workers: Iterable[Heartbeat], decode_card: ModelCard) -> SitePrefill | None:
+    """Returns what the workers of the most frequent card offer; None without workers."""
+    by_card: dict[ModelCard, list[WorkerLoad]] = {}
+    for each in workers:
+        if each.model is not None and each.load is not None:
+            by_card.setdefault(each.model, []).append(each.load)
+    if not by_card:
+        return None
+    card, loads = max(by_card.items(), key=lambda item: len(item[1]))
+    load = _summed(loads, (), num_queued=0, num_gateways=1)
+    return SitePrefill(
+        num_engines=len(loads), load=load, card=None if card == decode_card else card
+    )
+
+
+def _workers(fleet: Fleet, role: WorkerRole) -> Iterator[Heartbeat]:
+    return (each for each in fleet.live(role) if not is_at_site(each.process_id))
 
 
 def _served(card: ModelCard) -> Served:
@@ -120,7 +161,7 @@ class StateBudget:
     def takes(self, state: SiteState, now: float) -> bool:
         earned = (now - self._at) * MAX_MODELS_PER_S
         self._left, self._at = min(self._left + earned, MAX_MODELS_PER_S), now
-        cost = 1 + len(state.models)
+        cost = 1 + len(state.models) + sum(each.prefill is not None for each in state.models)
         if cost > self._left:
             self.num_refused += 1
             return False
@@ -156,18 +197,29 @@ class SiteWorkers:
 
 def _heartbeats(state: SiteState) -> Iterator[Heartbeat]:
     for each in state.models:
-        yield Heartbeat(
-            process_id=worker_at_site(state.gateway_id, *_served(each.card)),
-            epoch=state.epoch,
-            sequence_number=state.sequence_number,
-            roles=("decode",),
-            state="ready",
-            interval_s=SITE_INTERVAL_S,
-            region=state.region,
-            load=WorkerLoad(
-                step=state.sequence_number,
-                step_budget_s=STEP_BUDGET_S,
-                **structs.asdict(each.load),
-            ),
-            model=each.card,
-        )
+        yield _heartbeat(state, "decode", each.card, each.load)
+        offer = each.prefill
+        if offer is not None:
+            card = offer.card or each.card
+            yield _heartbeat(state, "prefill", card, offer.load, num_engines=offer.num_engines)
+
+
+def _heartbeat(
+    state: SiteState, role: WorkerRole, card: ModelCard, load: SiteLoad, *, num_engines: int = 1
+) -> Heartbeat:
+    return Heartbeat(
+        process_id=worker_at_site(state.gateway_id, *_served(card), role),
+        epoch=state.epoch,
+        sequence_number=state.sequence_number,
+        roles=(role,),
+        state="ready",
+        interval_s=SITE_INTERVAL_S,
+        region=state.region,
+        load=WorkerLoad(
+            step=state.sequence_number,
+            step_budget_s=STEP_BUDGET_S,
+            num_engines=num_engines,
+            **structs.asdict(load),
+        ),
+        model=card,
+    )

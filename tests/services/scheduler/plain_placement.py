@@ -52,13 +52,15 @@ class PlainScan:
             fits = prefill.kv_format == decode.kv_format and self.is_allowed(prefill)
             fits &= prefill.worker_id != decode.worker_id
             if fits and self.needs.num_blocks(prefill.block_size) <= prefill.num_total_blocks:
-                compute_s = self.uncached(prefill) * prefill.speed.token_s
+                queued_s = max(0.0, prefill.busy_until - self.now)
+                link_s = max(0.0, prefill.push_free_at - self.now)
+                computed_s = queued_s + self.uncached(prefill) * prefill.speed.token_s
                 push_s = self.uncached(decode) * prefill.speed.push_token_s
                 seconds = (
                     decode.speed.step_s
                     + self.handoff_overhead_s
-                    + self.first_s(prefill)
-                    + max(compute_s, push_s)
+                    + prefill.speed.step_s
+                    + max(computed_s, max(queued_s, link_s) + push_s)
                 )
                 found.append((not self.has_time(prefill), seconds, prefill.worker_id))
         return sorted(found)

@@ -303,6 +303,7 @@ def workers(draw: st.DrawFn) -> list[WorkerRow]:
             max_context_tokens=draw(st.sampled_from([320, 500, 100_000])),
             is_avoided=draw(st.integers(0, 9)) == 0,
             features=draw(st.sampled_from([frozenset(), frozenset("a"), frozenset("ab")])),
+            push_free_at=NOW + draw(st.sampled_from([-10.0, 0.0, 0.02, 0.5])),
         )
         for name in chosen
     ]

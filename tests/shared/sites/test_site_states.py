@@ -156,3 +156,34 @@ def test_states_of_300_sites_are_small() -> None:
     )
     made = state(SiteModel(card=card, load=load), gateway_id="frankfurt-1/gateway-1.0123456789ab")
     assert 300 * (len(msgspec.msgpack.encode(made)) + 100) < 200_000
+
+
+def test_a_site_that_offers_prefill_is_a_second_worker() -> None:
+    """Its speed is that of the workers that prefill, and a request needs their features."""
+    both, other = ("prefill", "decode"), model_card(features=("grammar/1",))
+    busy = WorkerLoad(step=1, step_budget_s=1.0, num_computed_prompt_tokens=8, num_total_blocks=1)
+    fleet = Fleet("own")
+    for each in (
+        heartbeat("d1"),
+        heartbeat("w1", roles=both, model=CARD, load=busy),
+        *(heartbeat(name, roles=("prefill",), model=other, load=busy) for name in ("p1", "p2")),
+        heartbeat("c/gw/00ff", roles=("prefill",), model=other, load=busy),
+    ):
+        fleet.observe(each, 0.0)
+    (found,) = site_models(fleet)
+    assert found.prefill is None
+    (found,) = site_models(fleet, offers_prefill=True)
+    assert found.prefill is not None
+    assert (found.prefill.num_engines, found.prefill.card) == (2, other)
+    decodes, prefills = SiteWorkers().heartbeats(state(found))
+    assert (decodes.roles, prefills.roles) == (("decode",), ("prefill",))
+    assert decodes.process_id != prefills.process_id
+    assert prefills.model == other and prefills.load is not None
+    assert (prefills.load.num_engines, prefills.load.num_computed_prompt_tokens) == (2, 16)
+
+
+def test_a_state_of_an_older_release_offers_no_prefill() -> None:
+    (found,) = site(heartbeat("d1"))
+    card, load, prefill = msgspec.to_builtins(found)
+    assert prefill is None
+    assert msgspec.convert([card, load], SiteModel) == found
