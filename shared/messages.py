@@ -21,7 +21,7 @@ Between sites, where a gateway serves as a decode worker for the other site:
 
     scheduler ──StartDecode──▶ gateway of the other site, which submits the request there
     gateway ◀──TokenBatch──── gateway of the other site; ResendTokens, AckFinished, AbortRequest
-    gateway ───SiteState─────▶ gateways and schedulers of every linked site
+    gateway ───SiteState─────▶ gateways and schedulers of every linked site; ReadSiteModels
 
 The life of a model on a host:
 
@@ -90,6 +90,7 @@ Name = Annotated[str, Meta(max_length=256)]
 FeatureNames = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 GroupId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+NumEngines = Annotated[int, Meta(ge=1, le=2**20)]
 Epoch = Annotated[int, Meta(ge=0)]  # random, of each start of a process
 ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -849,7 +850,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     traffic_bytes: TotalWork = 0.0
     num_operations: TotalWork = 0.0
     peaks: DevicePeaks | None = None  # None: not known, as of CPUs
-    num_engines: Annotated[int, Meta(ge=1, le=2**20)] = 1  # more: those of a site, as one worker
+    num_engines: NumEngines = 1  # more: those of a site, as one worker
     site_pushes: Annotated[tuple[SitePushes, ...], Meta(max_length=1024)] = ()
 
 
@@ -867,45 +868,59 @@ class SiteLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_total_blocks: Count = 0
     prefill_tokens_in_flight: Count = 0
     decode_tokens_in_flight: Count = 0
+    num_engines: NumEngines = 1
+
+
+class SiteCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The counters of a site's mean worker for one model, in the fields of WorkerLoad."""
+
     num_generated_tokens: Count = 0
     num_computed_prompt_tokens: Count = 0
     num_busy_steps: Count = 0
     busy_s: TotalSeconds = 0.0
 
 
-class SitePrefill(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The workers of a site that compute prompts for other sites and push the KV there.
-
-    `load` is the mean of what they have to do, and the sum of their counters. `card` is that of
-    the workers; None: the same as that of the decode workers.
-    """
-
-    num_engines: Annotated[int, Meta(ge=1, le=2**20)]
-    load: SiteLoad
-    card: ModelCard | None = None
-
-
-class SiteModel(msgspec.Struct, frozen=True, array_like=True):
-    """One model at a site: the card of its decode workers, and their load. Without `prefill` the
-    site computes no prompts for others.
-    """
-
-    card: ModelCard
-    load: SiteLoad
-    prefill: SitePrefill | None = None
-
-
-class SiteState(Message, frozen=True, kw_only=True, omit_defaults=True):
+class SiteState(Message, frozen=True, array_like=True, kw_only=True):
     """What a gateway of one site takes over from the others, once a second and at once on a loss.
 
-    `gateway_id` is `{site}/{gateway}`. Without a model it only shows that the gateway lives.
+    `gateway_id` is `{site}/{gateway}`. The loads are those of the models that `models_id` stands
+    for: a receiver that does not know it asks with ReadSiteModels, so that models, which change
+    rarely, do not cross each link every second. Without a load it only shows that the gateway
+    lives. Without counters they are those of the state before.
     """
 
     gateway_id: ProcessId
     epoch: Epoch
     sequence_number: Count
     region: Name = ""
-    models: Annotated[tuple[SiteModel, ...], Meta(max_length=1024)] = ()
+    models_id: Annotated[bytes, Meta(max_length=16)] = b""
+    loads: Annotated[tuple[SiteLoad, ...], Meta(max_length=1024)] = ()
+    counters: Annotated[tuple[SiteCounters, ...], Meta(max_length=1024)] = ()
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class SiteModel(msgspec.Struct, frozen=True, array_like=True):
+    """One model at a site: the card of the workers that decode it, or that compute prompts of it
+    for other sites and push the KV there.
+    """
+
+    card: ModelCard
+    role: WorkerRole = "decode"
+
+
+class ReadSiteModels(Message, frozen=True, kw_only=True):
+    """Which models do your states report? The reply is SiteModels."""
+
+
+class SiteModels(Message, frozen=True, kw_only=True):
+    """The models that a gateway's states report, in their order."""
+
+    gateway_id: ProcessId
+    models_id: Annotated[bytes, Meta(max_length=16)]
+    models: Annotated[tuple[SiteModel, ...], Meta(max_length=1024)]
 
     @property
     def sender_id(self) -> str:

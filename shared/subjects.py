@@ -247,6 +247,11 @@ def state_to_sites(gateway_id: str) -> str:
     return f"{_SITE}.{ANY}.gateway.{two_tokens(gateway_id)}.state"
 
 
+def read_site_models(gateway_id: str) -> str:
+    """Carries ReadSiteModels, to a gateway of another site."""
+    return command("gateway", gateway_id, "models")
+
+
 # Carries SiteState. Its region is that of the link, in the configuration of this site's servers.
 STATES_OF_SITES = f"{_LINKED}.*.gateway.*.*.state.*"
 
@@ -381,10 +386,11 @@ LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (
     ("decode", "control"),
     ("decode", "alive"),
     ("gateway", "tokens"),
+    ("gateway", "models"),
 )
 _SENT_TO_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
     "gateway": LINKED_COMMANDS[1:],
-    "scheduler": (LINKED_COMMANDS[0], *LINKED_COMMANDS[2:4]),
+    "scheduler": (LINKED_COMMANDS[0], *LINKED_COMMANDS[2:4], LINKED_COMMANDS[5]),
 }
 
 

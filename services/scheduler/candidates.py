@@ -54,6 +54,14 @@ class Candidates:
         size = num_context_tokens(ticket.request)
         return self._has_worker(ticket, size, excluded, is_local=True)
 
+    def is_left_to_sites(self, ticket: QueuedRequest, now: float) -> bool:
+        """Whether workers of this site could serve it, but its gateway has excluded them all."""
+        if not ticket.submit.excluded_workers or self.has_local(ticket, now):
+            return False
+        others = self._starts.closed(now) | ticket.unfit_workers
+        size = num_context_tokens(ticket.request)
+        return self._has_worker(ticket, size, others, is_local=True)
+
     def has_excluded(self, ticket: QueuedRequest) -> bool:
         """Whether a live worker could decode the request if none were excluded: for a request
         without a worker, such a worker is never tried for it.

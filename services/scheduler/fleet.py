@@ -42,13 +42,14 @@ class Assignment:
 
     def count(self, worker: WorkerRow, now: float, sign: int = 1) -> None:
         """Adds this assignment to the estimated load of `worker`; subtracts it if `sign` is -1."""
+        share = sign / worker.num_engines
         if self.worker_id == worker.worker_id:
             worker.num_free_blocks -= sign * self.num_blocks
-            worker.decode_tokens += sign * self.num_tokens
-            worker.num_running += sign
+            worker.decode_tokens += share * self.num_tokens
+            worker.num_running += share
         if (self.prefill_worker_id or self.worker_id) == worker.worker_id:
-            work_s = self.num_uncached_tokens * worker.speed.token_s / worker.num_engines
-            worker.busy_until = max(worker.busy_until, now) + sign * work_s
+            work_s = self.num_uncached_tokens * worker.speed.token_s
+            worker.busy_until = max(worker.busy_until, now) + share * work_s
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +92,7 @@ class WorkerFleet:
         and accepts requests.
         """
         known = self._known.get(worker_id)
-        return None if known is None else known.worker.num_running + known.worker.num_waiting
+        return None if known is None else round(known.worker.num_running) + known.worker.num_waiting
 
     def serving(self, model: ModelKey) -> ModelWorkers:
         """Returns live workers that serve the model and accept requests, with their estimated

@@ -36,7 +36,7 @@ from services.scheduler.request_queues import RequestQueues, num_context_tokens
 from services.scheduler.residency.keeper import ResidencyKeeper
 from services.scheduler.residency.policies import policy_of
 from services.scheduler.roles.role_changes import RoleChanges
-from services.scheduler.waiting_for_host import UnservedRequests
+from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S, UnservedRequests
 from shared import subjects
 from shared.background import Background, failing_alone, is_logged
 from shared.clock import Clock, MonotonicClock
@@ -142,6 +142,7 @@ class SchedulerService:
         self._placing: set[asyncio.Task[None]] = set()
         self._sending: set[asyncio.Task[None]] = set()
         self._leave: list[Unsubscribe] = []  # unsubscribes from new requests
+        self._linked_sites = LinkedSites(bus, self.health_monitor, clock)
         self._is_draining = False
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +152,7 @@ class SchedulerService:
         self.health_monitor.on_heartbeat(self._on_heartbeat)
         await self.health_monitor.start()
         if self._config.site:
-            await LinkedSites(self._bus, self.health_monitor, self._clock).start()
+            await self._linked_sites.start()
         own_cancel = subjects.cancel(self._bus.process_id)
         await self._bus.subscribe(own_cancel, CancelQueued, self._cancel)
         own_submit = subjects.submit_to(self._bus.process_id)
@@ -177,6 +178,7 @@ class SchedulerService:
 
     async def stop(self) -> None:
         await self._background.stop()
+        await self._linked_sites.stop()
         await self.health_monitor.stop()
         await self._bus.close()
 
@@ -390,8 +392,17 @@ class SchedulerService:
             elsewhere = self._elsewhere(ticket, now)
             target = None if elsewhere is None else find(workers=elsewhere)
         if target is None:
+            self._check_sites_take(ticket, now)
             self._block(ticket, needs)
         return target
+
+    def _check_sites_take(self, ticket: QueuedRequest, now: float) -> None:
+        """Raises NoCapacity for a request that has left its worker, the only one here, and that no
+        other site has taken: it may be served again where it was.
+        """
+        is_late = now - ticket.queued_at >= NO_WORKER_GRACE_S
+        if is_late and self._candidates.is_left_to_sites(ticket, now):
+            raise NoCapacity("no other site takes the request", retry_after_s=0.0)
 
     def _elsewhere(self, ticket: QueuedRequest, now: float) -> ModelWorkers | None:
         """Returns the sites for a request that found no room here, or None if it waits here."""

@@ -235,7 +235,8 @@ def _is_plausible(last: WorkerLoad, load: WorkerLoad) -> bool:
         load.num_computed_prompt_tokens - last.num_computed_prompt_tokens,
         load.num_generated_tokens - last.num_generated_tokens,
     )
-    is_consistent = all(0 <= each <= MAX_STEP_COUNT for each in differences)
+    is_same = last.num_engines == load.num_engines  # the mean of others may be any
+    is_consistent = is_same and all(0 <= each <= MAX_STEP_COUNT for each in differences)
     return is_consistent and 0 <= load.busy_s - last.busy_s <= MAX_S
 
 

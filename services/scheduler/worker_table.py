@@ -55,10 +55,10 @@ class WorkerRow:
     block_size: int
     num_free_blocks: int
     num_total_blocks: int
-    num_running: int = 0
+    num_running: float = 0
     num_waiting: int = 0
     busy_until: float = 0.0  # estimated time when its assigned prompts are computed
-    decode_tokens: int = 0
+    decode_tokens: float = 0
     region: str = ""
     speed: Speed = field(default_factory=Speed)
     max_context_tokens: int = MAX_CONTEXT_TOKENS  # the longest sequence that it computes
@@ -66,7 +66,8 @@ class WorkerRow:
     numerics: str = ""
     features: frozenset[str] = frozenset()
     push_free_at: float = 0.0  # when the link to its site has sent what was assigned to it
-    num_engines: int = 1  # more: those of a site, as one worker
+    # More: those of a site, which share its work; the loads are those of the mean one.
+    num_engines: int = 1
 
     @property
     def closed_until(self) -> float:

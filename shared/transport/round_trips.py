@@ -2,7 +2,8 @@
 
 A request waits for its base time, which covers the peer's work, plus the estimate: a mean and four
 deviations. A peer may also be a queue group, named by its subject: then its members share one
-estimate, and their differences are part of its deviation.
+estimate, and their differences are part of its deviation. The processes of another site share one,
+too: that of the link.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from shared.subjects import SITE_SEPARATOR, is_at_site, site_in
+
 UNKNOWN_S = 0.5  # estimate for a peer without a measurement: more than any two cities are apart
 MAX_WAIT_S = 2.0
 MEAN_SHARE = 1 / 8  # weights of a new measurement, as in RFC 6298
 DEVIATION_SHARE = 1 / 4
 NUM_DEVIATIONS = 4
 PROBE_INTERVAL_S = 5.0
+# Of a site whose round trip is known: each process probes each site.
+SITE_PROBE_INTERVAL_S = 30.0
 IN_USE_S = 60.0  # time since the last request
 MAX_PEERS = 8192  # peers with estimates; the least recently used one is dropped
 
@@ -55,8 +60,14 @@ class RoundTrip:
 @dataclass(slots=True)
 class _Peer:
     round_trip: RoundTrip
+    name: str  # of several that share the estimate, the one used last
     used_at: float = -inf
     updated_at: float = -inf  # measured or probed
+
+    def is_due(self, now: float) -> bool:
+        is_known_site = is_at_site(self.name) and self.round_trip.mean_s is not None
+        interval_s = SITE_PROBE_INTERVAL_S if is_known_site else PROBE_INTERVAL_S
+        return now - self.used_at < IN_USE_S and now - self.updated_at >= interval_s
 
 
 class RoundTrips:
@@ -64,7 +75,7 @@ class RoundTrips:
         self._peers: dict[str, _Peer] = {}  # the least recently used one first
 
     def estimate_s(self, peer: str) -> float:
-        known = self._peers.get(peer)
+        known = self._peers.get(_key(peer))
         return UNKNOWN_S if known is None else known.round_trip.estimate_s
 
     def mean_s(self, peer: str) -> float:
@@ -73,7 +84,7 @@ class RoundTrips:
         return UNKNOWN_S if measured_s is None else measured_s
 
     def measured_s(self, peer: str) -> float | None:
-        known = self._peers.get(peer)
+        known = self._peers.get(_key(peer))
         return None if known is None else known.round_trip.mean_s
 
     def use(self, peer: str, now: float) -> None:
@@ -106,20 +117,24 @@ class RoundTrips:
         known.updated_at = now
 
     def due_for_probe(self, now: float) -> list[str]:
-        """Returns peers in use without a measurement for PROBE_INTERVAL_S, and counts
-        each as probed now.
+        """Returns peers in use without a measurement for their interval, and counts each as probed
+        now.
         """
-        due = []
-        for peer, known in self._peers.items():
-            is_in_use = now - known.used_at < IN_USE_S
-            if is_in_use and now - known.updated_at >= PROBE_INTERVAL_S:
-                known.updated_at = now
-                due.append(peer)
-        return due
+        due = [each for each in self._peers.values() if each.is_due(now)]
+        for each in due:
+            each.updated_at = now
+        return [each.name for each in due]
 
     def _take(self, peer: str) -> _Peer:
-        known = self._peers.pop(peer, None) or _Peer(RoundTrip())
+        key = _key(peer)
+        known = self._peers.pop(key, None) or _Peer(RoundTrip(), peer)
+        known.name = peer
         if len(self._peers) >= MAX_PEERS:
             del self._peers[next(iter(self._peers))]
-        self._peers[peer] = known
+        self._peers[key] = known
         return known
+
+
+def _key(peer: str) -> str:
+    site = site_in(peer)
+    return peer if site is None else site + SITE_SEPARATOR

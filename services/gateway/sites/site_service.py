@@ -31,15 +31,23 @@ from shared.messages import (
     Alive,
     DecodeStarted,
     ModelCard,
+    ReadSiteModels,
     ReportAlive,
     ResendTokens,
+    SiteModels,
     SiteState,
     StartDecode,
     TokenBatch,
 )
 from shared.output.output_buffer import apart
 from shared.sites.linked_sites import LinkedSites
-from shared.sites.site_states import site_models, worker_at_site
+from shared.sites.site_states import (
+    COUNTERS_EVERY,
+    ModelState,
+    models_id,
+    site_models,
+    worker_at_site,
+)
 from shared.subjects import at_site, from_sites, is_at_site, state_to_sites, tokens
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
@@ -79,6 +87,7 @@ class SiteService:
         self._linked = LinkedSites(bus, health_monitor, clock, on_state=self._on_state)
         self._will_flush = self._will_report = False
         self._num_states = 0
+        self._models_id = b""  # of the last state
 
     async def start(self) -> None:
         own = self._bus.process_id
@@ -87,6 +96,8 @@ class SiteService:
         await self._bus.serve(from_sites("decode", own, "start"), StartDecode, self._start_decode)
         await self._bus.serve(from_sites("decode", own, "resend"), ResendTokens, self._resend)
         await self._bus.serve(from_sites("decode", own, "alive"), ReportAlive, self._alive)
+        read = from_sites("gateway", own, "models")
+        await self._bus.serve(read, ReadSiteModels, self._read_models)
         control = from_sites("decode", own, "control")
         await self._bus.subscribe(control, AbortRequest | AckFinished, self._on_control)
         await self._bus.subscribe(
@@ -102,6 +113,7 @@ class SiteService:
 
     async def stop(self) -> None:
         await self._background.stop()
+        await self._linked.stop()
         self._flush()
         await self._outbox.stop()
 
@@ -115,18 +127,32 @@ class SiteService:
 
     async def _send_state(self) -> None:
         self._num_states += 1
-        is_open = self._health_monitor.state == "ready"
+        models = self._models()
+        digest, before = models_id(each.model for each in models), self._models_id
+        has_counters = digest != before or self._num_states % COUNTERS_EVERY == 0
+        self._models_id = digest
         state = SiteState(
             gateway_id=self._name,
             epoch=self._health_monitor.epoch,
             sequence_number=self._num_states,
             region=self._config.region,
-            models=site_models(self._health_monitor.fleet) if is_open else (),
+            models_id=digest,
+            loads=tuple(each.load for each in models),
+            counters=tuple(each.counters for each in models) if has_counters else (),
         )
         try:
             await self._bus.publish(state_to_sites(self._bus.process_id), state)
         except HearthError as error:
             log.warning("site_state_not_sent", error=error.message)
+
+    def _models(self) -> tuple[ModelState, ...]:
+        """Returns what this gateway takes over from other sites now."""
+        is_open = self._health_monitor.state == "ready"
+        return site_models(self._health_monitor.fleet) if is_open else ()
+
+    def _read_models(self, _: ReadSiteModels) -> SiteModels:
+        models = tuple(each.model for each in self._models())
+        return SiteModels(gateway_id=self._name, models_id=models_id(models), models=models)
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
         """Reports the losses of one turn of the loop once: a host may take many workers along."""
@@ -162,7 +188,8 @@ class SiteService:
         return DecodeStarted(placement_id=placement_id, num_cached_tokens=0)
 
     def _cards(self) -> list[ModelCard]:
-        return [each.card for each in site_models(self._health_monitor.fleet)]
+        models = (each.model for each in site_models(self._health_monitor.fleet))
+        return [each.card for each in models if each.role == "decode"]
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         worker_id, entry = self._placements.resend(

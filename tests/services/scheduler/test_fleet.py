@@ -257,3 +257,19 @@ def test_the_round_trip_of_a_site_counts() -> None:
     assert rig.workers.speed("c/gw/00ff").step_s - rig.workers.speed(THERE).step_s == pytest.approx(
         0.2
     )
+
+
+def test_the_workers_of_a_site_share_its_work() -> None:
+    """A site of ten workers takes ten prompts in the time in which a worker takes one."""
+    rig = Rig()
+    load = WorkerLoad(
+        step=1, step_budget_s=1.0, num_free_blocks=10_000, num_total_blocks=1000, num_engines=10
+    )
+    rig.beat(THERE, 0.0, load=load)
+    elsewhere = rig.workers.serving_elsewhere(SERVED)
+    assert elsewhere is not None
+    for _ in range(10):
+        rig.workers.assign(Target(THERE, (), 101, 1600), NEEDS, 0.0)
+    limit_s = 1600 * rig.workers.speed(THERE).token_s
+    assert elsewhere.decodes.busy_until[0] == pytest.approx(limit_s)
+    assert elsewhere.decodes.free_tokens[0] == (10_000 - 10 * 101) * 16

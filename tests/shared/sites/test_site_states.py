@@ -12,13 +12,21 @@ from shared.messages import (
     Heartbeat,
     RoleDemand,
     SchedulerLoad,
+    SiteCounters,
     SiteLoad,
     SiteModel,
+    SiteModels,
     SiteState,
     StartDecode,
     WorkerLoad,
 )
-from shared.sites.site_states import SiteWorkers, StateBudget, site_models
+from shared.sites.site_states import (
+    ModelState,
+    SiteWorkers,
+    StateBudget,
+    models_id,
+    site_models,
+)
 from shared.subjects import at_site, command, owner_of, sender_of
 from shared.transport.sender_check import SenderCheck
 from tests.services.scheduler.literals import submit_of
@@ -44,12 +52,27 @@ def heartbeat(process_id: str, number: int = 1, **fields: object) -> Heartbeat:
     return msgspec.structs.replace(beat, **fields)
 
 
-def state(*models: SiteModel, number: int = 1, **fields: object) -> SiteState:
-    made = SiteState(gateway_id="b/gw", epoch=7, sequence_number=number, region="eu", models=models)
+def state(*models: ModelState, number: int = 1, **fields: object) -> SiteState:
+    made = SiteState(
+        gateway_id="b/gw",
+        epoch=7,
+        sequence_number=number,
+        region="eu",
+        models_id=models_id(each.model for each in models),
+        loads=tuple(each.load for each in models),
+        counters=tuple(each.counters for each in models),
+    )
     return msgspec.structs.replace(made, **fields)
 
 
-def site(*heartbeats: Heartbeat) -> tuple[SiteModel, ...]:
+def learned(*models: ModelState) -> SiteWorkers:
+    """Returns workers that know the models of gateway b/gw."""
+    told, workers = tuple(each.model for each in models), SiteWorkers()
+    workers.learn(SiteModels(gateway_id="b/gw", models_id=models_id(told), models=told))
+    return workers
+
+
+def site(*heartbeats: Heartbeat) -> tuple[ModelState, ...]:
     fleet = Fleet("own")
     for each in heartbeats:
         fleet.observe(each, 0.0)
@@ -59,9 +82,9 @@ def site(*heartbeats: Heartbeat) -> tuple[SiteModel, ...]:
 def test_workers_of_one_model_are_summed() -> None:
     larger = model_card(max_context_tokens=2000)
     (found,) = site(heartbeat("d1"), heartbeat("d2", model=larger))
-    assert found.card == larger
+    assert found.model.card == larger
     assert (found.load.num_free_blocks, found.load.num_total_blocks) == (20, 20)
-    assert found.load.num_running == 2, "of the mean worker"
+    assert (found.load.num_running, found.load.num_engines) == (2, 2), "of the mean worker"
 
 
 def test_gateways_share_what_is_free_and_nothing_is_while_requests_wait() -> None:
@@ -81,14 +104,28 @@ def test_a_site_does_not_pass_on_what_other_sites_serve() -> None:
 
 
 def test_a_model_that_is_gone_is_a_worker_that_stopped() -> None:
-    workers, fleet = SiteWorkers(), Fleet("own")
-    models = site(heartbeat("d1"))
+    fleet, models = Fleet("own"), site(heartbeat("d1"))
+    workers = learned(*models)
     (there,) = workers.heartbeats(state(*models))
     assert (there.process_id.rpartition("/")[0], there.region) == ("b/gw", "eu")
     assert fleet.observe(there, 0.0) is None
     (gone,) = workers.heartbeats(state(number=2))
     assert fleet.observe(gone, 1.0) is Loss.STOPPED
     assert workers.heartbeats(state(number=3)) == []
+
+
+def test_models_are_known_by_the_digest_of_their_cards() -> None:
+    """Whatever the order in which workers join, or which of a model's cards comes first."""
+    other = model_card(name="other")
+    first = site(heartbeat("d1"), heartbeat("d2", model=other))
+    again = site(heartbeat("d2", model=other), heartbeat("d1"))
+    workers = learned(*first)
+    assert workers.knows_models(state(*again))
+    assert not workers.knows_models(state(*first[:1]))
+    assert not workers.knows_models(state(*first, gateway_id="b/gw2"))
+    short = msgspec.structs.replace(state(*first), loads=(SiteLoad(),))
+    assert not workers.knows_models(short), "fewer loads than its models"
+    assert workers.knows_models(state()), "nothing to know"
 
 
 def test_a_flood_of_states_is_refused_and_a_site_is_heard_again() -> None:
@@ -100,8 +137,8 @@ def test_a_flood_of_states_is_refused_and_a_site_is_heard_again() -> None:
 
 def test_a_site_is_lost_after_missed_states_and_not_before() -> None:
     """The fleet judges once a second of its own echoes has passed."""
-    fleet, lost_at, workers = Fleet("own"), {}, SiteWorkers()
-    models = site(heartbeat("d1"))
+    fleet, lost_at, models = Fleet("own"), {}, site(heartbeat("d1"))
+    workers = learned(*models)
     for tick in range(100):
         now = tick / 10
         fleet.observe(heartbeat("own", tick), now)
@@ -144,18 +181,26 @@ def test_a_site_speaks_only_for_itself() -> None:
     checked(AbortRequest(placement_id=b"p" * 16, reason="stop"), start.replace("start", "control"))
 
 
+def test_counters_of_a_state_without_any_are_those_before() -> None:
+    models = site(heartbeat("d1", load=WorkerLoad(step=1, step_budget_s=1.0, num_busy_steps=7)))
+    workers = learned(*models)
+    bare = state(*models, number=2, counters=())
+    (unknown,) = workers.heartbeats(bare)
+    (known,) = workers.heartbeats(state(*models, number=3))
+    (again,) = workers.heartbeats(msgspec.structs.replace(bare, sequence_number=4))
+    steps = [each.load and each.load.num_busy_steps for each in (unknown, known, again)]
+    assert steps == [0, 7, 7]
+
+
 def test_states_of_300_sites_are_small() -> None:
-    """Each site with one gateway and one model whose counters are large."""
+    """Each site with two gateways and four models."""
     load = SiteLoad(
         num_running=40, num_free_blocks=10**5, num_total_blocks=10**6,
-        prefill_tokens_in_flight=10**5, decode_tokens_in_flight=10**6, num_busy_steps=10**9,
-        num_generated_tokens=10**12, num_computed_prompt_tokens=10**12, busy_s=1e6 + 0.1,
+        prefill_tokens_in_flight=10**5, decode_tokens_in_flight=10**6,
     )  # fmt: skip
-    card = msgspec.structs.replace(
-        CARD, name="meta-llama/Llama-3.1-8B-Instruct", revision="a" * 64, features=("grammar/1",)
-    )
-    made = state(SiteModel(card=card, load=load), gateway_id="frankfurt-1/gateway-1.0123456789ab")
-    assert 300 * (len(msgspec.msgpack.encode(made)) + 100) < 200_000
+    models = [ModelState(SiteModel(CARD), load, SiteCounters())] * 4
+    made = state(*models, epoch=2**62, counters=(), gateway_id="site-1/gateway.0123456789ab")
+    assert 600 * (len(msgspec.msgpack.encode(made)) + 100) < 180_000
 
 
 def test_a_site_that_offers_prefill_is_a_second_worker() -> None:
@@ -170,20 +215,11 @@ def test_a_site_that_offers_prefill_is_a_second_worker() -> None:
         heartbeat("c/gw/00ff", roles=("prefill",), model=other, load=busy),
     ):
         fleet.observe(each, 0.0)
-    (found,) = site_models(fleet)
-    assert found.prefill is None
-    (found,) = site_models(fleet, offers_prefill=True)
-    assert found.prefill is not None
-    assert (found.prefill.num_engines, found.prefill.card) == (2, other)
-    decodes, prefills = SiteWorkers().heartbeats(state(found))
+    assert [each.model.role for each in site_models(fleet)] == ["decode"]
+    found = site_models(fleet, offers_prefill=True)
+    assert found[1].model == SiteModel(other, "prefill")
+    decodes, prefills = learned(*found).heartbeats(state(*found))
     assert (decodes.roles, prefills.roles) == (("decode",), ("prefill",))
     assert decodes.process_id != prefills.process_id
     assert prefills.model == other and prefills.load is not None
-    assert (prefills.load.num_engines, prefills.load.num_computed_prompt_tokens) == (2, 16)
-
-
-def test_a_state_of_an_older_release_offers_no_prefill() -> None:
-    (found,) = site(heartbeat("d1"))
-    card, load, prefill = msgspec.to_builtins(found)
-    assert prefill is None
-    assert msgspec.convert([card, load], SiteModel) == found
+    assert (prefills.load.num_engines, prefills.load.num_computed_prompt_tokens) == (2, 8)

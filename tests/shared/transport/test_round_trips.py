@@ -83,3 +83,15 @@ def test_estimates_of_the_most_recently_used_peers_are_kept() -> None:
     round_trips.record("new", 0.1, 1.0)
     assert round_trips.estimate_s("p0") == round_trips.estimate_s("new") == pytest.approx(0.3)
     assert round_trips.estimate_s("p1") == UNKNOWN_S
+
+
+def test_processes_of_a_site_share_one_estimate_that_is_seldom_measured() -> None:
+    trips = RoundTrips()
+    for peer in ("b/gw.1/00ff", "b/gw.2/00ff", "c/gw/00ff", "b"):
+        trips.use(peer, 0.0)
+    assert trips.due_for_probe(0.0) == ["b/gw.2/00ff", "c/gw/00ff", "b"]
+    trips.record("b/gw.2/00ff", 0.1, 0.1)
+    assert trips.mean_s("b/gw.3/0001") == 0.1
+    assert trips.measured_s("b") is None, "a process of this site"
+    assert trips.due_for_probe(6.0) == ["c/gw/00ff", "b"], "which have not replied"
+    assert "b/gw.2/00ff" in trips.due_for_probe(31.0)
