@@ -196,15 +196,15 @@ async def _send_all(driver: StreamDriver, timelines: Sequence[Timeline]) -> None
         if delay_s > 0:
             await asyncio.sleep(delay_s)
         timeline.sent_at = loop.time()
-        driver.open([Opening(_request(number, timeline.arrival), timeline)])
+        driver.open([Opening(request_of_arrival(number, timeline.arrival), timeline)])
 
 
-def _request(number: int, arrival: Arrival) -> Request:
+def request_of_arrival(number: int, arrival: Arrival, *, gateway_id: str = "gateway-0") -> Request:
     """Returns a request whose prompt shares no prefix with others."""
     randomness, num_tokens = SeededRandomness(number), arrival.num_output_tokens
     prompt = [16 + randomness.below(31_000) for _ in range(arrival.num_input_tokens)]
     request = request_of(
-        prompt, seed=number, max_tokens=num_tokens, min_tokens=num_tokens, gateway_id="gateway-0"
+        prompt, seed=number, max_tokens=num_tokens, min_tokens=num_tokens, gateway_id=gateway_id
     )
     return msgspec.structs.replace(request, request_id=f"r{number}")
 

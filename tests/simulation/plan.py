@@ -135,6 +135,7 @@ class RequestPlan:
     stop_modulus: int  # token ids divisible by it are stop strings; 0: none
     leaves_after_s: float | None  # the client leaves
     needs: tuple[str, ...] = ()  # features
+    regions: tuple[str, ...] = ()  # that it may be served in; empty: all
     model: str = MODEL
 
     @property

@@ -49,10 +49,18 @@ from shared.numerics import Numerics
 from shared.transport.round_trips import RoundTrips
 from tests.simulation.drawing import plan_of
 from tests.simulation.planted_hosted import HOSTED_BUGS
-from tests.simulation.simulation import Outcome, run_plan
+from tests.simulation.planted_sites import SITE_BUGS
+from tests.simulation.simulation import run_plan
+from tests.simulation.sites.simulation import simulate_sites
 from tests.simulation.variants import VARIANTS
 
 MAX_SEEDS = 20_000  # within which a search must find a bug
+
+
+def wrongs_of(variant: str, seed: int) -> list[str]:
+    if variant == "sites":
+        return simulate_sites(seed).wrongs
+    return run_plan(VARIANTS[variant](plan_of(seed))).wrongs
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,8 @@ class Bug:
     found_by: int = 0  # the first seed, from 0, that shows it in a second or less
     variant: str = "drawn"
 
-    def outcome(self, seed: int) -> Outcome:
-        return run_plan(VARIANTS[self.variant](plan_of(seed)))
+    def wrongs(self, seed: int) -> list[str]:
+        return wrongs_of(self.variant, seed)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -287,6 +295,7 @@ BUGS = (
     Bug("a resubmission forgets its needs", Stream, "remaining_request", needs_forgotten, 46),
     Bug("prefill workers lack what is needed", Decision, "__init__", candidates_unfiltered, 37),
     *(Bug(*each, variant="models") for each in HOSTED_BUGS),
+    *(Bug(*each, variant="sites") for each in SITE_BUGS),
 )
 
 
@@ -295,7 +304,7 @@ def first_seed_of(number: int) -> int | None:
     gc.freeze()
     bug = BUGS[number]
     with bug.planted():
-        return next((seed for seed in range(MAX_SEEDS) if bug.outcome(seed).wrongs), None)
+        return next((seed for seed in range(MAX_SEEDS) if bug.wrongs(seed)), None)
 
 
 def main(argv: list[str]) -> int:

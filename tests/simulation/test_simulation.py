@@ -15,12 +15,11 @@ import pytest
 from shared.engine.executors.timing_executor import FIRST_TOKEN_ID
 from tests.simulation.drawing import plan_of
 from tests.simulation.plan import PATIENT_S, POISON, Fault
-from tests.simulation.planted import BUGS, Bug
+from tests.simulation.planted import BUGS, Bug, wrongs_of
 from tests.simulation.saved import Row, piece_of, rows_of
 from tests.simulation.simulation import run_plan, simulate
 from tests.simulation.tally import Tally
 from tests.simulation.variants import (
-    VARIANTS,
     with_hosts,
     with_layer_groups,
     with_rank_groups,
@@ -97,7 +96,7 @@ def test_seed_that_failed_once_passes(seed: int) -> None:
 @cache
 def right_wrongs(variant: str, seed: int) -> list[str]:
     """Of the right code: several bugs are found by one seed."""
-    return run_plan(VARIANTS[variant](plan_of(seed))).wrongs
+    return wrongs_of(variant, seed)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
     """Uses its stored seed, which is stale once the code that draws from it has changed."""
     assert right_wrongs(bug.variant, bug.found_by) == []
     with bug.planted():
-        is_found = bool(bug.outcome(bug.found_by).wrongs)
+        is_found = bool(bug.wrongs(bug.found_by))
     assert is_found, f"seed {bug.found_by} is stale; this command finds a new one: {bug.search}"
 
 

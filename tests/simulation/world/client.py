@@ -128,6 +128,7 @@ class Client:
             pooling=plan.pooling,
             block_size=self.block_size,
             needs=plan.needs,
+            allowed_regions=plan.regions,
         )
 
     def _record_variant(self, variant: int) -> None:

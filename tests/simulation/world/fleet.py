@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from math import inf
@@ -64,8 +65,9 @@ AMPLE = {"requests_per_min": 10**6, "output_tokens_per_min": 10**9, "concurrency
 
 
 class Fleet:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, *, site: str = "", region: str = "") -> None:
+        """With `site` it is one of several linked sites, in `region`."""
+        self.plan, self.site, self.region = plan, site, region
         self.network = SimulatedNetwork(seed=plan.seed)
         self.network.jitter_s = 0.0004
         self.plane = DataPlane(fate=self._frame_fate, distance_s=plan.fleet.delay_s)
@@ -74,7 +76,9 @@ class Fleet:
         self.store = MemoryStore()
         self.members: dict[str, Member] = {}
         self.clients = [Client(request) for request in plan.requests]
-        self.monitor = Monitor({each.request_id: each.needs for each in plan.requests})
+        needs = {each.request_id: each.needs for each in plan.requests}
+        self.monitor = Monitor(defaultdict(tuple, needs) if site else needs)
+        self.on_given_up: Callable[[bytes], None] = self.given_up
         self.troubles: list[Trouble] = []
         self.incapable: dict[str, list[Trouble]] = defaultdict(list)  # by worker
         self.not_decoding: dict[str, list[Trouble]] = defaultdict(list)  # by worker
@@ -140,8 +144,10 @@ class Fleet:
                     self.store,
                     process_id,
                     seed=seed,
-                    on_given_up=self._given_up,
+                    on_given_up=lambda placement_id: self.on_given_up(placement_id),
                     on_report=self.reports.append,
+                    site=self.site,
+                    region=self.region,
                 )
             case "scheduler":
                 return SimulatedScheduler(
@@ -152,6 +158,8 @@ class Fleet:
                     max_local_prefill_tokens=_max_local_prefill_tokens(seed),
                     automatic_roles="on" if fleet.has_automatic_roles else "off",
                     role_change_min_s=0.3,
+                    site=self.site,
+                    region=self.region,
                 )
             case "host":
                 assert fleet.hosted is not None
@@ -189,6 +197,7 @@ class Fleet:
                     features=features,
                     is_older=fleet.is_older(process_id, num_restarts),
                     group=fleet.groups.get(process_id),
+                    region=self.region,
                 )
                 worker.executor.poison = frozenset({POISON})
                 self._watch_roles(worker)
@@ -550,7 +559,7 @@ class Fleet:
             case _:
                 return FrameFate(stall_s=self._random.choice((0.1, 1.0, 12.0)))
 
-    def _given_up(self, placement_id: bytes) -> None:
+    def given_up(self, placement_id: bytes) -> None:
         """A given-up placement samples other tokens from now on: they must not reach a client."""
         twins = [twin.host for twin in self._twins.values()]
         for worker in (*self.workers(), *twins):

@@ -9,18 +9,16 @@ from services.gateway.models.live_models import Catalog
 from services.gateway.streams.actions import Report
 from services.gateway.streams.early_entries import RetiredPlacements
 from services.gateway.streams.queued_openings import Opening
-from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity, PromptTooLong
-from shared.lifecycle.heartbeat import HealthMonitor
 from tests.simulation.world.client import Client
 from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.gateway import StreamGateway
 from tests.support.world.leaks import not_empty
-from tests.support.world.process import ProcessClock, SimulatedProcess
-from tests.support.world.randomness import SeededRandomness
+from tests.support.world.process import ProcessClock
 from tests.support.world.store import MemoryStore, ProcessStore
 from tests.support.world.workers import MODEL
 
@@ -42,7 +40,7 @@ class WatchedPlacements(RetiredPlacements):
             self._on_given_up(placement_id)
 
 
-class SimulatedGateway:
+class SimulatedGateway(StreamGateway):
     def __init__(
         self,
         network: SimulatedNetwork,
@@ -52,13 +50,14 @@ class SimulatedGateway:
         seed: int,
         on_given_up: Callable[[bytes], None],
         on_report: Callable[[Report], None],
+        site: str = "",
+        region: str = "",
     ) -> None:
-        self.process = SimulatedProcess(gateway_id)
-        clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
-        self.bus = network.bus(gateway_id, self.process)
-        self.health_monitor = HealthMonitor(self.bus, clock, randomness, roles=("gateway",))
+        super().__init__(
+            network, gateway_id, seed=seed, on_report=on_report, site=site, region=region
+        )
+        self._clock = clock = ProcessClock(self.process)
         self.catalog = Catalog(self.health_monitor.fleet, MODEL, clock)
-        self.driver = StreamDriver(self.bus, clock, self.health_monitor, on_report=on_report)
         self.streams = self.driver._streams
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []
@@ -67,7 +66,6 @@ class SimulatedGateway:
         self._limits = Limits(connection, clock)
         writer_id = f"{gateway_id}-{seed}"
         self._usage = UsageCounter(connection, clock, writer_id=writer_id, now=store.now)
-        self._clock = clock
 
     async def start(self) -> None:
         await self.driver.start()
@@ -76,8 +74,7 @@ class SimulatedGateway:
         self._usage.start()
         self.health_monitor.on_heartbeat(self.catalog.observe)
         self.health_monitor.on_lost(lambda process_id, _: self.catalog.lost(process_id))
-        await self.health_monitor.start()
-        await self.health_monitor.transition_to("ready")
+        await self.join()
 
     async def serve(self, client: Client) -> None:
         """Serves a client's request until its response ends or the client leaves."""
@@ -87,9 +84,11 @@ class SimulatedGateway:
             self._choose_block_size(client)
             record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
             lease = await self._limits.admit(record, plan.request_id, cost_of(client))
-            if self.health_monitor.state != "ready":
+            try:
+                self.check_ready()
+            except NoCapacity:
                 self._limits.settle(lease, 0)
-                raise NoCapacity("the gateway is draining", retry_after_s=1.0)
+                raise
         except HearthError as error:
             client.rejection, client.ended_at = error, self._clock.now()
             return
@@ -112,17 +111,11 @@ class SimulatedGateway:
             if client.plan.num_context_tokens > card.max_context_tokens:
                 raise PromptTooLong(f"exceeds the context of {card.max_context_tokens}")
 
-    async def drain(self) -> None:
-        await self.health_monitor.transition_to("draining")
-        await self.driver.idle()
-
     async def stop(self) -> None:
-        self.driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
-        await self.driver.stop()
+        await self.end_streams()
         await self._usage.stop()
         await self._limits.stop()
-        await self.health_monitor.stop()
-        await self.bus.close()
+        await self.leave()
 
     def _close(self, lease: LimitLease, client: Client) -> None:
         self._limits.settle(lease, client.num_output_tokens)
@@ -142,6 +135,7 @@ class SimulatedGateway:
             permits=range(self._limits.num_open),
             untold_endings=range(self._limits.num_unsettled),
             unwritten_usage=range(self._usage.num_pending),
+            placements_of_sites=self.sites._placements._placements,
         )
 
 

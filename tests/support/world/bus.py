@@ -34,7 +34,7 @@ from shared.errors import (
     SenderMismatch,
 )
 from shared.messages import Failure, Message
-from shared.subjects import sent_by
+from shared.subjects import sender_of, sent_by
 from shared.transport.bus import Unsubscribe, error_of, hand_over, late_reply, reply_to
 from shared.transport.nats_client import LATE_REPLY_S
 from shared.transport.sender_check import SenderCheck
@@ -134,6 +134,7 @@ class SimulatedNetwork:
         self.is_down = False  # every message is lost, but no process is disconnected
         self.is_away = False  # the server is down: see `stop_server`
         self.is_hanging = False
+        self.beyond: Callable[[Parcel], int] | None = None  # to linked sites; returns receivers
         self.log: list[tuple[float, str, str]] = []  # (sent at, sender, subject)
         self.taps: list[Callable[[str, str, bytes], None]] = []  # (sender, subject, data)
         self._random = Random(seed)
@@ -317,6 +318,22 @@ class SimulatedNetwork:
             tap(sender, subject, parcel.data)
         if self.is_down:
             return 1  # a missing receiver cannot be detected
+        num_beyond = 0 if self.beyond is None else self.beyond(parcel)
+        return num_beyond + self._deliver(sender, subject, parcel)
+
+    def receive(self, wire_subject: str, parcel: Parcel) -> None:
+        """Delivers what came over a link."""
+        if self.is_hanging:
+            self._held.append(partial(self.receive, wire_subject, parcel))
+        elif not self.is_down:
+            self._deliver(sender_of(wire_subject), wire_subject.rsplit(".", 2)[0], parcel)
+
+    def num_receivers(self, subject: str) -> int:
+        plain, groups = self._interested(subject)
+        return len(plain) + len(groups)
+
+    def _deliver(self, sender: str, subject: str, parcel: Parcel) -> int:
+        loop = self.loop
         plain, groups = self._interested(subject)
         receivers = plain + [self._random.choice(members) for members in groups]
         usual = loop.time() + self._latency()

@@ -124,6 +124,7 @@ class SimulatedWorker:
         group: tuple[int, int] | None = None,
         announced: tuple[Role, ...] = (),
         model: str = MODEL,
+        region: str = "",
         max_blocks: int | None = None,
         num_floor_blocks: int | None = None,
     ) -> None:
@@ -184,6 +185,7 @@ class SimulatedWorker:
             loop=EngineLoop(self.engine, self.executor, clock),
             served=EngineModel(card=card, eos_token_ids=frozenset({EOS})),
             roles=WorkerRoles(roles, announced),
+            region=region,
             kv_targets=receive_port.targets,
             on_device_lost=self._exit,
         )

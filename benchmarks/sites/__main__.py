@@ -1,0 +1,44 @@
+"""Sites that are linked by leaf nodes: what a link carries, and what it brings.
+
+    python -m benchmarks.sites [--only PART ...] [--scale 1.0]
+
+Each part writes a result of its own, `benchmarks/results/sites_PART.json`; with a scale below 1 it
+prints it only. A part in virtual time has the same figures on any machine, except for CPU times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+
+import structlog
+
+from benchmarks.report import Bar, Row, print_tables, write_result
+from benchmarks.sites import pair, traffic
+
+# Shortened by a scale of at most 1; returns rows and bars.
+Part = Callable[[float], tuple[list[Row], list[Bar]]]
+PARTS: dict[str, Part] = {
+    "traffic": traffic.run,
+    "pair": pair.run,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--scale", type=float, default=1.0)
+    options = parser.parse_args()
+    warnings_only = structlog.make_filtering_bound_logger(logging.WARNING)
+    structlog.configure(wrapper_class=warnings_only)
+    for name in options.only:
+        rows, bars = PARTS[name](options.scale)
+        if options.scale < 1:
+            print_tables(name, rows, bars)
+        else:
+            write_result(f"sites_{name}", rows, bars, ["-m", "benchmarks.sites", "--only", name])
+
+
+if __name__ == "__main__":
+    main()

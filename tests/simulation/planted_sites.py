@@ -1,0 +1,80 @@
+"""Bugs of links between sites that schedules of linked sites must find; see `planted.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from services.gateway.sites import site_service
+from services.gateway.sites.site_placements import SitePlacements
+from services.gateway.sites.site_service import SiteService
+from services.gateway.streams.streams import Streams
+from services.scheduler.candidates import Candidates
+from services.scheduler.worker_table import WorkerTable
+
+
+class SiteBug(NamedTuple):
+    """The fields of a `Bug`."""
+
+    name: str
+    owner: Any
+    attribute: str
+    make: Callable[[Any], Any]
+    found_by: int
+
+
+def _always(value: object) -> Callable[[Any], Any]:
+    return lambda right: lambda *args, **kwargs: value
+
+
+def _twice(right: Any) -> Any:
+    """A message that arrives a second time starts its request again."""
+
+    def start(self: SiteService, command: Any) -> Any:
+        known, self._placements._placements = self._placements._placements, {}
+        try:
+            return right(self, command)
+        finally:
+            self._placements._placements = known | self._placements._placements
+
+    return start
+
+
+def _without_origin(right: Any) -> Any:
+    return lambda *args: structs.replace(right(*args), origin_site="")
+
+
+def _everywhere(right: Any) -> Any:
+    return lambda self, regions: np.ones(len(self), dtype=np.bool_)
+
+
+def _late_tokens_accepted(right: Any) -> Any:
+    """Takes the tokens of placements that the request has left."""
+    owners: dict[tuple[Streams, bytes], Any] = {}
+
+    def on_token_batch(self: Streams, batch: Any, now: float) -> None:
+        for entry in batch.entries:
+            stream = self._by_placement.get(entry.placement_id)
+            if stream is None:
+                stream = owners.get((self, entry.placement_id))
+                if stream is not None and stream.placement is not None:
+                    self._accept(stream, entry, now)
+            else:
+                owners[self, entry.placement_id] = stream
+        right(self, batch, now)
+
+    return on_token_batch
+
+
+SITE_BUGS = (
+    SiteBug("no orphan of a link is swept", SitePlacements, "overdue", _always([]), 0),
+    SiteBug("a request is opened twice", SiteService, "_start_decode", _twice, 0),
+    SiteBug("a site passes requests on", site_service, "site_request", _without_origin, 0),
+    SiteBug("a link has no regions", WorkerTable, "in_regions", _everywhere, 0),
+    SiteBug("late tokens of a link count", Streams, "on_token_batch", _late_tokens_accepted, 0),
+    SiteBug("a site that refuses keeps it", Candidates, "is_left_to_sites", _always(False), 44),
+    SiteBug("a link loses tokens", SitePlacements, "resend_overdue", _always(None), 0),
+)
