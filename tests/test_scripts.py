@@ -249,6 +249,7 @@ def test_long_run_calls(machine: Machine) -> None:
         "python -m tests.simulation.sweep --first 0 --seeds 10000",
         "python -m tests.simulation.sweep --seeds 2000 --variant layer-groups",
         "python -m tests.simulation.sweep --seeds 2000 --variant rank-groups",
+        "python -m tests.simulation.sites --seeds 2000",
         "python -m tests.simulation.planted",
         "python -m tests.fuzz.planted",
         "python -m tests.fuzz.run --seconds 1800",
