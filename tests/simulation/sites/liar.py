@@ -14,6 +14,7 @@ from shared.messages import (
     ReportAlive,
     SiteCounters,
     SiteLoad,
+    SiteModel,
     SiteModels,
     SiteState,
     StartDecode,
@@ -25,15 +26,15 @@ from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.process import SimulatedProcess
 
 GATEWAY = "gateway-0"
-FREE = SiteLoad(num_free_blocks=10**6, num_total_blocks=10**6, num_workers=1000)
+FREE = SiteLoad(num_free_blocks=10**6, num_total_blocks=10**6, num_engines=1000)
 
 
 class LyingSite:
     def __init__(self, network: SimulatedNetwork, card: ModelCard, region: str, lie: Lie) -> None:
         self._process = SimulatedProcess(GATEWAY)
         self._bus = network.bus(GATEWAY, self._process)
-        self._card, self._region, self._lie = card, region, lie
-        self._models_id, self._name = models_id((card,)), f"{LIAR}/{GATEWAY}"
+        self._models, self._region, self._lie = (SiteModel(card),), region, lie
+        self._models_id, self._name = models_id(self._models), f"{LIAR}/{GATEWAY}"
         self.num_starts = 0
 
     async def start(self) -> None:
@@ -64,7 +65,7 @@ class LyingSite:
             await asyncio.sleep(SITE_INTERVAL_S)
 
     def _read_models(self, _: ReadSiteModels) -> SiteModels:
-        return SiteModels(gateway_id=self._name, models_id=self._models_id, cards=(self._card,))
+        return SiteModels(gateway_id=self._name, models_id=self._models_id, models=self._models)
 
     def _alive(self, _: ReportAlive) -> Alive:
         return Alive(epoch=1, host="", uptime_s=1.0)
