@@ -886,7 +886,8 @@ class SiteState(Message, frozen=True, array_like=True, kw_only=True):
     `gateway_id` is `{site}/{gateway}`. The loads are those of the models that `models_id` stands
     for: a receiver that does not know it asks with ReadSiteModels, so that models, which change
     rarely, do not cross each link every second. Without a load it only shows that the gateway
-    lives. Without counters they are those of the state before.
+    lives. Without counters they are those of the state before. A gateway that drains finishes what
+    it has taken over, and takes no more.
     """
 
     gateway_id: ProcessId
@@ -896,6 +897,7 @@ class SiteState(Message, frozen=True, array_like=True, kw_only=True):
     models_id: Annotated[bytes, Meta(max_length=16)] = b""
     loads: Annotated[tuple[SiteLoad, ...], Meta(max_length=1024)] = ()
     counters: Annotated[tuple[SiteCounters, ...], Meta(max_length=1024)] = ()
+    is_draining: bool = False
 
     @property
     def sender_id(self) -> str:

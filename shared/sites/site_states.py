@@ -224,12 +224,14 @@ class SiteWorkers:
 
     def heartbeats(self, state: SiteState) -> list[Heartbeat]:
         """Returns the heartbeats of a state's workers, whose models are known. A worker whose model
-        is gone has stopped.
+        is gone has stopped. A state that a newer one has overtaken has none.
         """
         now = {each.process_id: each for each in self._heartbeats(state)}
         before = self._last.get(state.gateway_id, {})
         if any(each.epoch != state.epoch for each in before.values()):
             before = {}  # another process: the fleet finds its workers restarted
+        if any(each.sequence_number >= state.sequence_number for each in before.values()):
+            return []
         gone = [
             structs.replace(each, state="stopped", sequence_number=state.sequence_number)
             for worker_id, each in before.items()
@@ -261,7 +263,7 @@ def _heartbeat(state: SiteState, of: ModelState) -> Heartbeat:
         epoch=state.epoch,
         sequence_number=state.sequence_number,
         roles=(role,),
-        state="ready",
+        state="draining" if state.is_draining else "ready",
         interval_s=SITE_INTERVAL_S,
         region=state.region,
         load=WorkerLoad(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.report import Bar, at_most, write_result
+from benchmarks.report import RESULTS, Bar, at_most, write_result
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.logs import suspicions
 from tests.chaos.checks.phases import PHASES, Phase
@@ -29,6 +29,10 @@ from tests.chaos.outcome import FAULTS, Outcome, bars_of
 from tests.chaos.restarts import restart_each
 from tests.chaos.rows import RANK_VICTIMS, VICTIMS, can_befall, run_row
 from tests.chaos.running import WORKERS, running_chaos, running_frames
+from tests.chaos.sites.cuts import cut_bars, run_cuts
+from tests.chaos.sites.faults import FAULTS as SITE_FAULTS
+from tests.chaos.sites.matrix import run_sites
+from tests.chaos.sites.picture import svg_of
 from tests.chaos.world.load import Steady, leave_early
 from tests.chaos.world.relay import TRANSPORTS
 from tests.chaos.world.spoiling import SPOILINGS
@@ -43,9 +47,13 @@ def main() -> int:
     options = _options()
     if options.soak_minutes:
         return asyncio.run(_soak(options))
+    if options.cuts:
+        return _cuts(options)
     outcome = Outcome()
     if options.hosts:
         asyncio.run(run_hosts(_folder(options), outcome.hosts))
+    elif options.sites:
+        asyncio.run(run_sites(_folder(options), outcome.sites, options.site_fault or SITE_FAULTS))
     elif not options.frames:
         asyncio.run(_matrix(options, outcome))
     if options.frames or options.is_full_matrix:
@@ -53,7 +61,7 @@ def main() -> int:
     for name, counts in outcome.leftovers.items():
         print(f"{name} still holds {counts}")
     if options.is_full_matrix or options.save:
-        found = (*outcome.rows, *outcome.frames, *outcome.hosts)
+        found = (*outcome.rows, *outcome.frames, *outcome.hosts, *outcome.sites)
         rows = [msgspec.to_builtins(row) for row in found]
         _save("chaos", options, rows, bars_of(outcome))
     return int(outcome.is_bad)
@@ -73,6 +81,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", action="store_true", help=about)
     about = "only a host of several models, all rows: its process is killed or frozen"
     parser.add_argument("--hosts", action="store_true", help=about)
+    about = "only two linked sites, all rows: the link, or one of the sites, fails"
+    parser.add_argument("--sites", action="store_true", help=about)
+    about = "with --sites: only these faults"
+    parser.add_argument("--site-fault", action="append", choices=SITE_FAULTS, help=about)
+    about = "only two linked sites: N cuts of their link of 30 s, under 64 streams"
+    parser.add_argument("--cuts", type=int, metavar="N", help=about)
     about = "only KV frames that are spoilt on their way"
     parser.add_argument("--frames", action="store_true", help=about)
     about = "no faults: a steady load, and whether anybody suspects anybody"
@@ -82,6 +96,7 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     is_part = options.victim or options.fault or options.phase or options.frames
     is_short = options.nats or options.constrained or options.ranks or options.hosts
+    is_short = is_short or options.sites
     options.is_full_matrix = not (is_part or is_short)
     if options.ranks:
         options.demo_model = True
@@ -114,6 +129,17 @@ async def _matrix(options: argparse.Namespace, outcome: Outcome) -> None:
             outcome.leftovers |= await running.leftovers()
             if options.is_full_matrix and not is_queued:
                 await _restart_all(running, outcome)
+
+
+def _cuts(options: argparse.Namespace) -> int:
+    flow = asyncio.run(run_cuts(_folder(options), options.cuts))
+    bars = cut_bars(flow)
+    for bar in bars:
+        print(bar)
+    if options.save:
+        _save("chaos_links", options, [msgspec.to_builtins(each) for each in flow.cuts], bars)
+        (RESULTS / "chaos_links.svg").write_text(svg_of(flow))
+    return int(not all(each.holds for each in bars))
 
 
 async def _restart_all(running: Chaos, outcome: Outcome) -> None:
@@ -191,6 +217,7 @@ def _save(
     model = "_demo_model" if options.demo_model and not options.ranks else ""
     model += "_ranks" if options.ranks else ""
     model += "_hosts" if options.hosts else ""
+    model += "_sites" if options.sites else ""
     model += "_nats" if options.nats else ""
     model += "_constrained" if options.constrained else ""
     write_result(name + model, rows, bars, ["-m", "tests.chaos", *sys.argv[1:]])

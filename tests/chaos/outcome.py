@@ -9,6 +9,8 @@ from tests.chaos.frames import FrameRow
 from tests.chaos.hosts.matrix import host_bars
 from tests.chaos.hosts.rows import HostRow
 from tests.chaos.rows import Fault, Row
+from tests.chaos.sites.matrix import site_bars
+from tests.chaos.sites.rows import SiteRow
 
 FAULTS: tuple[Fault, ...] = ("kill", "freeze", "device")
 MAX_DETECT_S = {"kill": 0.5, "freeze": 1.5, "device": 0.5}
@@ -20,6 +22,7 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     frames: list[FrameRow] = field(default_factory=list)
     hosts: list[HostRow] = field(default_factory=list)
+    sites: list[SiteRow] = field(default_factory=list)
     leftovers: dict[str, dict[str, int]] = field(default_factory=dict)  # by process
     num_left: int = 0  # clients that left before their responses
     num_restarted: int = 0
@@ -29,7 +32,9 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        has_bad_row = any(row.is_bad for row in (*self.rows, *self.frames, *self.hosts))
+        has_bad_row = any(
+            row.is_bad for row in (*self.rows, *self.frames, *self.hosts, *self.sites)
+        )
         return has_bad_row or bool(self.leftovers or self.num_unclean or self.failed_in_restart)
 
 
@@ -42,6 +47,8 @@ def bars_of(outcome: Outcome) -> list[Bar]:
         bars += _frame_bars(outcome.frames)
     if outcome.hosts:
         bars += host_bars(outcome.hosts)
+    if outcome.sites:
+        bars += site_bars(outcome.sites)
     if outcome.num_restarted:
         bars += _restart_bars(outcome)
     return bars

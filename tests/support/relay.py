@@ -23,7 +23,7 @@ class SlowRelay:
     at once: only the bytes of a connection are delayed.
 
     Bytes leave one after the other at `bytes_per_s`, and arrive `latency_s` later, which may
-    change.
+    change. `hold` makes it accept all and pass on nothing, until `release`.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class SlowRelay:
         self._server = socket.create_server((host, port))
         self.port: int = self._server.getsockname()[1]
         self._ends: list[socket.socket] = []
+        self._forth, self._back = threading.Event(), threading.Event()  # whether bytes pass
+        self.release()
         self._directions: list[_Direction] = []
         _thread(self._serve)
 
@@ -49,7 +51,19 @@ class SlowRelay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def hold(self, *, forth: bool = True, back: bool = True) -> None:
+        """Holds what goes to the target, and what comes back from it."""
+        for is_held, passes in ((forth, self._forth), (back, self._back)):
+            if is_held:
+                passes.clear()
+
+    def release(self) -> None:
+        """Passes on what was held, too."""
+        self._forth.set()
+        self._back.set()
+
     def close(self) -> None:
+        self.release()
         for each in (self._server, *self._ends):
             with contextlib.suppress(OSError):  # wakes the threads that wait for it
                 each.shutdown(socket.SHUT_RDWR)
@@ -69,15 +83,63 @@ class SlowRelay:
                 near.close()
                 continue
             self._ends += near, far
-            for source, target in ((near, far), (far, near)):
+            for source, target, passes in ((near, far, self._forth), (far, near, self._back)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._directions.append(_Direction(self, source, target))
+                self._directions.append(_Direction(self, source, target, passes))
+
+
+class LinkRelay:
+    """A `SlowRelay` whose port refuses connections while it is cut. The port stays its own."""
+
+    def __init__(
+        self, target_port: int, *, latency_s: float = 0.0, bytes_per_s: float = inf
+    ) -> None:
+        self._target = LOCALHOST, target_port
+        self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+        self._reserved = socket.socket()  # never listens
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((LOCALHOST, 0))
+        self.port: int = self._reserved.getsockname()[1]
+        self._relay: SlowRelay | None = None
+        self.open()
+
+    def cut(self) -> None:
+        """Ends all connections, and refuses new ones."""
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
+
+    def hold(self, *, forth: bool = True, back: bool = True) -> None:
+        assert self._relay is not None, "the link is cut"
+        self._relay.hold(forth=forth, back=back)
+
+    def open(self) -> None:
+        """Ends a cut or a hold."""
+        if self._relay is None:
+            self._relay = SlowRelay(
+                lambda: self._target,
+                latency_s=self._latency_s,
+                bytes_per_s=self._bytes_per_s,
+                port=self.port,
+            )
+        self._relay.release()
+
+    def close(self) -> None:
+        self.cut()
+        self._reserved.close()
 
 
 class _Direction:
-    def __init__(self, relay: SlowRelay, source: socket.socket, target: socket.socket) -> None:
+    def __init__(
+        self,
+        relay: SlowRelay,
+        source: socket.socket,
+        target: socket.socket,
+        passes: threading.Event,
+    ) -> None:
         self.num_bytes = 0
         self._relay, self._source, self._target = relay, source, target
+        self._passes = passes
         self._free_at = 0.0
         self._chunks: queue.Queue[tuple[float, bytes]] = queue.Queue(MAX_CHUNKS)
         _thread(self._take)
@@ -99,6 +161,7 @@ class _Direction:
         while True:
             due_at, data = self._chunks.get()
             time.sleep(max(0.0, due_at - time.monotonic()))
+            self._passes.wait()
             if not data:
                 self._target.shutdown(socket.SHUT_WR)
                 return

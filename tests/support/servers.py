@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -14,9 +16,11 @@ from pathlib import Path
 
 from services.local.servers import nats_environ
 from shared.subjects import CredentialRole, credential_of
+from shared.transport.link_config import SiteLinks
 from shared.transport.server_config import NatsUser, nats_server_config
 
 START_TIMEOUT_S = 10.0
+PORTS = range(15_000, 32_000)
 PASSWORD = "test"
 
 # Every test run has these processes; a test that needs others passes a list.
@@ -49,9 +53,13 @@ def find_binary(name: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port below those that Linux gives to outgoing connections: one of these could take
+    it before a server listens there.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):  # in use
+            probe.bind(("127.0.0.1", secrets.choice(PORTS)))
+            return int(probe.getsockname()[1])
 
 
 class Server:
@@ -105,6 +113,7 @@ class NatsServer(Server):
         *,
         max_payload_bytes: int = 8 * 1024 * 1024,
         more_config: str = "",
+        links: SiteLinks | None = None,
     ) -> None:
         port = free_port()
         config = nats_server_config(
@@ -112,6 +121,7 @@ class NatsServer(Server):
             host="127.0.0.1",
             port=port,
             max_payload_bytes=max_payload_bytes,
+            links=links,
         )
         path = directory / f"nats-{port}.conf"
         path.write_text(config + more_config)

@@ -108,13 +108,15 @@ class SiteService:
         self._background.start_own(self._sweep())
 
     async def leave(self) -> None:
-        """Takes no more requests of other sites."""
+        """Announces that this gateway drains: other sites send no more requests."""
         await self._send_state()
 
     async def stop(self) -> None:
+        """Ends what is left of other sites' requests, which then continue elsewhere."""
         await self._background.stop()
         await self._linked.stop()
         self._flush()
+        await self._send_state(is_last=True)
         await self._outbox.stop()
 
     # ── the state of this site ───────────────────────────────────────────────────────────────────
@@ -125,9 +127,9 @@ class SiteService:
                 await self._send_state()
             await self._clock.sleep(SITE_INTERVAL_S)
 
-    async def _send_state(self) -> None:
+    async def _send_state(self, *, is_last: bool = False) -> None:
         self._num_states += 1
-        models = self._models()
+        models = () if is_last else self._models()
         digest, before = models_id(each.model for each in models), self._models_id
         has_counters = digest != before or self._num_states % COUNTERS_EVERY == 0
         self._models_id = digest
@@ -139,6 +141,7 @@ class SiteService:
             models_id=digest,
             loads=tuple(each.load for each in models),
             counters=tuple(each.counters for each in models) if has_counters else (),
+            is_draining=self._health_monitor.state == "draining",
         )
         try:
             await self._bus.publish(state_to_sites(self._bus.process_id), state)
@@ -146,9 +149,9 @@ class SiteService:
             log.warning("site_state_not_sent", error=error.message)
 
     def _models(self) -> tuple[ModelState, ...]:
-        """Returns what this gateway takes over from other sites now."""
-        is_open = self._health_monitor.state == "ready"
-        return site_models(self._health_monitor.fleet) if is_open else ()
+        """Returns what this gateway takes over from other sites, or has taken over if it drains."""
+        has_models = self._health_monitor.state in ("ready", "draining")
+        return site_models(self._health_monitor.fleet) if has_models else ()
 
     def _read_models(self, _: ReadSiteModels) -> SiteModels:
         models = tuple(each.model for each in self._models())

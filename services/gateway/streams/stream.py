@@ -21,6 +21,7 @@ import msgspec
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.queued_openings import Opening, QueuedOpenings
 from services.gateway.streams.receiver import GuardedReceiver
+from services.gateway.streams.resubmissions import ResubmissionBudget
 from services.gateway.streams.try_record import TryRecord, move_of
 from shared.errors import HearthError
 from shared.messages import Choice, Request
@@ -79,6 +80,7 @@ class Stream:
         self.state = StreamState.SUBMITTING
         self.attempt = 0
         self.num_resubmissions = 0
+        self.budget = ResubmissionBudget()
         self.num_failed_steps = 0  # steps with this request alone
         self.num_out_of_memory = 0  # workers whose devices had no memory for it
         self.excluded_workers: set[str] = set()

@@ -9,6 +9,7 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A choice with a stop string is aborted while others run, and again if its tokens continue.
 - A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
   received, within a budget; a worker that is silent or failed is excluded.
+- The loss of another site is another budget (`resubmissions.py`), and excludes nobody.
 - A resubmission names the numerics of the tokens received; a change of numerics is counted.
 - A placement that does not repeat the request's `needs` is aborted: an older scheduler has dropped
   them, and the worker would serve the request wrongly.
@@ -44,6 +45,7 @@ from services.gateway.streams.queued_openings import (
     TenantOpenings,
 )
 from services.gateway.streams.receiver import GuardedReceiver, StreamEnd
+from services.gateway.streams.resubmissions import excluded_after_silence, recovery_window_s
 from services.gateway.streams.stream import (
     CurrentPlacement,
     Stream,
@@ -88,7 +90,6 @@ from shared.transport.bus import error_of
 # queue group, and the attempts that this member receives until then are lost.
 SUBMIT_WINDOW_S = 4.0
 NO_SCHEDULER_WINDOW_S = 0.5  # the window if NATS reports no responders
-RECOVERY_WINDOW_S = 10.0  # longer: the client may have a part of its response
 NEXT_LACK_S = 4.0  # two NoCapacity failures within this time share one window
 SUBMIT_BACKOFF_S = 0.1
 MIN_TRIES = 3  # a frozen gateway may resume after the window without having tried
@@ -97,7 +98,6 @@ SILENCE_S = 1.0  # the limit if the worker is lost; otherwise TOKEN_TIMEOUT_S
 TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
-MAX_RESUBMISSIONS = 5
 MAX_OUT_OF_MEMORY = 2
 MAX_FAILED_STEPS = 2  # steps with one request alone, on different workers if there are several
 
@@ -330,11 +330,14 @@ class Streams:
         if is_bus_trusted:
             placement.num_failed_resends[index] += 1
         if placement.num_failed_resends[index] >= MAX_FAILED_RESENDS:
-            self._resubmit(stream, "resends_failed", now, excluded=placement.worker_id)
+            worker_id = placement.worker_id
+            self._resubmit(
+                stream, "resends_failed", now, excluded=excluded_after_silence(worker_id)
+            )
 
     def on_worker_lost(self, worker_id: str, now: float, *, is_excluded: bool) -> None:
         """Resubmits the worker's requests. `is_excluded` is false for a restarted worker."""
-        excluded = worker_id if is_excluded else None
+        excluded = excluded_after_silence(worker_id) if is_excluded else None
         for stream in list(self._by_placement.values()):
             if stream.placement is not None and stream.placement.worker_id == worker_id:
                 self._resubmit(stream, "worker_lost", now, excluded=excluded)
@@ -394,7 +397,8 @@ class Streams:
 
     def _open_window(self, stream: Stream, now: float) -> None:
         stream.window_opened_at = now
-        stream.give_up_at = now + (RECOVERY_WINDOW_S if stream.is_recovering else SUBMIT_WINDOW_S)
+        window_s = recovery_window_s(stream.last_worker_id)
+        stream.give_up_at = now + (window_s if stream.is_recovering else SUBMIT_WINDOW_S)
         stream.num_tries = 0
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
@@ -438,7 +442,7 @@ class Streams:
         stream.tries[-1].end(cause, now)
         if excluded is not None:
             stream.excluded_workers.add(excluded)
-        if stream.num_resubmissions >= MAX_RESUBMISSIONS:
+        if not stream.budget.take(stream.tries[-1], cause):
             error = NoCapacity("the request was resubmitted too often", retry_after_s=1.0)
             self._end(stream, error, "failed", now)
             return

@@ -223,3 +223,21 @@ def test_a_site_that_offers_prefill_is_a_second_worker() -> None:
     assert decodes.process_id != prefills.process_id
     assert prefills.model == other and prefills.load is not None
     assert (prefills.load.num_engines, prefills.load.num_computed_prompt_tokens) == (2, 8)
+
+
+def test_state_that_a_newer_one_has_overtaken_changes_nothing() -> None:
+    (model,) = site(heartbeat("d1"))
+    workers = learned(model)
+    (newer,) = workers.heartbeats(state(model, number=3))
+    assert workers.heartbeats(state(number=2)) == []
+    (stopped,) = workers.heartbeats(state(number=4))
+    assert (newer.state, stopped.state, stopped.sequence_number) == ("ready", "stopped", 4)
+
+
+def test_gateway_that_drains_lists_its_models_and_takes_no_work() -> None:
+    fleet = Fleet("own")
+    (model,) = site(heartbeat("d1"))
+    (drains,) = learned(model).heartbeats(state(model, is_draining=True))
+    fleet.observe(drains, 0.0)
+    assert [*fleet.live("decode")] == []
+    assert fleet.is_live(drains.process_id)

@@ -30,10 +30,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from services.gateway.streams.resubmissions import MAX_RESUBMISSIONS, RECOVERY_WINDOW_S
 from services.gateway.streams.streams import (
-    MAX_RESUBMISSIONS,
     NO_SCHEDULER_WINDOW_S,
-    RECOVERY_WINDOW_S,
     SUBMIT_WINDOW_S,
 )
 from services.scheduler.silent_workers import MAX_CLOSED_S

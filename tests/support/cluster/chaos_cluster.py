@@ -22,6 +22,7 @@ from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.credentials import role_of
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
+from shared.transport.link_config import SiteLinks
 from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.cluster.monitored_process import STEP_VARIABLE
 from tests.support.cluster.process_template import ForkedProcess, template
@@ -59,7 +60,7 @@ class ChaosCluster:
 
     `step_s` is the step time of the timing engine; None serves `model`, its folder and name,
     instead. `environ_of` and `options_of` are additional variables and options of single services,
-    by name.
+    by name. With `links` it is one of several sites.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class ChaosCluster:
         services: Iterable[str] = SERVICES,
         environ_of: Mapping[str, Mapping[str, str]] = {},
         options_of: Mapping[str, Mapping[str, str]] = {},
+        links: SiteLinks | None = None,
     ) -> None:
         self.folder = folder
+        self.links = links
         self.services = {name: role_of(name.rpartition("-")[0]) for name in services}
         self.api_key = new_api_key()
         self.urls = {n: f"http://127.0.0.1:{free_port()}" for n in self.named("gateway")}
@@ -223,7 +226,7 @@ class ChaosCluster:
         port = free_port()
         users = [NatsUser(role, name, PASSWORD) for name, role in self.services.items()]
         users.append(NatsUser("client", CLIENT, PASSWORD))
-        text = nats_server_config(users, host="127.0.0.1", port=port)
+        text = nats_server_config(users, host="127.0.0.1", port=port, links=self.links)
         monitor = f'users: [\n    {{user: "{MONITOR}", password: "{PASSWORD}"}}\n'
         path = self.folder / "nats.conf"
         path.write_text(text.replace("users: [\n", monitor, 1))
@@ -253,6 +256,8 @@ class ChaosCluster:
         role = self.services[name]
         options = {"process-id": name, "instance": "-", **self._options.get(role, {})}
         options |= self._options_of.get(name, {})
+        if self.links is not None and role in ("gateway", "scheduler"):
+            options |= {"site": self.links.site}
         if role == "gateway":
             options |= {"http-port": self.urls[name].rpartition(":")[2], "lame-duck-s": "0"}
             options |= {"operator-token": OPERATOR_TOKEN}

@@ -29,7 +29,7 @@ def main() -> None:
     folder = Path(sys.argv.pop(1))
     _watch(folder)
     step_s, command = os.environ.get(STEP_VARIABLE), sys.argv[1]
-    if step_s is not None and command in ("prefill", "decode"):
+    if step_s is not None and command in ("prefill", "decode", "worker"):
         from tests.support.cluster.timing import run_timing_worker
 
         run_timing_worker(sys.argv.pop(1), float(step_s))

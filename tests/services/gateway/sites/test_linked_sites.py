@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from shared.subjects import is_at_site
 from tests.support.services.linked_sites import LinkedPair, LiveSite, linked_pair
 from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
@@ -100,3 +101,17 @@ async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:
         pieces.append(piece)
         all_pieces.append(piece)
     return "".join(pieces)
+
+
+async def test_gateway_that_drains_finishes_what_it_has_taken_over(sites: LinkedPair) -> None:
+    """It is the last test: the gateway of site b takes no more requests."""
+    await until(lambda: any(map(is_at_site, sites.a.scheduler._workers._known)))
+    expected = await asyncio.gather(*(text_of(sites.b, prompt(i), LONG) for i in range(6, 9)))
+    before = sites.a.gateway.metrics.load().num_resubmissions
+    pieces: list[str] = []
+    streams = [asyncio.create_task(_read(sites, prompt(i), pieces)) for i in range(6, 9)]
+    await until(lambda: len(sites.b.gateway._driver) == 2 and len(pieces) > 20)
+    await sites.b.gateway.drain()
+    assert [await each for each in streams] == expected
+    assert sites.a.gateway.metrics.load().num_resubmissions == before
+    assert (await sites.a.chat("four", 4)).json()["hearth"]["decode_worker"] == "worker"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.streams.queued_openings import Opening
-from services.gateway.streams.streams import MAX_RESUBMISSIONS
+from services.gateway.streams.resubmissions import MAX_RESUBMISSIONS
 from shared.errors import NoCapableWorker, NoCapacity
 from shared.messages import Placed
 from shared.subjects import control

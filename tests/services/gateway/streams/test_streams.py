@@ -27,6 +27,12 @@ from services.gateway.streams.early_entries import (
 )
 from services.gateway.streams.queued_openings import Opening, QueuedOpenings, TenantOpenings
 from services.gateway.streams.receiver import StreamEnd
+from services.gateway.streams.resubmissions import (
+    LINK_WINDOW_S,
+    MAX_LINK_LOSSES,
+    MAX_RESUBMISSIONS,
+    RECOVERY_WINDOW_S,
+)
 from services.gateway.streams.stream import (
     TRANSITIONS,
     IllegalTransition,
@@ -536,12 +542,44 @@ def test_resubmission_of_queued_request_reports_cause(
 
 def test_resubmissions_are_limited() -> None:
     rig = running()
-    for attempt in range(core.MAX_RESUBMISSIONS):
+    for attempt in range(MAX_RESUBMISSIONS):
         rig.streams.on_worker_lost("w1", rig.now, is_excluded=False)
         assert rig.submit().attempt == attempt + 2
         rig.place(bytes([attempt]) * 16, "w1")
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=False)
     assert isinstance(rig.client.error, NoCapacity)
+
+
+def lose_site(rig: Rig, number: int, *token_ids: int) -> None:
+    """Another site takes the request, sends tokens, and is lost."""
+    placement_id = bytes([number]) * 16
+    rig.place(placement_id, "b/gw/00ff")
+    rig.tokens(len(rig.client.tokens), *token_ids, placement_id=placement_id, worker_id="b/gw/00ff")
+    rig.actions()
+    rig.streams.on_worker_lost("b/gw/00ff", rig.now, is_excluded=True)
+
+
+def test_cuts_of_a_link_are_free_while_tokens_come_and_exclude_no_site() -> None:
+    rig = Rig()
+    for number in range(3 * MAX_LINK_LOSSES):
+        lose_site(rig, number, number)
+        assert rig.submit().excluded_workers == ()
+    for number in range(MAX_LINK_LOSSES - 1):
+        lose_site(rig, 100 + number)
+    assert rig.client.ends == []
+    lose_site(rig, 200)
+    assert isinstance(rig.client.error, NoCapacity)
+
+
+def test_request_waits_longer_for_a_link_than_for_a_worker() -> None:
+    rig = Rig()
+    lose_site(rig, 1, 5)
+    attempt = 2
+    while not rig.client.ends:
+        rig.reject(NoCapacity("no worker"), attempt)
+        rig.tick(core.SUBMIT_BACKOFF_S)
+        attempt += 1
+    assert LINK_WINDOW_S - 1.0 <= rig.now - 10.0 <= LINK_WINDOW_S + 1.0
 
 
 @pytest.mark.parametrize(
@@ -687,7 +725,7 @@ def test_tries_without_a_worker_share_a_window(waits_s: float) -> None:
         attempt, queue_s = attempt + 1, NO_WORKER_GRACE_S
     assert isinstance(rig.client.error, NoCapacity)
     waited_s = rig.now - began_at
-    assert core.RECOVERY_WINDOW_S - 2.2 <= waited_s <= core.RECOVERY_WINDOW_S + 2.2
+    assert RECOVERY_WINDOW_S - 2.2 <= waited_s <= RECOVERY_WINDOW_S + 2.2
 
 
 def test_frozen_gateway_retries_after_it_resumes() -> None:
