@@ -59,7 +59,7 @@ def test_commands_that_change_something_are_recorded_without_secrets(url: str) -
     for hidden in (key, made.stdout.strip(), "user:word", url):
         assert hidden not in text
     assert "tenant rotate" in hearth("audit").stdout
-    assert [each["command"] for each in lines(1)] == ["model remove"]
+    assert [each["command"] for each in lines(1)] == ["profile"]
 
 
 def test_what_was_changed_is_recorded_whole(url: str) -> None:
