@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from services.scheduler.backlog import ModelKey, QueueKey, model_key
 from services.scheduler.placement import ModelWorkers, RequestSize, Target
@@ -23,6 +24,7 @@ from shared.subjects import is_at_site, site_in
 SETTLED_S = 0.05
 # The state of a site sums heartbeats of its workers, which are a quarter of a second old.
 SETTLED_AT_SITE_S = 0.5
+NEAREST_EVERY_S = 1.0  # a state of each gateway comes as often
 
 
 @dataclass(eq=False, slots=True)
@@ -111,6 +113,18 @@ class WorkerFleet:
         if workers is None or not len(workers.sites):
             return None
         return ModelWorkers(workers.sites, WorkerTable(), 0.0)
+
+    def nearest_site_s(self, model: ModelKey, now: float) -> float:
+        """Returns the round trip to the nearest site that serves the model, of less than a second
+        ago: there may be hundreds of gateways.
+        """
+        workers = self._models.get(model)
+        if workers is None:
+            return inf
+        if now - workers.nearest_at >= NEAREST_EVERY_S:
+            workers.nearest_s = min(map(self._round_trip_s, workers.sites.ids), default=inf)
+            workers.nearest_at = now
+        return workers.nearest_s
 
     def has_worker(
         self,

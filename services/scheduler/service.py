@@ -222,12 +222,12 @@ class SchedulerService:
         if not subjects.is_at_site(heartbeat.process_id):
             self._role_changes.on_heartbeat(heartbeat, now)
             self._residency.on_heartbeat(heartbeat)
+            self._blocked.on_heartbeat(heartbeat)  # other sites are tried with each tick
         if heartbeat.model is None or heartbeat.load is None:  # the sender is no worker
             return
         if self._on_first_worker is not None:
             self._background.start_item(self._on_first_worker(), is_logged)
             self._on_first_worker = None
-        self._blocked.on_heartbeat(heartbeat)
         self._unserved.retry(now, served=model_key(heartbeat.model))
         self._wake.set()
 
@@ -391,6 +391,8 @@ class SchedulerService:
         if target is None:
             elsewhere = self._elsewhere(ticket, now)
             target = None if elsewhere is None else find(workers=elsewhere)
+            if target is not None:
+                self._probe(ticket.queue)  # the next one need not wait until the reply has crossed
         if target is None:
             self._check_sites_take(ticket, now)
             self._block(ticket, needs)
@@ -411,10 +413,9 @@ class SchedulerService:
         elsewhere = self._workers.serving_elsewhere(ticket.queue.served)
         if elsewhere is None:
             return None
-        round_trips = self._requests.round_trips
         may_leave = not ticket.is_queueable or leaves_home(
             now - ticket.queued_at,
-            min(map(round_trips.mean_s, elsewhere.decodes.ids)),
+            self._workers.nearest_site_s(ticket.queue.served, now),
             is_served_here=self._candidates.has_local(ticket, now),
         )
         return elsewhere if may_leave else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from services.scheduler.throughput import ModelThroughput
 from services.scheduler.worker_table import WorkerRow, WorkerTable
 from shared.sites.kv_targets import KV_FROM_SITES
@@ -15,6 +17,7 @@ class ModelTables:
         self.decodes, self.prefills = WorkerTable(), WorkerTable()
         self.sites = WorkerTable()  # gateways of other sites, which decode and prefill there
         self.speeds = ModelThroughput()
+        self.nearest_s, self.nearest_at = inf, -inf  # round trip to the nearest site, and its age
 
     def put(self, roles: tuple[str, ...], worker: WorkerRow) -> None:
         if "decode" in roles:
