@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from services.gateway.sites import site_service
 from services.gateway.sites.site_placements import SitePlacements
-from services.gateway.sites.site_service import SiteService
 from services.gateway.streams.streams import Streams
 from services.scheduler.candidates import Candidates
 from services.scheduler.worker_table import WorkerTable
@@ -30,21 +28,14 @@ def _always(value: object) -> Callable[[Any], Any]:
     return lambda right: lambda *args, **kwargs: value
 
 
-def _twice(right: Any) -> Any:
-    """A message that arrives a second time starts its request again."""
+def _from_zero(right: Any) -> Any:
+    """The tokens that a request has are not counted where it continues."""
 
-    def start(self: SiteService, command: Any) -> Any:
-        known, self._placements._placements = self._placements._placements, {}
-        try:
-            return right(self, command)
-        finally:
-            self._placements._placements = known | self._placements._placements
+    def opened(self: SitePlacements, command: Any, request: Any, *args: Any) -> Any:
+        choices = tuple(structs.replace(each, output_token_ids=b"") for each in request.choices)
+        return right(self, command, structs.replace(request, choices=choices), *args)
 
-    return start
-
-
-def _without_origin(right: Any) -> Any:
-    return lambda *args: structs.replace(right(*args), origin_site="")
+    return opened
 
 
 def _everywhere(right: Any) -> Any:
@@ -70,11 +61,9 @@ def _late_tokens_accepted(right: Any) -> Any:
 
 
 SITE_BUGS = (
-    SiteBug("no orphan of a link is swept", SitePlacements, "overdue", _always([]), 0),
-    SiteBug("a request is opened twice", SiteService, "_start_decode", _twice, 0),
-    SiteBug("a site passes requests on", site_service, "site_request", _without_origin, 0),
-    SiteBug("a link has no regions", WorkerTable, "in_regions", _everywhere, 0),
-    SiteBug("late tokens of a link count", Streams, "on_token_batch", _late_tokens_accepted, 0),
-    SiteBug("a site that refuses keeps it", Candidates, "is_left_to_sites", _always(False), 44),
-    SiteBug("a link loses tokens", SitePlacements, "resend_overdue", _always(None), 0),
+    SiteBug("no orphan of a link is swept", SitePlacements, "overdue", _always([]), 14),
+    SiteBug("a link counts tokens from zero", SitePlacements, "open", _from_zero, 4),
+    SiteBug("a link has no regions", WorkerTable, "in_regions", _everywhere, 3),
+    SiteBug("late tokens of a link count", Streams, "on_token_batch", _late_tokens_accepted, 144),
+    SiteBug("a site that refuses keeps it", Candidates, "is_left_to_sites", _always(False), 4953),
 )
