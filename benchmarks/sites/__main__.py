@@ -15,13 +15,15 @@ from collections.abc import Callable
 import structlog
 
 from benchmarks.report import Bar, Row, print_tables, write_result
-from benchmarks.sites import pair, traffic
+from benchmarks.sites import pair, placement, prefill, traffic
 
 # Shortened by a scale of at most 1; returns rows and bars.
 Part = Callable[[float], tuple[list[Row], list[Bar]]]
 PARTS: dict[str, Part] = {
     "traffic": traffic.run,
+    "placement": placement.run,
     "pair": pair.run,
+    "prefill": prefill.run,
 }
 
 
