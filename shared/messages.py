@@ -78,6 +78,7 @@ MAX_DURATION_S = 31 * 86_400.0
 MAX_CONTEXT_TOKENS = 2**31 - 1
 MAX_WEIGHT = 1000.0
 MAX_KV_TARGETS = 1024
+MAX_LINKS = 64  # of a heartbeat
 
 PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
@@ -196,6 +197,11 @@ class Request(Message, frozen=True, kw_only=True):
     traceparent: Traceparent | None = None  # the gateway's span; None: not traced
     origin_site: Name = ""  # the site that it came from over a link; it is not sent on to another
 
+    @property
+    def queue_id(self) -> str:
+        """Whose share of a queue it uses: its tenant's, or that of all requests of its site."""
+        return f"{self.origin_site}/" if self.origin_site else self.tenant_id
+
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
     request: Request
@@ -281,6 +287,7 @@ class StartDecode(Message, frozen=True, kw_only=True):
     placement_id: PlacementId
     request: Request
     prefill_candidates: Annotated[tuple[ProcessId, ...], Meta(max_length=16)] = ()
+    is_queueable: bool = True  # for another site: as of SubmitRequest
 
     @property
     def traceparent(self) -> bytes | None:
@@ -650,6 +657,12 @@ LATENCY_BOUNDS_S = tuple(round(10 ** (power / 10 - 3), 6) for power in range(51)
 LatencyCounts = Annotated[tuple[Count, ...], Meta(max_length=len(LATENCY_BOUNDS_S) + 1)]
 
 
+class SiteRequests(msgspec.Struct, frozen=True, array_like=True):
+    site: Name
+    tenant_id: Name
+    num_requests: Count
+
+
 class GatewayLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Counts of a gateway since its start."""
 
@@ -667,6 +680,8 @@ class GatewayLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     rejections: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=64)] = ()
     # resubmissions by the worker that had the request; those of the last workers
     moved_streams: Annotated[tuple[tuple[ProcessId, Count], ...], Meta(max_length=16)] = ()
+    # requests by the site where they ended and their tenant: the most frequent ones
+    site_requests: Annotated[tuple[SiteRequests, ...], Meta(max_length=64)] = ()
     ttft_counts: LatencyCounts = ()  # requests by time to first token
     itl_counts: LatencyCounts = ()  # tokens by time since the one before
 
@@ -929,6 +944,27 @@ class SiteModels(Message, frozen=True, kw_only=True):
         return self.gateway_id
 
 
+class LinkLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A link to another site, as one process sees it. Counts are since the start of the process;
+    bytes are those of its own messages, without what NATS adds.
+    """
+
+    site: Name
+    region: Name = ""
+    is_cut: bool = False  # no state of the site for CUT_S
+    changed_s: TotalSeconds = 0.0  # time since it was cut, or connected
+    round_trip_s: Duration | None = None  # to the site; None: not measured
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
+    num_states: Count = 0  # states of the site
+    num_refused_states: Count = 0  # more of them than a site may send
+    num_placed: Count = 0  # requests of this site that a scheduler placed there
+    num_spilled: Count = 0  # of these, those that found no room here
+    num_moved: Count = 0  # streams of a gateway that left the site before their end
+    num_served: Count = 0  # requests of the site that a gateway took
+    kv_bytes_per_s: TotalWork | None = None  # rate of KV pushed here, as a scheduler estimates it
+
+
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -1124,6 +1160,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True):
     store: StoreLoad | None = None  # state of Redis, if the process uses it
     host_name: Name = ""  # the machine that the process runs on
     starting: StartProgress | None = None  # with the state "starting"; may be silent for a while
+    links: Annotated[tuple[LinkLoad, ...], Meta(max_length=MAX_LINKS)] = ()  # to other sites
 
     @property
     def sender_id(self) -> str:

@@ -21,6 +21,7 @@ its credential, its inbox and the public events.
 
 from __future__ import annotations
 
+import re
 import secrets
 from functools import lru_cache
 from typing import Literal
@@ -262,6 +263,19 @@ def site_of(wire_subject: str) -> str | None:
     return wire_subject.split(".")[3] if wire_subject.startswith(f"{_LINKED}.") else None
 
 
+@lru_cache(MAX_REMEMBERED)
+def site_addressed(subject: str) -> str | None:
+    """Returns the site that a subject leads to, or ANY for all; None for this one."""
+    return subject.split(".")[3] if subject.startswith(f"{_SITE}.") else None
+
+
+@lru_cache(MAX_REMEMBERED)
+def is_site_state(wire_subject: str) -> bool:
+    """Whether it is a subject of STATES_OF_SITES."""
+    parts = wire_subject.split(".")
+    return parts[2] == "linked" and parts[7] == "state"
+
+
 def region_of_site(wire_subject: str) -> str:
     """Returns the region in a subject of STATES_OF_SITES."""
     region = wire_subject.split(".")[8]
@@ -283,9 +297,20 @@ def site_in(process_id: str) -> str | None:
     return site if separator else None
 
 
+_PROCESS = re.compile(r"[^\s.*>/]+(\.[^\s.*>/]+)?")  # one or two tokens of a subject
+
+
+def is_gateway_of(process_id: str, site: str) -> bool:
+    """Whether it names a process of the site, and nothing else: answers go to that name."""
+    there, separator, name = process_id.partition(SITE_SEPARATOR)
+    return there == site and bool(separator) and _PROCESS.fullmatch(name) is not None
+
+
 def gateway_at_site(process_id: str) -> str:
-    """Returns the gateway of `{site}/{gateway}/{model}`, a worker for one model of a site."""
-    return SITE_SEPARATOR.join(process_id.split(SITE_SEPARATOR)[:2])
+    """Returns the gateway of `{site}/{gateway}/{model}`, a worker for one model of a site. Other
+    names stay as they are.
+    """
+    return SITE_SEPARATOR.join(process_id.split(SITE_SEPARATOR, 2)[:2])
 
 
 def sent_by(subject: str, process_id: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from socket import gethostname
@@ -31,6 +31,7 @@ from shared.messages import (
     HostLoad,
     IndexLoad,
     KvTargets,
+    LinkLoad,
     ListHostModels,
     ModelCard,
     ProcessState,
@@ -43,7 +44,15 @@ from shared.messages import (
 )
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness
-from shared.subjects import HEARTBEATS, alive, heartbeat, list_host_models
+from shared.subjects import (
+    HEARTBEATS,
+    alive,
+    gateway_at_site,
+    heartbeat,
+    is_at_site,
+    list_host_models,
+)
+from shared.telemetry.log_limit import LogLimit
 from shared.transport.bus import Bus
 from shared.transport.timed_requests import TimedRequests
 
@@ -59,8 +68,9 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load`, `index`, `gateway`, `scheduler`, `host` and `store` for every heartbeat, to
-    report the state of an engine, an index, a gateway, a scheduler, a host or a Redis connection.
+    """Calls `load`, `index`, `gateway`, `scheduler`, `host`, `store` and `links` for every
+    heartbeat, to report the state of an engine, an index, a gateway, a scheduler, a host, a Redis
+    connection or the links to other sites.
 
     `requests` measures the round trip to each peer; peers in use are probed. Without `reads_models`
     the heartbeats of hosts have no models. `numbers` are those of heartbeats that this process has
@@ -84,6 +94,7 @@ class HealthMonitor:
         scheduler: Callable[[], SchedulerLoad] | None = None,
         host: Callable[[], HostLoad] | None = None,
         store: Callable[[], StoreLoad] | None = None,
+        links: Callable[[], tuple[LinkLoad, ...]] = tuple,
         reads_models: bool = False,
         numbers: HeartbeatNumbers | None = None,
     ) -> None:
@@ -110,6 +121,8 @@ class HealthMonitor:
         self._scheduler = scheduler
         self._host = host
         self._store = store
+        self._links = links
+        self._site_lines = LogLimit(clock.now)
         self._subject = heartbeat(roles, bus.process_id, region)
         self._host_name = gethostname()
         # Peers that may come back, the last one last, and whether their loss is a warning.
@@ -224,6 +237,9 @@ class HealthMonitor:
             write("peer_returned", peer=message.process_id, after_s=away_s)
 
     def _log_loss(self, process_id: str, loss: Loss) -> None:
+        if is_at_site(process_id):
+            self._log_loss_at_site(process_id, loss)
+            return
         if loss is Loss.STOPPED:
             self._lost_at.pop(process_id, None)
             log.info("peer_stopped", peer=process_id)
@@ -236,6 +252,16 @@ class HealthMonitor:
         self._lost_at.setdefault(process_id, (self._clock.now(), is_warning))
         if len(self._lost_at) > MAX_REMEMBERED_LOSSES:
             del self._lost_at[next(iter(self._lost_at))]
+
+    def _log_loss_at_site(self, process_id: str, loss: Loss) -> None:
+        """Logs one line for all models of a gateway, and one a minute: the peer is not trusted. A
+        cut link has its own line.
+        """
+        if loss is not Loss.STOPPED:
+            gateway, kind = gateway_at_site(process_id), loss.value
+            self._site_lines.write(
+                log.warning, "site_gateway_lost", f"{gateway} {kind}", gateway=gateway, loss=kind
+            )
 
     def _is_late_start(self, process_id: str, loss: Loss) -> bool:
         """Whether the peer has not been ready yet: processes that start are silent for a while."""
@@ -265,27 +291,35 @@ class HealthMonitor:
                 self.fleet.bus_was_away(self._clock.now())
             for process_id, loss in self.fleet.tick(self._clock.now()):
                 self._lost(process_id, loss)
+            late: dict[str, list[Heartbeat]] = {}
             for last in self.fleet.late(self._clock.now()):
-                if last.process_id not in self._requested:
-                    self._background.start_item(self._request(last), is_logged)
+                late.setdefault(gateway_at_site(last.process_id), []).append(last)
+            for peer, beats in late.items():
+                if peer not in self._requested:
+                    self._background.start_item(self._request(peer, beats), is_logged)
 
-    async def _request(self, last: Heartbeat) -> None:
-        """Requests a reply from a late peer. A peer that hangs does not reply: SILENCE_LIMIT_S
-        applies to it.
+    async def _request(self, peer: str, late: Sequence[Heartbeat]) -> None:
+        """Requests a reply from a late peer; `late` are its last heartbeats, of a gateway of
+        another site one for each model. A peer that hangs does not reply: SILENCE_LIMIT_S applies
+        to it.
         """
-        self._requested.add(last.process_id)
+        self._requested.add(peer)
         num_reconnects = self._bus.num_reconnects
         try:
-            await self._request_alive(last)
+            await self._request_alive(peer, late[0].roles[0])
         except NoResponders:
-            is_steady = self._bus.num_reconnects == num_reconnects
-            loss = self.fleet.mark_disconnected(last, self._clock.now()) if is_steady else None
+            if self._bus.num_reconnects == num_reconnects:
+                self._mark_disconnected(late)
+        except HearthError as error:
+            log.debug("peer_unresponsive", peer=peer, reason=error.code)
+        finally:
+            self._requested.discard(peer)
+
+    def _mark_disconnected(self, late: Sequence[Heartbeat]) -> None:
+        for last in late:
+            loss = self.fleet.mark_disconnected(last, self._clock.now())
             if loss is not None:
                 self._lost(last.process_id, loss)
-        except HearthError as error:
-            log.debug("peer_unresponsive", peer=last.process_id, reason=error.code)
-        finally:
-            self._requested.discard(last.process_id)
 
     async def _measure(self) -> None:
         """Probes peers in use that have had no request for a while."""
@@ -296,15 +330,15 @@ class HealthMonitor:
 
     async def _probe(self, process_id: str) -> None:
         last = self.fleet.heartbeat_of(process_id)
-        if last is None:  # a queue group, or a peer that has left
+        if last is None and not is_at_site(process_id):  # a queue group, or a peer that has left
             return
         with suppress(HearthError):
-            await self._request_alive(last)
+            await self._request_alive(process_id, "decode" if last is None else last.roles[0])
 
-    async def _request_alive(self, last: Heartbeat) -> None:
+    async def _request_alive(self, process_id: str, role: Role) -> None:
         await self.requests.request(
-            last.process_id,
-            alive(last.roles[0], last.process_id),
+            process_id,
+            alive(role, process_id),
             ReportAlive(),
             Alive,
             base_s=ALIVE_TIMEOUT_S,
@@ -336,6 +370,7 @@ class HealthMonitor:
             num_failed_items=num_failed_items(),
             store=None if self._store is None else self._store(),
             host_name=self._host_name,
+            links=self._links(),
         )
 
     def report(self) -> ProcessReport:

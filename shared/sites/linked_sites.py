@@ -4,74 +4,111 @@ for its models if they are new. The round trips to the sites are measured all th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
+from shared.allowance import Allowance
 from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.messages import ReadSiteModels, SiteModels, SiteState
-from shared.sites.site_states import SiteWorkers, StateBudget
+from shared.messages import LinkLoad, ReadSiteModels, SiteModels, SiteState
+from shared.sites.gateway_epochs import GatewayEpochs
+from shared.sites.link_loads import LinkLoads
+from shared.sites.site_workers import MAX_MODELS_PER_S, SiteWorkers
 from shared.subjects import STATES_OF_SITES, read_site_models, site_in
+from shared.telemetry.log_limit import LogLimit
 from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
 READ_TIMEOUT_S = 0.5  # and the round trip; the next state asks again
+MAX_READS, READS_S = 64, 10.0  # of the models of one site
 
 
 class LinkedSites:
-    """`on_state` is called with every state."""
+    """`expected` are the sites to which this one has links. `loads` is for a HealthMonitor, which
+    comes with `start`, and reports them in its heartbeats.
+    """
 
-    def __init__(
-        self,
-        bus: Bus,
-        health_monitor: HealthMonitor,
-        clock: Clock,
-        *,
-        on_state: Callable[[SiteState], None] = lambda state: None,
-    ) -> None:
+    def __init__(self, bus: Bus, clock: Clock, expected: Iterable[str] = ()) -> None:
         self._bus = bus
-        self._health_monitor = health_monitor
         self._clock = clock
         self._workers = SiteWorkers()
-        self._budgets: dict[str, StateBudget] = {}  # by site: those of the servers' configuration
+        self._epochs = GatewayEpochs()
+        # by site: those of the servers' configuration
+        self._states: dict[str, Allowance] = {}
+        self._reads: dict[str, Allowance] = {}
+        self._links = LinkLoads(expected, bus.site_bytes, clock.now())
+        self._lines = LogLimit(clock.now)
+        self._health_monitor: HealthMonitor | None = None
         self._asked: set[str] = set()  # gateways that have not replied yet
-        self._on_state = on_state
+        self._on_state: Callable[[SiteState], None] = lambda state: None
         self._background = Background()
 
-    async def start(self) -> None:
+    async def start(
+        self,
+        health_monitor: HealthMonitor,
+        on_state: Callable[[SiteState], None] = lambda state: None,
+    ) -> None:
+        """`on_state` is called with every state."""
+        self._health_monitor, self._on_state = health_monitor, on_state
         await self._bus.subscribe(STATES_OF_SITES, SiteState, self._take)
 
     async def stop(self) -> None:
         await self._background.stop()
 
+    def count(self, process_id: str | None, name: str) -> None:
+        """Adds 1 to a count of LinkLoad, for a process of another site."""
+        site = None if process_id is None else site_in(process_id)
+        if site is not None:
+            self._links.count(site, name)
+
+    def loads(self) -> tuple[LinkLoad, ...]:
+        monitor, now = self._health_monitor, self._clock.now()
+        if monitor is None:
+            return ()
+        measured_s = monitor.requests.round_trips.measured_s
+        return self._links.loads(now, measured_s, can_judge=monitor.fleet.can_judge(now))
+
+    @property
+    def _monitor(self) -> HealthMonitor:
+        assert self._health_monitor is not None, "not started"
+        return self._health_monitor
+
     def _take(self, state: SiteState) -> None:
-        now, site = self._clock.now(), site_in(state.gateway_id) or ""
-        budget = self._budgets.setdefault(site, StateBudget(now))
-        if not budget.takes(state, now):
-            if budget.num_refused == 1:
-                log.warning("site_sends_too_many_states", site=site)
+        now, gateway_id = self._clock.now(), state.gateway_id
+        site = site_in(gateway_id) or ""
+        allowed = self._states.setdefault(site, Allowance(MAX_MODELS_PER_S, 1.0, now))
+        if not allowed.takes(1 + len(state.loads), now):
+            self._links.count(site, "num_refused_states")
+            self._lines.write(log.warning, "site_sends_too_many_states", site, site=site)
+            return
+        self._links.heard(site, state.region, now)
+        self._monitor.requests.round_trips.use(gateway_id, now)
+        if self._epochs.is_doubled(gateway_id, state.epoch, now):
+            self._lines.write(log.warning, "site_gateway_doubled", gateway_id, gateway=gateway_id)
             return
         self._on_state(state)
         if self._workers.knows_models(state):
             self._observe(state)
-        elif state.gateway_id not in self._asked:
-            self._asked.add(state.gateway_id)
+        elif self._may_read(site, gateway_id, now):
+            self._asked.add(gateway_id)
             self._background.start_item(self._read_models(state), is_logged)
 
+    def _may_read(self, site: str, gateway_id: str, now: float) -> bool:
+        allowed = self._reads.setdefault(site, Allowance(MAX_READS, READS_S, now))
+        return gateway_id not in self._asked and allowed.takes(1, now)
+
     def _observe(self, state: SiteState) -> None:
-        round_trips, now = self._health_monitor.requests.round_trips, self._clock.now()
-        for heartbeat in self._workers.heartbeats(state):
-            self._health_monitor.observe(heartbeat)
-            round_trips.use(heartbeat.process_id, now)
+        for heartbeat in self._workers.heartbeats(state, self._clock.now()):
+            self._monitor.observe(heartbeat)
 
     async def _read_models(self, state: SiteState) -> None:
         gateway_id = state.gateway_id
         try:
-            models = await self._health_monitor.requests.request(
+            models = await self._monitor.requests.request(
                 *(gateway_id, read_site_models(gateway_id), ReadSiteModels(), SiteModels),
                 base_s=READ_TIMEOUT_S,
             )
@@ -80,6 +117,8 @@ class LinkedSites:
             return
         finally:
             self._asked.discard(gateway_id)
-        self._workers.learn(models)
-        if self._workers.knows_models(state):
+        if not self._workers.learn(models, self._clock.now()):
+            site = site_in(gateway_id) or ""
+            self._lines.write(log.warning, "site_has_too_many_models", site, site=site)
+        elif self._workers.knows_models(state):
             self._observe(state)

@@ -14,26 +14,20 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
-from msgspec import structs
 
-from shared.lifecycle.health import SITE_INTERVAL_S, Fleet
+from shared.lifecycle.health import Fleet
 from shared.messages import (
     Heartbeat,
     ModelCard,
     SiteCounters,
     SiteLoad,
     SiteModel,
-    SiteModels,
-    SiteState,
     WorkerLoad,
     WorkerRole,
 )
-from shared.subjects import SITE_SEPARATOR, is_at_site
+from shared.subjects import SITE_SEPARATOR, is_at_site, site_in
 
-STEP_BUDGET_S = 4 * SITE_INTERVAL_S
 MAX_STATE_MODELS = 1024
-MAX_MODELS_PER_S = 4096  # of one site, in all states: those of four gateways with 1024 models
-MAX_SITE_GATEWAYS = 4096  # the last ones are remembered
 COUNTERS_EVERY = 5  # states of one gateway: speeds change slowly, and counters are long
 _DIGEST_BYTES = 6
 _encode = msgspec.msgpack.Encoder().encode
@@ -68,12 +62,12 @@ def site_models(fleet: Fleet, *, offers_prefill: bool = False) -> tuple[ModelSta
     loads: dict[Served, list[WorkerLoad]] = {}
     for each in _workers(fleet, "decode"):
         if each.model is not None and each.load is not None:
-            cards.setdefault(_served(each.model), []).append(each.model)
-            loads.setdefault(_served(each.model), []).append(each.load)
+            cards.setdefault(served_by(each.model), []).append(each.model)
+            loads.setdefault(served_by(each.model), []).append(each.load)
     prefills: dict[Served, list[WorkerLoad]] = {}
     for each in _workers(fleet, "prefill"):
         if each.model is not None and each.load is not None and "decode" not in each.roles:
-            prefills.setdefault(_served(each.model), []).append(each.load)
+            prefills.setdefault(served_by(each.model), []).append(each.load)
     queued = _queued_requests(fleet)
     num_gateways = max(1, sum(not is_at_site(each.process_id) for each in fleet.live("gateway")))
     offers = _prefill_offers(fleet) if offers_prefill else {}
@@ -101,7 +95,7 @@ def _prefill_offers(fleet: Fleet) -> dict[Served, list[Heartbeat]]:
     offers: dict[Served, list[Heartbeat]] = {}
     for each in _workers(fleet, "prefill"):
         if each.model is not None and each.load is not None and each.state == "ready":
-            offers.setdefault(_served(each.model), []).append(each)
+            offers.setdefault(served_by(each.model), []).append(each)
     return offers
 
 
@@ -117,11 +111,26 @@ def _prefill(workers: Iterable[Heartbeat]) -> Iterator[ModelState]:
         yield ModelState(SiteModel(card, "prefill"), load, _counted(loads))
 
 
+def models_of_sites(fleet: Fleet) -> dict[str, list[str]]:
+    """Returns the models that live gateways of other sites serve, by site."""
+    found: dict[str, set[str]] = {}
+    for each in fleet.live("decode"):
+        site = site_in(each.process_id)
+        if site is not None and each.model is not None:
+            found.setdefault(site, set()).add(_printable(each.model.name))
+    return {site: sorted(names) for site, names in found.items()}
+
+
+def _printable(name: str) -> str:
+    """Returns a name of another site without what a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in name)
+
+
 def _workers(fleet: Fleet, role: WorkerRole) -> Iterator[Heartbeat]:
     return (each for each in fleet.live(role) if not is_at_site(each.process_id))
 
 
-def _served(card: ModelCard) -> Served:
+def served_by(card: ModelCard) -> Served:
     return card.name, card.revision, card.block_size
 
 
@@ -173,104 +182,4 @@ def _counted(every: Sequence[WorkerLoad]) -> SiteCounters:
         // len(every),
         num_busy_steps=sum(each.num_busy_steps for each in every) // len(every),
         busy_s=sum(each.busy_s for each in every) / len(every),
-    )
-
-
-class StateBudget:
-    """Limits the states that one site may send: each model in them takes time of this process."""
-
-    def __init__(self, now: float) -> None:
-        self.num_refused = 0  # since the last accepted one
-        self._left: float = MAX_MODELS_PER_S
-        self._at = now
-
-    def takes(self, state: SiteState, now: float) -> bool:
-        earned = (now - self._at) * MAX_MODELS_PER_S
-        self._left, self._at = min(self._left + earned, MAX_MODELS_PER_S), now
-        cost = 1 + len(state.loads)
-        if cost > self._left:
-            self.num_refused += 1
-            return False
-        self._left -= cost
-        self.num_refused = 0
-        return True
-
-
-class SiteWorkers:
-    """The workers that the states of one gateway of another site stand for."""
-
-    def __init__(self) -> None:
-        self._models: dict[str, SiteModels] = {}  # by gateway
-        self._counters: dict[str, tuple[SiteCounters, ...]] = {}  # likewise, in the models' order
-        self._last: dict[str, dict[str, Heartbeat]] = {}  # by gateway, then by worker
-
-    def knows_models(self, state: SiteState) -> bool:
-        """Whether the models of a state are known."""
-        if not state.loads:
-            return True
-        known = self._models.get(state.gateway_id)
-        if known is None or known.models_id != state.models_id:
-            return False
-        return len(known.models) == len(state.loads)
-
-    def learn(self, models: SiteModels) -> None:
-        self._models.pop(models.gateway_id, None)
-        self._models[models.gateway_id] = models
-        self._counters.pop(models.gateway_id, None)
-        if len(self._models) > MAX_SITE_GATEWAYS:
-            forgotten = next(iter(self._models))
-            del self._models[forgotten]
-            self._counters.pop(forgotten, None)
-
-    def heartbeats(self, state: SiteState) -> list[Heartbeat]:
-        """Returns the heartbeats of a state's workers, whose models are known. A worker whose model
-        is gone has stopped. A state that a newer one has overtaken has none.
-        """
-        now = {each.process_id: each for each in self._heartbeats(state)}
-        before = self._last.get(state.gateway_id, {})
-        if any(each.epoch != state.epoch for each in before.values()):
-            before = {}  # another process: the fleet finds its workers restarted
-        if any(each.sequence_number >= state.sequence_number for each in before.values()):
-            return []
-        gone = [
-            structs.replace(each, state="stopped", sequence_number=state.sequence_number)
-            for worker_id, each in before.items()
-            if worker_id not in now
-        ]
-        self._last.pop(state.gateway_id, None)
-        if now:
-            self._last[state.gateway_id] = now
-        if len(self._last) > MAX_SITE_GATEWAYS:
-            del self._last[next(iter(self._last))]
-        return [*now.values(), *gone]
-
-    def _heartbeats(self, state: SiteState) -> Iterator[Heartbeat]:
-        if not state.loads:
-            return
-        if len(state.counters) == len(state.loads):
-            self._counters[state.gateway_id] = state.counters
-        unknown = (SiteCounters(),) * len(state.loads)
-        counters = self._counters.get(state.gateway_id, unknown)
-        models = self._models[state.gateway_id].models
-        for each in map(ModelState, models, state.loads, counters):
-            yield _heartbeat(state, each)
-
-
-def _heartbeat(state: SiteState, of: ModelState) -> Heartbeat:
-    card, role = of.model.card, of.model.role
-    return Heartbeat(
-        process_id=worker_at_site(state.gateway_id, *_served(card), role),
-        epoch=state.epoch,
-        sequence_number=state.sequence_number,
-        roles=(role,),
-        state="draining" if state.is_draining else "ready",
-        interval_s=SITE_INTERVAL_S,
-        region=state.region,
-        load=WorkerLoad(
-            step=state.sequence_number,
-            step_budget_s=STEP_BUDGET_S,
-            **structs.asdict(of.load),
-            **structs.asdict(of.counters),
-        ),
-        model=card,
     )

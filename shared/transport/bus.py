@@ -35,15 +35,16 @@ from shared.errors import (
 )
 from shared.messages import Failure, Message
 from shared.nats_urls import api_user, nats_servers, without_password
-from shared.subjects import from_anyone, inbox_prefix, sent_by
+from shared.subjects import from_anyone, inbox_prefix, sent_by, site_addressed, site_of
 from shared.tls import TlsFiles
 from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient
 from shared.transport.nkeys import API_KEY, UserKey
 from shared.transport.sender_check import SenderCheck
+from shared.transport.site_bytes import SiteBytes
 from shared.transport.untyped_messages import UntypedMessages
-from shared.transport.wire_errors import UNREADABLE
+from shared.transport.wire_errors import UNREADABLE, RejectedMessages
 
 log = structlog.get_logger(__name__)
 
@@ -79,6 +80,9 @@ class Bus(Protocol):
     def num_sender_mismatches(self) -> int:
         """Number of messages rejected because they named a wrong sender."""
         ...
+
+    @property
+    def site_bytes(self) -> SiteBytes: ...
 
     async def publish(self, subject: str, message: Message) -> None:
         """Publishes a message. Raises PayloadTooLarge before sending, and DependencyUnavailable
@@ -148,7 +152,11 @@ def error_of(failure: Failure) -> HearthError:
 
 
 def begin_reply(
-    handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
+    subject: str,
+    handler: Callable[[Any], Any],
+    decode: Callable[[bytes], Any],
+    data: bytes,
+    rejections: RejectedMessages,
 ) -> Message | Awaitable[Message]:
     """Runs a handler on an encoded request. Returns the reply, or for an async handler an awaitable
     of it. Every exception becomes a Failure.
@@ -158,7 +166,7 @@ def begin_reply(
     except UNREADABLE as error:
         return failure_of(InvalidRequest(f"not a valid message: {error}"))
     except SenderMismatch as error:
-        log.warning("sender_mismatch", error=error.message)
+        rejections.write("sender_mismatch", subject, error.message)
         return failure_of(error)
     try:
         reply: Message | Awaitable[Message] = handler(request)
@@ -168,10 +176,14 @@ def begin_reply(
 
 
 async def reply_to(
-    handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
+    subject: str,
+    handler: Callable[[Any], Any],
+    decode: Callable[[bytes], Any],
+    data: bytes,
+    rejections: RejectedMessages,
 ) -> Message:
     """Calls the handler with the decoded message and returns its reply, or a Failure."""
-    reply = begin_reply(handler, decode, data)
+    reply = begin_reply(subject, handler, decode, data, rejections)
     return reply if isinstance(reply, Message) else await reply
 
 
@@ -189,7 +201,11 @@ def _failed(error: Exception) -> Failure:
 
 
 def hand_over(
-    subject: str, handler: Callable[[Any], None], decode: Callable[[D], Any], data: D
+    subject: str,
+    handler: Callable[[Any], None],
+    decode: Callable[[D], Any],
+    data: D,
+    rejections: RejectedMessages,
 ) -> None:
     """Runs a subscriber on an encoded message. An invalid message, or one that names a wrong
     sender, is logged and dropped.
@@ -197,10 +213,13 @@ def hand_over(
     try:
         message = decode(data)
     except UNREADABLE as error:
-        log.warning("message_invalid", subject=subject, error=str(error))
+        rejections.write("message_invalid", subject, str(error))
         return
     except SenderMismatch as error:
-        log.warning("sender_mismatch", subject=subject, error=error.message)
+        rejections.write("sender_mismatch", subject, error.message)
+        return
+    except Overloaded as error:
+        rejections.write("message_left_out", subject, error.message)
         return
     handler(message)
 
@@ -288,6 +307,7 @@ class NatsBus:
         self._client = client
         self._events = events
         self._sender_check = SenderCheck()
+        self._rejections = RejectedMessages()
         self._serving = Background()
         self._all_gathered: list[GatheredMessages] = []
         self._watch = Background()
@@ -403,6 +423,14 @@ class NatsBus:
     def num_sender_mismatches(self) -> int:
         return self._sender_check.num_sender_mismatches
 
+    @property
+    def site_bytes(self) -> SiteBytes:
+        return self._sender_check.site_bytes
+
+    def _count_sent(self, site: str | None, num_bytes: int) -> None:
+        if site is not None:
+            self.site_bytes.sent[site] += num_bytes
+
     def has_denied(self, subject: str) -> bool:
         """Whether the server has lately rejected that this credential sends to the subject or
         receives from it.
@@ -417,6 +445,7 @@ class NatsBus:
             await self._client.publish(
                 sent_by(subject, self.process_id), data, headers=self._headers(message, data)
             )
+            self._count_sent(site_addressed(subject), len(data))
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot publish on NATS: {error!r}") from error
 
@@ -435,7 +464,8 @@ class NatsBus:
             assert on_late is not None
             on_late(late_reply(subject, decode, self._sender_check, reply))
 
-        data = self._payload(message)
+        data, site = self._payload(message), site_addressed(subject)
+        self._count_sent(site, len(data))
         try:
             reply = await self._client.request_bytes(
                 sent_by(subject, self.process_id),
@@ -450,6 +480,8 @@ class NatsBus:
             raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s") from None
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
+        if site is not None:
+            self.site_bytes.received[site] += len(reply)
         try:
             decoded: M | Failure = decode(reply)
             self._sender_check.check_reply(subject, decoded)
@@ -473,7 +505,7 @@ class NatsBus:
         def handle(wire_subject: str, data: bytes) -> None:
             checked = self._sender_check.checked(decode, wire_subject)
             try:
-                hand_over(wire_subject, handler, checked, data)
+                hand_over(wire_subject, handler, checked, data, self._rejections)
             except BaseException as raised:  # one message must not end the subscription
                 item_error(raised)
                 log.exception("subscriber_failed", subject=wire_subject)
@@ -499,27 +531,30 @@ class NatsBus:
         events = self._events
 
         async def answer(
-            reply_to: str, reply: Message | Awaitable[Message], num_losses: int
+            reply_to: str, reply: Message | Awaitable[Message], num_losses: int, site: str | None
         ) -> None:
             message = reply if isinstance(reply, Message) else await reply
             if events.num_losses != num_losses:
                 return  # the server would take it for an intrusion; whoever asked asks again
             try:
-                await self._client.publish(reply_to, self._reply_payload(message))
+                payload = self._reply_payload(message)
+                await self._client.publish(reply_to, payload)
+                self._count_sent(site, len(payload))
             except (nats.errors.Error, OSError) as error:
                 log.warning("reply_failed", subject=subject, error=str(error))
 
         async def take(wire_subject: str, reply_to: str, data: bytes) -> None:
+            site = site_of(wire_subject)
             if len(self._serving) >= MAX_SERVED_AT_ONCE:
                 rejection = Overloaded("too many requests at once", retry_after_s=1.0)
-                await answer(reply_to, failure_of(rejection), events.num_losses)
+                await answer(reply_to, failure_of(rejection), events.num_losses, site)
                 return
             checked = self._sender_check.checked(decode, wire_subject)
-            reply = begin_reply(handler, checked, data)
+            reply = begin_reply(wire_subject, handler, checked, data, self._rejections)
             if isinstance(reply, Message):
-                await answer(reply_to, reply, events.num_losses)
+                await answer(reply_to, reply, events.num_losses, site)
                 return
-            self._serving.start_item(answer(reply_to, reply, events.num_losses), is_logged)
+            self._serving.start_item(answer(reply_to, reply, events.num_losses, site), is_logged)
 
         subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
         return partial(self._stop_serving, subscription)

@@ -5,35 +5,52 @@ heartbeat also roles and region, and for what came over a link the site.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
-from shared.errors import SenderMismatch
+from shared.allowance import Allowance
+from shared.errors import Overloaded, SenderMismatch
 from shared.messages import Heartbeat, Message, SiteState, StartDecode
 from shared.subjects import (
     announced_by,
     gateway_at_site,
     is_at_site,
+    is_gateway_of,
+    is_site_state,
     owner_of,
     region_of_site,
     sender_of,
     site_of,
 )
+from shared.transport.site_bytes import SiteBytes
 
 Decode = Callable[[bytes], Any]
+STATE_BYTES_PER_S = 4 * 2**20  # of one site: far more than those of four gateways take
 
 
 class SenderCheck:
-    """Checks all messages that one bus receives, and counts those that name a wrong sender."""
+    """Checks all messages that one bus receives, and counts those that name a wrong sender, and the
+    bytes of other sites.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self.num_sender_mismatches = 0
+        self.site_bytes = SiteBytes()
+        self._now = now
+        self._state_bytes: dict[str, Allowance] = {}  # by site: those of the configuration
 
     def checked(self, decode: Decode, wire_subject: str) -> Decode:
-        """Returns a decoder for bytes from `wire_subject`; it also raises SenderMismatch."""
+        """Returns a decoder for bytes from `wire_subject`; it also raises SenderMismatch, and
+        Overloaded for states of a site beyond STATE_BYTES_PER_S.
+        """
 
         site = site_of(wire_subject)
 
         def decode_checked(data: bytes) -> Any:
+            if site is not None:
+                self.site_bytes.received[site] += len(data)
+                if is_site_state(wire_subject):
+                    self._check_state_bytes(site, len(data))
             message = decode(data)
             self._check(message, sender_of(wire_subject))
             if isinstance(message, Heartbeat):
@@ -43,6 +60,15 @@ class SenderCheck:
             return message
 
         return decode_checked
+
+    def _check_state_bytes(self, site: str, num_bytes: int) -> None:
+        now = self._now()
+        allowance = self._state_bytes.get(site)
+        if allowance is None:
+            allowance = self._state_bytes[site] = Allowance(STATE_BYTES_PER_S, 1.0, now)
+        if not allowance.takes(num_bytes, now):
+            most = STATE_BYTES_PER_S // 2**20
+            raise Overloaded(f"site {site} sends more than {most} MiB of states a second")
 
     def check_reply(self, subject: str, reply: Message) -> None:
         """Raises SenderMismatch if the reply is not from the addressed process. A reply from a
@@ -71,7 +97,7 @@ class SenderCheck:
         reason = None
         if isinstance(message, StartDecode):
             owner = message.request.gateway_id
-            if not owner.startswith(f"{site}/"):
+            if not is_gateway_of(owner, site):
                 reason = f"site {site} sent a request of {owner}"
         elif isinstance(message, SiteState):
             region = region_of_site(wire_subject)

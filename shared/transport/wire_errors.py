@@ -1,4 +1,4 @@
-"""The exceptions that a decoder raises for bytes from outside this process.
+"""The exceptions that a decoder raises for bytes from outside this process, and their log.
 
 msgspec raises its own errors, except for text that is not UTF-8 (UnicodeDecodeError) and for values
 that are nested too deep (RecursionError).
@@ -6,7 +6,16 @@ that are nested too deep (RecursionError).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import monotonic
+
 import msgspec
+import structlog
+
+from shared.subjects import site_of
+from shared.telemetry.log_limit import LogLimit
+
+log = structlog.get_logger(__name__)
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -14,3 +23,19 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def one_line(error: Exception) -> str:
     """Returns the error's message on one line, for use within another message."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class RejectedMessages:
+    """Logs messages that are invalid or name a wrong sender. Those of another site have one line of
+    each kind a minute: a link must not fill this site's disks.
+    """
+
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+        self._limit = LogLimit(now)
+
+    def write(self, event: str, subject: str, error: str) -> None:
+        site = site_of(subject)
+        if site is None:
+            log.warning(event, subject=subject, error=error)
+        else:
+            self._limit.write(log.warning, event, site, site=site, subject=subject, error=error)

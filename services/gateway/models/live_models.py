@@ -13,6 +13,7 @@ from shared.clock import Clock
 from shared.errors import NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, HostLoad, ModelCard, Role
+from shared.subjects import is_at_site
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +92,7 @@ class Catalog:
         """Warns of the first worker of a revision with another block size: decode workers of the
         sizes with fewer workers get no requests, and KV goes only between equal sizes.
         """
-        if card is None:
+        if card is None or is_at_site(worker_id):  # KV stays in its site
             self._block_sizes.pop(worker_id, None)
             return
         found = (card.name, card.revision), card.block_size

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.errors import SenderMismatch
+from shared.allowance import Allowance
+from shared.errors import Overloaded, SenderMismatch
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import (
     AbortRequest,
@@ -20,12 +21,13 @@ from shared.messages import (
     StartDecode,
     WorkerLoad,
 )
-from shared.sites.site_states import (
-    ModelState,
+from shared.sites.site_states import ModelState, models_id, models_of_sites, site_models
+from shared.sites.site_workers import (
+    CHANGES_S,
+    GONE_S,
+    MAX_MODELS_PER_S,
+    MAX_SITE_MODELS,
     SiteWorkers,
-    StateBudget,
-    models_id,
-    site_models,
 )
 from shared.subjects import at_site, command, owner_of, sender_of
 from shared.transport.sender_check import SenderCheck
@@ -67,9 +69,14 @@ def state(*models: ModelState, number: int = 1, **fields: object) -> SiteState:
 
 def learned(*models: ModelState) -> SiteWorkers:
     """Returns workers that know the models of gateway b/gw."""
-    told, workers = tuple(each.model for each in models), SiteWorkers()
-    workers.learn(SiteModels(gateway_id="b/gw", models_id=models_id(told), models=told))
+    workers = SiteWorkers()
+    assert workers.learn(told(*models), 0.0)
     return workers
+
+
+def told(*models: ModelState, gateway_id: str = "b/gw") -> SiteModels:
+    cards = tuple(each.model for each in models)
+    return SiteModels(gateway_id=gateway_id, models_id=models_id(cards), models=cards)
 
 
 def site(*heartbeats: Heartbeat) -> tuple[ModelState, ...]:
@@ -106,12 +113,12 @@ def test_a_site_does_not_pass_on_what_other_sites_serve() -> None:
 def test_a_model_that_is_gone_is_a_worker_that_stopped() -> None:
     fleet, models = Fleet("own"), site(heartbeat("d1"))
     workers = learned(*models)
-    (there,) = workers.heartbeats(state(*models))
+    (there,) = workers.heartbeats(state(*models), 0.0)
     assert (there.process_id.rpartition("/")[0], there.region) == ("b/gw", "eu")
     assert fleet.observe(there, 0.0) is None
-    (gone,) = workers.heartbeats(state(number=2))
+    (gone,) = workers.heartbeats(state(number=2), 0.0)
     assert fleet.observe(gone, 1.0) is Loss.STOPPED
-    assert workers.heartbeats(state(number=3)) == []
+    assert workers.heartbeats(state(number=3), 0.0) == []
 
 
 def test_models_are_known_by_the_digest_of_their_cards() -> None:
@@ -129,10 +136,10 @@ def test_models_are_known_by_the_digest_of_their_cards() -> None:
 
 
 def test_a_flood_of_states_is_refused_and_a_site_is_heard_again() -> None:
-    budget, full = StateBudget(0.0), state(*site(heartbeat("d1")) * 1000)
-    assert sum(budget.takes(full, 0.0) for _ in range(100)) == 4
-    assert sum(budget.takes(full, 1.0 + tick / 100) for tick in range(100)) <= 9
-    assert all(budget.takes(full, 10.0 + tick) for tick in range(10))
+    allowed = Allowance(MAX_MODELS_PER_S, 1.0, 0.0)
+    assert sum(allowed.takes(1001, 0.0) for _ in range(100)) == 4
+    assert sum(allowed.takes(1001, 1.0 + tick / 100) for tick in range(100)) <= 9
+    assert all(allowed.takes(1001, 10.0 + tick) for tick in range(10))
 
 
 def test_a_site_is_lost_after_missed_states_and_not_before() -> None:
@@ -143,7 +150,7 @@ def test_a_site_is_lost_after_missed_states_and_not_before() -> None:
         now = tick / 10
         fleet.observe(heartbeat("own", tick), now)
         if tick % 10 == 0 and now <= 3:
-            for each in workers.heartbeats(state(*models, number=tick + 1)):
+            for each in workers.heartbeats(state(*models, number=tick + 1), now):
                 fleet.observe(each, now)
         lost_at |= {process: now for process, _ in fleet.tick(now)}
     (worker_id,) = lost_at
@@ -172,7 +179,7 @@ def test_a_site_speaks_only_for_itself() -> None:
         checked(state(region="us"), STATE)
     request = submit_of("r").request
     start = "hearth.v1.linked.b.decode.gw.-.start.sch.-"
-    for owner in ("a/gw", "gw", "bb/gw"):
+    for owner in ("a/gw", "gw", "bb/gw", "b/", "b/.gw", "b/gw.", "b/gw/00ff"):
         asked = msgspec.structs.replace(request, gateway_id=owner)
         with pytest.raises(SenderMismatch, match=f"site b sent a request of {owner}"):
             checked(StartDecode(placement_id=b"p" * 16, request=asked), start)
@@ -185,9 +192,9 @@ def test_counters_of_a_state_without_any_are_those_before() -> None:
     models = site(heartbeat("d1", load=WorkerLoad(step=1, step_budget_s=1.0, num_busy_steps=7)))
     workers = learned(*models)
     bare = state(*models, number=2, counters=())
-    (unknown,) = workers.heartbeats(bare)
-    (known,) = workers.heartbeats(state(*models, number=3))
-    (again,) = workers.heartbeats(msgspec.structs.replace(bare, sequence_number=4))
+    (unknown,) = workers.heartbeats(bare, 0.0)
+    (known,) = workers.heartbeats(state(*models, number=3), 0.0)
+    (again,) = workers.heartbeats(msgspec.structs.replace(bare, sequence_number=4), 0.0)
     steps = [each.load and each.load.num_busy_steps for each in (unknown, known, again)]
     assert steps == [0, 7, 7]
 
@@ -218,7 +225,7 @@ def test_a_site_that_offers_prefill_is_a_second_worker() -> None:
     assert [each.model.role for each in site_models(fleet)] == ["decode"]
     found = site_models(fleet, offers_prefill=True)
     assert found[1].model == SiteModel(other, "prefill")
-    decodes, prefills = learned(*found).heartbeats(state(*found))
+    decodes, prefills = learned(*found).heartbeats(state(*found), 0.0)
     assert (decodes.roles, prefills.roles) == (("decode",), ("prefill",))
     assert decodes.process_id != prefills.process_id
     assert prefills.model == other and prefills.load is not None
@@ -228,16 +235,79 @@ def test_a_site_that_offers_prefill_is_a_second_worker() -> None:
 def test_state_that_a_newer_one_has_overtaken_changes_nothing() -> None:
     (model,) = site(heartbeat("d1"))
     workers = learned(model)
-    (newer,) = workers.heartbeats(state(model, number=3))
-    assert workers.heartbeats(state(number=2)) == []
-    (stopped,) = workers.heartbeats(state(number=4))
+    (newer,) = workers.heartbeats(state(model, number=3), 0.0)
+    assert workers.heartbeats(state(number=2), 0.0) == []
+    (stopped,) = workers.heartbeats(state(number=4), 0.0)
     assert (newer.state, stopped.state, stopped.sequence_number) == ("ready", "stopped", 4)
 
 
 def test_gateway_that_drains_lists_its_models_and_takes_no_work() -> None:
     fleet = Fleet("own")
     (model,) = site(heartbeat("d1"))
-    (drains,) = learned(model).heartbeats(state(model, is_draining=True))
+    (drains,) = learned(model).heartbeats(state(model, is_draining=True), 0.0)
     fleet.observe(drains, 0.0)
     assert [*fleet.live("decode")] == []
     assert fleet.is_live(drains.process_id)
+
+
+def many(num: int, revision: str = "r1") -> list[ModelState]:
+    (found,) = site(heartbeat("d1"))
+    cards = (msgspec.structs.replace(CARD, name=f"m{n}", revision=revision) for n in range(num))
+    return [found._replace(model=SiteModel(each)) for each in cards]
+
+
+def test_a_site_has_no_more_models_than_its_share() -> None:
+    """Gateways that have gone make room for those that follow them."""
+    workers = SiteWorkers()
+    assert workers.learn(told(*many(MAX_SITE_MODELS - 1)), 0.0)
+    more = many(5)
+    assert not workers.learn(told(*more, gateway_id="b/gw2"), 1.0)
+    assert workers.heartbeats(state(*more, gateway_id="b/gw2"), 1.0) == []
+    assert workers.learn(told(*more, gateway_id="c/gw"), 1.0)
+    assert workers.learn(told(*more), 1.0), "of the first gateway, fewer"
+    assert workers.learn(told(*many(MAX_SITE_MODELS - 5), gateway_id="b/gw2"), 1.0)
+    assert workers.learn(told(*more, gateway_id="b/gw3"), GONE_S + 1.5)
+
+
+def test_a_site_whose_models_change_all_the_time_is_heard_in_part() -> None:
+    """What changes is costly for gateways and schedulers; what stays is heard all the while."""
+    (found,) = site(heartbeat("d1"))
+    workers, num = SiteWorkers(), MAX_SITE_MODELS - 1
+
+    def ready(number: int, now: float) -> list[str]:
+        models = [found, *many(num, f"r{number}")]
+        assert workers.learn(told(*models), now)
+        beats = workers.heartbeats(state(*models, number=number), now)
+        return [each.model.name for each in beats if each.state == "ready" and each.model]
+
+    assert len(ready(1, 0.0)) == MAX_SITE_MODELS
+    assert ready(2, 0.0) == [CARD.name]
+    assert len(ready(3, CHANGES_S / 2)) == 1 + MAX_SITE_MODELS // 2
+
+
+def test_names_of_other_sites_are_printable() -> None:
+    fleet = Fleet("own")
+    card = model_card(name="\x1b[2Jm\n")
+    for each in (heartbeat("b/gw/00ff", model=card), heartbeat("d1")):
+        fleet.observe(each, 0.0)
+    assert models_of_sites(fleet) == {"b": ["?[2Jm?"]}
+
+
+def test_a_flood_of_states_is_not_even_read() -> None:
+    """To decode one may take milliseconds."""
+    num_decoded, now = 0, [0.0]
+    check = SenderCheck(lambda: now[0])
+
+    def decode(data: bytes) -> SiteState:
+        nonlocal num_decoded
+        num_decoded += 1
+        return state()
+
+    take, large = check.checked(decode, STATE), bytes(2**20)
+    for _ in range(4):
+        take(large)
+    with pytest.raises(Overloaded, match="site b sends more than 4 MiB of states a second"):
+        take(large)
+    now[0] = 0.25
+    take(large)
+    assert (num_decoded, check.site_bytes.received["b"]) == (5, 6 * 2**20)

@@ -27,6 +27,7 @@ from shared.errors import (
 )
 from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Failure, ListBlocks
 from shared.transport.bus import NatsBus, error_of, failure_of, reply_to
+from shared.transport.wire_errors import RejectedMessages
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import until
 
@@ -104,7 +105,7 @@ async def test_invalid_message_does_not_end_subscription(connect: Connect) -> No
 @pytest.mark.parametrize("data", UNREADABLE_BYTES)
 async def test_unreadable_request_is_rejected_as_invalid(data: bytes) -> None:
     decode = msgspec.msgpack.Decoder(CancelQueued).decode
-    reply = await reply_to(lambda message: Done(), decode, data)
+    reply = await reply_to("subject", lambda message: Done(), decode, data, RejectedMessages())
     assert isinstance(reply, Failure)
     assert (reply.code, reply.message[:19]) == ("invalid_request", "not a valid message")
 

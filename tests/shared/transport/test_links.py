@@ -27,6 +27,7 @@ from tests.support.waiting import until
 
 PROCESSES = ["gateway=gw", "scheduler=sch", "worker=w", "operator=op", "host=h", "kv_index=ix"]
 TO_B = "hearth.v1.site.b.decode.gw.-.control.sch.-"
+TO_C = TO_B.replace(".b.", ".c.")
 AT_B = "hearth.v1.linked.a.decode.gw.-.control.sch.-"
 
 
@@ -105,10 +106,13 @@ def leaf_port() -> int:
 
 @pytest.fixture(scope="module")
 def sites(folder: Path, leaf_port: int) -> Iterator[dict[str, Site]]:
-    """Site a, to which b and c connect."""
-    to_a = [f"a@eu=localhost:{leaf_port}"]
-    made = {"a": Site(folder, "a", ["b@eu", "c"], port=leaf_port)}
-    made |= {name: Site(folder, name, to_a, port=free_port()) for name in "bc"}
+    """A ring: b and c connect to a, and c to b."""
+    to_a, port = f"a@eu=localhost:{leaf_port}", free_port()
+    made = {
+        "a": Site(folder, "a", ["b@eu", "c"], port=leaf_port),
+        "b": Site(folder, "b", [to_a, "c"], port=port),
+        "c": Site(folder, "c", [to_a, f"b=localhost:{port}"], port=free_port()),
+    }
     yield made
     for each in made.values():
         each.server.stop()
@@ -131,22 +135,25 @@ async def linked(near: Spy, far: Spy, subject: str, seen_as: str) -> None:
 async def test_sites_reach_those_they_are_linked_to_and_no_third(sites: dict[str, Site]) -> None:
     async with spy(sites["a"].port) as a, spy(sites["b"].port) as b, spy(sites["c"].port) as c:
         await linked(a, b, TO_B, AT_B)
-        await linked(a, c, TO_B.replace(".b.", ".c."), AT_B)
+        from_b, from_c = AT_B.replace(".a.", ".b."), AT_B.replace(".a.", ".c.")
+        await linked(a, c, TO_C, AT_B)
+        await linked(b, c, TO_C, from_b)
+        await linked(c, b, TO_B, from_c)
         for each in (a, b, c):
             each.received.clear()
         await a.publish("hearth.v1.site.any.gateway.gw.-.state.gw.-", TO_B)
         await until(lambda: AT_B in b.subjects and c.subjects)
+        await b.publish(AT_B, from_c, TO_C)  # what arrived from a, as if it came from c, and to c
+        await until(lambda: from_b in c.subjects)
+        await c.publish(TO_B)
+        await until(lambda: b.subjects.count(from_c) == 2)
         state = "hearth.v1.linked.a.gateway.gw.-.state.eu.gw.-"
-        assert b.subjects == [state, AT_B], "the region is that of b's link"
-        assert c.subjects == [state]
-        a.received.clear()
-        b.received.clear()
-        c.received.clear()
-        await b.publish(TO_B.replace(".b.", ".c."), AT_B.replace(".a.", ".c."))
+        assert c.subjects == [state, from_b, TO_B], "a ring doubles nothing"
+        sent = [AT_B, from_c, TO_C]
+        assert b.subjects == [state, AT_B, *sent, from_c], "the region is that of b's link"
         await b.publish(TO_B.replace(".b.", ".a."))
-        await until(lambda: a.subjects != [])
-        assert a.subjects == ["hearth.v1.linked.b.decode.gw.-.control.sch.-"]
-        assert c.subjects == []
+        await until(lambda: from_b in a.subjects)
+        assert a.subjects[2:] == [from_b]
 
 
 async def test_request_is_answered_over_the_link(sites: dict[str, Site]) -> None:

@@ -38,7 +38,8 @@ from shared.subjects import sender_of, sent_by
 from shared.transport.bus import Unsubscribe, error_of, hand_over, late_reply, reply_to
 from shared.transport.nats_client import LATE_REPLY_S
 from shared.transport.sender_check import SenderCheck
-from shared.transport.wire_errors import UNREADABLE
+from shared.transport.site_bytes import SiteBytes
+from shared.transport.wire_errors import UNREADABLE, RejectedMessages
 from tests.support.world.process import SimulatedProcess
 
 log = structlog.get_logger(__name__)
@@ -74,6 +75,9 @@ class Parcel:
         self.reply = reply
         self._decoder: object = None
         self._decoded: Any = None
+
+    def __len__(self) -> int:
+        return len(self.data)
 
     def decoded(self, message_type: Any, decode: Decode) -> Any:
         if self._decoder is not message_type:
@@ -442,7 +446,8 @@ class SimulatedBus:
         self._network = network
         self._connection = connection
         self._process = connection.process
-        self._sender_check = SenderCheck()
+        self._sender_check = SenderCheck(lambda: network.loop.time())
+        self._rejections = RejectedMessages(lambda: network.loop.time())
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_closed = False
 
@@ -457,6 +462,10 @@ class SimulatedBus:
     @property
     def num_sender_mismatches(self) -> int:
         return self._sender_check.num_sender_mismatches
+
+    @property
+    def site_bytes(self) -> SiteBytes:
+        return self._sender_check.site_bytes
 
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Publishes arbitrary bytes."""
@@ -546,7 +555,7 @@ class SimulatedBus:
         def take(parcel: Parcel) -> None:
             checked = self._sender_check.checked(decoded, parcel.wire_subject)
             try:
-                hand_over(subject, handler, checked, parcel)
+                hand_over(subject, handler, checked, parcel, self._rejections)
             except Exception:  # like the real bus: one bad message does not end the subscription
                 log.exception("subscriber_failed", subject=subject)
 
@@ -559,7 +568,9 @@ class SimulatedBus:
 
         async def answer(parcel: Parcel) -> None:
             checked = self._sender_check.checked(decode, parcel.wire_subject)
-            encoded = _encode(await reply_to(handler, checked, parcel.data))
+            wire_subject, data = parcel.wire_subject, parcel.data
+            reply = await reply_to(wire_subject, handler, checked, data, self._rejections)
+            encoded = _encode(reply)
             if not self._is_closed:
                 parcel.reply(self._connection, encoded)
 

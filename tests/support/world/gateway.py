@@ -10,6 +10,7 @@ from services.gateway.streams.stream_driver import StreamDriver
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.sites.linked_sites import LinkedSites
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.process import ProcessClock, SimulatedProcess
 from tests.support.world.randomness import SeededRandomness
@@ -31,8 +32,9 @@ class StreamGateway:
         self.process = SimulatedProcess(gateway_id)
         clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
         self.bus = network.bus(gateway_id, self.process)
+        linked = LinkedSites(self.bus, clock)
         self.health_monitor = HealthMonitor(
-            self.bus, clock, randomness, roles=("gateway",), region=region
+            self.bus, clock, randomness, roles=("gateway",), region=region, links=linked.loads
         )
         self.driver = StreamDriver(self.bus, clock, self.health_monitor, on_report=on_report)
         config = GatewayConfig(
@@ -44,7 +46,7 @@ class StreamGateway:
             cluster_secret=f"secret of {site}",
         )
         self.sites = SiteService(
-            *(config, self.bus, clock, self.health_monitor, self.driver),
+            *(config, self.bus, clock, self.health_monitor, self.driver, linked),
             check_capacity=self.check_ready,
         )
         self._has_sites = bool(site)
