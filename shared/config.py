@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shared.errors import ConfigError
-from shared.messages import WORKER_ROLES
+from shared.messages import MAX_WEIGHT, WORKER_ROLES
 from shared.nats_urls import nats_servers
 from shared.numerics import (
     ACTIVATIONS,
@@ -186,6 +186,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     cors_origin: tuple[str, ...] = ()
     # the name of this gateway's site, where its NATS has links to other sites; empty: it has none
     site: str = ""
+    # sites to which it has links, each with the weight of its requests here, as `b` or `b=0.5`; one
+    # that has never been heard is reported as cut
+    linked_site: tuple[str, ...] = ()
 
     @property
     def served_name(self) -> str:
@@ -235,6 +238,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
         if not 0 <= self.lame_duck_s < inf:
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
         yield from _site_problems(self.site)
+        yield from _linked_problems(self.linked_site, self.site)
         if not 0 <= self.http_port < 65536:
             yield f"http_port {self.http_port} is not in [0, 65536)"
         if self.fault_socket and not is_loopback(self.http_host):
@@ -611,6 +615,26 @@ _SITE = re.compile(r"[A-Za-z0-9_-]+")
 def _site_problems(site: str) -> Iterator[str]:
     if site and _SITE.fullmatch(site) is None:
         yield f"site {site!r} may have letters, digits, - and _ only"
+
+
+def weights_of_sites(linked_sites: Iterable[str]) -> dict[str, float]:
+    """Returns the weights of `SITE` or `SITE=WEIGHT` by site. Raises ValueError."""
+    pairs = (each.partition("=") for each in linked_sites)
+    return {site: float(weight) if has_weight else 1.0 for site, has_weight, weight in pairs}
+
+
+def _linked_problems(linked_sites: tuple[str, ...], site: str) -> Iterator[str]:
+    if linked_sites and not site:
+        yield "linked_site needs a site, the name of this one"
+    for each in linked_sites:
+        try:
+            ((name, weight),) = weights_of_sites([each]).items()
+        except ValueError:
+            name, weight = "", 0.0
+        if _SITE.fullmatch(name) is None or not 0 < weight <= MAX_WEIGHT:
+            yield f"linked_site {each!r} is not SITE or SITE=WEIGHT, of up to {MAX_WEIGHT:g}"
+        elif name == site:
+            yield f"linked_site {each!r} is this site"
 
 
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[1-9][0-9]{0,4})?")

@@ -408,6 +408,9 @@ def _service(
         arguments += ["--region", options.region]
     if options.links is not None and credential.role in ("gateway", "scheduler"):
         arguments += ["--site", options.links.site]
+        if credential.role == "gateway":
+            for each in options.links.links:
+                arguments += ["--linked-site", each.peer]
     if options.models and credential.role == "gateway":
         arguments += ["--model-dir", ""]
     elif device is not None or credential.role == "gateway":

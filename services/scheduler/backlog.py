@@ -80,8 +80,8 @@ class QueuedRequest:
         return self.submit.is_queueable
 
     @property
-    def tenant_id(self) -> str:
-        return self.request.tenant_id
+    def queue_id(self) -> str:
+        return self.request.queue_id
 
     @property
     def priority(self) -> int:
@@ -151,9 +151,9 @@ class Backlog:
         self.rate.advance(now, is_backlogged=len(self.queue) > 0)
 
     def add(self, ticket: QueuedRequest) -> None:
-        share = self._shares.get(ticket.tenant_id)
+        share = self._shares.get(ticket.queue_id)
         if share is None:
-            share = self._shares[ticket.tenant_id] = TenantShareOfQueue(0.0)
+            share = self._shares[ticket.queue_id] = TenantShareOfQueue(0.0)
         weight = _weight_of(ticket)
         self._weight += weight - share.weight
         share.weight = weight
@@ -162,18 +162,18 @@ class Backlog:
 
     def remove(self, ticket: QueuedRequest) -> None:
         self.queue.discard(ticket)
-        share = self._shares[ticket.tenant_id]
+        share = self._shares[ticket.queue_id]
         self.usage.add(ticket, -1)
         share.usage.add(ticket, -1)
         if not share.usage.num_requests:
             self._weight -= share.weight
-            del self._shares[ticket.tenant_id]
+            del self._shares[ticket.queue_id]
 
     def wait_s(self, ticket: QueuedRequest) -> float:
         """Returns the seconds until the ticket's turn: its tenant's queued tokens at the tenant's
         share of the rate; 0 if the rate is unknown.
         """
-        rate, share = self.rate.per_s(), self._shares.get(ticket.tenant_id)
+        rate, share = self.rate.per_s(), self._shares.get(ticket.queue_id)
         if not rate or share is None:
             return 0.0
         shared = share.usage.num_tokens * self._weight / _weight_of(ticket)

@@ -87,8 +87,9 @@ class DecodeStarts:
             self._workers.confirm(assignment, self._clock.now())
         except HearthError as error:
             self._count_silence(ticket, worker_id, error, sent_at)
-            if isinstance(error, InvalidRequest | DeadlineExceeded):
-                raise
+            is_of_request = isinstance(error, InvalidRequest | DeadlineExceeded)
+            if is_of_request and not subjects.is_at_site(worker_id):
+                raise  # another site may have other rules
             self._set_aside(ticket, worker_id, error)
             return None
         finally:
@@ -125,6 +126,7 @@ class DecodeStarts:
             placement_id=placement_id,
             request=request,
             prefill_candidates=target.prefill_candidates,
+            is_queueable=ticket.is_queueable,
         )
 
     def _set_aside(self, ticket: QueuedRequest, worker_id: str, error: HearthError) -> None:

@@ -25,10 +25,12 @@ SLACK = 64  # outdated entries that a heap may hold beyond its number of valid e
 
 
 class Queueable(Protocol):
-    """A request of the queue. `sequence_number` is its position in the order of arrival."""
+    """A request of the queue. `queue_id` is its tenant, or the site that it came from.
+    `sequence_number` is its position in the order of arrival.
+    """
 
     @property
-    def tenant_id(self) -> str: ...
+    def queue_id(self) -> str: ...
     @property
     def priority(self) -> int: ...
     @property
@@ -93,14 +95,14 @@ class _Class(Generic[Q]):
         return CLASS_WEIGHT**self.level
 
     def add(self, request: Q, *, is_back: bool) -> None:
-        flow = self.flows.get(request.tenant_id)
+        flow = self.flows.get(request.queue_id)
         if flow is None:
-            flow = self.flows[request.tenant_id] = _Flow(self.present)
+            flow = self.flows[request.queue_id] = _Flow(self.present)
         elif not flow.waiting and not is_back:
             flow.virtual = max(flow.virtual, self.present)
         flow.add(request)
         self.num_waiting += 1
-        self.rank(request.tenant_id, flow)
+        self.rank(request.queue_id, flow)
 
     def take(self, now: float) -> Q:
         """Takes the first request of the first tenant and charges that tenant for it."""
@@ -117,16 +119,16 @@ class _Class(Generic[Q]):
         return request
 
     def discard(self, request: Q) -> None:
-        flow = self.flows.get(request.tenant_id)
+        flow = self.flows.get(request.queue_id)
         if flow is None or flow.waiting.pop(request.sequence_number, None) is None:
             return
         self.num_waiting -= 1
         if flow.waiting:
-            self.rank(request.tenant_id, flow)
+            self.rank(request.queue_id, flow)
 
     def charge(self, request: Q, sign: int) -> None:
         self.virtual += sign * request.num_tokens / self.weight
-        flow = self.flows.get(request.tenant_id)
+        flow = self.flows.get(request.queue_id)
         if flow is not None:
             flow.virtual += sign * request.num_tokens / request.weight
 

@@ -81,6 +81,10 @@ class WorkerFleet:
         self._models: dict[ModelKey, ModelTables] = {}
         self._pushing: dict[str, set[str]] = {}  # prefill workers of other sites, by site
 
+    def kv_bytes_per_s(self, site: str, now: float) -> float | None:
+        """Returns the rate at which another site pushes KV here, if it has been asked to."""
+        return self._links.known_bytes_per_s(site, now)
+
     def knows(self, worker_id: str) -> bool:
         """Whether the worker is live and accepts requests."""
         return worker_id in self._known
@@ -242,7 +246,7 @@ class WorkerFleet:
             return
         if workers is None:
             workers = self._models[model] = ModelTables()
-        speed = workers.speeds.observe(worker_id, load)
+        speed = workers.observe(worker_id, load)
         if is_at_site(worker_id):
             speed = replace(speed, step_s=speed.step_s + self._round_trip_s(worker_id))
         else:

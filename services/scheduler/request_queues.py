@@ -184,7 +184,7 @@ class RequestQueues:
     def _check_room(self, ticket: QueuedRequest, backlog: Backlog) -> None:
         room = self.max_requests - self._usage.num_requests
         token_room = self.max_tokens - self._usage.num_tokens
-        usage = self._usage_of_tenant.get(ticket.tenant_id, QueuedTokens())
+        usage = self._usage_of_tenant.get(ticket.queue_id, QueuedTokens())
         if room <= 0 or (ticket.num_tokens > token_room and self._held):
             raise Overloaded("the queue is full", retry_after_s=backlog.retry_after_s())
         over_requests = usage.num_requests >= TENANT_SHARE * room
@@ -198,7 +198,7 @@ class RequestQueues:
             self._unqueueable[request.request_id] = ticket
         self._of_gateway.setdefault(request.gateway_id, {})[request.request_id] = ticket
         self._usage.add(ticket)
-        self._usage_of_tenant.setdefault(request.tenant_id, QueuedTokens()).add(ticket)
+        self._usage_of_tenant.setdefault(request.queue_id, QueuedTokens()).add(ticket)
         heapq.heappush(self._deadlines, (ticket.deadline_at, ticket.sequence_number, ticket))
         backlog.add(ticket)
 
@@ -211,11 +211,11 @@ class RequestQueues:
         del of_gateway[request.request_id]
         if not of_gateway:
             del self._of_gateway[request.gateway_id]
-        usage = self._usage_of_tenant[request.tenant_id]
+        usage = self._usage_of_tenant[request.queue_id]
         self._usage.add(ticket, -1)
         usage.add(ticket, -1)
         if not usage.num_requests:
-            del self._usage_of_tenant[request.tenant_id]
+            del self._usage_of_tenant[request.queue_id]
         backlog = self._backlogs[ticket.queue]
         backlog.remove(ticket)
         if not backlog.usage.num_requests and len(self._backlogs) > MAX_QUEUES:

@@ -55,6 +55,7 @@ from shared.messages import (
     AbortRequest,
     CancelQueued,
     Heartbeat,
+    LinkLoad,
     MatchPrefix,
     Message,
     Placed,
@@ -93,6 +94,7 @@ class SchedulerService:
         on_first_worker: Callable[[], Coroutine[object, object, None]] | None = None,
     ) -> None:
         self._on_first_worker = on_first_worker
+        self._linked = LinkedSites(bus, clock) if config.site else None
         self.health_monitor = HealthMonitor(
             bus,
             clock,
@@ -101,6 +103,7 @@ class SchedulerService:
             reads_models=True,
             region=config.region,
             scheduler=self._load,
+            links=self._link_loads,
         )
         self._requests = self.health_monitor.requests
         self._config = config
@@ -142,7 +145,6 @@ class SchedulerService:
         self._placing: set[asyncio.Task[None]] = set()
         self._sending: set[asyncio.Task[None]] = set()
         self._leave: list[Unsubscribe] = []  # unsubscribes from new requests
-        self._linked_sites = LinkedSites(bus, self.health_monitor, clock)
         self._is_draining = False
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
@@ -151,8 +153,8 @@ class SchedulerService:
         self.health_monitor.on_lost(self._peer_lost)
         self.health_monitor.on_heartbeat(self._on_heartbeat)
         await self.health_monitor.start()
-        if self._config.site:
-            await self._linked_sites.start()
+        if self._linked is not None:
+            await self._linked.start(self.health_monitor)
         own_cancel = subjects.cancel(self._bus.process_id)
         await self._bus.subscribe(own_cancel, CancelQueued, self._cancel)
         own_submit = subjects.submit_to(self._bus.process_id)
@@ -178,7 +180,8 @@ class SchedulerService:
 
     async def stop(self) -> None:
         await self._background.stop()
-        await self._linked_sites.stop()
+        if self._linked is not None:
+            await self._linked.stop()
         await self.health_monitor.stop()
         await self._bus.close()
 
@@ -190,6 +193,15 @@ class SchedulerService:
             self._role_changes.load(),
             num_queued_requests=len(self._queues),
             oldest_wait_s=self._queues.oldest_wait_s(self._clock.now()),
+        )
+
+    def _link_loads(self) -> tuple[LinkLoad, ...]:
+        if self._linked is None:
+            return ()
+        rate, now = self._workers.kv_bytes_per_s, self._clock.now()
+        return tuple(
+            msgspec.structs.replace(each, kv_bytes_per_s=rate(each.site, now))
+            for each in self._linked.loads()
         )
 
     # ── incoming messages ────────────────────────────────────────────────────────────────────────
@@ -473,6 +485,7 @@ class SchedulerService:
             return
         now = self._clock.now()
         self._queues.placed(ticket, now)
+        self._count_placed(ticket, worker_id, now)
         request, chosen_at = ticket.request, ticket.chosen_at
         if chosen_at is None:
             chosen_at = now
@@ -487,6 +500,12 @@ class SchedulerService:
             scheduler_id=self._bus.process_id,
         )
         await self._send(subjects.placement(request.gateway_id), placed)
+
+    def _count_placed(self, ticket: QueuedRequest, worker_id: str, now: float) -> None:
+        if self._linked is not None and subjects.is_at_site(worker_id):
+            self._linked.count(worker_id, "num_placed")
+            if self._candidates.has_local(ticket, now):
+                self._linked.count(worker_id, "num_spilled")
 
     # ── outgoing messages ────────────────────────────────────────────────────────────────────────
 

@@ -24,7 +24,7 @@ DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 WITH_WEIGHTS = (WorkerConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
 
-REPEATABLE = {"budget", "cors_origin"}
+REPEATABLE = {"budget", "cors_origin", "linked_site"}
 _OPTION_TYPES: dict[str, Any] = {
     "process_id": str | None,
     **dict.fromkeys(REPEATABLE, list[str]),
@@ -160,6 +160,8 @@ def _metavar(name: str, kind: Any) -> str | None:
         return "URL"
     if name == "gpu_memory":
         return "SIZE|SHARE"
+    if name == "linked_site":
+        return "SITE[=WEIGHT]"
     return "NAME" if name in VALUES and kind is str else None
 
 

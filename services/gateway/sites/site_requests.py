@@ -8,7 +8,7 @@ from msgspec import structs
 
 from shared.block_hash import extend_packed, root_hash
 from shared.errors import InvalidRequest, WorkerBusy
-from shared.messages import ModelCard, Request, StartDecode
+from shared.messages import Heartbeat, ModelCard, Request
 from shared.packing import TOKEN_ID_BYTES, pack_hashes
 from shared.subjects import SITE_SEPARATOR, at_site
 
@@ -16,39 +16,66 @@ MAX_NAME = 256
 MAX_CHOICES = 128  # as many as a decode worker takes
 
 
-def check_request(request: Request, cards: Iterable[ModelCard]) -> None:
-    """Checks what costs this gateway memory or time. `cards` are those that this site serves.
+def narrowed(request: Request, workers: Iterable[Heartbeat]) -> Request:
+    """Checks what costs this gateway memory or time. `workers` are those that decode at this site.
 
-    Raises WorkerBusy for a model that is not among them, and InvalidRequest.
+    Returns the request with only those of its conditions that make a difference here: requests
+    with other conditions have a queue of their own, and a turn. Raises WorkerBusy for a request
+    that no worker here may decode, and InvalidRequest.
     """
     asked = request.model, request.revision, request.block_size
-    card = next(
-        (each for each in cards if (each.name, each.revision, each.block_size) == asked), None
-    )
-    if card is None:
+    found = [each for each in workers if each.model is not None and _served(each.model) == asked]
+    if not found:
         raise WorkerBusy(f"no worker of this site serves {request.model!r} now")
+    cards = [each.model for each in found if each.model is not None]
+    _check_sizes(request, max(each.max_context_tokens for each in cards))
+    regions = sorted({each.region for each in found}.intersection(request.allowed_regions))
+    if request.allowed_regions and not regions:
+        raise WorkerBusy("no worker of this site is in the allowed regions")
+    needs = tuple(sorted(set(request.needs)))
+    if not any(set(needs) <= set(each.features) for each in cards):
+        raise WorkerBusy(f"no worker of this site has {', '.join(needs)[:MAX_NAME]}")
+    is_alike = any(each.numerics == request.numerics for each in cards)
+    return structs.replace(
+        request,
+        allowed_regions=tuple(regions),
+        needs=needs,
+        numerics=request.numerics if is_alike else None,
+    )
+
+
+def _served(card: ModelCard) -> tuple[str, str, int]:
+    return card.name, card.revision, card.block_size
+
+
+def _check_sizes(request: Request, max_context_tokens: int) -> None:
     if not 1 <= len(request.choices) <= MAX_CHOICES:
         raise InvalidRequest(f"{len(request.choices)} choices, expected 1 to {MAX_CHOICES}")
+    if len({each.choice_index for each in request.choices}) < len(request.choices):
+        raise InvalidRequest("two choices have one index")
     for packed in (request.prompt_token_ids, *(each.output_token_ids for each in request.choices)):
         if len(packed) % TOKEN_ID_BYTES:
             raise InvalidRequest("token ids must be complete")
-        if len(packed) // TOKEN_ID_BYTES > card.max_context_tokens:
+        if len(packed) // TOKEN_ID_BYTES > max_context_tokens:
             raise WorkerBusy(f"no worker of this site has a context for {request.request_id!r}")
 
 
-def site_request(command: StartDecode, gateway_id: str, root_key: bytes) -> Request:
-    """Returns the request as this gateway submits it to the schedulers of its site.
+def site_request(
+    request: Request, placement_id: bytes, gateway_id: str, root_key: bytes, *, weight: float = 1.0
+) -> Request:
+    """Returns the request as this gateway submits it to the schedulers of its site. `weight` is the
+    share of a queue for all requests of the other site; their priority raises none above the
+    requests of this site.
 
     Its KV is apart from that of this site's tenants: the root is of this site's secret, the other
     site's tenant and the other site's root, in which the salt is. Seed, positions and tokens are
     those of the other site, and so are the tokens to come.
     """
-    request = command.request
     site = request.gateway_id.partition(SITE_SEPARATOR)[0]
     tenant_id = at_site(site, request.tenant_id)[:MAX_NAME]
     root = root_hash(tenant_id, request.revision, cache_salt=request.cache_root.hex(), key=root_key)
     hashes = extend_packed(root, request.prompt_token_ids, request.block_size)
-    suffix = f"-{command.placement_id.hex()}"
+    suffix = f"-{placement_id.hex()}"
     request_id = at_site(site, request.request_id)[: MAX_NAME - len(suffix)] + suffix
     return structs.replace(
         request,
@@ -60,4 +87,6 @@ def site_request(command: StartDecode, gateway_id: str, root_key: bytes) -> Requ
         num_public_blocks=0,
         public_root=None,
         origin_site=site,
+        weight=weight,
+        priority=min(request.priority, 0),
     )

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from math import inf
 
 import structlog
+from msgspec import structs
 
+from services.gateway.observability.metrics.label_counts import TenantLabels
 from services.gateway.sites.site_placements import SitePlacements
-from services.gateway.sites.site_requests import check_request, site_request
+from services.gateway.sites.site_requests import narrowed, site_request
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
 from shared.background import Background, failing_alone, is_logged
 from shared.block_hash import root_key
 from shared.clock import Clock
-from shared.config import GatewayConfig
+from shared.config import GatewayConfig, weights_of_sites
 from shared.errors import HearthError
 from shared.lifecycle.health import SITE_INTERVAL_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -30,9 +32,9 @@ from shared.messages import (
     AckFinished,
     Alive,
     DecodeStarted,
-    ModelCard,
     ReadSiteModels,
     ReportAlive,
+    Request,
     ResendTokens,
     SiteModels,
     SiteState,
@@ -48,13 +50,14 @@ from shared.sites.site_states import (
     site_models,
     worker_at_site,
 )
-from shared.subjects import at_site, from_sites, is_at_site, state_to_sites, tokens
+from shared.subjects import at_site, from_sites, is_at_site, site_in, state_to_sites, tokens
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
+MAX_SITE_TENANTS = 1000  # of one site, with names of their own
 OTHERS_SHARE = 2  # half of a gateway's requests may be those of other sites
 
 
@@ -66,6 +69,7 @@ class SiteService:
         clock: Clock,
         health_monitor: HealthMonitor,
         driver: StreamDriver,
+        linked: LinkedSites,
         *,
         check_capacity: Callable[[], None],
     ) -> None:
@@ -78,20 +82,22 @@ class SiteService:
         self._check_capacity = check_capacity
         self._name = at_site(config.site, config.process_id)
         self._root_key = root_key(config.cluster_secret)
+        self._weights = weights_of_sites(config.linked_site)
+        self._tenants: dict[str, TenantLabels] = {}  # by site
         self._placements = SitePlacements(
             self._flush_soon, max_held=max(1, config.max_requests // OTHERS_SHARE)
         )
         self._outbox = Outbox(bus)
         self._background = Background()
         self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here
-        self._linked = LinkedSites(bus, health_monitor, clock, on_state=self._on_state)
+        self._linked = linked
         self._will_flush = self._will_report = False
         self._num_states = 0
         self._models_id = b""  # of the last state
 
     async def start(self) -> None:
         own = self._bus.process_id
-        await self._linked.start()
+        await self._linked.start(self._health_monitor, self._on_state)
         self._outbox.start()
         await self._bus.serve(from_sites("decode", own, "start"), StartDecode, self._start_decode)
         await self._bus.serve(from_sites("decode", own, "resend"), ResendTokens, self._resend)
@@ -181,18 +187,30 @@ class SiteService:
         placement_id, asked = command.placement_id, command.request
         if placement_id not in self._placements:
             self._check_capacity()
-            check_request(asked, self._cards())
-            now = self._clock.now()
-            request = site_request(command, self._bus.process_id, self._root_key)
+            now, request = self._clock.now(), self._request(command)
             worker_id = worker_at_site(self._name, asked.model, asked.revision, asked.block_size)
             self._heard_at[asked.gateway_id] = now
             receiver = self._placements.open(command, request, worker_id, now)
-            self._driver.open([Opening(request, receiver)])
+            self._driver.open([Opening(request, receiver, is_queueable=command.is_queueable)])
+            self._linked.count(asked.gateway_id, "num_served")
         return DecodeStarted(placement_id=placement_id, num_cached_tokens=0)
 
-    def _cards(self) -> list[ModelCard]:
-        models = (each.model for each in site_models(self._health_monitor.fleet))
-        return [each.card for each in models if each.role == "decode"]
+    def _request(self, command: StartDecode) -> Request:
+        asked, own = command.request, self._bus.process_id
+        live = self._health_monitor.fleet.live("decode")
+        request = narrowed(asked, (each for each in live if not is_at_site(each.process_id)))
+        weight = self._weights.get(site_in(asked.gateway_id) or "", 1.0)
+        made = site_request(request, command.placement_id, own, self._root_key, weight=weight)
+        deadline_s = min(made.deadline_s, self._config.request_timeout_s)
+        return structs.replace(made, deadline_s=deadline_s, tenant_id=self._tenant(made))
+
+    def _tenant(self, request: Request) -> str:
+        """Returns the tenant under which caches and records are counted here: of a site with many
+        tenants, the further ones share a name. Their blocks are apart all the same.
+        """
+        site = request.origin_site
+        label = self._tenants.setdefault(site, TenantLabels(MAX_SITE_TENANTS)).of(request.tenant_id)
+        return label if is_at_site(label) else at_site(site, label)
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         worker_id, entry = self._placements.resend(

@@ -175,7 +175,7 @@ class StreamDriver:
                     self._outbox.post(action.subject, action.message)
                 case Submit():
                     start = partial(self._start_submit, action)
-                    self._submits.start(action.message.request.tenant_id, start)
+                    self._submits.start(action.message.request.queue_id, start)
                 case Resend():
                     self._start_resend(action)
                 case _:

@@ -57,6 +57,11 @@ class LinkBudgets:
     def bytes_per_s(self, site: str, now: float) -> float:
         return self._rate(site, now).estimate(now)
 
+    def known_bytes_per_s(self, site: str, now: float) -> float | None:
+        """Returns the rate of a link over which KV has been placed; None for others."""
+        known = self._rates.get(site)
+        return None if known is None else known.estimate(now)
+
     def push_token_s(self, site: str, model: ModelKey, card: ModelCard, now: float) -> float:
         """Returns the seconds that the KV of one token takes over the link."""
         return self._ratio(model, card).value / self.bytes_per_s(site, now)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from services.scheduler.throughput import ModelThroughput
+from services.scheduler.throughput import ModelThroughput, Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
+from shared.messages import WorkerLoad
 from shared.sites.kv_targets import KV_FROM_SITES
 from shared.subjects import is_at_site
 
@@ -18,12 +19,17 @@ class ModelTables:
         self.sites = WorkerTable()  # gateways of other sites, which decode and prefill there
         self.speeds = ModelThroughput()
         self.nearest_s, self.nearest_at = inf, -inf  # round trip to the nearest site, and its age
+        self._speeds_of_sites = ModelThroughput()  # what they claim is no prior of workers here
 
     def put(self, roles: tuple[str, ...], worker: WorkerRow) -> None:
         if "decode" in roles:
             (self.sites if is_at_site(worker.worker_id) else self.decodes).put(worker)
         if "prefill" in roles:
             self.prefills.put(worker)
+
+    def observe(self, worker_id: str, load: WorkerLoad) -> Speed:
+        speeds = self._speeds_of_sites if is_at_site(worker_id) else self.speeds
+        return speeds.observe(worker_id, load)
 
     def leave_roles(self, worker_id: str) -> None:
         """Removes a worker from its tables. Its speed stays: it is the same in another role."""
@@ -33,6 +39,7 @@ class ModelTables:
     def remove(self, worker_id: str) -> None:
         self.leave_roles(worker_id)
         self.speeds.forget(worker_id)
+        self._speeds_of_sites.forget(worker_id)
 
     @property
     def receives_from_sites(self) -> bool:

@@ -12,7 +12,7 @@ from services.scheduler.fair_queue import AGEING_S, FairQueue, class_of
 @dataclass(frozen=True)
 class Item:
     sequence_number: int
-    tenant_id: str
+    queue_id: str
     num_tokens: int
     priority: int = 0
     weight: float = 1.0
@@ -30,11 +30,11 @@ class Model:
     present: dict[int | None, float] = field(default_factory=lambda: {None: 0.0})
 
     def push(self, item: Item, now: float) -> None:
-        level, flow = class_of(item.priority), (class_of(item.priority), item.tenant_id)
+        level, flow = class_of(item.priority), (class_of(item.priority), item.queue_id)
         if not any(class_of(each.priority) == level for each in self.waiting):
             self.class_time[level] = max(self.class_time.get(level, 0), self.present[None])
             self.class_waits_since[level] = now
-        if not any((class_of(e.priority), e.tenant_id) == flow for e in self.waiting):
+        if not any((class_of(e.priority), e.queue_id) == flow for e in self.waiting):
             self.tenant_time[flow] = max(self.tenant_time.get(flow, 0), self.present.get(level, 0))
         self.waiting.append(item)
 
@@ -42,7 +42,7 @@ class Model:
         if not self.waiting:
             return None
         item = min(self.waiting, key=lambda each: self._rank(each, now))
-        level, flow = class_of(item.priority), (class_of(item.priority), item.tenant_id)
+        level, flow = class_of(item.priority), (class_of(item.priority), item.queue_id)
         self.waiting.remove(item)
         self.present[None] = max(self.present[None], self._due(level, now))
         self.present[level] = self.tenant_time[flow]
@@ -61,9 +61,9 @@ class Model:
         own = [
             (each.deadline_at, each.sequence_number)
             for each in self.waiting
-            if (class_of(each.priority), each.tenant_id) == (level, item.tenant_id)
+            if (class_of(each.priority), each.queue_id) == (level, item.queue_id)
         ]
-        flow_time = self.tenant_time[level, item.tenant_id]
+        flow_time = self.tenant_time[level, item.queue_id]
         # the first request ranks its tenant; the deadline ranks the tenant's requests
         return (
             *(self._due(level, now), -level, flow_time),
@@ -98,8 +98,8 @@ def test_queue_equals_the_model_on_random_operations(steps: list[tuple]) -> None
     for number, (name, *arguments) in enumerate(steps):
         match name:
             case "push":
-                tenant_id, num_tokens, priority, weight, deadline_s = arguments
-                item = Item(number, tenant_id, num_tokens, priority, weight, now + deadline_s)
+                queue_id, num_tokens, priority, weight, deadline_s = arguments
+                item = Item(number, queue_id, num_tokens, priority, weight, now + deadline_s)
                 queue.push(item, now)
                 model.push(item, now)
             case "pop":
@@ -135,8 +135,8 @@ def test_backlogged_tenants_differ_by_at_most_the_largest_requests(
     while all(left.values()):
         item = queue.pop(0.0)
         assert item is not None
-        served[item.tenant_id] += item.num_tokens / item.weight
-        left[item.tenant_id] -= 1
+        served[item.queue_id] += item.num_tokens / item.weight
+        left[item.queue_id] -= 1
         assert abs(served["a"] - served["b"]) <= max(costs_a) + max(costs_b) / weight_b + 1e-9
 
 
@@ -239,8 +239,8 @@ def test_ageing_class_is_served_and_its_tenants_alternate() -> None:
         queue.push(Item(tick + 9, "high", 10, priority=4), now)
         item = queue.pop(now)
         assert item is not None
-        if item.tenant_id != "high":
-            served.append((item.tenant_id, now))
+        if item.queue_id != "high":
+            served.append((item.queue_id, now))
     names = [name for name, _ in served]
     assert names[:3] == ["flooder", "modest", "flooder"]
     gaps = [later - now for (_, now), (_, later) in pairwise(served)]

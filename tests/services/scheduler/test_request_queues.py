@@ -254,3 +254,16 @@ def test_no_rejection_before_a_wait_was_measured() -> None:
     for number in range(50):
         queue.enqueue(submit_of(f"burst-{number}", deadline_s=0.5), 100.0)
     assert len(queue) == 50
+
+
+def test_all_tenants_of_another_site_share_one_turn() -> None:
+    queue = RequestQueues(max_requests=100, max_tokens=100_000)
+    for number in range(8):
+        submit = submit_of(f"b{number}", tenant_id=f"b/t{number}")
+        there = msgspec.structs.replace(submit.request, origin_site="b")
+        queue.enqueue(msgspec.structs.replace(submit, request=there), 0.0)
+    for number in range(8):
+        queue.enqueue(submit_of(f"a{number}", tenant_id="a"), 0.0)
+    taken = [queue.pop(0.0) for _ in range(8)]
+    names = [each.request.request_id[0] for each in taken if each is not None]
+    assert names.count("a") == names.count("b") == 4

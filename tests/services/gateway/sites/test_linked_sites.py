@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
+import nats
 import pytest
 import pytest_asyncio
+import structlog
 
 from shared.subjects import is_at_site
-from tests.support.services.linked_sites import LinkedPair, LiveSite, linked_pair
+from tests.support.services.linked_sites import PASSWORD, REGION, LinkedPair, LiveSite, linked_pair
 from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
 
@@ -93,6 +96,18 @@ async def test_stream_continues_at_home_when_the_link_is_cut(sites: LinkedPair) 
     moved = sites.a.gateway.metrics.load()
     assert moved.num_resubmissions >= 2 and moved.num_lost_streams == 0
     sites.restore()
+    assert ("b", "tenant-1") in {(each.site, each.tenant_id) for each in moved.site_requests}
+
+
+async def test_processes_report_what_crossed_the_link(sites: LinkedPair) -> None:
+    (seen,) = sites.a.gateway._health_monitor.describe().links
+    assert (seen.site, seen.region) == ("b", REGION)
+    assert seen.num_moved >= 2 and min(seen.sent_bytes, seen.received_bytes) > 1000
+    assert seen.round_trip_s is not None, "measured by the probes of one gateway, not of each model"
+    (placed,) = sites.a.scheduler.health_monitor.describe().links
+    assert placed.num_placed > placed.num_spilled >= 2, "the first ones had no worker at home"
+    (served,) = sites.b.gateway._health_monitor.describe().links
+    assert served.num_served >= placed.num_placed
 
 
 async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:
@@ -101,6 +116,24 @@ async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:
         pieces.append(piece)
         all_pieces.append(piece)
     return "".join(pieces)
+
+
+async def test_a_flood_of_bad_messages_is_one_line_of_the_log(sites: LinkedPair) -> None:
+    peer = await nats.connect(f"nats://gateway:{PASSWORD}@127.0.0.1:{sites.b.nats_port}")
+    received = sites.a.gateway._bus.site_bytes.received
+    control = "hearth.v1.site.a.decode.gateway.-.control.gateway.-"
+    before = received["b"]
+    await until(lambda: received["b"] > before)  # the link is back
+    before = received["b"]
+    with structlog.testing.capture_logs() as logs:
+        for each in [b"bad"] * 9_999 + [msgspec.msgpack.encode({"type": "OfALaterRelease"})]:
+            await peer.publish(control, each)
+        await peer.flush()
+        await until(lambda: received["b"] >= before + 3 * 10_000)
+    await peer.close()
+    (line,) = (each for each in logs if each["event"] == "message_invalid")
+    assert line["site"] == "b"
+    assert await text_of(sites.a, "one", 4)
 
 
 async def test_gateway_that_drains_finishes_what_it_has_taken_over(sites: LinkedPair) -> None:

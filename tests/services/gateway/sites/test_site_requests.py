@@ -5,13 +5,21 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.gateway.sites.site_requests import MAX_CHOICES, check_request, site_request
+from services.gateway.sites.site_requests import MAX_CHOICES, narrowed, site_request
+from services.scheduler.backlog import QueueKey
 from shared.errors import InvalidRequest, WorkerBusy
-from shared.messages import Choice, Request, StartDecode
+from shared.messages import Choice, Heartbeat, ModelCard, Request
 from tests.services.scheduler.literals import submit_of
 from tests.support.records import model_card
 
-CARD = model_card(max_context_tokens=20)
+CARD = model_card(max_context_tokens=20, features=("f/1",))
+
+
+def worker(card: ModelCard) -> Heartbeat:
+    return Heartbeat(
+        process_id="d", epoch=1, sequence_number=1, roles=("decode",), state="ready",
+        interval_s=0.25, region="eu", model=card,
+    )  # fmt: skip
 
 
 def request(**fields: object) -> Request:
@@ -21,19 +29,39 @@ def request(**fields: object) -> Request:
 
 def test_placements_of_one_request_are_different_requests_here() -> None:
     """The ids of a peer are random only if it wants so."""
-    orders = [StartDecode(placement_id=b"p" * 15 + end, request=request()) for end in (b"1", b"2")]
-    made = [site_request(each, "gw", b"k" * 32) for each in orders]
+    made = [site_request(request(), b"p" * 15 + end, "gw", b"k" * 32) for end in (b"1", b"2")]
     assert len({each.request_id for each in made}) == 2
     assert {len(each.request_id) for each in made} == {256}
 
 
 def test_what_this_site_could_not_serve_is_refused() -> None:
-    check_request(request(), [model_card(name="other"), CARD])
-    for unserved in ({"model": "other"}, {"revision": "r2"}, {"block_size": 1}):
+    workers = [worker(model_card(name="other")), worker(CARD)]
+    assert narrowed(request(), workers) == request()
+    for unserved in ({"model": "third"}, {"revision": "r2"}, {"block_size": 1}):
         with pytest.raises(WorkerBusy, match="no worker of this site serves"):
-            check_request(request(**unserved), [CARD])
-    with pytest.raises(WorkerBusy, match="no worker of this site has a context"):
-        check_request(request(prompt_token_ids=bytes(84)), [CARD])
+            narrowed(request(**unserved), workers)
+    for unserved, reason in (
+        ({"prompt_token_ids": bytes(84)}, "no worker of this site has a context"),
+        ({"allowed_regions": ("us",)}, "is in the allowed regions"),
+        ({"needs": ("f/1", "x/9")}, "no worker of this site has f/1, x/9"),
+    ):
+        with pytest.raises(WorkerBusy, match=reason):
+            narrowed(request(**unserved), workers)
+
+
+def test_conditions_that_make_no_difference_here_make_no_queue() -> None:
+    """Each queue has a turn: a site must not have one for each of its requests."""
+    other = msgspec.structs.replace(CARD.numerics, device="another")
+    keys = {
+        QueueKey.of(narrowed(request(**fields), [worker(CARD)]))
+        for fields in (
+            {"allowed_regions": ("eu", "us"), "needs": ("f/1",), "numerics": other},
+            {"allowed_regions": ("x", "eu"), "needs": ("f/1", "f/1")},
+        )
+    }
+    assert len(keys) == 1
+    kept = narrowed(request(numerics=CARD.numerics), [worker(CARD)])
+    assert kept.numerics == CARD.numerics
 
 
 @pytest.mark.parametrize(
@@ -41,10 +69,18 @@ def test_what_this_site_could_not_serve_is_refused() -> None:
     [
         {"prompt_token_ids": bytes(5)},
         {"choices": ()},
+        {"choices": (Choice(choice_index=0),) * 2},
         {"choices": (Choice(choice_index=0),) * (MAX_CHOICES + 1)},
         {"choices": (Choice(choice_index=0, output_token_ids=bytes(3)),)},
     ],
 )
 def test_what_no_gateway_sends_is_invalid(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
-        check_request(request(**fields), [CARD])
+        narrowed(request(**fields), [worker(CARD)])
+
+
+def test_this_site_decides_priority_and_weight_of_the_requests_of_others() -> None:
+    for asked, priority in ((4, 0), (-2, -2)):
+        given = request(priority=asked, weight=1000.0)
+        made = site_request(given, b"p" * 16, "gw", b"k" * 32, weight=0.5)
+        assert (made.priority, made.weight, made.queue_id) == (priority, 0.5, "b/")
