@@ -26,7 +26,10 @@ class EarlyEntry:
 
 
 class EarlyEntries:
-    def __init__(self) -> None:
+    def __init__(
+        self, max_entries: int = MAX_EARLY_ENTRIES, max_values: int = MAX_EARLY_VALUES
+    ) -> None:
+        self._max_entries, self._max_values = max_entries, max_values
         self._by_placement: OrderedDict[tuple[bytes, str], EarlyEntry] = OrderedDict()
         self._num_entries = 0
         self._num_values = 0
@@ -45,7 +48,7 @@ class EarlyEntries:
         early.entries.append(entry)
         self._num_entries += 1
         self._num_values += _num_values(entry)
-        while self._num_entries > MAX_EARLY_ENTRIES or self._num_values > MAX_EARLY_VALUES:
+        while self._num_entries > self._max_entries or self._num_values > self._max_values:
             self.take(*next(iter(self._by_placement)))
 
     def take(self, placement_id: bytes, worker_id: str) -> list[TokenEntry]:

@@ -37,7 +37,13 @@ from services.gateway.streams.actions import (
     ResubmissionCause,
 )
 from services.gateway.streams.choice_tokens import ChoiceTokens
-from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
+from services.gateway.streams.early_entries import (
+    ANSWER_EVERY_S,
+    MAX_EARLY_ENTRIES,
+    MAX_EARLY_VALUES,
+    EarlyEntries,
+    RetiredPlacements,
+)
 from services.gateway.streams.queued_openings import (
     MAX_OPEN,
     Opening,
@@ -84,6 +90,7 @@ from shared.messages import (
     TokenEntry,
 )
 from shared.numerics import Numerics
+from shared.subjects import is_at_site
 from shared.transport.bus import error_of
 
 # Submission window of a new request: NATS takes 3 s to detect a hung member of the schedulers'
@@ -116,6 +123,8 @@ class Streams:
         self._waiting: dict[str, QueuedOpenings] = {}  # unopened requests by id
         self._tenants: dict[str, TenantOpenings] = {}  # tenants with open requests
         self._early = EarlyEntries()
+        # other sites push out no entries of this site's workers
+        self._early_of_sites = EarlyEntries(MAX_EARLY_ENTRIES // 4, MAX_EARLY_VALUES // 4)
         self._retired = RetiredPlacements()
         self._actions = Actions(gateway_id)
 
@@ -297,7 +306,10 @@ class Streams:
             elif entry.placement_id in self._retired:
                 self._answer_retired(batch.worker_id, entry.placement_id, now)
             else:
-                self._early.add(batch.worker_id, entry, now)
+                self._early_of(batch.worker_id).add(batch.worker_id, entry, now)
+
+    def _early_of(self, worker_id: str) -> EarlyEntries:
+        return self._early_of_sites if is_at_site(worker_id) else self._early
 
     def on_resent(self, resend: ResendTokens, batch: TokenBatch, now: float) -> None:
         stream = self._by_placement.get(resend.placement_id)
@@ -355,7 +367,8 @@ class Streams:
                     raise
                 if stream.request_id in self._by_request:
                     self._end(stream, HearthError("internal error"), "failed", now)
-        for placement_id, worker_id in self._early.expire(now):
+        expired = *self._early.expire(now), *self._early_of_sites.expire(now)
+        for placement_id, worker_id in expired:
             self._abort(worker_id, placement_id, "fenced", now)
 
     def _watch(self, stream: Stream, now: float, is_bus_trusted: bool) -> None:
@@ -423,7 +436,8 @@ class Streams:
         self._by_placement[placed.placement_id] = stream
         for choice in stream.choices.values():
             choice.last_token_at = now
-        for entry in self._early.take(placed.placement_id, placed.worker_id):
+        early = self._early_of(placed.worker_id)
+        for entry in early.take(placed.placement_id, placed.worker_id):
             if stream.placement is not None:
                 self._accept(stream, entry, now)
 
@@ -478,7 +492,7 @@ class Streams:
             return
         fault = _fault_of(entry, stream)
         if fault is not None:
-            self._end(stream, HearthError(fault), "failed", now)
+            self._leave_failed(stream, HearthError(fault), placement.worker_id, now)
             return
         if entry.token_ids and stream.num_resubmissions:
             stream.record_move(now)
@@ -566,6 +580,19 @@ class Streams:
             self._resubmit(stream, "worker_failed", now, excluded=worker_id)
         elif isinstance(error, _OF_ONE_CHOICE):
             choice.error = error
+        elif isinstance(error, RequestBreaksWorkers):
+            self._end(stream, error, "failed", now)
+        else:
+            self._leave_failed(stream, error, worker_id, now)
+
+    def _leave_failed(
+        self, stream: Stream, error: HearthError, worker_id: str | None, now: float
+    ) -> None:
+        """Ends a request whose worker failed it. One at another site goes on elsewhere: that site
+        may have another release or other rules, and says nothing about the request.
+        """
+        if worker_id is not None and is_at_site(worker_id):
+            self._resubmit(stream, "worker_failed", now, excluded=worker_id)
         else:
             self._end(stream, error, "failed", now)
 

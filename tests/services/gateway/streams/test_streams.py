@@ -970,3 +970,29 @@ def test_number_of_buffered_entries_is_bounded() -> None:
     for position in range(1, MAX_AHEAD_ENTRIES + 50):
         choice.accept(TokenEntry(P1, 0, position, (position,)))
     assert len(choice.accept(TokenEntry(P1, 0, 0, (0,)))[0]) == MAX_AHEAD_ENTRIES + 1
+
+
+@pytest.mark.parametrize("error_class", [HearthError, InvalidRequest, DeadlineExceeded])
+def test_another_site_ends_no_request_with_an_error(error_class: type[HearthError]) -> None:
+    rig = Rig()
+    rig.queue()
+    rig.place(worker_id="b/gw/00ff")
+    rig.tokens(0, 7, worker_id="b/gw/00ff")
+    rig.tokens(1, finish=failed_with(error_class), worker_id="b/gw/00ff")
+    assert rig.resubmission_causes() == ["worker_failed"]
+    assert rig.stream.excluded_workers == {"b/gw/00ff"}
+    rig.queue(attempt=2)
+    rig.place(P2, "c/gw/00ff")
+    rig.tokens(1, *range(101), placement_id=P2, worker_id="c/gw/00ff")  # more than max_tokens
+    assert rig.resubmission_causes() == ["worker_failed"] * 2
+    assert rig.client.tokens == [7]
+
+
+def test_early_entries_of_other_sites_push_out_none_of_this_one() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.tokens(0, 7)
+    for number in range(MAX_EARLY_ENTRIES + 1):
+        rig.tokens(0, 1, placement_id=number.to_bytes(16, "big"), worker_id="b/gw/00ff")
+    rig.place()
+    assert rig.client.tokens == [7]
