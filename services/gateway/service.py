@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import structlog
@@ -25,18 +26,21 @@ from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.submission import Submission
 from services.gateway.sites.site_service import SiteService
+from services.gateway.streams.actions import Report, ReportResubmission
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.tenancy import Tenancy
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
-from shared.config import GatewayConfig, check
+from shared.config import GatewayConfig, check, weights_of_sites
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect, connect_to_clients
 from shared.metrics.families.member import Member
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
+from shared.sites.linked_sites import LinkedSites
+from shared.subjects import is_at_site
 from shared.transport.bus import Bus, NatsBus
 
 log = structlog.get_logger(__name__)
@@ -69,7 +73,9 @@ class GatewayService:
         self._randomness = randomness
         self._background = Background()
         self._is_leaving = False
-        self.metrics = metrics = GatewayMetrics(config.process_id)
+        self.metrics = metrics = GatewayMetrics(config.process_id, config.site)
+        expected = weights_of_sites(config.linked_site)
+        linked = LinkedSites(bus, clock, expected) if config.site else None
         self._rejection_log = RejectionLog(metrics.rejections, clock)
         self._health_monitor = HealthMonitor(
             bus,
@@ -80,6 +86,7 @@ class GatewayService:
             region=config.region,
             gateway=metrics.load,
             store=stores.fast.load,
+            links=tuple if linked is None else linked.loads,
         )
         self.tenancy = Tenancy(
             config,
@@ -98,7 +105,7 @@ class GatewayService:
             bus,
             clock,
             self._health_monitor,
-            on_report=metrics.count_report,
+            on_report=partial(self._on_report, linked),
             num_free=lambda: self.capacity.num_free,
         )
         self.telemetry = RequestTelemetry.of(
@@ -132,7 +139,7 @@ class GatewayService:
             on_slow_client=metrics.count_slow_client,
         )
         self._nats_api = None if clients is None else self._api_over(clients)
-        self._sites = self._site_service() if config.site else None
+        self._sites = None if linked is None else self._site_service(linked)
         self._watch()
 
     def _dialect_parts(self) -> DialectParts:
@@ -186,13 +193,19 @@ class GatewayService:
             started_at=self._wall_clock(),
         )
 
-    def _site_service(self) -> SiteService:
+    def _on_report(self, linked: LinkedSites | None, report: Report) -> None:
+        self.metrics.count_report(report)
+        if linked is not None and isinstance(report, ReportResubmission):
+            linked.count(report.worker_id, "num_moved")
+
+    def _site_service(self, linked: LinkedSites) -> SiteService:
         return SiteService(
             self._config,
             self._bus,
             self._clock,
             self._health_monitor,
             self._driver,
+            linked,
             check_capacity=self.capacity.check,
         )
 
@@ -307,9 +320,10 @@ class GatewayService:
         return self._randomness.bytes(12).hex()
 
     def _members(self) -> list[Member]:
-        """Returns all known processes, this one included."""
+        """Returns all known processes of this site, this one included."""
         fleet, own = self._health_monitor.fleet, self._health_monitor.describe()
-        others = (each for each in fleet.everyone() if each.process_id != own.process_id)
+        here = (each for each in fleet.everyone() if not is_at_site(each.process_id))
+        others = (each for each in here if each.process_id != own.process_id)
         return [Member(own), *(Member(each, fleet.is_live(each.process_id)) for each in others)]
 
     def report(self) -> ProcessReport:

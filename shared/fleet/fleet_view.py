@@ -8,13 +8,14 @@ process of its credential takes its place, or for SHOW_LOST_S.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from shared.fleet.host_view import HostView, ModelView, host_view, in_order, model_views
+from shared.fleet.link_view import LinkView, LinkViews, TenantSite, tenant_sites
 from shared.fleet.load_rates import load_rates
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import (
@@ -89,7 +90,6 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     oldest_wait_s: float | None = None
     num_handoffs_in_flight: int | None = None
     saved_kv_bytes: int | None = None
-    round_trip_s: float | None = None  # to a gateway of another site
 
     @property
     def is_worker(self) -> bool:
@@ -145,8 +145,10 @@ class FleetView:
         self._fleet = Fleet(_OWN_ID) if fleet is None else fleet
         self._is_own_fleet = fleet is None
         self._known: dict[str, _KnownProcess] = {}
+        self._links = LinkViews()
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
+        self._links.observe(heartbeat, now)
         loss = self._fleet.observe(heartbeat, now) if self._is_own_fleet else None
         known = self._known.get(heartbeat.process_id)
         if heartbeat.state == "stopped":
@@ -210,8 +212,18 @@ class FleetView:
 
     def demands(self) -> list[RoleDemand]:
         """Returns the demands that live schedulers advise."""
-        live = (each.heartbeat for each in self._known.values() if each.loss is None)
-        return total_demands(live)
+        return total_demands(self._live())
+
+    def links(self, models: Mapping[str, Sequence[str]] | None = None) -> list[LinkView]:
+        """Returns the links to other sites. `models` are those of each site, if they are known."""
+        return self._links.views(lambda name: name in self and not self.is_lost(name), models or {})
+
+    def tenant_sites(self) -> list[TenantSite]:
+        """Returns where the requests of each tenant ended; empty without links."""
+        return tenant_sites(self._live())
+
+    def _live(self) -> Iterator[Heartbeat]:
+        return (each.heartbeat for each in self._known.values() if each.loss is None)
 
     def _hosts(self) -> list[_KnownProcess]:
         known = (each for each in self._known.values() if "host" in each.heartbeat.roles)

@@ -9,6 +9,7 @@ import msgspec
 
 from shared.fleet.fleet_view import ProcessView
 from shared.fleet.host_view import HostView
+from shared.fleet.link_view import LinkView, TenantSite
 from shared.messages import Message, ProcessId, RoleDemand, TotalSeconds
 
 MAX_PROCESSES = 8192
@@ -79,6 +80,8 @@ class FleetRead(Message, frozen=True, kw_only=True):
     rejected_day: tuple[RejectedCode, ...] = ()
     hosts: tuple[HostView, ...] = ()
     demands: tuple[RoleDemand, ...] = ()
+    links: tuple[LinkView, ...] = ()
+    tenant_sites: tuple[TenantSite, ...] = ()
 
     @property
     def sender_id(self) -> str:

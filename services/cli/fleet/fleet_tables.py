@@ -12,6 +12,7 @@ from services.cli.fleet.demand_table import table_of_demands
 from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.gpu_health import health_text
 from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
+from services.cli.fleet.link_tables import tables_of_links
 from services.cli.fleet.recent_faults import restarts_text
 from services.cli.fleet.rejection_table import capacity_note, table_of_day, table_of_rejections
 from services.cli.fleet.report import FleetReport
@@ -36,6 +37,7 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
         _workers(workers, width, wall_s),
         _services(services, width, wall_s),
         _servers((("redis", report.redis), ("nats", report.nats)), width, wall_s),
+        *tables_of_links(report.links, report.tenant_sites, width, wall_s),
     ]
     if report.recent is not None:
         shown.append(Text(_figures(report.recent)))
@@ -114,7 +116,6 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 14, is_number=True),
         Column("steps", _steps, 4),
-        Column("round trip", _round_trip, 2, is_number=True),
         Column("GPU", lambda row: health_text(row.device_health), 1),
         Column("state", lambda row: _state(row, wall_s)),
     ]
@@ -200,10 +201,6 @@ def _steps(row: ProcessView) -> str:
 
 def _imbalance(row: ProcessView) -> str:
     return "-" if row.expert_imbalance is None else f"{row.expert_imbalance:.2f} x"
-
-
-def _round_trip(row: ProcessView) -> str:
-    return "" if row.round_trip_s is None else _duration(row.round_trip_s)
 
 
 def _wait(row: ProcessView) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView, in_order_of_roles
 from shared.fleet.host_view import HostView, ModelView
+from shared.fleet.link_view import LinkView, TenantSite
 from shared.fleet.read_fleet import (
     FleetRead,
     RecentFigures,
@@ -42,6 +43,8 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     rejected: Sequence[Rejection] = ()
     rejected_day: Sequence[RejectedCode] = ()
     restarts: Sequence[Restarts] = ()  # of a local cluster, within the last hour
+    links: Sequence[LinkView] = ()
+    tenant_sites: Sequence[TenantSite] = ()
 
     @classmethod
     def of(
@@ -65,6 +68,8 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
                 demands=view.demands(),
                 hosts=view.hosts(),
                 models=models,
+                links=view.links(),
+                tenant_sites=view.tenant_sites(),
             )
         known = {each.process_id: each for each in read.processes}
         return cls(
@@ -79,18 +84,24 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             demands=read.demands,
             hosts=read.hosts,
             models=models,
+            links=read.links,
+            tenant_sites=read.tenant_sites,
         )
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is lost and nothing unavailable. Who stopped in order is not lost."""
+        """Whether nothing is lost or cut, and nothing unavailable. Who stopped in order is not
+        lost.
+        """
         is_any_lost = any(each.is_lost and not each.has_stopped for each in self.rows)
+        is_any_lost = is_any_lost or any(each.is_cut for each in self.links)
         is_served = self.gateway_id is not None and not self.unready
         return is_served and not is_any_lost and self.redis.is_sound and self.nats.is_sound
 
     def as_json(self) -> bytes:
         """Encodes the report. `roles` is there only if a scheduler advises, `hosts` and `models`
-        only if there is a host, `restarts` only after one.
+        only if there is a host, `links` and `tenant_sites` only with links, `restarts` only after
+        one.
         """
         line: dict[str, Any] = {
             "workers": [row for row in self.rows if row.is_worker],
@@ -107,6 +118,8 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             line["restarts"] = self.restarts
         if self.demands:
             line["roles"] = self.demands
+        if self.links:
+            line |= {"links": self.links, "tenant_sites": self.tenant_sites}
         if self.hosts:
             line |= {"hosts": self.hosts, "models": self.models}
         return msgspec.json.encode(line)

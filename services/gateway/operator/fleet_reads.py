@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from services.gateway.models.live_models import Readiness
 from services.gateway.operator.cluster.state import ClusterView
 from services.gateway.operator.servers import Servers
-from shared.fleet.fleet_view import ProcessView
 from shared.fleet.read_fleet import MAX_PROCESSES, FleetRead, ReadFleet, RecentFigures
-from shared.subjects import READ_FLEET, READ_FLEET_GROUP, fleet, is_at_site
+from shared.subjects import READ_FLEET, READ_FLEET_GROUP, fleet
 from shared.transport.bus import Bus
 
 
 class FleetReads:
-    """`uptime_s` returns the time since the gateway's start: the oldest one knows most losses.
-    `round_trip_s` returns that to a gateway of another site.
-    """
+    """`uptime_s` returns the time since the gateway's start: the oldest one knows most losses."""
 
     def __init__(
         self,
@@ -27,14 +22,12 @@ class FleetReads:
         servers: Servers,
         readiness: Callable[[], Readiness],
         uptime_s: Callable[[], float],
-        round_trip_s: Callable[[str], float | None],
     ) -> None:
         self._bus = bus
         self._cluster = cluster
         self._servers = servers
         self._readiness = readiness
         self._uptime_s = uptime_s
-        self._round_trip_s = round_trip_s
 
     async def serve(self) -> None:
         await self._bus.serve(fleet(self._bus.process_id), ReadFleet, self._read)
@@ -45,7 +38,7 @@ class FleetReads:
         return FleetRead(
             gateway_id=self._bus.process_id,
             uptime_s=self._uptime_s(),
-            processes=tuple(map(self._with_round_trip, self._cluster.rows()[:MAX_PROCESSES])),
+            processes=tuple(self._cluster.rows()[:MAX_PROCESSES]),
             redis=self._servers.redis,
             nats=self._servers.nats,
             unready=self._readiness().reason or "",
@@ -54,12 +47,9 @@ class FleetReads:
             rejected_day=self._cluster.rejected_day.totals,
             hosts=self._cluster.hosts(),
             demands=self._cluster.demands(),
+            links=self._cluster.links(),
+            tenant_sites=self._cluster.tenant_sites(),
         )
-
-    def _with_round_trip(self, row: ProcessView) -> ProcessView:
-        if not is_at_site(row.process_id):
-            return row
-        return msgspec.structs.replace(row, round_trip_s=self._round_trip_s(row.process_id))
 
     def _recent(self) -> RecentFigures | None:
         current = self._cluster.history.current

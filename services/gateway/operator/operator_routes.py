@@ -60,7 +60,6 @@ class OperatorRoutes:
             self.servers,
             readiness,
             lambda: health_monitor.uptime_s,
-            health_monitor.requests.round_trips.measured_s,
         )
         self.history = HistoryKeeper(
             tenancy.stores.slow, self.feed.state, clock, is_on=bool(config.operator_token)

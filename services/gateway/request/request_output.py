@@ -240,6 +240,7 @@ class RequestOutput:
             tenant=self._tenant,
             is_failed=error is not None and error.is_of_cluster,
             is_lost=is_cut and not isinstance(error, ClientDisconnected),
+            worker_id=None if self.end is None else self.end.worker_id,
         )
         self._metrics.count_tokens(
             model=self._model,

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from shared.metrics.families.failed_operations import FailedOperations
+from shared.metrics.families.links import link_families
 from shared.metrics.families.member import Member
 from shared.metrics.families.role_demands import role_demands
 from shared.metrics.families.services import service_families
@@ -31,6 +32,7 @@ class FleetCollector(Collector):
         yield from process_families(members)
         yield from worker_families(members, self._failed())
         yield from service_families(members)
+        yield from link_families(members)
         yield from role_demands(each.heartbeat for each in members)
 
 

@@ -250,3 +250,22 @@ def test_unknown_request_says_so(tab: HearthPage) -> None:
     tab.open("#request/unknown")
     tab.page.get_by_text("This gateway does not know the request").wait_for()
     tab.problems.clear()  # the browser logs the 404
+
+
+def test_links_to_other_sites_are_a_table(tab: HearthPage) -> None:
+    """As a snapshot has them: fields of their default are missing."""
+    tab.open("#cluster")
+    wait_for_state(tab, "decode-1", "ready")
+    text = tab.page.evaluate(
+        """async () => {
+          const links = [
+            { site: "b", region: "us", for_s: 7200, round_trip_s: 0.02, sent_per_s: 1500 },
+            { site: "<i>c</i>", is_cut: true, for_s: 12, num_placed: 3 },
+          ];
+          const { drawModels } = await import("/page/models.js");
+          drawModels({ models: [], hosts: [], demands: [], links }, new Map());
+          return document.querySelector("#sections").innerText;
+        }"""
+    )
+    assert "Other sites" in text and "connected for 2 h" in text and "1.5 kB/s" in text
+    assert "<i>c</i>" in text and "cut for 12 s" in text

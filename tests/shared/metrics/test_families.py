@@ -15,6 +15,7 @@ from shared.messages import (
     HostedModel,
     HostLoad,
     IndexLoad,
+    LinkLoad,
     SchedulerLoad,
     StoreLoad,
     WorkerLoad,
@@ -177,3 +178,21 @@ def test_redis_of_the_processes_that_use_it() -> None:
     ):
         assert line in text
     assert 'hearth_redis_failures_total{process="decode-1"}' not in text
+
+
+def test_links() -> None:
+    link = LinkLoad(
+        site="b", region="us", round_trip_s=0.02, sent_bytes=5, num_placed=7, num_spilled=3
+    )
+    gateway = heartbeat("gateway-1", links=(LinkLoad(site="b", is_cut=True, num_moved=2),))
+    text = exposition(Member(heartbeat("scheduler-1", links=(link,))), Member(gateway))
+    for line in (
+        'hearth_link_up{process="scheduler-1",region="us",site="b"} 1.0',
+        'hearth_link_up{process="gateway-1",region="",site="b"} 0.0',
+        'hearth_link_round_trip_seconds{process="scheduler-1",site="b"} 0.02',
+        'hearth_link_sent_bytes_total{process="scheduler-1",site="b"} 5.0',
+        'hearth_link_placed_requests_total{process="scheduler-1",site="b"} 7.0',
+        'hearth_link_spilled_requests_total{process="scheduler-1",site="b"} 3.0',
+        'hearth_link_moved_streams_total{process="gateway-1",site="b"} 2.0',
+    ):
+        assert line in text

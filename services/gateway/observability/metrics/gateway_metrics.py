@@ -29,13 +29,15 @@ from services.gateway.streams.actions import (
     ReportUnlikePrefill,
 )
 from shared.errors import InvalidRequest
-from shared.messages import GatewayLoad
+from shared.messages import GatewayLoad, SiteRequests
 from shared.metrics.families.fleet import FleetCollector
 from shared.metrics.families.member import Member
+from shared.subjects import site_in
 from shared.telemetry.timeline import Timeline
 
 NAMES = ("hearth", "vllm")
 MAX_CODES = 64  # codes of rejections that heartbeats report
+MAX_SITE_REQUESTS = 64  # pairs of site and tenant that they report
 
 
 class OwnCollector(Collector):
@@ -74,6 +76,11 @@ class OwnCollector(Collector):
             "outcome: stored, evicted, too_large, forbidden, failed.",
             "outcome",
         )
+        self.site_requests = LabelCounts(
+            "hearth_site_requests",
+            "Ended requests by the site of their last worker; only with links to others.",
+            *("site", "tenant"),
+        )
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
@@ -87,7 +94,7 @@ class OwnCollector(Collector):
     def counts(self) -> tuple[LabelCounts, ...]:
         return (
             *(self.requests, self.tokens, self.resubmissions, self.tool_calls),
-            *(self.slow_clients, self.dropped_messages, self.stored_responses),
+            *(self.slow_clients, self.dropped_messages, self.stored_responses, self.site_requests),
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -128,7 +135,9 @@ class GatewayMetrics:
     `own`.
     """
 
-    def __init__(self, gateway_id: str = "") -> None:
+    def __init__(self, gateway_id: str = "", site: str = "") -> None:
+        """`site` is the name of this one for others; empty: it has no links."""
+        self._site = site
         self.own = OwnCollector()
         self._gateway_id = gateway_id
         self._members: Callable[[], Iterable[Member]] = tuple
@@ -204,9 +213,10 @@ class GatewayMetrics:
         tenant: str,
         is_failed: bool = False,
         is_lost: bool = False,
+        worker_id: str | None = None,
     ) -> None:
         """Counts an ended request. `is_failed` is true if it ended in an error of the cluster, and
-        `is_lost` if that came after its first token.
+        `is_lost` if that came after its first token. `worker_id` is its last worker.
         """
         self._load["num_requests"] += 1
         self._load["num_failed_requests"] += is_failed
@@ -214,6 +224,9 @@ class GatewayMetrics:
         if is_failed and not is_lost:  # its client got an error instead of any output
             self.rejections[outcome] += 1
         self.own.requests.add(model, dialect, outcome, self._tenants.of(tenant))
+        if self._site and worker_id is not None:
+            site = site_in(worker_id) or self._site
+            self.own.site_requests.add(site, self._tenants.of(tenant))
 
     def count_tokens(self, *, model: str, tenant: str, **kinds: int) -> None:
         """Adds the tokens of a request by kind: prompt, cached, output, reasoning."""
@@ -280,10 +293,15 @@ class GatewayMetrics:
             num_open_streams=self._num_open_streams(),
             rejections=tuple(self.rejections.most_common(MAX_CODES)),
             moved_streams=self._moved.counts,
+            site_requests=self._site_requests(),
             ttft_counts=self._latencies(TTFT),
             itl_counts=self._latencies(ITL),
             **self._load,
         )
+
+    def _site_requests(self) -> tuple[SiteRequests, ...]:
+        counts = self.own.site_requests.counts.most_common(MAX_SITE_REQUESTS)
+        return tuple(SiteRequests(site, tenant, count) for (site, tenant), count in counts)
 
     def _latencies(self, name: str) -> tuple[int, ...]:
         """Returns the values of all models by bucket of LATENCY_BOUNDS_S."""

@@ -30,17 +30,19 @@ class FleetChanges:
     def __init__(self) -> None:
         self._roles: dict[str, tuple[int, tuple[str, ...]]] = {}  # epoch and roles
         self._models: dict[str, dict[tuple[str, str], ModelState]] = {}  # by host
+        self._cuts: dict[str, set[str]] = {}  # sites whose link is cut, by process
 
     def observe(self, heartbeat: Heartbeat) -> list[Change]:
         if heartbeat.state == "stopped":
             self.forget(heartbeat.process_id)
             return []
-        found = self._role_changes(heartbeat)
+        found = [*self._role_changes(heartbeat), *self._link_changes(heartbeat)]
         return found if heartbeat.host is None else [*found, *self._model_changes(heartbeat)]
 
     def forget(self, process_id: str) -> None:
         self._roles.pop(process_id, None)
         self._models.pop(process_id, None)
+        self._cuts.pop(process_id, None)
 
     def _role_changes(self, heartbeat: Heartbeat) -> list[Change]:
         process_id, now = heartbeat.process_id, (heartbeat.epoch, heartbeat.roles)
@@ -52,6 +54,17 @@ class FleetChanges:
             return []
         detail = f"{' and '.join(before[1])} → {' and '.join(heartbeat.roles)}"
         return [Change("role changed", process_id, detail)]
+
+    def _link_changes(self, heartbeat: Heartbeat) -> Iterable[Change]:
+        """Yields the links that a gateway has lost, and those that are back."""
+        if heartbeat.gateway is None:
+            return
+        cut = {each.site for each in heartbeat.links if each.is_cut}
+        before = self._cuts.get(heartbeat.process_id, set())
+        self._cuts[heartbeat.process_id] = cut
+        for site in sorted(cut ^ before):
+            kind = "link cut" if site in cut else "returned"
+            yield Change(kind, f"link to {site}", f"seen by {heartbeat.process_id}")
 
     def _model_changes(self, heartbeat: Heartbeat) -> Iterable[Change]:
         if heartbeat.host is None:

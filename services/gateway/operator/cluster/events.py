@@ -16,7 +16,7 @@ from shared.lifecycle.health import Loss
 MAX_EVENTS = 50  # of each ring
 LOSSES = frozenset(
     {each.value for each in Loss if each is not Loss.STOPPED}
-    | {"returned", "moved", "stream lost", "model failed", "killed", "frozen"}
+    | {"returned", "moved", "stream lost", "model failed", "killed", "frozen", "link cut"}
 )
 
 

@@ -43,8 +43,9 @@ class ClusterRoutes:
         wall_clock: Callable[[], float],
         operator_token: str,
     ) -> Self:
-        feed = ClusterFeed(ClusterView(fleet, clock.now, wall_clock))
-        return cls(feed, TenantUsage(store, clock, wall_clock), operator_token)
+        view = ClusterView(fleet, clock.now, wall_clock)
+        tenants = TenantUsage(store, clock, wall_clock, view.tenant_sites)
+        return cls(ClusterFeed(view), tenants, operator_token)
 
     def is_operator(self, header: str | None) -> bool:
         """Whether an Authorization header has the operator's token. False if no token is

@@ -20,11 +20,15 @@ from services.gateway.operator.cluster.rejected_day import RejectedDay, Rejected
 from services.gateway.operator.cluster.rejections import Rejections
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import HostView, ModelView
+from shared.fleet.link_view import LinkView, TenantSite
 from shared.fleet.read_fleet import Rejection
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import GatewayLoad, Heartbeat, RoleDemand
 from shared.model_registry.record import RegisteredModel
+from shared.sites.site_states import models_of_sites
+from shared.subjects import is_at_site
 
+LINKS_S = 5.0
 START_S = 5.0  # a process that started so shortly before the restored history has joined since
 MAX_LOST = 1024  # lost processes of which a later heartbeat is a return
 Fields = dict[str, Any]
@@ -38,6 +42,7 @@ class ClusterLists(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostView, ...]
     models: tuple[ModelView, ...]
     demands: tuple[RoleDemand, ...]
+    links: tuple[LinkView, ...]
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +78,7 @@ class ClusterView:
     """`now` and `wall` return seconds, `wall` those since 1970."""
 
     def __init__(self, fleet: Fleet, now: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._fleet = fleet
         self._view = FleetView(fleet)
         self._own_id = fleet.own_process_id
         self._now = now
@@ -87,11 +93,15 @@ class ClusterView:
         self.history = FleetHistory(now, wall)
         self.rejected_day = RejectedDay(wall)
         self._rejections = Rejections(wall, self.rejected_day.add)
+        self._last_links: tuple[tuple[LinkView, ...], float] = (), -inf
         self._sent = _Sent(lists=self._lists())
         self._number = 0
 
     def observe(self, heartbeat: Heartbeat) -> None:
+        """Other sites are links, and their gateways no processes of this cluster."""
         process_id = heartbeat.process_id
+        if is_at_site(process_id):
+            return
         was_known = process_id in self._view
         was_lost = was_known and self._view.is_lost(process_id)
         self._view.observe(heartbeat, self._now())
@@ -138,6 +148,8 @@ class ClusterView:
             self._began_at = self._now()
 
     def lose(self, process_id: str, loss: Loss) -> None:
+        if is_at_site(process_id):
+            return
         self._view.lose(process_id, loss, self._now())
         self._lost[process_id] = None
         if len(self._lost) > MAX_LOST:
@@ -195,7 +207,16 @@ class ClusterView:
             hosts=self.hosts(),
             models=tuple(models),
             demands=self.demands(),
+            links=self._shown_links(),
         )
+
+    def _shown_links(self) -> tuple[LinkView, ...]:
+        """Returns the links as a delta sends them: their times and speeds every LINKS_S."""
+        links, now = self.links(), self._now()
+        before, at = self._last_links
+        if now - at >= LINKS_S or _states(links) != _states(before):
+            self._last_links = links, now
+        return self._last_links[0]
 
     @property
     def recent_rejections(self) -> tuple[Rejection, ...]:
@@ -212,6 +233,12 @@ class ClusterView:
 
     def demands(self) -> tuple[RoleDemand, ...]:
         return tuple(self._view.demands())
+
+    def links(self) -> tuple[LinkView, ...]:
+        return tuple(self._view.links(models_of_sites(self._fleet)))
+
+    def tenant_sites(self) -> tuple[TenantSite, ...]:
+        return tuple(self._view.tenant_sites())
 
     def _processes(self) -> dict[str, Fields]:
         return {each.process_id: self._fields(each) for each in self.rows()}
@@ -262,6 +289,10 @@ class ClusterView:
                 rest -= num_moved
         if rest > 0:
             self.events.add("moved", gateway_id, rest, gateway_id=gateway_id)
+
+
+def _states(links: Iterable[LinkView]) -> list[tuple[str, bool]]:
+    return [(each.site, each.is_cut) for each in links]
 
 
 def _shallow(lists: ClusterLists) -> Fields:

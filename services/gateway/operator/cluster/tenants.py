@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 import msgspec
@@ -16,6 +16,7 @@ import structlog
 
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import Clock
+from shared.fleet.link_view import TenantSite
 from shared.store import Store, StoreUnavailable
 from shared.tenancy.rate_limit import RATES, enforced_limits
 from shared.tenancy.tenant import USAGE_KINDS, TenantRecord, UsageRow
@@ -49,6 +50,7 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     num_open: int
     limits: list[LimitUse]
+    sites: str = ""  # where its requests ended, as `a 12, b 3`, since the start of the gateways
 
 
 class TenantsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +67,15 @@ class TenantsReport(msgspec.Struct, frozen=True, kw_only=True):
 class TenantUsage:
     """Reads reports from Redis. `wall` returns Unix seconds."""
 
-    def __init__(self, store: Store, clock: Clock, wall: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        wall: Callable[[], float],
+        ran: Callable[[], Sequence[TenantSite]] = tuple,
+    ) -> None:
+        """`ran` returns where the requests of tenants ended; nothing without links."""
+        self._ran = ran
         self._admin = TenantAdmin(store, wall)
         self._clock = clock
         self._wall = wall
@@ -88,15 +98,24 @@ class TenantUsage:
     async def _read(self) -> TenantsReport:
         day, tenants = day_of(self._wall()), await self._admin.all()
         shown = dict(list(tenants.items())[:MAX_TENANTS])
-        usage = await self._admin.usage(list(shown), [day])
+        usage, ran = await self._admin.usage(list(shown), [day]), self._ran()
         rows = [
-            await self._row(name, record, [each for each in usage if each.tenant_id == name])
+            await self._row(
+                name,
+                record,
+                [each for each in usage if each.tenant_id == name],
+                [each for each in ran if each.tenant_id == name],
+            )
             for name, record in shown.items()
         ]
         return TenantsReport(day=day, num_tenants=len(tenants), tenants=rows)
 
     async def _row(
-        self, tenant_id: str, record: TenantRecord | None, usage: list[UsageRow]
+        self,
+        tenant_id: str,
+        record: TenantRecord | None,
+        usage: list[UsageRow],
+        ran: list[TenantSite],
     ) -> TenantUse:
         """Returns a tenant's row. `record` is None if it is unreadable."""
         known = TenantRecord(tenant_id=tenant_id) if record is None else record
@@ -110,4 +129,5 @@ class TenantUsage:
             **{kind: sums[kind] for kind in USAGE_KINDS},
             num_open=state.num_open,
             limits=[LimitUse(name, used[name], limit) for name, limit in limits.items()],
+            sites=", ".join(f"{each.site} {each.num_requests:,}" for each in ran),
         )

@@ -37,6 +37,15 @@ export function count(value) {
   return value == null ? "–" : Math.round(value).toLocaleString("en");
 }
 
+export const badge = (text, level = "") => make("span", { class: `badge ${level}` }, text);
+
+// A part of what there is, red once nearly all of it is used, and its text.
+export function used(share, text) {
+  const fill = make("span", { class: share > 0.95 ? "fill full" : "fill" });
+  fill.style.transform = `scaleX(${Math.min(1, share).toFixed(3)})`;
+  return make("div", { class: "kv" }, make("span", { class: "bar", "aria-hidden": "true" }, fill), text);
+}
+
 // Of numbers; null without any.
 export function percentile(values, share) {
   if (!values.length) return null;

@@ -1,6 +1,6 @@
 // Losses, other events, and rejected requests: no client can push out a loss.
 
-import { byId, count, make } from "./dom.js";
+import { badge, byId, count, make } from "./dom.js";
 
 const MAX_EVENTS = 50; // of each list
 const CALM = new Set(["joined", "stopped", "role changed", "model added", "model removed", "model changed", "model woken", "model parked"]);
@@ -33,7 +33,6 @@ function draw(id, events) {
 }
 
 function words({ kind, process_id: id, gateway_id: gateway = "", count: num = 1, detail = "" }) {
-  const badge = (text, level) => make("span", { class: `badge ${level}` }, text);
   const who = (text) => make("span", { class: "who" }, text);
   if (STREAMS.has(kind)) {
     const from = id !== gateway ? `from ${id}, ` : "";

@@ -31,10 +31,9 @@ const COLUMNS = {
 };
 
 const kvShare = (each) => 1 - (each.num_free_blocks ?? 0) / (each.num_total_blocks || 1);
-function since(at) {
-  if (!at) return "";
-  const age = Math.max(1, Date.now() / 1000 - at);
-  const [unit, length] = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]].find(([, each]) => age >= each);
+// Of seconds.
+export function since(age) {
+  const [unit, length] = [["d", 86400], ["h", 3600], ["min", 60]].find(([, each]) => age >= each) ?? ["s", 1];
   return `${Math.floor(age / length)} ${unit}`;
 }
 // The first device features: cpu-avx512bf16.
@@ -156,7 +155,7 @@ function drawTile(tile, each, wakeS) {
   const share = kvShare(each);
   tile.element.className = `panel tile ${isLost(each) ? "lost" : each.state}`;
   setText(tile.state, `${SIGNS[each.state] ?? "◌"} ${WORDS[each.state] ?? each.state}`);
-  setText(tile.facts, joined(each.model, device(each), each.host, each.release, each.started_at && `up ${since(each.started_at)}`));
+  setText(tile.facts, joined(each.model, device(each), each.host, each.release, each.started_at && `up ${since(Date.now() / 1000 - each.started_at)}`));
   tile.memory.hidden = !each.num_total_blocks; // a worker in standby has no KV cache
   tile.fill.style.transform = `scaleX(${share.toFixed(3)})`;
   tile.fill.classList.toggle("full", share > 0.95);

@@ -1,16 +1,17 @@
-// Models with their state, hosts with their budgets, roles and their demand.
+// Models with their state, hosts with their budgets, other sites, roles and their demand.
 
-import { byId, bytes, count, make, seconds } from "./dom.js";
-import { device } from "./fleet.js";
+import { badge, byId, bytes, count, make, seconds, used } from "./dom.js";
+import { device, since } from "./fleet.js";
 
 const known = (value, text) => (value ? text(value) : "–");
-const NAMES = { hot: "good", failed: "bad", served: "good", standby: "warn" };
+const NAMES = { hot: "good", failed: "bad", served: "good", standby: "warn", connected: "good", cut: "bad" };
 
-export function drawModels({ models, hosts, demands }, processes) {
+export function drawModels({ models, hosts, demands, links }, processes) {
   byId("sections").replaceChildren(...[
     section("Models", ["Model", "Revision", "State", "Where", "Weights", "KV cache", "Wakes in"],
       [...models.map(hosted), ...served(processes, models)]),
     section("Hosts", ["Host", "State", "Device", "Memory used", "Models"], hosts.flatMap(host)),
+    section("Other sites", ["Site", "Region", "Link", "Round trip", "Sent", "Received", "Requests there", "From there", "Models"], links.map(link)),
     section("Roles", ["Model", "Role", "Workers", "Wanted", "Queued"], demands.map((each) => (
       [each.model, each.role, count(each.num_workers ?? 0), count(each.num_wanted_workers ?? 0), count(each.num_queued_requests ?? 0)]))),
   ].filter(Boolean));
@@ -28,12 +29,12 @@ function section(title, allHeads, allRows) {
           make("th", { scope: "row", class: "who" }, first), ...rest.map((each) => make("td", {}, each))))))));
 }
 
-const badge = (state) => make("span", { class: `badge ${NAMES[state] ?? ""}` }, state);
+const state = (name) => badge(name, NAMES[name]);
 
 function hosted(each) {
   const reason = each.failure ? make("p", { class: "error" }, each.failure) : null;
   const pinned = each.is_pinned ? " (pinned)" : "";
-  return [each.name, each.revision.slice(0, 12), make("div", {}, badge(each.state), pinned, reason), `${each.host_id}, ${each.device}`,
+  return [each.name, each.revision.slice(0, 12), make("div", {}, state(each.state), pinned, reason), `${each.host_id}, ${each.device}`,
     known(each.weights_bytes, bytes), known(each.kv_bytes, bytes), known(each.state === "cold" ? each.start_s : each.wake_s, seconds)];
 }
 
@@ -50,17 +51,18 @@ function served(processes, models) {
     const workers = all.length === 1 ? "1 worker" : `${all.length} workers`;
     const devices = [...new Set(all.map((each) => device(each)))].join(", ");
     const kv = all.reduce((sum, each) => sum + (each.kv_bytes ?? 0), 0);
-    return [all[0].model, all[0].revision ?? "–", badge("served"), `${workers}, ${devices}`, "–", known(kv, bytes), "–"];
+    return [all[0].model, all[0].revision ?? "–", state("served"), `${workers}, ${devices}`, "–", known(kv, bytes), "–"];
   });
 }
 
 function host(each) {
-  const states = Object.entries(each.models ?? {}).map(([state, num]) => `${count(num)} ${state}`).join(", ") || "none";
-  return (each.devices ?? []).map((memory) => [each.process_id, badge(each.state), memory.device, budget(memory), states]);
+  const states = Object.entries(each.models ?? {}).map(([name, num]) => `${count(num)} ${name}`).join(", ") || "none";
+  return (each.devices ?? []).map((memory) => [each.process_id, state(each.state), memory.device, budget(memory), states]);
 }
 
-function budget({ used_bytes: used, budget_bytes: most }) {
-  const fill = make("span", { class: used > 0.95 * most ? "fill full" : "fill" });
-  fill.style.transform = `scaleX(${Math.min(1, used / Math.max(1, most)).toFixed(3)})`;
-  return make("div", { class: "kv" }, make("span", { class: "bar", "aria-hidden": "true" }, fill), `${bytes(used)} of ${bytes(most)}`);
+const budget = ({ used_bytes: num, budget_bytes: most }) => used(num / Math.max(1, most), `${bytes(num)} of ${bytes(most)}`);
+
+function link({ is_cut: isCut, sent_per_s: sent = 0, received_per_s: received = 0, ...each }) {
+  return [each.site, each.region ?? "–", make("div", {}, state(isCut ? "cut" : "connected"), ` for ${since(each.for_s ?? 0)}`),
+    known(each.round_trip_s, seconds), `${bytes(sent)}/s`, `${bytes(received)}/s`, count(each.num_placed ?? 0), count(each.num_served ?? 0), (each.models ?? ["–"]).join(", ")];
 }

@@ -1,7 +1,7 @@
 // The last requests that the gateway served: of all for the operator, else of the key's tenant.
 
 import { request } from "./api.js";
-import { byId, count, make, seconds, setText } from "./dom.js";
+import { badge, byId, count, make, seconds, setText } from "./dom.js";
 
 const READ_MS = 5000;
 const COLUMNS = ["Started", "Request", "Model", "Tokens", "Duration", "Outcome", "Moved"];
@@ -42,8 +42,8 @@ function row(each, hasTenants) {
   return make("tr", {}, make("td", {}, make("time", {}, timeOf(each.started_at))),
     make("th", { scope: "row" }, make("a", { class: "code", href: `#request/${encodeURIComponent(each.request_id)}` }, each.request_id)),
     make("td", { class: "model" }, each.model || "–"), make("td", { class: "number" }, tokens), make("td", { class: "number" }, seconds(each.duration_s)),
-    make("td", {}, make("span", { class: `badge ${isBad ? "bad" : ""}` }, each.outcome.replaceAll("_", " "))),
-    make("td", {}, moves ? make("span", { class: "badge moved" }, `${moves}×`) : ""),
+    make("td", {}, badge(each.outcome.replaceAll("_", " "), isBad ? "bad" : "")),
+    make("td", {}, moves ? badge(`${moves}×`, "moved") : ""),
     hasTenants ? make("td", { class: "who" }, each.tenant_id) : null);
 }
 

@@ -1,7 +1,7 @@
 // What tenants used today and use of their limits now: read from time to time while it is shown.
 
 import { request } from "./api.js";
-import { byId, count, make, setText } from "./dom.js";
+import { byId, count, make, setText, used } from "./dom.js";
 
 const READ_MS = 5000;
 const LIMITS = {
@@ -27,14 +27,9 @@ function draw({ is_current: isCurrent, day, num_tenants: num, tenants }) {
   const stale = isCurrent ? "" : "Redis does not answer: these figures are old. ";
   setText(byId("tenants-status"), `${stale}Used today (${day || "unknown"}, UTC), by all gateways.${rest}`);
   byId("tenants-body").replaceChildren(...tenants.map((each) => make("tr", {},
-    make("th", { scope: "row", class: "who" }, each.tenant_id), ...AMOUNTS.map((name) => make("td", {}, count(each[name]))),
+    make("th", { scope: "row", class: "who" }, each.tenant_id, make("p", { class: "hint" }, each.sites)), ...AMOUNTS.map((name) => make("td", {}, count(each[name]))),
     make("td", {}, ...(each.limits.length ? each.limits.map(limit) : ["none"])))));
 }
 
-function limit({ name, used, limit: most }) {
-  const share = most ? used / most : 1;
-  const fill = make("span", { class: share > 0.95 ? "fill full" : "fill" });
-  fill.style.transform = `scaleX(${Math.min(1, share).toFixed(3)})`;
-  return make("div", { class: "kv" }, make("span", { class: "bar", "aria-hidden": "true" }, fill),
-    `${count(used)} of ${count(most)} ${LIMITS[name] ?? name}`);
-}
+const limit = ({ name, used: num, limit: most }) =>
+  used(most ? num / most : 1, `${count(num)} of ${count(most)} ${LIMITS[name] ?? name}`);

@@ -15,6 +15,7 @@ from services.cli.fleet.times import since
 from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import ModelView
+from shared.fleet.link_view import LinkView, TenantSite
 from shared.fleet.read_fleet import (
     FleetRead,
     RecentFigures,
@@ -149,3 +150,26 @@ def test_time_of_an_earlier_day_has_its_date() -> None:
     assert since(60.0, NOON) == "11:59:00Z"
     assert since(NOON + 1.0, NOON) == "1969-12-31 23:59:59Z"
     assert since(None, NOON) == ""
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_links_and_where_the_requests_of_tenants_ran(width: int) -> None:
+    links = (
+        LinkView(site="b", region="us", for_s=60, round_trip_s=0.0213, sent_per_s=1234.0),
+        LinkView(site="c", is_cut=True, for_s=12),
+    )
+    ran = tuple(
+        TenantSite(tenant_id=tenant, site=site, num_requests=5)
+        for tenant, site in (("t1", "a"), ("t1", "b"), *((f"u{n}", "a") for n in range(9)))
+    )
+    found = report(GATEWAY, links=links, tenant_sites=ran)
+    assert not found.is_sound
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(tables(found, width, NOON))
+    shown = captured.get()
+    assert "link to site c: cut for 12 s" in shown and "21.3 ms" in shown
+    assert "a 5, b 5" in shown and "and 2 other tenants: hearth status --json" in shown
+    if width == 200:
+        assert "1.2 kB/s" in shown and "connected since 11:59:00Z" in shown
+    assert report(GATEWAY, links=links[:1]).is_sound

@@ -8,7 +8,7 @@ import pytest
 
 from services.gateway.operator.cluster.events import MAX_EVENTS
 from services.gateway.operator.cluster.history import NUM_SAMPLES, SAMPLE_S, quantile
-from services.gateway.operator.cluster.state import ClusterView
+from services.gateway.operator.cluster.state import LINKS_S, ClusterView
 from shared.fleet.fleet_view import SHOW_LOST_S
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import (
@@ -18,6 +18,7 @@ from shared.messages import (
     Heartbeat,
     HostedModel,
     HostLoad,
+    LinkLoad,
     ProcessState,
     WorkerLoad,
 )
@@ -344,3 +345,33 @@ def test_start_of_a_process_does_not_drift() -> None:
         scene.beat(uptime_s=60.4 + scene.now)
     assert scene.state.snapshot().processes["decode-1"]["started_at"] == 940
     assert len([each for each in (scene.state.delta(), scene.state.delta()) if each.changed]) == 1
+
+
+def test_other_sites_are_links_and_no_processes() -> None:
+    scene = Scene()
+    scene.beat("b/gw/00ff")
+    up, cut = LinkLoad(site="b"), LinkLoad(site="b", is_cut=True, changed_s=4.0)
+    for links in ((up,), (cut,), (up,)):
+        scene.beat("gateway-1", gateway=GatewayLoad(), links=links)
+    assert "b/gw/00ff" not in scene.state.snapshot().processes
+    assert [(each.kind, each.process_id) for each in scene.state.events.all] == [
+        ("joined", "gateway-1"),
+        ("link cut", "link to b"),
+        ("returned", "link to b"),
+    ]
+
+
+def test_deltas_have_speeds_of_links_at_times_and_a_cut_at_once() -> None:
+    scene = Scene()
+
+    def links(**fields: Any) -> Any:
+        link = LinkLoad(site="b", **fields)
+        scene.beat("gateway-1", gateway=GatewayLoad(), links=(link,))
+        return scene.state.delta().lists.get("links")
+
+    (first,) = links(sent_bytes=1)
+    assert (first.site, first.is_cut) == ("b", False)
+    assert links(sent_bytes=1000) is None
+    assert links(is_cut=True, changed_s=4.0)[0].loss == "link to site b: cut for 4 s"
+    scene.now += LINKS_S
+    assert links(is_cut=True, changed_s=9.0)[0].for_s == 9

@@ -12,6 +12,7 @@ import pytest
 from services.gateway.operator.cluster.tenants import READ_S, TenantUsage
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
+from shared.fleet.link_view import TenantSite
 from shared.store import RedisStore
 from shared.tenancy.tenant import usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -37,7 +38,8 @@ class Scene:
         self.redis = redis
         self.store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
         self.admin = TenantAdmin(self.store, lambda: NOW)
-        self.usage = TenantUsage(self.store, self.clock, lambda: NOW)
+        ran = [TenantSite(tenant_id="one", site=site, num_requests=1200) for site in "ab"]
+        self.usage = TenantUsage(self.store, self.clock, lambda: NOW, lambda: ran)
 
     async def use(self, tenant_id: str, model: str, **counts: int) -> None:
         key = usage_of(tenant_id, day_of(NOW))
@@ -65,12 +67,12 @@ async def test_rows_sum_the_models_of_a_day_and_have_the_limits(scene: Scene) ->
     rows = await scene.rows()
     one = rows["one"]
     assert (one["requests"], one["input_tokens"], one["cached_tokens"]) == (3, 40, 16)
-    assert one["output_tokens"] == 5
+    assert (one["output_tokens"], one["sites"]) == (5, "a 1,200, b 1,200")
     assert [(each["name"], each["used"], each["limit"]) for each in one["limits"]] == [
         ("requests_per_min", 0, 60),
         ("concurrency", 0, 2),
     ]
-    assert rows["two"]["requests"] == 0
+    assert (rows["two"]["requests"], rows["two"]["sites"]) == (0, "")
     assert rows["two"]["limits"] == []
 
 
