@@ -17,6 +17,7 @@ from shared.messages import (
     HostedModel,
     HostLoad,
     IndexLoad,
+    LinkLoad,
     SchedulerLoad,
     StoreLoad,
 )
@@ -26,6 +27,8 @@ from tests.services.gateway.observability.metrics.test_gateway_metrics import ti
 from tests.services.gateway.peer import CARD
 from tests.shared.metrics.test_families import heartbeat, worker_load
 from tests.shared.metrics.test_role_demands import demand
+
+LINK = LinkLoad(site="b", round_trip_s=0.1)
 
 
 def fleet() -> list[Member]:
@@ -40,7 +43,7 @@ def fleet() -> list[Member]:
     device = DeviceMemory(device="cpu", budget_bytes=2, used_bytes=1)
     hosted = HostedModel(name="m", revision="r", state="hot", device="cpu")
     loads = (
-        heartbeat("gateway-1", gateway=GatewayLoad(), store=StoreLoad()),
+        heartbeat("gateway-1", gateway=GatewayLoad(), store=StoreLoad(), links=(LINK,)),
         heartbeat("scheduler-1", scheduler=SchedulerLoad(demands=(demand("m", 1, 1),))),
         heartbeat("kv_index-1", index=IndexLoad(state="exact")),
         heartbeat("host-1", host=HostLoad(devices=(device,), models=(hosted,))),
@@ -50,13 +53,13 @@ def fleet() -> list[Member]:
 
 
 def gateway_metrics() -> GatewayMetrics:
-    metrics = GatewayMetrics("gateway-1")
+    metrics = GatewayMetrics("gateway-1", "a")
     metrics.watch_fleet(fleet)
     metrics.watch_preparation(lambda: {"requests": EncodingPools()})
     metrics.watch_dropped_spans(lambda: 0)
     metrics.watch_redis(lambda: MemoryUse(0, 0))
     metrics.watch_certificate(lambda: 0.0)
-    metrics.count_ended("stop", model="m", dialect="openai", tenant="t")
+    metrics.count_ended("stop", model="m", dialect="openai", tenant="t", worker_id="decode-1")
     metrics.count_refused("overloaded", dialect="openai", tenant="t")
     metrics.count_tokens(model="m", tenant="t", prompt=1, cached=1, output=1, reasoning=1)
     metrics.count_resubmission("worker_lost")
