@@ -18,7 +18,9 @@ from tests.support.guide_blocks import FOLDER, ROOT, Block
 from tests.support.shell_commands import arguments_of, simple_commands
 
 MAX_LINES = 150
-MARK = re.compile(r"run|run: tls|run: tls elsewhere|output|clients: (agents|messages|sdks)|")
+MARK = re.compile(
+    r"run|run: tls|run: tls elsewhere|run: sites|output|clients: (agents|messages|sdks)|"
+)
 LINK = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 READERS = {
