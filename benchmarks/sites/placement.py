@@ -35,7 +35,7 @@ from benchmarks.sites.virtual_site import Arrival, Outcome, VirtualSite
 from services.scheduler import cost_kernel
 from shared.lifecycle.health import SITE_INTERVAL_S
 from shared.messages import SiteModels, SiteState, StartDecode
-from shared.sites.site_states import SiteWorkers
+from shared.sites.site_workers import SiteWorkers
 from shared.subjects import state_to_sites
 
 NUM_REQUESTS = 1_000_000
@@ -95,7 +95,8 @@ class _World:
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
         self._order, self._random = count(), Random(SEED)
         self._num_open = self._num_left = num_requests
-        self._converters = SiteWorkers()  # all receivers make the same of a state
+        # all near receivers make the same of a state, and all far ones, which have it later
+        self._converters = {True: SiteWorkers(), False: SiteWorkers()}
         self.sites: list[VirtualSite] = []
         for number in range(NUM_SITES):
             num_workers = len(range(number, NUM_WORKERS, NUM_SITES))
@@ -188,9 +189,10 @@ class _World:
 
     def _deliver(self, now: float, argument: tuple[int, bool, SiteState, SiteModels]) -> None:
         number, is_near, state, models = argument
-        if not self._converters.knows_models(state):
-            self._converters.learn(models)
-        heartbeats = self._converters.heartbeats(state)
+        workers = self._converters[is_near]
+        if not workers.knows_models(state):
+            workers.learn(models, now)
+        heartbeats = workers.heartbeats(state, now)
         for other, site in enumerate(self.sites):
             one_way_s = self.one_way_s(number, other)
             if other != number and (one_way_s == NEAR_S) == is_near:
