@@ -3,13 +3,12 @@
 Every site is linked to every other one and serves one model, which all of them serve, with two
 gateways; half of its workers prefill, half decode. So a scheduler knows its 33 or 34 workers and
 598 gateways of other sites, from states that cross each link once a second, encoded by the real
-codec. A fifth of the sites gets 1.6 times what its workers can do, the others half of it; every
+codec. A fifth of the sites gets 1.6 times what its workers can do, the others 0.65 of it; every
 fifth request must stay in the region of its site. Sites of a region are 20 ms apart (round trip),
 others 120 ms.
 
-A decision is all that a scheduler computes for a request besides messages, with the tries before in
-which it found no room; a mean is without the slowest hundredth, when the machine did something
-else (as in `benchmarks/simulate`).
+A decision is the CPU time of all that a scheduler computes for a request besides messages, with
+the tries before in which it found no room; a mean is without the slowest hundredth.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ NUM_REQUESTS = 1_000_000
 GATEWAYS = ("gateway.000000000000", "gateway.ffffffffffff")
 NEAR_S, FAR_S = 0.01, 0.06  # one way
 SEED = 11
-BUSY_SHARE, BUSY_LOAD, USUAL_LOAD = 0.2, 1.6, 0.5
+BUSY_SHARE, BUSY_LOAD, USUAL_LOAD = 0.2, 1.6, 0.65
 BOUND_SHARE = 0.2  # of requests that must stay in their region
 MIN_TOKENS, MAX_TOKENS = 128, 4096
 COSTS = Costs()
