@@ -303,11 +303,11 @@ def test_a_flood_of_states_is_not_even_read() -> None:
         num_decoded += 1
         return state()
 
-    take, large = check.checked(decode, STATE), bytes(2**20)
+    take, large = check.checked(decode, STATE), bytes(2**17)
     for _ in range(4):
         take(large)
-    with pytest.raises(Overloaded, match="site b sends more than 4 MiB of states a second"):
+    with pytest.raises(Overloaded, match="site b sends more than 512 KiB of states a second"):
         take(large)
     now[0] = 0.25
     take(large)
-    assert (num_decoded, check.site_bytes.received["b"]) == (5, 6 * 2**20)
+    assert (num_decoded, check.site_bytes.received["b"]) == (5, 6 * 2**17)
