@@ -712,9 +712,10 @@ def failures(rig: Rig) -> list[tuple[str, str]]:
 
 def test_request_that_must_not_wait_is_placed_where_there_is_room() -> None:
     async def test(rig: Rig) -> None:
-        await rig.worker("decode-0")
+        worker = await rig.worker("decode-0")
         await rig.submit(submit_of("r0", is_queueable=False))
         assert isinstance(await rig.result(within_s=0.1), Placed)
+        assert [each.is_queueable for each in worker.started] == [False], "as for another site"
 
     scenario(test)
 
