@@ -33,6 +33,7 @@ from benchmarks.simulate.simulation import CARD, HEARTBEAT_S, FleetShape, Simula
 from benchmarks.simulate.sites import Costs, Decode, Job, Prefill
 from benchmarks.simulate.trace import TraceRequest
 from benchmarks.simulate.workloads import Blocks
+from benchmarks.sites.plots import plot_lines
 from services.scheduler import cost_kernel
 from services.scheduler.fleet import WorkerFleet
 from shared.lifecycle.health import SITE_INTERVAL_S
@@ -82,7 +83,15 @@ LINKED = Shape("64 H20, 3 prefill, and 32 H200 far away", 3, 5, has_far=True)
 
 def run(scale: float) -> tuple[list[Row], list[Bar]]:
     cost_kernel.load()
-    rows = [_best(shape, round(NUM_REQUESTS * scale)) for shape in (*LOCAL, BASELINE, LINKED)]
+    num_requests = round(NUM_REQUESTS * scale)
+    of_shape = {
+        shape.name: [case_row(shape, per_s, num_requests) for per_s in LOADS]
+        for shape in (*LOCAL, BASELINE, LINKED)
+    }
+    if scale >= 1:
+        lines = {name: [_point(each) for each in rows] for name, rows in of_shape.items()}
+        plot_lines("sites_prefill", lines, x="requests/s", y="good requests/s")
+    rows = [max(each, key=lambda row: float(row["goodput_per_s"])) for each in of_shape.values()]
     local = max(row["goodput_per_s"] for row in rows[: len(LOCAL)])
     baseline, linked = rows[-2]["goodput_per_s"], rows[-1]["goodput_per_s"]
     return rows, [
@@ -91,21 +100,19 @@ def run(scale: float) -> tuple[list[Row], list[Bar]]:
     ]
 
 
-def _best(shape: Shape, num_requests: int) -> Row:
-    """Returns the row of the load with the most good requests a second."""
-    rows = [_row(shape, per_s, num_requests) for per_s in LOADS]
-    return max(rows, key=lambda row: float(row["goodput_per_s"]))
+def _point(row: Row) -> tuple[float, float]:
+    return row["load_per_s"], row["goodput_per_s"]
 
 
-def _row(shape: Shape, per_s: float, num_requests: int) -> Row:
+def case_row(shape: Shape, per_s: float, num_requests: int) -> Row:
     simulation = _Case(shape)
-    outcome = simulation.run(_trace(per_s, num_requests))
+    outcome = simulation.run(prompts(per_s, num_requests))
     lasted_s = num_requests / per_s
     ttft_s = np.array(outcome.ttft_s)
     far = simulation.far
     return {
         "workers": shape.name,
-        "best_load_per_s": per_s,
+        "load_per_s": per_s,
         "goodput_per_s": round(simulation.num_good / lasted_s, 3),
         "ttft_mean_s": round(float(ttft_s.mean()), 2),
         "ttft_p90_s": round(float(np.percentile(ttft_s, 90)), 2),
@@ -117,7 +124,7 @@ def _row(shape: Shape, per_s: float, num_requests: int) -> Row:
     }
 
 
-def _trace(per_s: float, num_requests: int) -> Iterator[TraceRequest]:
+def prompts(per_s: float, num_requests: int) -> Iterator[TraceRequest]:
     draw, blocks, at_s = Random(SEED), Blocks(), 0.0
     for _ in range(num_requests):
         at_s += draw.expovariate(per_s)
