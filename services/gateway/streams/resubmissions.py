@@ -25,12 +25,16 @@ class ResubmissionBudget:
 
     def take(self, ended: TryRecord, cause: ResubmissionCause) -> bool:
         """Counts a resubmission after the try `ended`. Returns whether the budget allows it."""
-        placed = ended.placed
-        if placed is None or not is_at_site(placed.worker_id) or cause not in _LINK_LOSSES:
+        if not was_at_site(ended) or cause not in _LINK_LOSSES:
             self._num_charged += 1
             return self._num_charged <= MAX_RESUBMISSIONS
         self._num_link_losses = 1 if ended.num_tokens else self._num_link_losses + 1
         return self._num_link_losses <= MAX_LINK_LOSSES
+
+
+def was_at_site(ended: TryRecord) -> bool:
+    """Whether another site served the try."""
+    return ended.placed is not None and is_at_site(ended.placed.worker_id)
 
 
 def excluded_after_silence(worker_id: str) -> str | None:

@@ -51,7 +51,11 @@ from services.gateway.streams.queued_openings import (
     TenantOpenings,
 )
 from services.gateway.streams.receiver import GuardedReceiver, StreamEnd
-from services.gateway.streams.resubmissions import excluded_after_silence, recovery_window_s
+from services.gateway.streams.resubmissions import (
+    excluded_after_silence,
+    recovery_window_s,
+    was_at_site,
+)
 from services.gateway.streams.stream import (
     CurrentPlacement,
     Stream,
@@ -454,6 +458,8 @@ class Streams:
         """
         self._leave(stream, "superseded", now)
         stream.tries[-1].end(cause, now)
+        if was_at_site(stream.tries[-1]):  # a worker of this site may be the only other one
+            stream.excluded_workers.clear()
         if excluded is not None:
             stream.excluded_workers.add(excluded)
         if not stream.budget.take(stream.tries[-1], cause):
