@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -189,6 +189,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     # sites to which it has links, each with the weight of its requests here, as `b` or `b=0.5`; one
     # that has never been heard is reported as cut
     linked_site: tuple[str, ...] = ()
+    # networks of other sites' decode workers, to which the prefill workers here may push KV; empty:
+    # none, and this site computes no prompts for others
+    kv_networks: tuple[str, ...] = ()
 
     @property
     def served_name(self) -> str:
@@ -239,6 +242,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
         yield from _site_problems(self.site)
         yield from _linked_problems(self.linked_site, self.site)
+        if self.kv_networks and not self.site:
+            yield "kv_networks needs a site: they are networks of other sites"
+        yield from _network_problems(self.kv_networks)
         if not 0 <= self.http_port < 65536:
             yield f"http_port {self.http_port} is not in [0, 65536)"
         if self.fault_socket and not is_loopback(self.http_host):
@@ -319,6 +325,7 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
     data_plane_host: str = "127.0.0.1"  # address of its workers
     data_plane_advertised_host: str = ""
     data_plane_security: str = "aead"
+    site: str = ""  # the name of its workers' site, to which other sites may push KV; empty: none
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -336,6 +343,7 @@ class HostConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"parked_weights_bytes {self.parked_weights_bytes} is negative"
         if self.num_threads < 0:
             yield f"num_threads {self.num_threads} is negative"
+        yield from _site_problems(self.site)
 
 
 def device_budgets(texts: Iterable[str]) -> dict[str, int | Fraction | None]:
@@ -413,6 +421,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     # KV over TCP is encrypted and authenticated (aead), only authenticated (mac), or neither
     # (none).
     data_plane_security: str = "aead"
+    # the name of this worker's site, to which other sites may push KV; empty: none may
+    site: str = ""
 
     @property
     def is_on_loopback(self) -> bool:
@@ -490,6 +500,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"remote_ranks {self.remote_ranks} is not in [0, {ranks})"
         elif self.remote_ranks and not self.is_trusted_network:
             yield from _rank_network_problems(self.nats_url, self.rank_host)
+        yield from _site_problems(self.site)
         if not 0 < self.max_reserved_share <= 1:
             yield f"max_reserved_share {self.max_reserved_share} is not in (0, 1]"
         if not 0 <= self.max_pinned_share <= 1:
@@ -635,6 +646,14 @@ def _linked_problems(linked_sites: tuple[str, ...], site: str) -> Iterator[str]:
             yield f"linked_site {each!r} is not SITE or SITE=WEIGHT, of up to {MAX_WEIGHT:g}"
         elif name == site:
             yield f"linked_site {each!r} is this site"
+
+
+def _network_problems(networks: Iterable[str]) -> Iterator[str]:
+    for each in networks:
+        try:
+            ip_network(each)
+        except ValueError as error:
+            yield f"kv_networks {each!r} is no network such as 10.2.0.0/16: {error}"
 
 
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[1-9][0-9]{0,4})?")

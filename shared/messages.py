@@ -21,6 +21,9 @@ Between sites, where a gateway serves as a decode worker for the other site:
 
     scheduler ──StartDecode──▶ gateway of the other site, which submits the request there
     gateway ◀──TokenBatch──── gateway of the other site; ResendTokens, AckFinished, AbortRequest
+    decode ────RunPrefill────▶ gateway of the other site, for its prefill workers; RenewLease
+    decode ◀═══ KV frames ════ prefill worker of the other site
+    decode ◀─PrefillPhases─── gateway of the other site; PrefillFailed
     gateway ───SiteState─────▶ gateways and schedulers of every linked site; ReadSiteModels
 
 The life of a model on a host:
@@ -308,6 +311,7 @@ class PrefillPhases(Message, frozen=True, kw_only=True):
     compute_s: Duration = 0.0  # then to the last step
     push_s: Duration = 0.0  # then to the last byte of KV that was sent
     num_pushed_bytes: Count = 0
+    link_s: Duration = 0.0  # with at least one of its frames under way; 0: not measured
 
     @property
     def sender_id(self) -> str:

@@ -104,8 +104,8 @@ def kv_events(role: Role, process_id: str) -> str:
 
 
 def alive(role: Role, process_id: str) -> str:
-    """Carries ReportAlive."""
-    return command(role, process_id, "alive")
+    """Carries ReportAlive. A gateway of another site replies for its workers of both roles."""
+    return command("decode" if is_at_site(process_id) else role, process_id, "alive")
 
 
 # scheduler
@@ -198,6 +198,7 @@ def control(role: Role, worker_id: str) -> str:
 
 
 def run_prefill(worker_id: str) -> str:
+    """Carries RunPrefill; to another site RenewLease, too, whose reply shows that it is alive."""
     return command("prefill", worker_id, "run")
 
 
@@ -365,6 +366,7 @@ _TRACE = f"{PREFIX}.gateway.*.*.trace"
 _FLEET = f"{PREFIX}.gateway.*.*.fleet"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
 _LIST_MODELS = f"{PREFIX}.host.*.*.list_models"
+_TO_PREFILLS = (f"{PREFIX}.prefill.*.*.run", f"{PREFIX}.prefill.*.*.control")
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
         MATCH,
@@ -384,11 +386,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         _HOST_MODELS,
         _LIST_MODELS,
     ),
-    "decode": (
-        f"{PREFIX}.prefill.*.*.run",
-        f"{PREFIX}.prefill.*.*.control",
-        f"{PREFIX}.gateway.*.*.tokens",
-    ),
+    "decode": (*_TO_PREFILLS, f"{PREFIX}.gateway.*.*.tokens"),
     "prefill": (f"{PREFIX}.decode.*.*.control",),
     "kv_index": (f"{PREFIX}.*.*.*.list_blocks", f"{PREFIX}.*.*.*.pins"),
     "host": _LIFECYCLE,
@@ -412,10 +410,18 @@ LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (
     ("decode", "alive"),
     ("gateway", "tokens"),
     ("gateway", "models"),
+    ("prefill", "run"),
+    ("prefill", "control"),
 )
 _SENT_TO_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
-    "gateway": LINKED_COMMANDS[1:],
+    "gateway": LINKED_COMMANDS[1:6],
     "scheduler": (LINKED_COMMANDS[0], *LINKED_COMMANDS[2:4], LINKED_COMMANDS[5]),
+    "decode": LINKED_COMMANDS[6:],
+}
+# What one process receives of other sites. A gateway stands for the workers of its site.
+_RECEIVED_FROM_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
+    "gateway": LINKED_COMMANDS,
+    "decode": (("decode", "control"),),
 }
 
 
@@ -456,12 +462,15 @@ def permissions(
     if role in ("worker", *_PREFILL_AND_DECODE):
         publish.append(join_ranks(any_instance))
         shared.append(join_ranks(any_instance))
-    if is_linked and role in _SENT_TO_SITES:
-        publish += [f"{_SITE}.*.{each}.*.*.{verb}" for each, verb in _SENT_TO_SITES[role]]
+    for each in roles if is_linked else ():
+        publish += [f"{_SITE}.*.{to}.*.*.{verb}" for to, verb in _SENT_TO_SITES.get(each, ())]
+        received = _RECEIVED_FROM_SITES.get(each, ())
+        shared += [from_sites(to, any_instance, verb) for to, verb in received]
+    if is_linked and role in ("gateway", "scheduler"):
         shared.append(STATES_OF_SITES)
-        if role == "gateway":
-            publish.append(state_to_sites(any_instance))
-            shared += [from_sites(each, any_instance, verb) for each, verb in LINKED_COMMANDS]
+    if is_linked and role == "gateway":  # it requests prefills as a decode worker does
+        publish += [state_to_sites(any_instance), *_TO_PREFILLS]
+        shared.append(control("decode", any_instance))
     return Permissions(
         publish=tuple(sent_by(subject, any_instance) for subject in publish),
         subscribe=(own_inbox, *map(from_anyone, shared)),

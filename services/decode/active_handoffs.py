@@ -1,4 +1,8 @@
-"""Runs this worker's handoffs: requests prefills, renews their leases, aborts failed attempts."""
+"""Runs this worker's handoffs: requests prefills, renews their leases, aborts failed attempts.
+
+A prefill at another site is requested of a gateway there. This worker receives no heartbeats of
+that site: the reply to each renewed lease shows that the site is alive.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,32 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from services.decode.avoided_sites import AvoidedSites
 from services.decode.handoff import Handoff
 from services.decode.running_request import RunningRequest
-from shared.background import Background, item_error
+from shared.background import Background, is_logged, item_error
 from shared.engine.kv.ports import ReceivePort
 from shared.engine.worker import EngineWorker
-from shared.errors import WorkerBusy
+from shared.errors import HearthError, WorkerBusy
 from shared.messages import (
     AbortRequest,
+    Done,
     PrefillAccepted,
     PrefillPhases,
     RenewLease,
     RunPrefill,
+    SitePushes,
     WorkerLoad,
 )
 from shared.packing import pack_hashes, pack_token_ids
-from shared.subjects import control, run_prefill
+from shared.sites.kv_targets import targets_for_sites
+from shared.subjects import at_site, control, is_at_site, run_prefill, site_in
 
 log = structlog.get_logger(__name__)
 
 PREFILL_ACK_S = 0.25  # plus the round trip
 PREFILL_LEASE_S = 3.0
+SITE_REPLY_S = 0.5  # of a gateway of another site, plus the round trip
 
 
 class ActiveHandoffs:
@@ -37,14 +46,21 @@ class ActiveHandoffs:
         port: ReceivePort,
         on_ended: Callable[[RunningRequest, Handoff, int], None],
         on_failed: Callable[[RunningRequest], None],
+        *,
+        site: str = "",
     ) -> None:
         """Each handoff ends with a call of `on_ended(placement, handoff, num_held_tokens)`; if that
-        raises, of `on_failed(placement)`.
+        raises, of `on_failed(placement)`. `site` is the name of this site for others; without one
+        no other site computes prompts for this worker.
         """
         self._worker = worker
         self._port = port
         self._on_ended = on_ended
         self._on_failed = on_failed
+        self._site = site
+        self._site_pushes: dict[str, SitePushes] = {}
+        self._avoided_sites = AvoidedSites()
+        self._renewing: set[str] = set()  # gateways of other sites whose reply is awaited
         self._background = Background()
         self._under_way: dict[Handoff, None] = {}
         self._awaiting_phases: dict[bytes, RunningRequest] = {}  # key: id of the prefill
@@ -59,10 +75,12 @@ class ActiveHandoffs:
             num_handoffs=self._num_accepted,
             num_failed_handoffs=self._num_failed,
             handoff_ack_s=self._ack_s,
+            site_pushes=tuple(self._site_pushes.values()),
         )
 
     def start(self, placement: RunningRequest, candidates: tuple[str, ...]) -> None:
-        handoff = placement.handoff = self._handoff(placement, candidates)
+        usable = tuple(each for each in candidates if self._may_request(each))
+        handoff = placement.handoff = self._handoff(placement, usable)
         self._under_way[handoff] = None
         self._background.start_item(
             self._run(placement, handoff), lambda _: self._on_failed(placement)
@@ -94,6 +112,7 @@ class ActiveHandoffs:
         placement = self._awaiting_phases.pop(phases.placement_id, None)
         if placement is not None:
             placement.times.prefill = phases
+            self._count_site_push(placement, phases)
 
     def forget(self, placement: RunningRequest) -> None:
         """Forgets the phases of a placement that has ended. Idempotent."""
@@ -109,11 +128,46 @@ class ActiveHandoffs:
                 by_worker.setdefault(worker_id, []).append(placement_id)
         for worker_id, placement_ids in by_worker.items():
             message = RenewLease(
-                decode_worker_id=self._worker.worker_id,
+                decode_worker_id=self._name_for(worker_id),
                 placement_ids=tuple(placement_ids),
                 lease_s=PREFILL_LEASE_S,
             )
-            self._worker.outbox.post(control("prefill", worker_id), message)
+            if not is_at_site(worker_id):
+                self._worker.outbox.post(control("prefill", worker_id), message)
+            elif worker_id not in self._renewing:
+                self._renewing.add(worker_id)
+                self._background.start_item(self._renew_at_site(worker_id, message), is_logged)
+
+    async def _renew_at_site(self, worker_id: str, message: RenewLease) -> None:
+        """Renews leases at another site. Fails the handoffs from there if it does not reply."""
+        try:
+            await self._worker.health_monitor.requests.request(
+                worker_id, run_prefill(worker_id), message, Done, base_s=SITE_REPLY_S
+            )
+        except HearthError as error:
+            self.fail_worker(worker_id, f"{worker_id} does not renew: {error.message}")
+        finally:
+            self._renewing.discard(worker_id)
+
+    def _name_for(self, worker_id: str) -> str:
+        """Returns the name by which a prefill worker knows this one."""
+        own = self._worker.worker_id
+        return at_site(self._site, own) if is_at_site(worker_id) else own
+
+    def _count_site_push(self, placement: RunningRequest, phases: PrefillPhases) -> None:
+        """Counts KV that came over a link. A site cannot claim more bytes than its prompt has."""
+        site, delivery = site_in(phases.prefill_worker_id), placement.delivery
+        if site is None or not phases.link_s or delivery is None:
+            return
+        num_tokens = delivery.num_pushed_tokens
+        most = num_tokens * self._worker.served.card.kv_bytes_per_token
+        before = self._site_pushes.get(site, SitePushes(site))
+        self._site_pushes[site] = SitePushes(
+            site,
+            num_tokens=before.num_tokens + num_tokens,
+            num_bytes=before.num_bytes + min(phases.num_pushed_bytes, most),
+            link_s=before.link_s + phases.link_s,
+        )
 
     def _handoff(self, placement: RunningRequest, candidates: tuple[str, ...]) -> Handoff:
         return Handoff(
@@ -141,9 +195,22 @@ class ActiveHandoffs:
             log.exception("handoff_crashed")
         finally:
             del self._under_way[handoff]
-            self._num_failed += handoff.num_failed_tries
+            self._num_failed += len(handoff.failed_workers)
+            self._record_sites(placement, handoff)
         placement.handoff = None
         self._on_ended(placement, handoff, num_held)
+
+    def _may_request(self, worker_id: str) -> bool:
+        site, now = site_in(worker_id), self._worker.clock.now()
+        return site is None or (bool(self._site) and not self._avoided_sites.is_avoided(site, now))
+
+    def _record_sites(self, placement: RunningRequest, handoff: Handoff) -> None:
+        """Records which sites have failed to compute the prompt, and which one has."""
+        for site in filter(None, map(site_in, handoff.failed_workers)):
+            self._avoided_sites.failed(site, self._worker.clock.now())
+        delivery = placement.delivery
+        if delivery is not None and delivery.prefill_worker_id is not None:
+            self._avoided_sites.succeeded(site_in(delivery.prefill_worker_id) or "")
 
     async def _request_prefill(
         self, placement: RunningRequest, worker_id: str, placement_id: bytes, first_token: int
@@ -154,10 +221,13 @@ class ActiveHandoffs:
         if self._worker.health_monitor.fleet.is_lost(worker_id):
             raise WorkerBusy(f"{worker_id} is not alive")
         worker, request, prompt = self._worker, placement.request, placement.prompt
+        targets, ack_s = self._port.targets, PREFILL_ACK_S
+        if is_at_site(worker_id):  # its gateway asks a worker there
+            targets, ack_s = targets_for_sites(targets), PREFILL_ACK_S + SITE_REPLY_S
         command = RunPrefill(
             placement_id=placement_id,
             tenant_id=request.tenant_id,
-            decode_worker_id=worker.worker_id,
+            decode_worker_id=self._name_for(worker_id),
             model=request.model,
             revision=request.revision,
             kv_format=worker.served.card.kv_format,
@@ -167,7 +237,7 @@ class ActiveHandoffs:
             num_public_blocks=prompt.num_public_blocks,
             first_token=first_token,
             kv_quota_tokens=request.kv_quota_tokens,
-            targets=self._port.targets,
+            targets=targets,
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
             link_key=self._port.link_key(worker_id),
@@ -182,7 +252,7 @@ class ActiveHandoffs:
         self._awaiting_phases[placement_id] = placement
         requested_at = worker.clock.now()
         accepted = await worker.health_monitor.requests.request(
-            worker_id, run_prefill(worker_id), command, PrefillAccepted, base_s=PREFILL_ACK_S
+            worker_id, run_prefill(worker_id), command, PrefillAccepted, base_s=ack_s
         )
         self._num_accepted += 1
         placement.times.accepted_at = worker.clock.now()

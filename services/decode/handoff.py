@@ -53,7 +53,7 @@ class Handoff:
         self.current: tuple[str, bytes] | None = None  # worker and placement id of this attempt
         self.lease: tuple[str, bytes] | None = None  # `current` once accepted
         self.is_cancelled = False
-        self.num_failed_tries = 0
+        self.failed_workers: list[str] = []  # one for each failed try
         self._sequence = sequence
         self._candidates = candidates
         self._port = port
@@ -107,7 +107,8 @@ class Handoff:
             await self._port.forget(placement_id)
             self._receipt = self.current = self.lease = None
         if reason is not None:
-            self.num_failed_tries += not self.is_cancelled
+            if not self.is_cancelled:
+                self.failed_workers.append(worker_id)
             log.warning("prefill_attempt_failed", prefill=worker_id, reason=reason)
             self._abandon(worker_id, placement_id)
         return receipt

@@ -40,7 +40,7 @@ from shared.messages import (
     TokenBatch,
 )
 from shared.output.output_buffer import Output, OutputBuffer
-from shared.subjects import control, resend, start_decode
+from shared.subjects import control, from_sites, resend, start_decode
 from shared.transport.bus import failure_of
 
 log = structlog.get_logger(__name__)
@@ -68,9 +68,14 @@ class DecodeService:
         worker: EngineWorker,
         port: ReceivePort,
         grammars: WorkerGrammars | None = None,
+        *,
+        site: str = "",
     ) -> None:
-        """Serves placements. `grammars` is None on a worker that does not announce the feature."""
+        """Serves placements. `grammars` is None on a worker that does not announce the feature.
+        `site` is the name of this site for those that compute prompts for it; empty: none does.
+        """
         self._worker = worker
+        self._site = site
         self._grammars = ChoiceGrammars(worker, grammars)
         self._engine = worker.loop.engine
         self._output_buffer = OutputBuffer()
@@ -81,7 +86,7 @@ class DecodeService:
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before StartDecode
         self._orphaned_since: dict[str, float] = {}
         self._active_handoffs = ActiveHandoffs(
-            worker, port, self._on_handoff_ended, self._on_handoff_failed
+            worker, port, self._on_handoff_ended, self._on_handoff_failed, site=site
         )
         self._background = Background()
 
@@ -96,6 +101,12 @@ class DecodeService:
             AbortRequest | AckFinished | PrefillFailed | PrefillPhases,
             self._on_control,
         )
+        if self._site:
+            await bus.subscribe(
+                from_sites("decode", worker.worker_id, "control"),
+                PrefillFailed | PrefillPhases,
+                self._on_control,
+            )
         await bus.serve(resend(worker.worker_id), ResendTokens, self._resend)
         await bus.serve(start_decode(worker.worker_id), StartDecode, self._start_decode)
         self._background.start_own(self._token_flusher.run())

@@ -47,6 +47,7 @@ _COMMANDS: dict[CredentialRole, str] = {
 # A handoff of fewer tokens costs more than it saves (layer-wise push: TTFT +18 % at 256 tokens,
 # -48 % at 1,024); a longer prompt would delay every token that its decode worker generates.
 MAX_LOCAL_PREFILL_TOKENS = 512
+LOOPBACK_NETWORK = "127.0.0.0/8"  # of sites on one machine
 DRAIN_TIMEOUT_S = 10.0  # limit of a service; less than the grace period before SIGKILL
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
 SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
@@ -61,6 +62,7 @@ SECRETS = frozenset(
 )
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
 WORKER_ROLES = ("prefill", "decode", "worker")
+LINKED_ROLES = (*WORKER_ROLES, "host", "gateway", "scheduler")
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -406,11 +408,13 @@ def _service(
     arguments += ["--log-level", options.log_level, "--log-format", options.log_format]
     if options.region:
         arguments += ["--region", options.region]
-    if options.links is not None and credential.role in ("gateway", "scheduler"):
+    if options.links is not None and credential.role in LINKED_ROLES:
         arguments += ["--site", options.links.site]
         if credential.role == "gateway":
             for each in options.links.links:
                 arguments += ["--linked-site", each.peer]
+            if is_loopback(options.advertise_host):
+                arguments += ["--kv-networks", LOOPBACK_NETWORK]
     if options.models and credential.role == "gateway":
         arguments += ["--model-dir", ""]
     elif device is not None or credential.role == "gateway":

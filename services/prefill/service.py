@@ -122,7 +122,7 @@ class PrefillService:
         self._worker.check_model(request.model, request.revision)
         self._worker.check_needs(request.needs)
         self._worker.check_kv(request.kv_format, request.numerics)
-        self._worker.check_kv_targets(request.decode_worker_id, request.targets)
+        self._worker.check_kv_targets(request)
 
     async def _deliver(self, request: RunPrefill, sequence: Sequence, push: Push) -> None:
         try:
@@ -204,6 +204,7 @@ class PrefillService:
             compute_s=max(0.0, prefill.computed_at - first_step_at),
             push_s=now - prefill.computed_at,
             num_pushed_bytes=prefill.push.num_bytes,
+            link_s=prefill.push.link_s,
         )
         self._worker.outbox.post(control("decode", request.decode_worker_id), message)
 

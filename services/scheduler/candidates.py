@@ -33,6 +33,7 @@ def size_of(ticket: QueuedRequest) -> RequestSize:
         affinity_key=ticket.submit.affinity_key,
         allowed_regions=request.allowed_regions,
         features=request.needs,
+        is_from_site=bool(request.origin_site),
     )
 
 

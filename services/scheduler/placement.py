@@ -61,6 +61,7 @@ class RequestSize:
     allowed_regions: tuple[str, ...] = ()  # empty: all
     num_context_tokens: int = 0
     features: tuple[str, ...] = ()  # features that its workers must have
+    is_from_site: bool = False  # no third site computes the prompt of another site's request
 
     def num_blocks(self, block_size: int) -> int:
         return -(-(self.num_tokens + 1) // block_size)
@@ -138,7 +139,7 @@ class Decision:
         limits = needs.allowed_regions, needs.features
         seen_by = num_cached_blocks, needs.num_prompt_tokens - 1, *limits
         self._decode_side = workers.decodes.side(*seen_by)
-        self._prefill_side = workers.prefills.side(*seen_by)
+        self._prefill_side = workers.prefills.side(*seen_by, is_local=needs.is_from_site)
         self._terms = RequestTerms(
             num_tokens_to_compute=float(
                 needs.num_tokens - 1

@@ -142,9 +142,16 @@ class WorkerTable:
         max_cached_tokens: int,
         allowed_regions: Collection[str],
         features: tuple[str, ...] = (),
+        *,
+        is_local: bool = False,
     ) -> RoleWorkers:
-        """Returns the table with the cached tokens of each holder, at most `max_cached_tokens`."""
+        """Returns the table with the cached tokens of each holder, at most `max_cached_tokens`.
+        `is_local`: workers of other sites are not allowed.
+        """
         is_allowed = self.allowed(allowed_regions, features)
+        if is_local and self._num_at_sites:
+            is_here = np.array([not is_at_site(each) for each in self.ids], dtype=np.bool_)
+            is_allowed = is_here & is_allowed if len(is_allowed) else is_here
         row_of = self._row_of
         held = {row_of[name]: num for name, num in num_cached_blocks.items() if name in row_of}
         if not held:

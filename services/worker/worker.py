@@ -40,9 +40,10 @@ from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
 from shared.lifecycle.start_heartbeats import StartHeartbeats
 from shared.lifecycle.worker_roles import WorkerRoles
-from shared.messages import WORKER_ROLES, ModelCard, Role
+from shared.messages import WORKER_ROLES, KvTargets, ModelCard, Role
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
+from shared.sites.kv_targets import kv_from_sites_problem
 from shared.telemetry.stage_times import StageTimes
 from shared.transport.bus import NatsBus
 
@@ -200,6 +201,8 @@ async def build_worker(
             await heartbeats.leave()
             await bus.close()
             raise
+    targets = () if receive_port is None else receive_port.targets
+    site = _site_for_kv(config, targets)
     worker = EngineWorker(
         bus=bus,
         clock=clock,
@@ -209,11 +212,14 @@ async def build_worker(
             config,
             executor,
             engine,
-            features_of(has_vocabulary=grammars is not None or "decode" not in roles),
+            features_of(
+                has_vocabulary=grammars is not None or "decode" not in roles,
+                takes_kv_from_sites=bool(site),
+            ),
         ),
         roles=worker_roles,
         region=config.region,
-        kv_targets=() if receive_port is None else receive_port.targets,
+        kv_targets=targets,
         frame_counts=None if receive_port is None else receive_port.counts,
         on_device_lost=lambda: os._exit(DEVICE_LOST_STATUS),
         max_pinned_share=config.max_pinned_share,
@@ -224,8 +230,19 @@ async def build_worker(
         with times.stage("push_port"):
             handlers.append(PrefillService(worker, await data_plane.push_port()))
     if receive_port is not None:
-        handlers.append(DecodeService(worker, receive_port, grammars))
+        handlers.append(DecodeService(worker, receive_port, grammars, site=site))
     return WorkerProcess(worker, handlers, bus, heartbeats, times)
+
+
+def _site_for_kv(config: WorkerConfig, targets: KvTargets) -> str:
+    """Returns the name of this worker's site, or "" if no other site may push KV to the worker."""
+    if not config.site or not targets:
+        return ""
+    problem = kv_from_sites_problem(config.data_plane_security, targets)
+    if problem is None:
+        return config.site
+    log.warning("no_kv_from_sites", reason=problem)
+    return ""
 
 
 def _loading(heartbeats: StartHeartbeats, times: StageTimes) -> Callable[..., Executor]:

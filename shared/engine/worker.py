@@ -44,6 +44,7 @@ from shared.messages import (
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes
 from shared.randomness import Randomness
+from shared.sites.kv_targets import check_targets_of_site
 from shared.subjects import kv_events, list_blocks, pins
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
@@ -160,17 +161,22 @@ class EngineWorker:
             self._num_kv_mismatches += 1
             raise WorkerUnfit(f"numerics {numerics} differ from this worker's {own.numerics}")
 
-    def check_kv_targets(self, worker_id: str, targets: KvTargets) -> None:
-        """Raises InvalidRequest unless these are the targets of that worker's last heartbeat, and
-        WorkerBusy before the first one: only the credential's owner can announce an address.
+    def check_kv_targets(self, request: RunPrefill) -> None:
+        """Raises InvalidRequest unless the targets are those of the decode worker's last heartbeat,
+        and WorkerBusy before the first one: only the credential's owner can announce an address.
+
+        A gateway sends targets of another site, which it has checked: their KV is sealed.
         """
-        announced = self.kv_targets
+        worker_id, announced = request.decode_worker_id, self.kv_targets
         if worker_id != self.worker_id:
             heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)
             if heartbeat is None:
                 raise WorkerBusy(f"{self.worker_id} has received no heartbeat of {worker_id} yet")
             announced = heartbeat.kv_targets
-        if not targets or targets != announced:
+            if "gateway" in heartbeat.roles:
+                check_targets_of_site(request)
+                return
+        if not request.targets or request.targets != announced:
             raise InvalidRequest(f"targets are not those of {worker_id}", param="targets")
 
     def check_tokens(self, sequence: Sequence, *others: Sequence) -> None:

@@ -48,6 +48,12 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
         (1, {"prefix_ttl_s": 0}, "prefix_ttl_s"),
         (2, {"http_port": 65536}, "http_port"),
         (2, {"site": "a.b"}, "site 'a.b' may have letters"),
+        (2, {"kv_networks": ("10.0.0.0/8",)}, "kv_networks needs a site"),
+        (
+            2,
+            {"site": "a", "kv_networks": ("10.0.0.1/8",)},
+            "kv_networks '10.0.0.1/8' is no network",
+        ),
         (2, {"max_requests": 0}, "max_requests"),
         (2, {"model_dir": Path("/nowhere")}, "model_dir"),
         (3, {"dtype": "int8"}, "dtype"),

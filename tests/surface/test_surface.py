@@ -98,7 +98,7 @@ def test_subjects() -> None:
         for region in ("", "eu"):
             lines.append(f"{role} in region {region!r}")
             lines += _permission_lines(permissions(role, "c", region))
-    for role in ("gateway", "scheduler"):
+    for role in ("gateway", "scheduler", "prefill", "decode"):
         lines.append(f"{role} of a site with links")
         lines += _permission_lines(permissions(role, "c", is_linked=True))
     lines += ["gateway to its API clients", *_permission_lines(api_permissions("g"))]

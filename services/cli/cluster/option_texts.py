@@ -59,7 +59,7 @@ PANELS = {
     "Placement": (
         *("local_prefill_tokens", "max_local_prefill_tokens", "automatic_roles"),
         *("min_role_workers", "role_change_min_s", "target_itl_s", "residency", "wake_ttft_s"),
-        *("site", "linked_site"),
+        *("site", "linked_site", "kv_networks"),
     ),
     "KV cache": (
         *("kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes", "block_size", "gpu_memory"),
@@ -112,6 +112,9 @@ HELP = {
     "linked_site": "A site to which this one has a link, so that `hearth status` says when it has "
     "never worked; WEIGHT is the share of queues here of all its requests, as of one tenant "
     "(default: 1). Repeatable.",
+    "kv_networks": "Network of other sites' decode workers, such as 10.2.0.0/16; repeatable. "
+    "The prefill workers here compute long prompts for these sites and push the KV there "
+    "(default: for none).",
     "drain_timeout_s": "Seconds that a stop waits for running requests.",
     "metrics_host": "Listen address of --metrics-port.",
     "metrics_port": "Port with /healthz, /ready and /metrics of this process, without a token "

@@ -24,7 +24,7 @@ DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 WITH_WEIGHTS = (WorkerConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
 
-REPEATABLE = {"budget", "cors_origin", "linked_site"}
+REPEATABLE = {"budget", "cors_origin", "kv_networks", "linked_site"}
 _OPTION_TYPES: dict[str, Any] = {
     "process_id": str | None,
     **dict.fromkeys(REPEATABLE, list[str]),

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from services.gateway.observability.metrics.label_counts import TenantLabels
 from services.gateway.sites.site_placements import SitePlacements
+from services.gateway.sites.site_prefills import SitePrefills
 from services.gateway.sites.site_requests import narrowed, site_request
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
@@ -88,6 +89,7 @@ class SiteService:
             self._flush_soon, max_held=max(1, config.max_requests // OTHERS_SHARE)
         )
         self._outbox = Outbox(bus)
+        self._prefills = SitePrefills(config, bus, clock, health_monitor, self._outbox)
         self._background = Background()
         self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here
         self._linked = linked
@@ -109,6 +111,7 @@ class SiteService:
         await self._bus.subscribe(
             from_sites("gateway", own, "tokens"), TokenBatch, self._driver.take_tokens
         )
+        await self._prefills.start()
         self._health_monitor.on_lost(self._on_lost)
         self._background.start_own(self._report())
         self._background.start_own(self._sweep())
@@ -156,8 +159,10 @@ class SiteService:
 
     def _models(self) -> tuple[ModelState, ...]:
         """Returns what this gateway takes over from other sites, or has taken over if it drains."""
-        has_models = self._health_monitor.state in ("ready", "draining")
-        return site_models(self._health_monitor.fleet) if has_models else ()
+        if self._health_monitor.state not in ("ready", "draining"):
+            return ()
+        fleet = self._health_monitor.fleet
+        return site_models(fleet, offers_prefill=self._prefills.are_offered)
 
     def _read_models(self, _: ReadSiteModels) -> SiteModels:
         models = tuple(each.model for each in self._models())
@@ -256,6 +261,7 @@ class SiteService:
                 for placement_id in self._placements.overdue(self._heard_since, now):
                     self._close(self._placements.close(placement_id))
                 self._placements.resend_overdue(now)
+                self._prefills.expire(now)
                 here = self._placements.gateways()
                 self._heard_at = {each: at for each, at in self._heard_at.items() if each in here}
 

@@ -69,4 +69,5 @@ def worker_config(
         data_plane_host=host.data_plane_host,
         data_plane_advertised_host=host.data_plane_advertised_host,
         data_plane_security=host.data_plane_security,
+        site=host.site,
     )

@@ -21,6 +21,10 @@ class JoinedPush:
     def num_bytes(self) -> int:
         return sum(push.num_bytes for push in self._pushes)
 
+    @property
+    def link_s(self) -> float:
+        return max((push.link_s for push in self._pushes), default=0.0)
+
     def computed(self, num_computed_tokens: int) -> None:
         for push in self._pushes:
             push.computed(num_computed_tokens)

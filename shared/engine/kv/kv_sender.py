@@ -106,10 +106,18 @@ class KvSender:
         self._counts = counts
         self._num_computed_tokens = 0
         self._num_frames = 0
-        self.num_bytes = 0  # bytes of acknowledged frames
+        self._own = PushCounts()
         self._changed = asyncio.Event()
         self._is_cancelled = False
         self._sends: list[asyncio.Task[None]] = []  # unacknowledged frames, in order
+
+    @property
+    def num_bytes(self) -> int:
+        return self._own.num_bytes
+
+    @property
+    def link_s(self) -> float:
+        return self._own.busy_s
 
     def computed(self, num_computed_tokens: int) -> None:
         """Records that KV of the first `num_computed_tokens` is in the cache."""
@@ -151,14 +159,17 @@ class KvSender:
         self._num_frames += 1
 
     async def _send(self, link: PushLink, header: FrameHeader) -> None:
-        self._counts.begin(self._clock.now())
+        every = (self._counts, self._own)
+        for counts in every:
+            counts.begin(self._clock.now())
         try:
             await link.send(header, self._fill(header), self._sequence.tenant_id)
-            self.num_bytes += header.payload_bytes
-            self._counts.num_bytes += header.payload_bytes
-            self._counts.num_tokens += header.num_tokens * self._shares[header.group]
+            for counts in every:
+                counts.num_bytes += header.payload_bytes
+                counts.num_tokens += header.num_tokens * self._shares[header.group]
         finally:
-            self._counts.end(self._clock.now())
+            for counts in every:
+                counts.end(self._clock.now())
 
     async def _settle(self, max_under_way: int) -> None:
         """Waits until at most `max_under_way` frames are unacknowledged. Raises the error of the

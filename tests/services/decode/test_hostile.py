@@ -11,7 +11,8 @@ import pytest
 
 from shared.errors import InvalidRequest, LinkLost
 from shared.kv_wire.dialer import Dialer
-from shared.messages import Choice, DataPlaneAddress, PrefillAccepted
+from shared.messages import Choice, DataPlaneAddress, LinkKey, PrefillAccepted
+from shared.sites.kv_targets import targets_for_sites
 from shared.subjects import run_prefill
 from tests.services.decode.test_handoff import PROMPT, cluster, run_prefill_of
 from tests.support.world.clock import run
@@ -72,6 +73,35 @@ def test_push_that_starts_beyond_the_prompt_is_rejected() -> None:
             subject = run_prefill("prefill-1")
             with pytest.raises(InvalidRequest, match="first_token 41 is beyond the prompt of 40"):
                 await it.decode.bus.request(subject, command, PrefillAccepted, timeout_s=1)
+            await it.settled()
+
+    run(main())
+
+
+def test_gateway_may_pass_on_sealed_targets_of_another_site_alone() -> None:
+    """To a prefill worker it is the decode worker: it has checked the addresses."""
+    key = LinkKey(key_id=bytes(16), key=bytes(32), security="aead")
+
+    async def main() -> None:
+        async with cluster() as it:
+
+            async def run_prefill_for(**fields: object) -> None:
+                command = msgspec.structs.replace(
+                    run_prefill_of(it), decode_worker_id="gateway-1", **fields
+                )
+                await it.peer.bus.request(
+                    run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=1
+                )
+
+            reached = targets_for_sites(it.decode.worker.kv_targets)
+            for rejected in (
+                {"targets": reached},
+                {"targets": reached, "link_key": msgspec.structs.replace(key, security="mac")},
+                {"targets": (), "link_key": key},
+            ):
+                with pytest.raises(InvalidRequest):
+                    await run_prefill_for(**rejected)
+            await run_prefill_for(targets=reached, link_key=key)
             await it.settled()
 
     run(main())

@@ -104,7 +104,12 @@ def test_site_and_region_are_passed_to_the_processes(tmp_path: Path) -> None:
     credentials = plan_credentials(chosen)
     specs = plan_services(chosen, credentials, ENDPOINTS, num_cores=2, environ={})
     linked = {spec.argv[3] for spec in specs if "--site a" in " ".join(spec.argv)}
-    assert linked == {"gateway", "scheduler"}
+    assert linked == {"gateway", "scheduler", "prefill", "decode"}
+    pushing = {spec.argv[3] for spec in specs if "--kv-networks 127.0.0.0/8" in " ".join(spec.argv)}
+    assert pushing == {"gateway"}
+    elsewhere = options(tmp_path, links=links, advertise_host="10.0.0.1")
+    others = plan_services(elsewhere, credentials, ENDPOINTS, num_cores=2, environ={})
+    assert not any("--kv-networks" in spec.argv for spec in others), "its KV is not encrypted"
     assert all("--region eu" in " ".join(spec.argv) for spec in specs)
     assert {each.region for each in credentials} == {"eu"}
     with pytest.raises(ConfigError, match="--link is of the NATS that is started"):

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import nats
 import nats.errors
 import pytest
@@ -17,12 +18,14 @@ from nats.aio.msg import Msg
 from services.cli.cluster.site_links import local_links, seed_variable, site_links
 from services.local.credentials import named_credentials, nats_config_with_nkeys
 from shared import subjects
-from shared.errors import ConfigError, DependencyUnavailable
+from shared.errors import ConfigError, DependencyUnavailable, SenderMismatch
+from shared.messages import Failure, PrefillAccepted, PrefillFailed, RunPrefill
 from shared.subjects import CredentialRole, permissions
 from shared.transport.bus import NatsBus
 from shared.transport.nkeys import UserKey
 from tests.support.certificates import Authority
 from tests.support.servers import Server, find_binary, free_port
+from tests.support.site_prefills import run_prefill_of_site
 from tests.support.waiting import until
 
 PROCESSES = ["gateway=gw", "scheduler=sch", "worker=w", "operator=op", "host=h", "kv_index=ix"]
@@ -175,6 +178,37 @@ async def test_request_is_answered_over_the_link(sites: dict[str, Site]) -> None
         await client.request(to.replace(".b.", ".d."), b"x", timeout=5)
     await gateway.close()
     await scheduler.close()
+
+
+async def test_prefill_crosses_a_link_and_its_end_comes_back(sites: dict[str, Site]) -> None:
+    """With the permissions of a worker there, and of a gateway here."""
+    async with spy(sites["a"].port) as a, spy(sites["b"].port) as b:
+        await linked(a, b, TO_B, AT_B)
+    gateway, worker = await bus(sites["b"], "b", "gw"), await bus(sites["a"], "a", "w")
+    ended: list[PrefillFailed] = []
+    control = subjects.from_sites("decode", "w", "control")
+    await worker.subscribe(control, PrefillFailed, ended.append)
+
+    async def run(command: RunPrefill) -> PrefillAccepted:
+        failed = PrefillFailed(
+            placement_id=command.placement_id,
+            prefill_worker_id="b/gw/00ff",
+            failure=Failure(code="worker_busy", message="lost"),
+        )
+        await gateway.publish(subjects.control("decode", command.decode_worker_id), failed)
+        return PrefillAccepted(placement_id=command.placement_id)
+
+    await gateway.serve(subjects.from_sites("prefill", "gw", "run"), RunPrefill, run)
+    await gateway.flush()
+    await worker.flush()
+    command, subject = run_prefill_of_site("a"), subjects.run_prefill("b/gw/00ff")
+    with pytest.raises(SenderMismatch, match="a/w sent a RunPrefill that names a/decode-1"):
+        await worker.request(subject, command, PrefillAccepted, timeout_s=5)
+    own = msgspec.structs.replace(command, decode_worker_id="a/w")
+    await worker.request(subject, own, PrefillAccepted, timeout_s=5)
+    await until(lambda: ended)
+    await gateway.close()
+    await worker.close()
 
 
 async def bus(site: Site, name: str, process: str, seed: str = "") -> NatsBus:

@@ -20,6 +20,7 @@ from shared.clock import MonotonicClock
 from shared.config import GatewayConfig, SchedulerConfig, WorkerConfig
 from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.lifecycle.process import Service
+from shared.messages import WorkerRole
 from shared.store import RedisStore
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import store_api_key
@@ -31,6 +32,7 @@ from tests.support.servers import RedisServer, Server, find_binary, free_port
 
 MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
 STEP_S, REGION = 0.01, "eu"
+FAST = StepCost(base_s=STEP_S)
 ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker")
 
 
@@ -48,6 +50,7 @@ class LiveSite:
     gateway: GatewayService = field(init=False)
     scheduler: SchedulerService = field(init=False)
     http: httpx.AsyncClient = field(init=False)
+    workers: list[WorkerProcess] = field(default_factory=list)
 
     def common(self, role: str) -> dict[str, Any]:
         url = f"nats://{role}:{PASSWORD}@127.0.0.1:{self.nats_port}"
@@ -68,6 +71,7 @@ class LiveSite:
                 cluster_secret=f"secret of {self.name}",
                 lame_duck_s=0.0,
                 site=site,
+                kv_networks=("127.0.0.0/8",),
             )
         )
         await self._start(self.gateway)
@@ -79,17 +83,28 @@ class LiveSite:
         )
         self.stack.push_async_callback(self.http.aclose)
 
-    async def add_worker(self, *, num_blocks: int) -> WorkerProcess:
+    async def add_worker(
+        self,
+        *,
+        num_blocks: int,
+        cost: StepCost = FAST,
+        roles: tuple[WorkerRole, ...] = ("prefill", "decode"),
+        **fields: Any,
+    ) -> WorkerProcess:
         def load(config: WorkerConfig) -> TimingExecutor:
-            cost = StepCost(base_s=STEP_S)
             return SiteExecutor(MonotonicClock(), num_blocks=num_blocks, vocab_size=400, cost=cost)
 
         config = WorkerConfig(
-            **self.common("worker"), model_dir=self.model_dir, model_name=MODEL, device="cpu"
+            **self.common("worker") | fields,
+            model_dir=self.model_dir,
+            model_name=MODEL,
+            device="cpu",
+            site=self.name,
         )
-        worker = await build_worker(config, ("prefill", "decode"), load)
+        worker = await build_worker(config, roles, load)
         assert isinstance(worker, WorkerProcess)
         await self._start(worker)
+        self.workers.append(worker)
         return worker
 
     async def _start(self, service: Service) -> None:

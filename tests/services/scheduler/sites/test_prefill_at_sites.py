@@ -78,8 +78,8 @@ class Rig:
             self.health.observe(heartbeat, now)
             self.workers.on_heartbeat(heartbeat, now)
 
-    def target(self, num_tokens: int, now: float = NOW) -> Target:
-        needs = RequestSize(num_prompt_tokens=num_tokens, num_tokens=num_tokens)
+    def target(self, num_tokens: int, now: float = NOW, **needed: bool) -> Target:
+        needs = RequestSize(num_prompt_tokens=num_tokens, num_tokens=num_tokens, **needed)
         found = place(
             needs,
             self.workers.serving(SERVED),
@@ -165,6 +165,14 @@ def test_decode_worker_of_an_older_release_gets_no_prefill_worker_of_a_site() ->
     rig.workers.lost("d2")
     rig.beat(THERE, ("prefill",))
     assert rig.target(2000).prefill_candidates == (THERE,)
+
+
+def test_request_of_another_site_is_computed_here() -> None:
+    """Else a site would reach one that it has no link to."""
+    rig = Rig(FAST)
+    assert rig.target(2000, is_from_site=True).prefill_candidates == ()
+    rig.beat("p1", ("prefill",))
+    assert rig.target(2000, is_from_site=True).prefill_candidates == ("p1",)
 
 
 def test_rate_of_a_link_is_learned_from_what_decode_workers_received() -> None:

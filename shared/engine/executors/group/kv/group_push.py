@@ -26,7 +26,7 @@ from shared.messages import KvTargets, LinkKey
 class GroupPush:
     """A `Push` of the ranks that share layers and heads with a target."""
 
-    num_bytes = 0  # ranks count the bytes of all their pushes together
+    num_bytes, link_s = 0, 0.0  # ranks count those of all their pushes together
 
     def __init__(
         self, links: RankLinks, ranks: list[int], command: StartPush, sequence: PushedSequence
