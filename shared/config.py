@@ -192,6 +192,8 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     # networks of other sites' decode workers, to which the prefill workers here may push KV; empty:
     # none, and this site computes no prompts for others
     kv_networks: tuple[str, ...] = ()
+    # seconds for which tenants of other sites are served after their last confirmation
+    stale_s: float = 300.0
 
     @property
     def served_name(self) -> str:
@@ -220,7 +222,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             self,
             *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),
             *("default_max_tokens", "write_timeout_s", "keep_alive_s", "max_loaded_models"),
-            *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s"),
+            *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s", "stale_s"),
         )
         for name in ("max_stored_response_bytes", "max_stored_prefix_bytes"):
             if getattr(self, name) < 0:

@@ -25,6 +25,7 @@ Between sites, where a gateway serves as a decode worker for the other site:
     decode ◀═══ KV frames ════ prefill worker of the other site
     decode ◀─PrefillPhases─── gateway of the other site; PrefillFailed
     gateway ───SiteState─────▶ gateways and schedulers of every linked site; ReadSiteModels
+    gateway ──ReadTenantCopies─▶ gateway of the tenants' home site; ApplyLimits, ReportUsage
 
 The life of a model on a host:
 
@@ -82,6 +83,9 @@ MAX_CONTEXT_TOKENS = 2**31 - 1
 MAX_WEIGHT = 1000.0
 MAX_KV_TARGETS = 1024
 MAX_LINKS = 64  # of a heartbeat
+MAX_COPIES = 256  # tenants of one site that another one may serve
+MAX_SENT_COPIES = 32  # in one reply
+MAX_COPY_BYTES = 32 * 1024
 
 PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
@@ -967,6 +971,90 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_moved: Count = 0  # streams of a gateway that left the site before their end
     num_served: Count = 0  # requests of the site that a gateway took
     kv_bytes_per_s: TotalWork | None = None  # rate of KV pushed here, as a scheduler estimates it
+
+
+class SignedCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A TenantCopy (`shared/tenancy/tenant_copy.py`) as msgpack, and its home site's signature."""
+
+    body: Annotated[bytes, Meta(max_length=MAX_COPY_BYTES)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+TenantVersions = Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=MAX_COPIES)]
+
+
+class ReadTenantCopies(Message, frozen=True, kw_only=True):
+    """Asks a gateway of the home site for the tenants that name the sender's site. `held` are the
+    versions that the sender has. `gateway_id` is `{site}/{gateway}`.
+    """
+
+    gateway_id: ProcessId
+    held: TenantVersions = ()
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class TenantCopies(Message, frozen=True, kw_only=True):
+    """All tenants that the other site may serve now, and copies of those that differ from what it
+    holds; the rest follows. `key` is the public half of the key that signs.
+    """
+
+    gateway_id: ProcessId
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    versions: TenantVersions = ()
+    copies: Annotated[tuple[SignedCopy, ...], Meta(max_length=MAX_SENT_COPIES)] = ()
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class ApplyLimits(Message, frozen=True, kw_only=True):
+    """Runs one step of a tenant's limits at its home site: requests that have ended, with output
+    tokens that they did not use; those that are still open; and one to admit, with its costs. The
+    reply is LimitsApplied. `tenant_id` is its name at home.
+    """
+
+    gateway_id: ProcessId
+    tenant_id: Name
+    settled: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=1024)] = ()
+    renewed: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    asked: tuple[Name, Annotated[dict[Name, Count], Meta(max_length=8)]] | None = None
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class LimitsApplied(Message, frozen=True, kw_only=True):
+    """The state after a step: the limit that rejects, or "", and what is used of each."""
+
+    gateway_id: ProcessId
+    rejected_by: Name
+    wait_s: Duration
+    used: Annotated[dict[Name, TotalWork], Meta(max_length=8)]
+    num_open: Count
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class ReportUsage(Message, frozen=True, kw_only=True):
+    """The totals of a tenant's day at the sender's site, by `{kind}:{model}`. The reply is Done."""
+
+    gateway_id: ProcessId
+    tenant_id: Name
+    day: Annotated[str, Meta(max_length=10)]  # UTC, YYYY-MM-DD
+    totals: Annotated[
+        tuple[tuple[Annotated[str, Meta(max_length=320)], Count], ...], Meta(max_length=256)
+    ]
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
 
 
 # ── hosts ────────────────────────────────────────────────────────────────────────────────────────

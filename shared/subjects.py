@@ -314,6 +314,11 @@ def gateway_at_site(process_id: str) -> str:
     return SITE_SEPARATOR.join(process_id.split(SITE_SEPARATOR, 2)[:2])
 
 
+def tenants(gateway_id: str) -> str:
+    """Carries ReadTenantCopies, ApplyLimits and ReportUsage to a gateway of another site."""
+    return command("gateway", gateway_id, "tenants")
+
+
 def sent_by(subject: str, process_id: str) -> str:
     return f"{subject}.{two_tokens(process_id)}"
 
@@ -410,13 +415,14 @@ LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (
     ("decode", "alive"),
     ("gateway", "tokens"),
     ("gateway", "models"),
+    ("gateway", "tenants"),
     ("prefill", "run"),
     ("prefill", "control"),
 )
 _SENT_TO_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
-    "gateway": LINKED_COMMANDS[1:6],
+    "gateway": LINKED_COMMANDS[1:7],
     "scheduler": (LINKED_COMMANDS[0], *LINKED_COMMANDS[2:4], LINKED_COMMANDS[5]),
-    "decode": LINKED_COMMANDS[6:],
+    "decode": LINKED_COMMANDS[7:],
 }
 # What one process receives of other sites. A gateway stands for the workers of its site.
 _RECEIVED_FROM_SITES: dict[str, tuple[tuple[Role, str], ...]] = {

@@ -26,6 +26,7 @@ from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.submission import Submission
 from services.gateway.sites.site_service import SiteService
+from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.actions import Report, ReportResubmission
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.stores import GatewayStores
@@ -207,6 +208,9 @@ class GatewayService:
             self._driver,
             linked,
             check_capacity=self.capacity.check,
+            tenants=SiteTenants(
+                self._config, self._bus, self._clock, self.tenancy, wall_clock=self._wall_clock
+            ),
         )
 
     def _watch(self) -> None:
@@ -218,6 +222,8 @@ class GatewayService:
         metrics.watch_certificate(lambda: self._web_server.certificate_expires_at)
         metrics.watch_open_streams(lambda: len(self._driver))
         metrics.watch_fleet(self._members)
+        if self._sites is not None:
+            metrics.watch_copied_tenants(lambda: self.tenancy.copy_counts(self._clock.now()))
         models.registry.on_change(lambda: metrics.retain_models(models.served.names))
 
     @property

@@ -44,13 +44,16 @@ class RequestedTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The operations of one step, in this order. `limits` are those that the tenant has."""
+    """The operations of one step, in this order. `limits` are those that the tenant has. With
+    `renews_open_only` a lease that has ended stays so, instead of being opened again.
+    """
 
     limits: dict[str, int]
     lease_s: float
     settled: tuple[Settled, ...] = ()
     renewed: tuple[str, ...] = ()
     asked: RequestedTokens | None = None
+    renews_open_only: bool = False
 
 
 class LimitState(msgspec.Struct, frozen=True):
@@ -80,9 +83,11 @@ class RateLimitCounter:
             if self._leases.pop(each.lease_id, None) is not None:
                 rest = self._used["output_tokens_per_min"] - each.num_unused_tokens
                 self._used["output_tokens_per_min"] = max(0.0, rest)
-        for lease_id in command.renewed:
-            self._leases[lease_id] = now + command.lease_s
         self._leases = {name: until for name, until in self._leases.items() if until > now}
+        for lease_id in command.renewed:
+            if command.renews_open_only and lease_id not in self._leases:
+                continue
+            self._leases[lease_id] = now + command.lease_s
         rejected_by, wait_s = "", 0.0
         if command.asked is not None:
             rejected_by, wait_s = self._verdict(command.asked, command.limits)
@@ -138,11 +143,15 @@ local function apply(meter, open, order)
       used.output_tokens_per_min = math.max(0, used.output_tokens_per_min - each[2])
     end
   end
+  redis.call('ZREMRANGEBYSCORE', open, '-inf', string.format('%.6f', now))
   local ending = string.format('%.6f', now + order.lease_s)
   for _, lease in ipairs(order.renewed or {}) do
-    redis.call('ZADD', open, ending, lease)
+    if not order.renews_open_only then
+      redis.call('ZADD', open, ending, lease)
+    else
+      redis.call('ZADD', open, 'XX', ending, lease)
+    end
   end
-  redis.call('ZREMRANGEBYSCORE', open, '-inf', string.format('%.6f', now))
 
   local refused_by, wait = '', 0
   if order.asked then

@@ -9,6 +9,8 @@
     hearth:{tenant}:open         sorted set: open requests, scored by the end of their lease
     hearth:{tenant}:usage:{day}  hash: {kind}:{model} → count; days are UTC, YYYY-MM-DD
 
+The tenants of other sites are `{site}/{tenant}`; `tenant_copy.py` has their records.
+
 The API key is never stored, only its digest. Every field of a key record has one writer, so that
 two operators cannot overwrite each other's changes.
 """
@@ -24,6 +26,7 @@ from msgspec import Meta
 
 from shared.errors import ConfigError
 from shared.messages import MAX_WEIGHT, Count, Name
+from shared.subjects import SITE_SEPARATOR
 from shared.transport.wire_errors import UNREADABLE
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # the maximum allowed
     weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0
     is_zero_retention: bool = False
+    sites: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # others that may serve it
     created_at: Annotated[float, Meta(ge=0)] = 0.0  # unix seconds, like all times here
 
 
@@ -100,11 +104,14 @@ class ApiKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The usage of one tenant, day and model; cached tokens are part of the input tokens."""
+    """The usage of one tenant, day, model and site; cached tokens are part of the input tokens. The
+    site "" is this one.
+    """
 
     tenant_id: str
     day: str
     model: str
+    site: str = ""
     requests: int = 0
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -112,7 +119,10 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_tenant_id(tenant_id: str) -> str:
-    """Returns a valid id unchanged. Raises ConfigError."""
+    """Returns a valid id unchanged. Raises ConfigError, also for a tenant of another site."""
+    if SITE_SEPARATOR in tenant_id:
+        home = tenant_id.partition(SITE_SEPARATOR)[0]
+        raise ConfigError(f"{tenant_id!r} has its home at site {home!r}: change it there")
     if not _TENANT_ID.fullmatch(tenant_id):
         raise ConfigError(
             f"invalid tenant id {tenant_id!r}: only letters, digits and . _ @ -, at most 128, "

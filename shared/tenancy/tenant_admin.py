@@ -18,6 +18,7 @@ import msgspec
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
+from shared.subjects import SITE_SEPARATOR
 from shared.tenancy import pinned_prefix, stored_responses
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
@@ -27,6 +28,8 @@ from shared.tenancy.rate_limit import (
     enforced_limits,
     to_limit_state,
 )
+from shared.tenancy.site_admin import check_sites
+from shared.tenancy.site_usage import TENANT_SITES, name_sites, usage_at
 from shared.tenancy.tenant import (
     GENERATION,
     TENANTS,
@@ -136,6 +139,7 @@ class TenantAdmin:
     async def add(self, tenant_id: str, changes: Mapping[str, Any], api_key: str) -> TenantRecord:
         record = TenantRecord(tenant_id=check_tenant_id(tenant_id), created_at=self._now())
         record = _changed(record, changes)
+        await self._name_sites(tenant_id, record.sites)
         if not await self._swap(tenant_id, b"", msgspec.json.encode(record)):
             raise ConfigError(
                 f"the tenant {tenant_id!r} exists already: `hearth tenant limits` changes it, "
@@ -160,10 +164,15 @@ class TenantAdmin:
         for _ in range(MAX_SWAPS):
             record, before = await self._read(tenant_id)
             changed = _changed(record, changes)
+            await self._name_sites(tenant_id, sorted({*changed.sites} - {*record.sites}))
             if await self._swap(tenant_id, before, msgspec.json.encode(changed)):
                 await self._apply_retention(record, changed, changes)
                 return changed
         raise ConfigError(f"the tenant {tenant_id!r} was modified concurrently; try again")
+
+    async def _name_sites(self, tenant_id: str, sites: Sequence[str]) -> None:
+        await check_sites(self._store, sites)
+        await name_sites(self._store, tenant_id, sites)
 
     async def _apply_retention(
         self, before: TenantRecord, after: TenantRecord, changes: Mapping[str, Any]
@@ -301,12 +310,19 @@ class TenantAdmin:
     # ── usage ────────────────────────────────────────────────────────────────────────────────────
 
     async def usage(self, tenant_ids: Sequence[str], days: Sequence[str]) -> list[UsageRow]:
-        """Returns a row for each tenant, day and model with any use."""
+        """Returns a row for each tenant, day, model and site with any use."""
+        sites: dict[str, list[str]] = {}
+        for name in sorted(await self._store.hash_get(TENANT_SITES)):
+            tenant_id, _, site = name.decode().rpartition(SITE_SEPARATOR)
+            sites.setdefault(tenant_id, []).append(site)
         rows = []
         for tenant_id in tenant_ids:
             for day in days:
                 counts = await self._store.hash_get(usage_of(tenant_id, day))
                 rows += _usage_rows(tenant_id, day, counts)
+                for site in sites.get(tenant_id, ()):
+                    counts = await self._store.hash_get(usage_at(tenant_id, day, site))
+                    rows += _usage_rows(tenant_id, day, counts, site)
         return rows
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -339,13 +355,15 @@ def _changed(record: TenantRecord, changes: Mapping[str, Any]) -> TenantRecord:
         raise ConfigError(f"invalid tenant limits: {error}") from error
 
 
-def _usage_rows(tenant_id: str, day: str, counts: Mapping[bytes, bytes]) -> list[UsageRow]:
+def _usage_rows(
+    tenant_id: str, day: str, counts: Mapping[bytes, bytes], site: str = ""
+) -> list[UsageRow]:
     by_model: dict[str, dict[str, int]] = {}
     for field, amount in counts.items():
         kind, _, model = field.decode(errors="replace").partition(":")
         if kind in USAGE_KINDS and amount.isdigit():
             by_model.setdefault(model, {})[kind] = int(amount)
     return [
-        UsageRow(tenant_id=tenant_id, day=day, model=model, **amounts)
+        UsageRow(tenant_id=tenant_id, day=day, model=model, site=site, **amounts)
         for model, amounts in sorted(by_model.items())
     ]

@@ -24,16 +24,25 @@ from shared.fleet import read_fleet
 from shared.metrics.families.fleet import FleetCollector
 from shared.model_registry.record import RegisteredModel
 from shared.subjects import CredentialRole, api_permissions, permissions
-from shared.tenancy import pinned_prefix, rate_limit, stored_responses, tenant
+from shared.tenancy import (
+    home_tenants,
+    pinned_prefix,
+    rate_limit,
+    site_usage,
+    stored_responses,
+    tenant,
+)
 from shared.tenancy.model_alias import ModelAlias
 from shared.tenancy.pinned_prefix import Entry, PinnedPrefix
 from shared.tenancy.tenant import ApiKeyRecord, TenantRecord
+from shared.tenancy.tenant_copy import TenantCopy
 from tests.surface.recording import check_record
 from tests.surface.type_shape import shape_lines
 
 REDIS_RECORDS = {
     "hearth:tenants": TenantRecord,
     "hearth:api_key:{digest}": ApiKeyRecord,
+    "hearth:tenant_copies: body of SignedCopy": TenantCopy,
     "hearth:model:catalogue": RegisteredModel,
     "hearth:model:aliases": ModelAlias,
     "hearth:{tenant}:pinned_prefixes": Entry,
@@ -41,7 +50,7 @@ REDIS_RECORDS = {
     "hearth:{tenant}:response:{id}": ResponseRecord,
     "hearth:cluster:history": KeptHistory,
 }
-SCRIPTS = (tenant, pinned_prefix, rate_limit, stored_responses)
+SCRIPTS = (tenant, home_tenants, site_usage, pinned_prefix, rate_limit, stored_responses)
 
 
 def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:

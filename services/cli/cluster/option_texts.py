@@ -59,7 +59,7 @@ PANELS = {
     "Placement": (
         *("local_prefill_tokens", "max_local_prefill_tokens", "automatic_roles"),
         *("min_role_workers", "role_change_min_s", "target_itl_s", "residency", "wake_ttft_s"),
-        *("site", "linked_site", "kv_networks"),
+        *("site", "linked_site", "kv_networks", "stale_s"),
     ),
     "KV cache": (
         *("kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes", "block_size", "gpu_memory"),
@@ -115,6 +115,8 @@ HELP = {
     "kv_networks": "Network of other sites' decode workers, such as 10.2.0.0/16; repeatable. "
     "The prefill workers here compute long prompts for these sites and push the KV there "
     "(default: for none).",
+    "stale_s": "Seconds for which tenants of other sites are served after their home site was "
+    "heard last.",
     "drain_timeout_s": "Seconds that a stop waits for running requests.",
     "metrics_host": "Listen address of --metrics-port.",
     "metrics_port": "Port with /healthz, /ready and /metrics of this process, without a token "

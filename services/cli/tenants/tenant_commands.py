@@ -14,6 +14,7 @@ from services.cli.tenants.tenant_options import with_limits
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
+    from shared.store import Store
     from shared.tenancy.tenant_admin import TenantAdmin
 
 app = typer.Typer()
@@ -51,25 +52,34 @@ def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> 
 
 @tenant_app.command("list", epilog="Example:  hearth tenant list --json | jq")
 def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
-    """List the tenants and their limits."""
-    from services.cli.output import print_json, show
-    from services.cli.tenants.tenant_tables import table_of_tenants, with_tenant_admin
+    """List the tenants and their limits, and those of other sites as SITE/TENANT."""
+    from services.cli.output import print_json, show, with_store
+    from services.cli.tenants.tenant_tables import all_tenants, table_of_tenants
 
-    records = with_tenant_admin(redis_url, lambda admin: admin.all())
+    records = with_store(redis_url, all_tenants)
     print_json(records) if json else show(table_of_tenants(records))
 
 
 @tenant_app.command(epilog="Example:  hearth tenant show team-a")
 def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None:
-    """Show a tenant: limits, current use, and keys by id."""
+    """Show a tenant: limits, current use, and keys by id. One of another site is SITE/TENANT; its
+    home site has the use and the keys.
+    """
     from services.cli import output
     from services.cli.tenants import tenant_tables
+    from shared.tenancy.rate_limit import LimitState
+    from shared.tenancy.site_admin import copied_tenant, is_copied
+    from shared.tenancy.tenant_admin import TenantAdmin
 
-    async def read(admin: TenantAdmin) -> tuple[Any, Any, Any]:
+    async def read(store: Store) -> tuple[Any, Any, Any]:
+        admin = TenantAdmin(store, time.time)
+        if is_copied(tenant):
+            record = await copied_tenant(store, tenant)
+            return record, LimitState("", 0.0, {}, 0), []
         record = await admin.one(tenant)
         return record, await admin.state(record), await admin.keys(tenant)
 
-    record, state, keys = tenant_tables.with_tenant_admin(redis_url, read)
+    record, state, keys = output.with_store(redis_url, read)
     if json:
         now = {"used": state.used, "open_requests": state.num_open}
         output.print_json({"tenant": record, "now": now, "keys": keys})
@@ -158,6 +168,18 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
     _note_unknown_models(redis_url, changes)
 
 
+@tenant_app.command(epilog="Example:  hearth tenant trust frankfurt")
+@audited("tenant trust")
+def trust(
+    site: Annotated[str, typer.Argument(help="A linked site.")], redis_url: RedisUrl = None
+) -> None:
+    """Accept the next key with which a linked site signs its tenants: its cluster secret is new."""
+    from services.cli.output import with_store
+    from shared.tenancy.site_admin import forget_site_key
+
+    with_store(redis_url, lambda store: forget_site_key(store, site))
+
+
 def _note_unknown_models(redis_url: str | None, changes: dict[str, Any]) -> None:
     """Prints a note about allowed models that do not exist, which is no error: they may come."""
     from services.cli.tenants.model_names import unknown_models
@@ -194,15 +216,18 @@ def usage(
     json: Json = False,
 ) -> None:
     """Show delivered requests and tokens by tenant, model and day."""
-    from services.cli.output import print_json, show
-    from services.cli.tenants.tenant_tables import last_days, table_of_usage, with_tenant_admin
+    from services.cli.output import print_json, show, with_store
+    from services.cli.tenants.tenant_tables import all_tenants, last_days, table_of_usage
+    from shared.tenancy.tenant_admin import TenantAdmin
 
     requested = last_days(days, time.time())
 
-    async def read(admin: TenantAdmin) -> Any:
-        if tenant is not None:
-            await admin.one(tenant)
-        return await admin.usage([tenant] if tenant else list(await admin.all()), requested)
+    async def read(store: Store) -> Any:
+        known = await all_tenants(store)
+        if tenant is not None and tenant not in known:
+            raise ConfigError(f"tenant {tenant!r} does not exist: see `hearth tenant list`")
+        admin = TenantAdmin(store, time.time)
+        return await admin.usage([tenant] if tenant else list(known), requested)
 
-    rows = with_tenant_admin(redis_url, read)
+    rows = with_store(redis_url, read)
     print_json(rows) if json else show(table_of_usage(rows))

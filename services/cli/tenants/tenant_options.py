@@ -12,6 +12,7 @@ from services.cli.options import ALL, UNLIMITED
 from shared.errors import ConfigError
 from shared.tenancy.tenant import LIMITS, MAX_PRIORITY
 
+NO_SITES = "none"
 HELP = {
     "requests_per_min": f"Requests per minute: a number, or {UNLIMITED}.",
     "input_tokens_per_min": "Prompt tokens per minute.",
@@ -20,6 +21,8 @@ HELP = {
     "kv_quota_tokens": "Tokens in one worker's cache.",
     "allowed_models": f"Comma-separated names, or {ALL}.",
     "allowed_regions": f"Regions for its requests: comma-separated names, or {ALL}.",
+    "sites": "Linked sites that may serve it besides this one: comma-separated names, or "
+    f"{NO_SITES} (default: this one alone).",
     "priority": f"Highest priority of its requests, {-MAX_PRIORITY} to {MAX_PRIORITY}.",
     "weight": "Share of a full queue, relative to others of the same priority.",
     "zero_retention": "Retain no data of its requests after their end.",
@@ -58,6 +61,8 @@ def changes_of(said: dict[str, Any]) -> dict[str, Any]:
             changes[name] = _number(name, value)
         elif name in ("allowed_models", "allowed_regions"):
             changes[name] = _names(value)
+        elif name == "sites":
+            changes[name] = () if value == NO_SITES else _names(value)
         else:
             changes["is_zero_retention" if name == "zero_retention" else name] = value
     return changes

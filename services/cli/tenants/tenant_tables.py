@@ -12,7 +12,9 @@ from rich.table import Table
 from services.cli.options import ALL, UNLIMITED
 from services.cli.output import time_text, with_store
 from shared.errors import ConfigError
+from shared.store import Store
 from shared.tenancy.rate_limit import LimitState
+from shared.tenancy.site_admin import copied_tenants, is_copied
 from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
 
@@ -24,6 +26,13 @@ def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awa
     does not reply.
     """
     return with_store(redis_url, lambda store: action(TenantAdmin(store, time.time)))
+
+
+async def all_tenants(store: Store) -> dict[str, TenantRecord | None]:
+    """Returns the records of this site's tenants, then of those of other sites. Raises
+    StoreUnavailable.
+    """
+    return {**await TenantAdmin(store, time.time).all(), **await copied_tenants(store)}
 
 
 def last_days(count: int, now: float) -> list[str]:
@@ -38,13 +47,18 @@ def last_days(count: int, now: float) -> list[str]:
 
 
 def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
-    others = ("priority", "weight", "retention")
+    others = ("priority", "weight", "retention", "sites")
     table = _table("tenant", *(_heading(name) for name in LIMITS), *others)
     for tenant_id, record in records.items():
         if record is None:
             table.add_row(tenant_id, "its record is unreadable", style="red")
         else:
-            table.add_row(tenant_id, *(_limit(record, name) for name in LIMITS), *_others(record))
+            table.add_row(
+                tenant_id,
+                *(_limit(record, name) for name in LIMITS),
+                *_others(record),
+                _sites(record),
+            )
     return table
 
 
@@ -54,10 +68,11 @@ def table_of_limits(record: TenantRecord, state: LimitState) -> Table:
         used = f"{state.used[name]:.0f}" if name in state.used else ""
         if name == "concurrency":
             used = str(state.num_open)
-        is_limited = getattr(record, name) is not None
+        is_limited = getattr(record, name) is not None and not is_copied(record.tenant_id)
         table.add_row(_heading(name), _limit(record, name), used if is_limited else "")
     table.add_row("models", _names(record.allowed_models))
     table.add_row("regions", _names(record.allowed_regions))
+    table.add_row("sites", _sites(record))
     for name, value in zip(("priority", "weight", "retention"), _others(record), strict=True):
         table.add_row(name, value)
     return table
@@ -71,15 +86,19 @@ def table_of_keys(keys: Iterable[ApiKeyRecord], now: float) -> Table:
 
 
 def table_of_usage(rows: Sequence[UsageRow]) -> Table:
-    table = _table("day", "tenant", "model", *(_heading(kind) for kind in USAGE_KINDS))
-    for column in table.columns[3:]:
+    """The site is shown if any request ran at another one."""
+    has_sites = any(row.site for row in rows)
+    names = ("day", "tenant", "model", *(("site",) if has_sites else ()))
+    table = _table(*names, *(_heading(kind) for kind in USAGE_KINDS))
+    for column in table.columns[len(names) :]:
         column.justify = "right"
     for row in rows:
         counts = [f"{getattr(row, kind):,}" for kind in USAGE_KINDS]
-        table.add_row(row.day, row.tenant_id, row.model, *counts)
+        site = (row.site or "here",) if has_sites else ()
+        table.add_row(row.day, row.tenant_id, row.model, *site, *counts)
     if len(rows) > 1:
         sums = [f"{sum(getattr(row, kind) for row in rows):,}" for kind in USAGE_KINDS]
-        table.add_row("all", "", "", *sums, style="bold")
+        table.add_row("all", *("" for _ in names[1:]), *sums, style="bold")
     return table
 
 
@@ -98,6 +117,12 @@ def _limit(record: TenantRecord, name: str) -> str:
 
 def _names(names: tuple[str, ...] | None) -> str:
     return ALL if names is None else ", ".join(names) or "none"
+
+
+def _sites(record: TenantRecord) -> str:
+    if is_copied(record.tenant_id):
+        return f"of {record.tenant_id.partition('/')[0]}"
+    return ", ".join(("here", *record.sites))
 
 
 def _others(record: TenantRecord) -> tuple[str, str, str]:

@@ -21,6 +21,7 @@ MEANING: dict[str, str] = {
     "invalid_api_key": "no API key, or an unknown one",
     "permission_denied": "the tenant may not do this",
     "unknown_tenant": "the key is known, its tenant is not",
+    "tenant_copy_stale": "the tenant's home is another site, which has been silent for too long",
     "limit_is_zero": "requests are disabled for this tenant by a limit of 0",
     "model_not_allowed": "the tenant may not use this model",
     "no_region_allowed": "the tenant's data may be in no region",

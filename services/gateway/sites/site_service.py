@@ -19,6 +19,7 @@ from services.gateway.observability.metrics.label_counts import TenantLabels
 from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.sites.site_prefills import SitePrefills
 from services.gateway.sites.site_requests import narrowed, site_request
+from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
 from shared.background import Background, failing_alone, is_logged
@@ -73,8 +74,11 @@ class SiteService:
         linked: LinkedSites,
         *,
         check_capacity: Callable[[], None],
+        tenants: SiteTenants | None = None,
     ) -> None:
-        """`check_capacity` raises the error with which this gateway rejects a request now."""
+        """`check_capacity` raises the error with which this gateway rejects a request now.
+        `tenants` are those over sites, or None.
+        """
         self._config = config
         self._bus = bus
         self._clock = clock
@@ -93,6 +97,7 @@ class SiteService:
         self._background = Background()
         self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here
         self._linked = linked
+        self._over_sites = tenants
         self._will_flush = self._will_report = False
         self._num_states = 0
         self._models_id = b""  # of the last state
@@ -112,6 +117,8 @@ class SiteService:
             from_sites("gateway", own, "tokens"), TokenBatch, self._driver.take_tokens
         )
         await self._prefills.start()
+        if self._over_sites is not None:
+            await self._over_sites.start()
         self._health_monitor.on_lost(self._on_lost)
         self._background.start_own(self._report())
         self._background.start_own(self._sweep())
@@ -124,6 +131,8 @@ class SiteService:
         """Ends what is left of other sites' requests, which then continue elsewhere."""
         await self._background.stop()
         await self._linked.stop()
+        if self._over_sites is not None:
+            await self._over_sites.stop()
         self._flush()
         await self._send_state(is_last=True)
         await self._outbox.stop()
@@ -179,6 +188,8 @@ class SiteService:
         await self._send_state()
 
     def _on_state(self, state: SiteState) -> None:
+        if self._over_sites is not None:
+            self._over_sites.observe(state)
         if state.gateway_id in self._heard_at:
             self._heard_at[state.gateway_id] = self._clock.now()
 

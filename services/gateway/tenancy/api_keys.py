@@ -10,6 +10,9 @@ keys are valid with the cached records of their tenants; unknown keys cannot be 
 without `hearth:generation` is new, or has lost its records if this gateway has seen some. Both
 count as unavailable, since every key would be invalid otherwise.
 
+A key that Redis does not know may be of a tenant of another site, of which this gateway has a copy:
+a tenant of this site comes first. Its home site has to confirm the copy again and again.
+
 A near replica of Redis may answer first. Its replies count only if they have the key, since it may
 lag.
 """
@@ -25,11 +28,12 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
-from services.gateway.tenancy.errors import UnknownTenant
+from services.gateway.tenancy.errors import TenantCopyStale, UnknownTenant
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, DependencyUnavailable
 from shared.store import BREAKER_S, STORE_TIMEOUT_S, Store, StoreRejected, StoreUnavailable
+from shared.tenancy.copied_tenants import CopiedTenants
 from shared.tenancy.tenant import (
     GENERATION,
     TENANTS,
@@ -47,6 +51,7 @@ log = structlog.get_logger(__name__)
 REFRESH_S = 0.5  # below 1 s with Redis's latency
 SECOND_TRY_S = BREAKER_S + 0.05
 NUM_CONNECTIONS = 32  # opened at the start
+MAX_COPIED_KEYS = 8192  # in use, and remembered as unknown to Redis
 KNOWN_KEY_WAIT_S = STORE_TIMEOUT_S
 
 EMPTY_ADVICE = "restore Redis from its append-only file; a new one needs `hearth tenant add`"
@@ -78,7 +83,18 @@ class ApiKeys:
     cannot fill the cache.
     """
 
-    def __init__(self, store: Store, clock: Clock, *, replica: Store | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        replica: Store | None = None,
+        copied: CopiedTenants | None = None,
+        stale_s: float = inf,
+    ) -> None:
+        """`copied` are the tenants of other sites, which are served for `stale_s` seconds after
+        their confirmation.
+        """
         self._stores = (store,) if replica is None else (replica, store)
         self._clock = clock
         self._redis_state: RedisState = "ok"
@@ -86,6 +102,9 @@ class ApiKeys:
         self._polled_at = -inf
         self._known: dict[str, _CachedTenant] = {}
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
+        self._copied = CopiedTenants("") if copied is None else copied
+        self._stale_s = stale_s
+        self._unknown_at: dict[str, float] = {}  # keys of copies, which Redis did not know then
 
     async def warm_up(self) -> None:
         """Opens the connections to Redis, so that a first burst does not wait for them: after a
@@ -132,6 +151,8 @@ class ApiKeys:
         known = self._known.get(digest)
         if known is not None and self._clock.now() - known.checked_at < REFRESH_S:
             return self._unexpired(known)
+        if self._clock.now() - self._unknown_at.get(digest, -inf) < REFRESH_S:
+            return self._copied_tenant(digest)
         lookup = self._lookups.get(digest)
         if lookup is None:  # concurrent requests share one lookup
             lookup = start_awaited(self._look_up(digest))
@@ -151,11 +172,34 @@ class ApiKeys:
         except StoreUnavailable:
             if digest in self._known:
                 return self._unexpired(self._known[digest])
+            if digest in self._unknown_at:
+                return self._copied_tenant(digest)
             reply = await self._second_try(digest)
         self._known.pop(digest, None)
+        if not reply[0] and self._copied.find(digest) is not None:
+            if len(self._unknown_at) >= MAX_COPIED_KEYS:
+                self._unknown_at.clear()
+            self._unknown_at[digest] = self._clock.now()
+            return self._copied_tenant(digest)
+        self._unknown_at.pop(digest, None)
         known = self._judge(reply, _name_of(digest))
         self._known[digest] = known
         return known.tenant
+
+    def _copied_tenant(self, digest: str) -> TenantRecord:
+        """Returns the tenant of another site. Raises AuthenticationFailed, TenantCopyStale."""
+        found = self._copied.find(digest)
+        if found is None:
+            del self._unknown_at[digest]
+            raise AuthenticationFailed("the API key is not valid")
+        silent_s = self._clock.now() - found.confirmed_at
+        if silent_s > self._stale_s:
+            since = "started" if silent_s == inf else f"heard it {silent_s:.0f} s ago"
+            raise TenantCopyStale(
+                f"this tenant's home is site {found.copy.home!r}, which has not confirmed it since "
+                f"this gateway {since}"
+            )
+        return found.tenant
 
     async def _request(self, digest: str) -> list[Any]:
         """Looks a key up. Raises StoreUnavailable, also for a Redis that has no tenant's record."""

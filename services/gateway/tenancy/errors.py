@@ -2,6 +2,7 @@
 
 PermissionDenied          403  a retry does not help
 ├── UnknownTenant              the API key exists, its tenant does not
+├── TenantCopyStale            the tenant's home is another site, which is silent
 ├── LimitIsZero
 ├── ModelNotAllowed
 ├── ZeroRetentionRejected
@@ -28,6 +29,10 @@ class PermissionDenied(HearthError):
 
 class UnknownTenant(PermissionDenied):
     code = "unknown_tenant"
+
+
+class TenantCopyStale(PermissionDenied):
+    code = "tenant_copy_stale"
 
 
 class LimitIsZero(PermissionDenied):

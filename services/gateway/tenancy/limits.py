@@ -13,12 +13,18 @@ gateway a limit of its own. Open requests renew their leases: they are in an emp
 within `RENEW_S`, and those of a dead gateway stop counting after `LEASE_S`. Settled requests are
 sent in the background and with the tenant's next request, so a client that has a response never
 finds that request still counted. Settling is idempotent.
+
+The limits of another site's tenant are decided at its home, in Redis there, through a gateway of
+that site (`decide_at_home`). While that one does not answer, the local counter decides on the part
+of each site: the limit divided by the number of the tenant's sites and of this site's gateways. It
+has counted what was admitted before, so a link that is cut starts no new minute.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -37,8 +43,9 @@ from services.gateway.tenancy.request_cost import (
     check_zeros,
     has_token_limit,
 )
-from shared.background import Background, failing_alone
+from shared.background import Background, failing_alone, is_logged
 from shared.clock import Clock
+from shared.errors import HearthError
 from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable, reading_reply
 from shared.tenancy.rate_limit import (
     APPLY_EACH_LUA,
@@ -53,11 +60,13 @@ from shared.tenancy.rate_limit import (
     enforced_limits,
     to_limit_state,
 )
+from shared.tenancy.site_admin import is_copied
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 
 log = structlog.get_logger(__name__)
 
 RENEW_S = LEASE_S / 3
+MAX_RENEWED = 4096
 MAX_SETTLED = 256  # settled requests per command; the rest follow
 # Tenants per round trip: with 1,000 tenants and a Redis at 200 ms, leases are renewed within 4 s.
 MAX_TENANTS = 64
@@ -67,6 +76,10 @@ MAX_TENANTS = 64
 MAX_CALLS = 64
 
 _encode = msgspec.json.Encoder().encode
+
+
+# Runs one step of another site's tenant at its home. Raises a HearthError.
+DecideAtHome = Callable[[str, LimitCommand], Awaitable[LimitState]]
 
 
 @dataclass(slots=True)
@@ -82,6 +95,10 @@ class _Account:
     closed: tuple[int, int, float] = (0, 0, 0.0)
     calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
 
+    @property
+    def is_copied(self) -> bool:
+        return is_copied(self.tenant.tenant_id)
+
 
 class Limits:
     """The limits of all tenants. Between `start` and `stop`, settled requests are sent to Redis and
@@ -93,6 +110,7 @@ class Limits:
         self, store: Store, clock: Clock, num_gateways: Callable[[], int] = lambda: 1
     ) -> None:
         self._store = store
+        self._decide_at_home: DecideAtHome | None = None
         self._num_gateways = num_gateways
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
@@ -226,19 +244,27 @@ class Limits:
         requested: RequestedTokens | None = None,
         is_forced: bool = False,
     ) -> LimitState:
-        """Charges the local counter, whose leases do not expire: the gateway ends them."""
-        command = LimitCommand(
-            limits=self._limits_of(account), lease_s=inf, settled=settled, asked=requested
-        )
+        """Charges the local counter, whose leases do not expire: the gateway ends them. That of
+        another site's tenant always drains as its part does: a link that is cut again and again
+        gives no more than one that stays cut.
+        """
+        limits = self._parts_of(account) if account.is_copied else self._limits_of(account)
+        command = LimitCommand(limits=limits, lease_s=inf, settled=settled, asked=requested)
         return account.counter.apply(command, self._clock.now(), is_forced=is_forced)
 
     def _limits_of(self, account: _Account) -> dict[str, int]:
-        """Returns the limits of the last decision: the tenant's, or without Redis this gateway's
-        part, at least one of each, since a gateway alone must not reject all requests.
+        """Returns the limits of the last decision."""
+        return self._parts_of(account) if account.is_local else enforced_limits(account.tenant)
+
+    def _parts_of(self, account: _Account) -> dict[str, int]:
+        """Returns this gateway's part of the limits, at least one of each, since a gateway alone
+        must not reject all requests.
         """
+        num_parts = max(1, self._num_gateways())
+        if account.is_copied:
+            num_parts *= 1 + len(account.tenant.sites)
         limits = enforced_limits(account.tenant)
-        num_gateways = max(1, self._num_gateways()) if account.is_local else 1
-        return {name: max(1, limit // num_gateways) for name, limit in limits.items()}
+        return {name: max(1, limit // num_parts) for name, limit in limits.items()}
 
     def _leave(self, account: _Account, settled: Settled) -> None:
         account.unsettled[settled.lease_id] = (settled, self._clock.now() + LEASE_S)
@@ -257,9 +283,11 @@ class Limits:
         """
         await self._background.stop()
         await self.flush()
+        await self._background.idle()
 
     async def flush(self) -> bool:
         """Sends the settled requests to Redis. Returns False if Redis is unavailable."""
+        self._update_homes(each for each in self._accounts.values() if each.unsettled)
         for accounts in _batches(each for each in self._accounts.values() if each.unsettled):
             sent = [list(account.unsettled)[:MAX_SETTLED] for account in accounts]
             if not await self._settle_and_renew(accounts):
@@ -291,9 +319,38 @@ class Limits:
             self._forget()
 
     async def _renew(self) -> None:
+        every = self._accounts.values()
+        self._update_homes(each for each in every if each.open or each.unsettled)
         for accounts in _batches(each for each in self._accounts.values() if each.open):
             if not await self._settle_and_renew(accounts, has_renewal=True):
                 break
+
+    def decide_at_home(self, decide: DecideAtHome) -> None:
+        """Decides the limits of other sites' tenants by `decide` from now on."""
+        self._decide_at_home = decide
+
+    def _update_homes(self, accounts: Iterable[_Account]) -> None:
+        """Settles and renews at other sites, each in its own time."""
+        for account in accounts:
+            if account.is_copied:
+                self._background.start_item(self._update_home(account), is_logged)
+
+    async def _update_home(self, account: _Account) -> None:
+        settled = list(account.unsettled)[:MAX_SETTLED]
+        command = _command(account, renewed=tuple(account.open)[:MAX_RENEWED])
+        with contextlib.suppress(StoreUnavailable):
+            await self._at_home(account, command)
+            for lease_id in settled:
+                account.unsettled.pop(lease_id, None)
+
+    async def _at_home(self, account: _Account, command: LimitCommand) -> LimitState:
+        """Runs a step at the home of another site's tenant. Raises StoreUnavailable."""
+        if self._decide_at_home is None:
+            raise StoreUnavailable("this site has no links")
+        try:
+            return await self._decide_at_home(account.tenant.tenant_id, command)
+        except HearthError as error:
+            raise StoreUnavailable(f"the home site does not decide: {error.message}") from error
 
     async def _settle_and_renew(
         self, accounts: Sequence[_Account], *, has_renewal: bool = False
@@ -330,9 +387,11 @@ class Limits:
         tenant_id = account.tenant.tenant_id
         keys = [meter_of(tenant_id), open_requests_of(tenant_id)]
         async with account.calls:
-            command = _encode(_command(account, settled=settled, requested=requested))
+            command = _command(account, settled=settled, requested=requested)
+            if account.is_copied:
+                return await self._at_home(account, command)
             try:
-                reply = await self._store.evaluate(APPLY_LUA, keys, [command])
+                reply = await self._store.evaluate(APPLY_LUA, keys, [_encode(command)])
                 with reading_reply():
                     return to_limit_state(reply)
             except StoreRejected as error:
@@ -351,7 +410,8 @@ class Limits:
 
 
 def _batches(accounts: Iterable[_Account]) -> list[list[_Account]]:
-    found = list(accounts)
+    """Returns the accounts of this site's tenants."""
+    found = [each for each in accounts if not each.is_copied]
     return [found[first : first + MAX_TENANTS] for first in range(0, len(found), MAX_TENANTS)]
 
 

@@ -20,6 +20,7 @@ import structlog
 from shared.background import Background, failing_alone
 from shared.clock import Clock
 from shared.store import Store, StoreUnavailable, reading_reply
+from shared.tenancy.site_usage import USAGE_UNSENT
 from shared.tenancy.tenant import UsageKind, usage_of
 
 log = structlog.get_logger(__name__)
@@ -33,19 +34,21 @@ BATCH_RETENTION_S = 30 * 86_400
 RETRY_REJECTED_S = 30.0
 LAST_TRIES = 45  # 4.5 s, which with the 10 s of a drain are within the 15 s before SIGKILL
 
-# KEYS: the writer's last batch, then a record for each count. ARGV: the batch's number, the TTLs
-# of records and batches in seconds, then field and amount of each count. Returns the indices of
-# counts whose records have the wrong type; the writer retries these counts.
+# KEYS: the writer's last batch, what to report to other sites, then a record for each count. ARGV:
+# the batch's number, the TTLs of records and batches in seconds, then field and amount of each
+# count. Returns the indices of counts whose records have the wrong type; the writer retries these
+# counts. Records of other sites' tenants, which have a slash in their names, are marked.
 ADD_UP = """
 local last = redis.call('HMGET', KEYS[1], 'number', 'refused')
 if (tonumber(last[1]) or 0) >= tonumber(ARGV[1]) then return last[2] end
 local refused = ''
-for i = 2, #KEYS do
-  local sum = redis.pcall('HINCRBY', KEYS[i], ARGV[2 * i], ARGV[2 * i + 1])
+for i = 3, #KEYS do
+  local sum = redis.pcall('HINCRBY', KEYS[i], ARGV[2 * i - 2], ARGV[2 * i - 1])
   if type(sum) == 'table' then
-    refused = refused .. (i - 2) .. ' '
+    refused = refused .. (i - 3) .. ' '
   else
     redis.call('EXPIRE', KEYS[i], ARGV[2])
+    if string.find(KEYS[i], '/', 1, true) then redis.call('HINCRBY', KEYS[2], KEYS[i], 1) end
   end
 end
 redis.call('HSET', KEYS[1], 'number', ARGV[1], 'refused', refused)
@@ -145,7 +148,7 @@ class UsageCounter:
             self._number += 1
             for place, _ in self._batch:
                 del self._pending[place]
-        keys = [last_batch_of(self._writer_id)]
+        keys = [last_batch_of(self._writer_id), USAGE_UNSENT]
         arguments: list[str | int] = [self._number, RETENTION_S, BATCH_RETENTION_S]
         for (tenant_id, day, model, kind), amount in self._batch:
             keys.append(usage_of(tenant_id, day))

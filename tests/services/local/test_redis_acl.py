@@ -38,7 +38,7 @@ OWN_KEYS = {
     "operator": ("hearth:tenants", "hearth:acme:keys", "hearth:audit"),
 }
 FOREIGN_KEYS = {
-    "gateway": ("hearth:acme:keys", "hearth:audit", "other"),
+    "gateway": ("hearth:audit", "other"),
     "kv_index": ("hearth:api_key:0ff", "hearth:acme:meter", "hearth:acme:response:1", "other"),
     "host": ("hearth:tenants", "hearth:api_key:0ff", "hearth:acme:usage:2026-01-01", "other"),
     "operator": ("other",),

@@ -97,6 +97,15 @@ def test_unused_output_tokens_are_refunded_once() -> None:
     assert state.used["output_tokens_per_min"] == 100
 
 
+def test_ended_lease_of_another_site_stays_ended() -> None:
+    counter, limits = RateLimitCounter(), {"concurrency": 2}
+    counter.apply(command(limits, asked=asked("a")), 0.0)
+    renewed = command(limits, renewed=("a", "b"), renews_open_only=True)
+    assert counter.apply(renewed, LEASE_S / 2).num_open == 1
+    assert counter.apply(renewed, LEASE_S).num_open == 1
+    assert counter.apply(renewed, 3 * LEASE_S).num_open == 0
+
+
 def test_lowered_limit_adds_no_wait() -> None:
     counter = RateLimitCounter()
     counter.apply(command({"requests_per_min": 1000}, asked=asked("a", 1000)), 0.0)
@@ -153,6 +162,7 @@ commands = st.builds(
     settled=st.lists(st.builds(Settled, names, st.integers(0, 30)), max_size=2).map(tuple),
     renewed=st.lists(names, max_size=2).map(tuple),
     asked=st.none() | st.builds(asked, names, *[st.integers(0, 30)] * 3),
+    renews_open_only=st.booleans(),
 )
 steps = st.lists(st.tuples(commands, st.sampled_from((0, 0, 1, 7, 20, 90))), max_size=12)
 

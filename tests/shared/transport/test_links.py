@@ -32,6 +32,7 @@ PROCESSES = ["gateway=gw", "scheduler=sch", "worker=w", "operator=op", "host=h",
 TO_B = "hearth.v1.site.b.decode.gw.-.control.sch.-"
 TO_C = TO_B.replace(".b.", ".c.")
 AT_B = "hearth.v1.linked.a.decode.gw.-.control.sch.-"
+FOR_GATEWAYS = ("models", "tenants", "tokens")  # what may cross a link to a gateway
 
 
 class Site:
@@ -230,8 +231,12 @@ def denied_subjects() -> list[str]:
             allowed = permissions(role, credential, "eu", is_linked=True)
             found |= {*allowed.publish, *allowed.subscribe}
     filled = {each.replace("*", "x").replace(">", "x") for each in found}
-    more = {f"hearth.v1.site.{site}.gateway.gw.-.tokens.w.-" for site in "abcdh"}
-    more |= {f"hearth.v1.linked.{site}.gateway.gw.-.tokens.w.-" for site in "abcdh"}
+    more = {
+        f"hearth.v1.{way}.{site}.gateway.gw.-.{verb}.w.-"
+        for way in ("site", "linked")
+        for site in "abcdh"
+        for verb in FOR_GATEWAYS
+    }
     more |= {"hearth.v1.site.a.gateway.gw.-.fleet.x.-", "hearth.v1.site.b.gateway.gw.-.fleet.x.-"}
     return sorted(each for each in filled | more if each.startswith("hearth."))
 
@@ -296,17 +301,19 @@ async def refuses_all(own: Spy, peer: Spy, third: Spy | None, *, name: str, othe
         f"linked.{other}.decode.gw.-.control.sch.-",
     )
     await linked(peer, own, f"hearth.v1.{marker}", f"hearth.v1.{seen}")
-    ended = [
-        each.replace("decode.gw.-.control.sch", "gateway.gw.-.tokens.w") for each in (marker, seen)
-    ]
-    await linked(peer, own, f"hearth.v1.{ended[0]}", f"hearth.v1.{ended[1]}")
+    for verb in FOR_GATEWAYS:
+        ended = [
+            each.replace("decode.gw.-.control.sch", f"gateway.gw.-.{verb}.w")
+            for each in (marker, seen)
+        ]
+        await linked(peer, own, f"hearth.v1.{ended[0]}", f"hearth.v1.{ended[1]}")
     if third is not None:
         third.received.clear()
     every = denied_subjects()
     await peer.publish(*every, f"hearth.v1.{marker}")
     await until(lambda: f"hearth.v1.{seen}" in own.subjects[-1:])
-    arrived = [f"hearth.v1.linked.{other}.gateway.gw.-.tokens.w.-", f"hearth.v1.{seen}"]
-    assert own.subjects == arrived, "from the peer"
+    may_arrive = [f"hearth.v1.linked.{other}.gateway.gw.-.{verb}.w.-" for verb in FOR_GATEWAYS]
+    assert own.subjects == [*may_arrive, f"hearth.v1.{seen}"], "from the peer"
     if third is not None:
         sync = "decode.gw.-.control.sch.sync"
         await own.publish(f"hearth.v1.site.c.{sync}")
@@ -317,7 +324,8 @@ async def refuses_all(own: Spy, peer: Spy, third: Spy | None, *, name: str, othe
     await own.publish(*every, end)
     await until(lambda: end in peer.subjects[-1:])
     arrived = [each for each in peer.subjects if ".state." not in each]
-    assert arrived == [f"hearth.v1.site.{other}.gateway.gw.-.tokens.w.-", end]
+    may_arrive = [f"hearth.v1.site.{other}.gateway.gw.-.{verb}.w.-" for verb in FOR_GATEWAYS]
+    assert arrived == [*may_arrive, end]
 
 
 def test_sites_of_one_user_share_the_keys_of_their_links(

@@ -45,6 +45,10 @@ from tests.support.waiting import until
 Connect = Callable[[str], Awaitable[NatsBus]]
 ID = b"p" * 16
 CACHE = {"model": "m", "revision": "r", "kv_format": "f", "epoch": 1, "sequence_number": 1}
+GATEWAYS_MESSAGES = (
+    *("CancelQueued", "SubmitRequest", "FleetRead", "SiteState", "SiteModels"),
+    *("ReadTenantCopies", "TenantCopies", "ApplyLimits", "LimitsApplied", "ReportUsage"),
+)
 FAILURE = Failure(code="worker_busy", message="no")
 
 
@@ -275,8 +279,6 @@ def test_every_message_that_names_its_sender_is_checked() -> None:
     for kind in Message.__subclasses__():
         names_sender = bool(named & set(kind.__struct_fields__)) and kind.__name__ not in others
         is_checked = kind.sender_id is not Message.sender_id
-        of_gateway = kind.__name__ in (
-            *("CancelQueued", "SubmitRequest", "FleetRead", "SiteState", "SiteModels"),
-        )
+        of_gateway = kind.__name__ in GATEWAYS_MESSAGES
         assert is_checked is (names_sender or of_gateway), kind.__name__
     assert ResendTokens.sender_id is Message.sender_id

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from services.gateway.dialects.responses.storage import scripts as responses
+from services.gateway.sites.tenant_copies import PIN_LUA
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.redis_memory import READ_MEMORY
@@ -15,6 +16,7 @@ from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.model_registry.admin import SWAP_MODEL
 from shared.model_registry.reader import READ_REGISTRY
 from shared.store import StoreRejected
+from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
     DELETE_LUA,
@@ -30,6 +32,7 @@ from shared.tenancy.rate_limit import (
     LimitCommand,
     RateLimitCounter,
 )
+from shared.tenancy.site_usage import RECORD_TOTALS_LUA, UNMARK_LUA
 from shared.tenancy.stored_responses import DELETE_SOME_LUA
 from shared.tenancy.tenant import RECORD_LUA, decoded_tenant
 from shared.tenancy.tenant_admin import SWAP
@@ -96,13 +99,17 @@ def _add_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> by
     if int(last.get(b"number", 0)) >= number:
         return last[b"refused"]
     refused = ""
-    for index, key in enumerate(keys[1:]):
+    for index, key in enumerate(keys[2:]):
         field, amount = arguments[3 + 2 * index : 5 + 2 * index]
         fields = store.data.setdefault(key, {})
         try:
             fields[field.encode()] = str(int(fields.get(field.encode(), 0)) + amount).encode()
         except (ValueError, AttributeError):
             refused += f"{index} "
+            continue
+        if "/" in key:
+            marks = store.data.setdefault(keys[1], {})
+            marks[key.encode()] = str(int(marks.get(key.encode(), 0)) + 1).encode()
     store.data[keys[0]] = {b"number": str(number).encode(), b"refused": refused.encode()}
     return refused.encode()
 
@@ -114,6 +121,43 @@ def _swap(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
         return 0
     fields[field.encode()] = after
     return 1
+
+
+def _read_each(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    rows = [[part for pair in _fields(store, key).items() for part in pair] for key in keys]
+    return [str(int(store.now())).encode(), rows]
+
+
+def _swap_each(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[bytes]:
+    triples = zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True)
+    return [
+        field
+        for field, before, after in triples
+        if not _swap(store, keys, (field.decode(), before, after))
+    ]
+
+
+def _pin_key(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
+    site, key = arguments
+    return store.data.setdefault(keys[0], {}).setdefault(site.encode(), key)
+
+
+def _record_totals(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    if arguments[0].encode() not in store.data.get(keys[1], {}):
+        return 0
+    fields = store.data.setdefault(keys[0], {})
+    for name, total in zip(arguments[3::2], arguments[4::2], strict=True):
+        if name.encode() in fields or len(fields) < arguments[2]:
+            most = max(total, int(fields.get(name.encode(), -1)))
+            fields[name.encode()] = str(most).encode()
+    return 1
+
+
+def _unmark(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    name, value = arguments
+    if store.data.get(keys[0], {}).get(name.encode()) == value:
+        del store.data[keys[0]][name.encode()]
+    return 0
 
 
 def _read_registry(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
@@ -299,6 +343,11 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     READ_MEMORY: lambda *_: b"used_memory:0\r\nmaxmemory:0\r\n",
     RECORD_LUA: _tenant_record,
     SWAP: _swap,
+    READ_EACH_LUA: _read_each,
+    SWAP_EACH_LUA: _swap_each,
+    PIN_LUA: _pin_key,
+    RECORD_TOTALS_LUA: _record_totals,
+    UNMARK_LUA: _unmark,
     READ_REGISTRY: _read_registry,
     SWAP_MODEL: _swap_model,
     responses.SAVE: _save_response,

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.gateway.observability.metrics.copied_tenants import CopyCounts, copy_families
 from services.gateway.observability.metrics.exposition import exposition
 from services.gateway.observability.metrics.histograms import (
     Histogram,
@@ -85,6 +86,7 @@ class OwnCollector(Collector):
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
         self.redis: Callable[[], MemoryUse | None] = lambda: None
+        self.copied_tenants: Callable[[], CopyCounts | None] = lambda: None
         self.certificate_expires_at: Callable[[], float | None] = lambda: None
         self.preparation: Callable[[], Mapping[str, PoolLoad]] = dict
         for each in (self.slow_clients, self.dropped_messages):
@@ -120,6 +122,7 @@ class OwnCollector(Collector):
                 expires_at,
             )
         yield from redis_families(self.redis())
+        yield from copy_families(self.copied_tenants())
         yield from own_histograms(SPECS, self.histograms)
 
     def finished(self) -> Mapping[tuple[str, str], float]:
@@ -175,6 +178,10 @@ class GatewayMetrics:
     def watch_redis(self, memory: Callable[[], MemoryUse | None]) -> None:
         """Exports Redis's memory as it was last read. `memory` returns None if it is unknown."""
         self.own.redis = memory
+
+    def watch_copied_tenants(self, counts: Callable[[], CopyCounts]) -> None:
+        """Exports the tenants of other sites, which a gateway with links has."""
+        self.own.copied_tenants = counts
 
     def watch_certificate(self, expires_at: Callable[[], float | None]) -> None:
         """Exports the end of the certificate of HTTPS, in Unix seconds; None: there is none."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import msgspec
 import pytest
 import redis
 
@@ -17,6 +18,15 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
+from shared.tenancy.site_usage import usage_at
+from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant_copy import (
+    SITE_KEYS,
+    SITES,
+    TENANT_COPIES,
+    SigningKey,
+    TenantCopy,
+)
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import RedisServer
 from tests.support.services.running import environ_for
@@ -142,3 +152,33 @@ def test_days_are_utc_and_bounded() -> None:
     for count in (0, -1, 401):
         with pytest.raises(ConfigError):
             last_days(count, 0.0)
+
+
+def test_tenants_over_sites(hearth: Hearth, redis_server: RedisServer) -> None:
+    unlinked = hearth("tenant", "add", "team-a", "--sites", "b")
+    assert unlinked.returncode == 2
+    assert "no gateway has heard a site 'b' over a link: this site has no links" in unlinked.stderr
+    record = TenantRecord(tenant_id="team-b", sites=("here",), concurrency=7)
+    copy = TenantCopy(home="b", site="here", version=1, record=record)
+    signed = msgspec.msgpack.encode(SigningKey.of_secret("of b").sign(copy))
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.hset(SITES, "b", "")
+        client.hset(TENANT_COPIES, mapping={"b/team-b": signed, "b/broken": b"-"})
+        client.hset(SITE_KEYS, "b", b"key")
+        client.hset(usage_at("team-a", last_days(1, time.time())[0], "b"), "requests:m", 5)
+        text(hearth("tenant", "add", "team-a", "--sites", "b"))
+        assert tenant_info(hearth, "team-a")["tenant"]["sites"] == ["b"]
+        listed = text(hearth("tenant", "list"))
+        assert "here, b" in listed and "of b" in listed and "unreadable" in listed
+        assert tenant_info(hearth, "b/team-b")["tenant"]["concurrency"] == 7
+        assert "of b" in text(hearth("tenant", "show", "b/team-b"))
+        edited = hearth("tenant", "limits", "b/team-b", "--concurrency", "9")
+        assert edited.returncode == 2
+        assert "'b/team-b' has its home at site 'b': change it there" in edited.stderr
+        table = text(hearth("usage", "--tenant", "team-a"))
+        assert "site" in table and " b " in table
+        text(hearth("tenant", "limits", "team-a", "--sites", "none"))
+        assert "sites" not in tenant_info(hearth, "team-a")["tenant"]
+        text(hearth("tenant", "trust", "b"))
+        assert client.hgetall(SITE_KEYS) == {}
+    assert "no key of a site 'b' is known" in hearth("tenant", "trust", "b").stderr

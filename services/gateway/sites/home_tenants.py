@@ -1,0 +1,158 @@
+"""Answers other sites about the tenants of this site that name them: signed copies, limits, usage.
+
+A site that asks too often is refused before Redis is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Coroutine
+from itertools import islice
+from math import inf
+
+import structlog
+
+from services.gateway.sites.home_accounts import HomeAccounts
+from shared.background import start_awaited
+from shared.clock import Clock
+from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
+from shared.messages import (
+    MAX_COPIES,
+    MAX_SENT_COPIES,
+    ApplyLimits,
+    Done,
+    LimitsApplied,
+    ReadTenantCopies,
+    ReportUsage,
+    SignedCopy,
+    TenantCopies,
+)
+from shared.store import Store
+from shared.subjects import SITE_SEPARATOR
+from shared.tenancy.home_tenants import HomeTenant, read_home_tenants
+from shared.tenancy.tenant_copy import CopyRejected, SigningKey, TenantCopy
+
+log = structlog.get_logger(__name__)
+
+READ_S = 0.25  # Redis is read at most as often
+STEP_READ_S = 1.0  # for the limits of a request
+MAX_READS_PER_S = 64.0  # of one site: those of 32 gateways
+MAX_STEPS_PER_S = 4096.0  # of the limits, of one site
+
+
+class HomeTenants:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        accounts: HomeAccounts,
+        *,
+        site: str,
+        gateway_id: str,
+        cluster_secret: str,
+    ) -> None:
+        """`gateway_id` is `{site}/{gateway}`."""
+        self._store = store
+        self._clock = clock
+        self._site = site
+        self._name = gateway_id
+        self._accounts = accounts
+        self._key = SigningKey.of_secret(cluster_secret) if cluster_secret else None
+        self._read: asyncio.Task[list[HomeTenant]] | None = None
+        self._read_at = -inf
+        # by site: those of the servers' configuration
+        self._reads: defaultdict[str, ReadBudget] = defaultdict(
+            lambda: ReadBudget(MAX_READS_PER_S, clock.now())
+        )
+        self._steps: defaultdict[str, ReadBudget] = defaultdict(
+            lambda: ReadBudget(MAX_STEPS_PER_S, clock.now())
+        )
+        self._unsent: set[tuple[str, int]] = set()  # logged: tenants that no site can take
+
+    def answer(
+        self, command: ReadTenantCopies | ApplyLimits | ReportUsage
+    ) -> Coroutine[object, object, TenantCopies | LimitsApplied | Done]:
+        """Returns the work that replies. Raises Overloaded if the site asks too often, and
+        DependencyUnavailable.
+        """
+        peer = command.gateway_id.partition(SITE_SEPARATOR)[0]
+        budget = (self._steps if isinstance(command, ApplyLimits) else self._reads)[peer]
+        if not budget.takes(self._clock.now()):
+            raise Overloaded("this site asks about tenants too often", retry_after_s=1.0)
+        match command:
+            case ApplyLimits():
+                return self._apply(peer, command)
+            case ReportUsage():
+                return self._accounts.record(peer, command)
+            case ReadTenantCopies() if self._key is not None:
+                return self._answer(peer, dict(command.held), self._key)
+        raise DependencyUnavailable("tenants over sites need a cluster secret")
+
+    async def _apply(self, peer: str, command: ApplyLimits) -> LimitsApplied:
+        for each in await self._tenants(STEP_READ_S):
+            if each.record.tenant_id == command.tenant_id and peer in each.record.sites:
+                return await self._accounts.apply(each.record, peer, command)
+        raise InvalidRequest(f"no tenant {command.tenant_id!r} names the site {peer!r}")
+
+    async def _answer(self, peer: str, held: dict[str, int], key: SigningKey) -> TenantCopies:
+        named = [each for each in await self._tenants(READ_S) if peer in each.record.sites]
+        if len(named) > MAX_COPIES:
+            self._log_once(peer, len(named), f"only {MAX_COPIES} of its tenants are sent")
+        copies, versions = [], []
+        for each in named[:MAX_COPIES]:
+            name = each.record.tenant_id
+            versions.append((name, each.version))
+            if held.get(name) != each.version:
+                copies.append(each)
+        signed = (self._signed(each, peer, key) for each in copies)
+        return TenantCopies(
+            gateway_id=self._name,
+            key=key.public,
+            versions=tuple(versions),
+            copies=tuple(islice((each for each in signed if each is not None), MAX_SENT_COPIES)),
+        )
+
+    def _signed(self, tenant: HomeTenant, peer: str, key: SigningKey) -> SignedCopy | None:
+        copy = TenantCopy(
+            home=self._site,
+            site=peer,
+            version=tenant.version,
+            record=tenant.record,
+            key_digests=tenant.key_digests,
+        )
+        try:
+            return key.sign(copy)
+        except CopyRejected as error:
+            self._log_once(tenant.record.tenant_id, tenant.version, str(error))
+            return None
+
+    def _log_once(self, name: str, number: int, error: str) -> None:
+        if (name, number) not in self._unsent:
+            self._unsent = {each for each in self._unsent if each[0] != name} | {(name, number)}
+            log.warning("tenant_not_sent", name=name, error=error)
+
+    async def _tenants(self, max_age_s: float) -> list[HomeTenant]:
+        """Returns the tenants as they were at most `max_age_s` ago. Raises StoreUnavailable."""
+        now = self._clock.now()
+        if self._read is None or (self._read.done() and now - self._read_at >= max_age_s):
+            self._read_at = now
+            self._read = start_awaited(read_home_tenants(self._store))
+        return await asyncio.shield(self._read)
+
+
+class ReadBudget:
+    """Limits how often one site asks: each time costs this gateway a signature for each tenant, or
+    a step of Redis.
+    """
+
+    def __init__(self, per_s: float, now: float) -> None:
+        self._per_s, self._left, self._at = per_s, per_s, now
+
+    def takes(self, now: float) -> bool:
+        earned = (now - self._at) * self._per_s
+        self._left, self._at = min(self._left + earned, self._per_s), now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True

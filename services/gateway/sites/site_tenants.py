@@ -1,0 +1,94 @@
+"""Tenants over sites, as one gateway has them: for other sites, and those of other sites here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from services.gateway.sites.home_accounts import HomeAccounts
+from services.gateway.sites.home_tenants import HomeTenants
+from services.gateway.sites.limit_steps import state_of, step_of
+from services.gateway.sites.linked_homes import LinkedHomes, site_of
+from services.gateway.sites.tenant_copies import TenantCopyReader
+from services.gateway.sites.usage_reports import UsageReporter
+from services.gateway.tenancy.tenancy import Tenancy
+from shared.background import Background, is_logged
+from shared.clock import Clock
+from shared.config import GatewayConfig
+from shared.messages import ApplyLimits, LimitsApplied, ReadTenantCopies, ReportUsage, SiteState
+from shared.store import StoreUnavailable
+from shared.subjects import at_site, from_sites
+from shared.tenancy.rate_limit import LimitCommand, LimitState
+from shared.tenancy.tenant_copy import SITES
+from shared.transport.bus import Bus
+
+log = structlog.get_logger(__name__)
+
+LIMITS_TIMEOUT_S = 1.0
+
+
+class SiteTenants:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        bus: Bus,
+        clock: Clock,
+        tenancy: Tenancy,
+        *,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._bus = bus
+        self._store = store = tenancy.stores.slow
+        self._limits = tenancy.limits
+        self._name = name = at_site(config.site, config.process_id)
+        self._background = Background()
+        self.homes = homes = LinkedHomes(bus, clock, self._on_new_site)
+        accounts = HomeAccounts(tenancy.stores.fast, wall_clock, gateway_id=name)
+        self._home = HomeTenants(
+            store,
+            clock,
+            accounts,
+            site=config.site,
+            gateway_id=name,
+            cluster_secret=config.cluster_secret,
+        )
+        self._copies = TenantCopyReader(homes, clock, store, tenancy.copied, gateway_id=name)
+        self._usage = UsageReporter(homes, clock, store, gateway_id=name)
+
+    async def start(self) -> None:
+        subject = from_sites("gateway", self._bus.process_id, "tenants")
+        commands = ReadTenantCopies | ApplyLimits | ReportUsage
+        await self._bus.serve(subject, commands, self._home.answer)
+        self._limits.decide_at_home(self._apply_limits)
+        await self._copies.start()
+        self._background.start_own(self._usage.run())
+
+    async def stop(self) -> None:
+        await self._background.stop()
+        await self._copies.stop()
+
+    def _on_new_site(self, site: str) -> None:
+        self._background.start_item(self._note_site(site), is_logged)
+
+    async def _note_site(self, site: str) -> None:
+        try:
+            await self._store.write([("HSETNX", SITES, site, "")])
+        except StoreUnavailable:
+            self.homes.by_site.pop(site, None)  # the next state tries again
+
+    def observe(self, state: SiteState) -> None:
+        """Takes the state of a gateway of a linked site."""
+        self.homes.observe(state)
+
+    async def _apply_limits(self, tenant_id: str, command: LimitCommand) -> LimitState:
+        """Runs one step of the limits of another site's tenant at its home. Raises the errors of
+        the home site, and DependencyUnavailable if it does not answer.
+        """
+        reply = await self.homes.request(
+            site_of(tenant_id),
+            step_of(self._name, tenant_id, command),
+            LimitsApplied,
+            timeout_s=LIMITS_TIMEOUT_S,
+        )
+        return state_of(reply)

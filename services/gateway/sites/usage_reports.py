@@ -1,0 +1,66 @@
+"""Reports the usage of other sites' tenants to their homes. What is not sent yet is in Redis."""
+
+from __future__ import annotations
+
+import structlog
+
+from services.gateway.sites.linked_homes import LinkedHomes, site_of
+from shared.background import failing_alone
+from shared.clock import Clock
+from shared.errors import HearthError, InvalidRequest
+from shared.messages import Done, ReportUsage
+from shared.store import Store, StoreUnavailable
+from shared.subjects import SITE_SEPARATOR
+from shared.tenancy.site_usage import UNMARK_LUA, USAGE_UNSENT, tenant_and_day, totals_of
+
+log = structlog.get_logger(__name__)
+
+REPORT_S = 1.0
+MAX_PER_ROUND = 16
+TIMEOUT_S = 2.0
+
+
+class UsageReporter:
+    def __init__(self, homes: LinkedHomes, clock: Clock, store: Store, *, gateway_id: str) -> None:
+        self._homes = homes
+        self._clock = clock
+        self._store = store
+        self._name = gateway_id
+
+    async def run(self) -> None:
+        while True:
+            await self._clock.sleep(REPORT_S)
+            with failing_alone("usage_not_reported"):
+                await self.report()
+
+    async def report(self) -> None:
+        """Reports what has changed since its last report, of sites that are heard."""
+        try:
+            marks = await self._store.hash_get(USAGE_UNSENT)
+        except StoreUnavailable:
+            return
+        num_sent, silent = 0, set()
+        for key, mark in marks.items():
+            found = tenant_and_day(key.decode(errors="replace"))
+            if found is None:
+                continue
+            site = site_of(found[0])
+            if site in silent or not self._homes.is_heard(site) or num_sent >= MAX_PER_ROUND:
+                continue
+            num_sent += 1
+            try:
+                await self._report(key.decode(), mark, *found)
+            except HearthError as error:
+                silent.add(site)
+                log.debug("usage_not_reported", site=site, error=error.message)
+
+    async def _report(self, key: str, mark: bytes, name: str, day: str) -> None:
+        """Raises the errors of the home site, and StoreUnavailable."""
+        site, _, tenant_id = name.partition(SITE_SEPARATOR)
+        totals = tuple(totals_of(await self._store.hash_get(key)))
+        command = ReportUsage(gateway_id=self._name, tenant_id=tenant_id, day=day, totals=totals)
+        try:
+            await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
+        except InvalidRequest as error:  # it will never take this one
+            log.warning("usage_rejected", tenant=name, day=day, error=error.message)
+        await self._store.evaluate(UNMARK_LUA, [USAGE_UNSENT], [key, mark])

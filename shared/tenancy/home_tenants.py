@@ -1,0 +1,156 @@
+"""The tenants of this site that other sites may serve, as Redis has them now.
+
+A version only grows: it moves on when the record or the set of valid keys differs from what the
+version stood for, whoever changed it. Versions are read before what they stand for, and swapped: a
+gateway that was late never gives an old record a new version. A version is at least the time in
+seconds, so that it grows although Redis lost it; no other site reads a time in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from shared.store import Store, StoreUnavailable, reading_reply
+from shared.tenancy.tenant import (
+    GENERATION,
+    TENANTS,
+    ApiKeyRecord,
+    TenantRecord,
+    api_key_record,
+    decoded_tenant,
+    is_client,
+    keys_of,
+)
+from shared.tenancy.tenant_copy import MAX_KEYS, TENANT_VERSIONS
+from shared.transport.wire_errors import UNREADABLE
+
+MAX_READS = 5
+
+# KEYS: hashes. Returns the time, and fields and values of each hash.
+READ_EACH_LUA = """
+local found = {}
+for i, key in ipairs(KEYS) do found[i] = redis.call('HGETALL', key) end
+return {redis.call('TIME')[1], found}
+"""
+
+# KEYS: a hash. ARGV: triples of a field, its expected value (empty: none), its new value. Returns
+# the fields that had other values.
+SWAP_EACH_LUA = """
+local failed = {}
+for i = 1, #ARGV, 3 do
+  if (redis.call('HGET', KEYS[1], ARGV[i]) or '') == ARGV[i + 1] then
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 2])
+  else
+    failed[#failed + 1] = ARGV[i]
+  end
+end
+return failed
+"""
+
+Fields = Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class HomeTenant:
+    """A tenant with other sites, and the digests of its valid API keys."""
+
+    record: TenantRecord
+    key_digests: tuple[str, ...]
+    version: int = 0
+
+    @property
+    def content(self) -> bytes:
+        """Identifies what a version stands for."""
+        data = msgspec.json.encode((self.record, self.key_digests))
+        return blake2b(data, digest_size=16).hexdigest().encode()
+
+
+async def read_home_tenants(store: Store) -> list[HomeTenant]:
+    """Returns the tenants that other sites may serve, sorted by name. Raises StoreUnavailable, also
+    for a Redis without records.
+    """
+    for _ in range(MAX_READS):
+        found = await _read_once(store)
+        if found is not None:
+            return found
+    raise StoreUnavailable("the tenants of this site change all the time")
+
+
+async def _read_once(store: Store) -> list[HomeTenant] | None:
+    """Returns None if another gateway has changed a version meanwhile."""
+    versions, tenants = (await _read(store, [TENANT_VERSIONS, TENANTS]))[1]
+    if not tenants and await store.get(GENERATION) is None:
+        raise StoreUnavailable(f"Redis is empty: it has no {GENERATION}")
+    records = _with_sites(tenants)
+    if not records:
+        return []
+    keys = (await _read(store, [keys_of(each.tenant_id) for each in records]))[1]
+    digests = [[each.decode() for each in fields.values() if _is_key(each)] for fields in keys]
+    now, found = await _read(store, [api_key_record(each) for row in digests for each in row])
+    key_records, home = iter(found), []
+    for record, row in zip(records, digests, strict=True):
+        of_tenant = {each: _key(next(key_records)) for each in row}
+        home.append(HomeTenant(record, _valid_digests(of_tenant, record.tenant_id, now)))
+    return await _with_versions(store, home, versions, int(now))
+
+
+async def _read(store: Store, keys: Sequence[str]) -> tuple[float, list[dict[bytes, bytes]]]:
+    """Returns Redis's time, in seconds, and the fields of hashes."""
+    reply = await store.evaluate(READ_EACH_LUA, keys, [])
+    with reading_reply():
+        now, found = reply
+        return float(now), [dict(zip(row[::2], row[1::2], strict=True)) for row in found]
+
+
+def _with_sites(tenants: Fields) -> list[TenantRecord]:
+    found = (decoded_tenant(data) for _, data in sorted(tenants.items()) if b'"sites"' in data)
+    return [each for each in found if each is not None and each.sites]
+
+
+def _is_key(digest: bytes) -> bool:
+    return not is_client(digest.decode(errors="replace"))
+
+
+def _key(fields: Fields) -> ApiKeyRecord | None:
+    texts: Any = {name.decode(): value.decode() for name, value in fields.items()}
+    try:
+        return msgspec.convert(texts, ApiKeyRecord, strict=False)
+    except UNREADABLE:
+        return None
+
+
+def _valid_digests(
+    keys: Mapping[str, ApiKeyRecord | None], tenant_id: str, now: float
+) -> tuple[str, ...]:
+    valid = [
+        (key.created_at, digest)
+        for digest, key in keys.items()
+        if key is not None
+        and key.tenant_id == tenant_id
+        and key.revoked_at is None
+        and (key.expires_at is None or key.expires_at > now)
+    ]
+    return tuple(sorted(digest for _, digest in sorted(valid)[-MAX_KEYS:]))
+
+
+async def _with_versions(
+    store: Store, home: Sequence[HomeTenant], versions: Fields, now: int
+) -> list[HomeTenant] | None:
+    numbered, swaps = [], []
+    for each in home:
+        name, content = each.record.tenant_id.encode(), each.content
+        before = versions.get(name, b"")
+        number, _, known = before.partition(b":")
+        version = int(number) if number.isdigit() else 0
+        if known != content:
+            version = max(version + 1, now)
+            swaps += [name, before, b"%d:%b" % (version, content)]
+        numbered.append(HomeTenant(each.record, each.key_digests, version))
+    if not swaps:
+        return numbered
+    return None if await store.evaluate(SWAP_EACH_LUA, [TENANT_VERSIONS], swaps) else numbered

@@ -1,0 +1,61 @@
+"""What operators see and change of tenants over sites, beside the tenants themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import structs
+
+from shared.errors import ConfigError
+from shared.messages import SignedCopy
+from shared.store import Store
+from shared.subjects import SITE_SEPARATOR
+from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant_copy import SITE_KEYS, SITES, TENANT_COPIES, TenantCopy
+from shared.transport.wire_errors import UNREADABLE
+
+
+async def check_sites(store: Store, sites: Iterable[str]) -> None:
+    """Raises ConfigError for a site that no gateway has heard over a link, and StoreUnavailable."""
+    linked = sorted(each.decode() for each in await store.hash_get(SITES))
+    for site in sites:
+        if site not in linked:
+            known = f"linked are {', '.join(linked)}" if linked else "this site has no links yet"
+            raise ConfigError(f"no gateway has heard a site {site!r} over a link: {known}")
+
+
+async def copied_tenants(store: Store) -> dict[str, TenantRecord | None]:
+    """Returns the records of other sites' tenants by their names here, sorted; None for an
+    unreadable one. Raises StoreUnavailable.
+    """
+    found = await store.hash_get(TENANT_COPIES)
+    return {name.decode(): _record(name.decode(), data) for name, data in sorted(found.items())}
+
+
+def is_copied(tenant_id: str) -> bool:
+    return SITE_SEPARATOR in tenant_id
+
+
+async def copied_tenant(store: Store, tenant_id: str) -> TenantRecord:
+    """Returns the record of another site's tenant. Raises ConfigError, StoreUnavailable."""
+    record = (await copied_tenants(store)).get(tenant_id)
+    if record is None:
+        raise ConfigError(f"no copy of the tenant {tenant_id!r}: see `hearth tenant list`")
+    return record
+
+
+async def forget_site_key(store: Store, site: str) -> None:
+    """Makes gateways take the next key that a site shows. Raises ConfigError, StoreUnavailable."""
+    if site.encode() not in await store.hash_get(SITE_KEYS):
+        raise ConfigError(f"no key of a site {site!r} is known: there is nothing to forget")
+    await store.write([("HDEL", SITE_KEYS, site)])
+
+
+def _record(name: str, data: bytes) -> TenantRecord | None:
+    try:
+        signed = msgspec.msgpack.decode(data, type=SignedCopy)
+        record = msgspec.msgpack.decode(signed.body, type=TenantCopy).record
+    except UNREADABLE:
+        return None
+    return structs.replace(record, tenant_id=name)

@@ -1,0 +1,99 @@
+"""The usage of a tenant at other sites, as its home site keeps it.
+
+    hearth:usage_unsent                 hash, elsewhere: a record of usage → its number of changes
+    hearth:{tenant}:usage:{day}:{site}  hash, at home: {kind}:{model} → total at that site
+    hearth:tenant_sites                 hash, at home: {tenant}/{site}: has ever named that site
+
+A site reports totals, not differences: a report that is repeated counts once, and what could not be
+sent while a link was cut is in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
+
+from shared.errors import InvalidRequest
+from shared.store import Store
+from shared.subjects import at_site
+from shared.tenancy.tenant import USAGE_KINDS, usage_of
+
+USAGE_UNSENT = "hearth:usage_unsent"
+TENANT_SITES = "hearth:tenant_sites"
+MAX_TOTALS = 256  # of a tenant's day at one site
+MAX_DAYS_LATE = 31
+_RETENTION_S = 400 * 86_400
+
+# KEYS: usage at a site, the sites that tenants have named. ARGV: the tenant and the site, seconds
+# of retention, the maximum number of totals, then pairs of a field and its total. Returns 0 if the
+# tenant has never named the site. A total never falls.
+RECORD_TOTALS_LUA = """
+if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 0 then return 0 end
+for i = 4, #ARGV, 2 do
+  local before = tonumber(redis.call('HGET', KEYS[1], ARGV[i]))
+  if before or redis.call('HLEN', KEYS[1]) < tonumber(ARGV[3]) then
+    if (before or -1) < tonumber(ARGV[i + 1]) then
+      redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+    end
+  end
+end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+
+# KEYS: a hash. ARGV: a field and a value. Removes the field if it has this value.
+UNMARK_LUA = """
+if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
+return 0
+"""
+
+
+def usage_at(tenant_id: str, day: str, site: str) -> str:
+    return f"{usage_of(tenant_id, day)}:{site}"
+
+
+def tenant_and_day(usage_key: str) -> tuple[str, str] | None:
+    """Splits a key of `usage_of`. Returns None for another one."""
+    parts = usage_key.split(":")
+    return (parts[1], parts[3]) if len(parts) == 4 and parts[2] == "usage" else None
+
+
+def totals_of(fields: Mapping[bytes, bytes]) -> list[tuple[str, int]]:
+    """Returns the totals of a record of usage, at most MAX_TOTALS, by `{kind}:{model}`."""
+    found = ((name.decode(errors="replace"), total) for name, total in sorted(fields.items()))
+    return [(name, int(total)) for name, total in found if total.isdigit()][:MAX_TOTALS]
+
+
+async def name_sites(store: Store, tenant_id: str, sites: Sequence[str]) -> None:
+    """Lets sites report usage of a tenant from now on. Raises StoreUnavailable."""
+    if sites:
+        names = (part for site in sites for part in (at_site(tenant_id, site), ""))
+        await store.write([("HSET", TENANT_SITES, *names)])
+
+
+async def record_totals(
+    store: Store, tenant_id: str, site: str, day: str, totals: Sequence[tuple[str, int]], now: float
+) -> None:
+    """Records what a site reports; `now` is in Unix seconds. Raises InvalidRequest and
+    StoreUnavailable.
+    """
+    if not _is_recent(day, now):
+        raise InvalidRequest(f"usage of {day!r} is not of the last {MAX_DAYS_LATE} days")
+    for field, _ in totals:
+        if field.partition(":")[0] not in USAGE_KINDS:
+            raise InvalidRequest(f"usage has no count {field[:64]!r}")
+    keys = [usage_at(tenant_id, day, site), TENANT_SITES]
+    pairs = [part for each in totals for part in each]
+    arguments = [at_site(tenant_id, site), _RETENTION_S, MAX_TOTALS, *pairs]
+    if not await store.evaluate(RECORD_TOTALS_LUA, keys, arguments):
+        raise InvalidRequest(f"no tenant {tenant_id!r} has named this site")
+
+
+def _is_recent(day: str, now: float) -> bool:
+    """Whether a day is near today. Clocks of two sites may differ by hours."""
+    try:
+        found = date.fromisoformat(day)
+    except ValueError:
+        return False
+    today = datetime.fromtimestamp(now, UTC).date()
+    return timedelta(days=-2) <= today - found <= timedelta(days=MAX_DAYS_LATE)

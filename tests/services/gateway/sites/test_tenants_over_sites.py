@@ -1,0 +1,207 @@
+"""A tenant of site a at site b, on real buses and Redis: its key, its revocation, a cut link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from services.gateway.sites.tenant_copies import TenantCopyReader
+from services.gateway.tenancy.usage_counter import day_of
+from shared.clock import MonotonicClock
+from shared.errors import ConfigError
+from shared.store import RedisStore
+from shared.tenancy.copied_tenants import CopiedTenants
+from shared.tenancy.site_admin import copied_tenant, copied_tenants, forget_site_key
+from shared.tenancy.tenant import digest_of
+from shared.tenancy.tenant_admin import TenantAdmin
+from tests.support.services.linked_sites import API_KEY, LinkedPair, LiveSite, linked_pair
+from tests.support.services.model_dir import write_model_dir
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LinkedPair]:
+    """Only site b has a worker."""
+    folder = tmp_path_factory.mktemp("sites")
+    async with linked_pair(folder, write_model_dir(folder / "tiny")) as pair:
+        for each in (pair.a, pair.b):
+            await each.start(site=each.name)
+        await pair.b.add_worker(num_blocks=64)
+        await until(lambda: pair.a.gateway.readiness().ready and pair.b.gateway.readiness().ready)
+        yield pair
+
+
+@asynccontextmanager
+async def store_of(site: LiveSite) -> AsyncIterator[RedisStore]:
+    store = RedisStore(site.redis_url, MonotonicClock(), timeout_s=2.0)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def admin_of(site: LiveSite) -> AsyncIterator[TenantAdmin]:
+    async with store_of(site) as store:
+        yield TenantAdmin(store, lambda: 0.0)
+
+
+async def ask(site: LiveSite, key: str) -> httpx.Response:
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "ignore_eos": True}
+    body["messages"] = [{"role": "user", "content": "one"}]
+    headers = {"authorization": f"Bearer {key}"}
+    return await site.http.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def until_status(site: LiveSite, key: str, status: int) -> httpx.Response:
+    async def answers() -> httpx.Response | None:
+        response = await ask(site, key)
+        return response if response.status_code == status else None
+
+    return await until(answers, timeout_s=10)
+
+
+async def add_tenant(site: LiveSite, name: str, key: str, **changes: Any) -> None:
+    async with admin_of(site) as admin:
+
+        async def is_added() -> bool:
+            try:
+                await admin.add(name, changes, key)
+            except ConfigError as error:
+                assert "no gateway has heard" in error.message, error
+                return False
+            return True
+
+        await until(is_added)
+
+
+def pass_time(site: LiveSite, key: str, seconds: float) -> None:
+    """Moves the confirmation of a key's tenant into the past."""
+    found = site.gateway.tenancy.copied.find(digest_of(key))
+    assert found is not None
+    found.confirmed_at -= seconds
+
+
+async def test_key_works_at_both_sites_until_it_is_revoked(sites: LinkedPair) -> None:
+    await add_tenant(sites.a, "team", "key of team", sites=("b",))
+    await add_tenant(sites.a, "stays", "key of stays")
+    await until_status(sites.b, "key of team", 200)
+    assert (await ask(sites.a, "key of team")).status_code == 200
+    assert (await ask(sites.b, "key of stays")).status_code == 401, "it names no site"
+    async with store_of(sites.b) as store:
+        assert list(await copied_tenants(store)) == ["a/team"]
+        assert (await copied_tenant(store, "a/team")).sites == ("b",)
+    shown = (await sites.b.http.get("/metrics")).text
+    assert 'hearth_copied_tenants{site="a"} 1.0' in shown
+    assert "hearth_copied_tenants_rejected_total 0.0" in shown
+    async with admin_of(sites.b) as admin:
+        with pytest.raises(ConfigError, match="'a/team' has its home at site 'a'"):
+            await admin.change("a/team", {"requests_per_min": 5})
+    async with admin_of(sites.a) as admin:
+        await admin.change("team", {"concurrency": 0})
+        refused = await until_status(sites.b, "key of team", 403)
+        assert refused.json()["error"]["code"] == "limit_is_zero"
+        await admin.revoke("team", None)
+    await until_status(sites.b, "key of team", 401)
+
+
+async def test_tenant_of_this_site_comes_before_one_with_its_name_and_key(
+    sites: LinkedPair,
+) -> None:
+    """Both sites have a tenant-1 with the same key; that of a may not do anything."""
+    async with admin_of(sites.a) as admin:
+        await admin.change("tenant-1", {"sites": ("b",), "concurrency": 0})
+    copied = sites.b.gateway.tenancy.copied
+    await until(lambda: copied.find(digest_of(API_KEY)))
+    assert (await ask(sites.b, API_KEY)).status_code == 200
+    assert (await ask(sites.a, API_KEY)).status_code == 403
+    async with admin_of(sites.a) as admin:
+        await admin.change("tenant-1", {"sites": (), "concurrency": None})
+    await until(lambda: copied.find(digest_of(API_KEY)) is None)
+
+
+async def test_cut_link_holds_the_copy_for_a_while(sites: LinkedPair) -> None:
+    await add_tenant(sites.a, "away", "key of away", sites=("b",))
+    await until_status(sites.b, "key of away", 200)
+    sites.cut()
+    await until(lambda: not sites.b.gateway._health_monitor.fleet.is_live("a/gateway"))
+    assert (await ask(sites.b, "key of away")).status_code == 200
+    pass_time(sites.b, "key of away", 301.0)
+    refused = await until_status(sites.b, "key of away", 403)
+    error = refused.json()["error"]
+    assert error["code"] == "tenant_copy_stale"
+    assert "home is site 'a', which has not confirmed it since" in error["message"]
+    async with store_of(sites.b) as store:
+        copied = CopiedTenants("b")
+        gateway = sites.b.gateway
+        reader = TenantCopyReader(
+            gateway._sites._over_sites.homes, gateway._clock, store, copied, gateway_id="b/new"
+        )
+        await reader.start()
+        await reader.stop()
+        found = copied.find(digest_of("key of away"))
+        assert found is not None and found.confirmed_at < 0, "a new process does not trust Redis"
+    sites.restore()
+    await until_status(sites.b, "key of away", 200)
+
+
+async def test_new_key_of_a_site_is_refused_until_an_operator_accepts_it(
+    sites: LinkedPair,
+) -> None:
+    await add_tenant(sites.a, "signed", "key of signed", sites=("b",))
+    await until_status(sites.b, "key of signed", 200)
+    homes = sites.b.gateway._sites._over_sites.homes.by_site
+    async with store_of(sites.b) as store:
+        await store.write([("HSET", "hearth:site_keys", "a", b"k" * 32)])
+        homes["a"].key = None
+        await until(lambda: homes["a"].rejected_key)
+        pass_time(sites.b, "key of signed", 301.0)
+        await until_status(sites.b, "key of signed", 403)
+        await forget_site_key(store, "a")
+    await until_status(sites.b, "key of signed", 200)
+
+
+async def used_by(site: LiveSite, tenant_id: str) -> dict[str, int]:
+    """Returns the tenant's requests by the site that they ran for."""
+    async with admin_of(site) as admin:
+        rows = await admin.usage([tenant_id], [day_of(time.time())])
+    return {row.site: row.requests for row in rows}
+
+
+async def test_limits_and_usage_are_those_of_all_sites(sites: LinkedPair) -> None:
+    """The last request at b is counted while the link is cut, and reported after that."""
+    limits = {"sites": ("b",), "requests_per_min": 4, "output_tokens_per_min": 100}
+    await add_tenant(sites.a, "counted", "key of counted", **limits)
+    await until_status(sites.b, "key of counted", 200)
+    assert (await ask(sites.a, "key of counted")).status_code == 200
+    there = await ask(sites.b, "key of counted")
+    assert there.headers["x-ratelimit-remaining-requests"] == "1"
+    await until(lambda: used_by_is(sites, {"": 1, "b": 2}))
+    sites.cut()
+    await until(lambda: not sites.b.gateway._health_monitor.fleet.is_live("a/gateway"))
+    refused = await ask(sites.b, "key of counted")
+    assert refused.status_code == 429, "b has used its part, 2 of 4"
+    assert "part 2 of this tenant's limit requests_per_min of 4" in refused.text
+    pass_time_of_limits(sites.b, "a/counted", 60.0)
+    assert (await ask(sites.b, "key of counted")).status_code == 200
+    sites.restore()
+    await until(lambda: used_by_is(sites, {"": 1, "b": 3}), timeout_s=15)
+    assert await used_by(sites.b, "a/counted") == {"": 3}
+
+
+async def used_by_is(sites: LinkedPair, expected: dict[str, int]) -> bool:
+    return await used_by(sites.a, "counted") == expected
+
+
+def pass_time_of_limits(site: LiveSite, tenant_id: str, seconds: float) -> None:
+    account = site.gateway.tenancy.limits._accounts[tenant_id]
+    account.counter._at -= seconds
+    account.closed = (0, 0, 0.0)
