@@ -23,7 +23,7 @@ from shared.subjects import is_at_site, site_in
 # A heartbeat includes an assignment that was confirmed this long before the heartbeat's arrival.
 SETTLED_S = 0.05
 # The state of a site sums heartbeats of its workers, which are a quarter of a second old.
-SETTLED_AT_SITE_S = 0.5
+SETTLED_AT_SITE_S = 0.3
 NEAREST_EVERY_S = 1.0  # a state of each gateway comes as often
 
 
@@ -252,6 +252,8 @@ class WorkerFleet:
         else:
             self._links.observe(worker_id, load, card, now)
         worker = _worker_of(heartbeat, card, load, speed, now)
+        if is_at_site(worker_id):
+            worker.round_trip_s = self._round_trip_s(worker_id)
         if pushes:
             self._put_behind_link(worker, model, card, now)
         if known is None:

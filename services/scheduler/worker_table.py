@@ -68,11 +68,15 @@ class WorkerRow:
     push_free_at: float = 0.0  # when the link to its site has sent what was assigned to it
     # More: those of a site, which share its work; the loads are those of the mean one.
     num_engines: int = 1
+    round_trip_s: float = 0.0  # to another site
 
     @property
     def closed_until(self) -> float:
-        """The worker has enough work before this time; -inf until its speed is measured."""
-        return self.busy_until - MAX_AHEAD_S if self.speed.is_measured else -inf
+        """The worker has enough work before this time; -inf until its speed is measured. What is
+        on its way to another site is no work there yet.
+        """
+        ahead_s = MAX_AHEAD_S + self.round_trip_s
+        return self.busy_until - ahead_s if self.speed.is_measured else -inf
 
     @property
     def load_s(self) -> float:
