@@ -26,7 +26,8 @@ WHOLE_TIMEOUT_S = 45.0  # longer than a site retains an end that nobody acknowle
 
 class SiteRow(msgspec.Struct, kw_only=True):
     """Seconds. `longest_pause_s` is between two tokens of a stream, from the fault on; without the
-    model at home it lasts at least as long as the link is away. `joined_s`: from the fault's end to
+    model at home it lasts at least as long as the link is away, and without room as long as others
+    have it; `undisturbed_pause_s` is that of a run without a fault. `joined_s`: from the end to
     the first token of a new request that site b serves for a; not measured if home has the model.
     `states_s`: until each site had a state of the other one. None: never.
     """
@@ -45,6 +46,7 @@ class SiteRow(msgspec.Struct, kw_only=True):
     own_longest_s: float
     fault_s: float
     longest_pause_s: float
+    undisturbed_pause_s: float
     joined_s: float | None
     states_s: float | None
     whole_after_s: float | None
@@ -104,6 +106,7 @@ async def run_site_row(streams: FarStreams, name: str, home: Home) -> SiteRow:
         own_longest_s=round(max(requests.longest_s for requests in own), 3),
         fault_s=round(ended_at - struck_at, 3),
         longest_pause_s=round(max(each.longest_pause_s(struck_at) for each in sent), 3),
+        undisturbed_pause_s=round(streams.longest_pause_s, 3),
         joined_s=None if served_at is None else round(served_at - ended_at, 3),
         states_s=await crossed_after(pair, ended_at),
         whole_after_s=await _whole_after(pair),

@@ -67,6 +67,7 @@ class FarStreams:
             for path, body in requests(count)
         ]
         self.expected: list[tuple[dict[int, ChoiceOutput], tuple[int, int]]] = []
+        self.longest_pause_s = 0.0  # undisturbed
         self._num_sent = 0
 
     async def learn(self) -> None:
@@ -75,6 +76,7 @@ class FarStreams:
         for each in sent:
             assert each.last.is_successful, str(each.last)
         self.expected = [(each.last.output, each.last.usage) for each in sent]
+        self.longest_pause_s = max(each.longest_pause_s(0.0) for each in sent)
 
     def is_same(self, stream: Stream) -> bool:
         return (stream.last.output, stream.last.usage) == self.expected[stream.index]
