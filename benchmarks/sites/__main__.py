@@ -15,7 +15,7 @@ from collections.abc import Callable
 import structlog
 
 from benchmarks.report import Bar, Row, print_tables, write_result
-from benchmarks.sites import pair, placement, prefill, traffic
+from benchmarks.sites import live, pair, placement, prefill, traffic
 
 # Shortened by a scale of at most 1; returns rows and bars.
 Part = Callable[[float], tuple[list[Row], list[Bar]]]
@@ -24,6 +24,7 @@ PARTS: dict[str, Part] = {
     "placement": placement.run,
     "pair": pair.run,
     "prefill": prefill.run,
+    "live": live.run,
 }
 
 

@@ -26,6 +26,7 @@ from services.scheduler.placement import (
     Target,
     leaves_home,
     place,
+    prompt_s,
 )
 from services.scheduler.request_queues import RequestQueues
 from services.scheduler.service import MIN_CLOSED_S
@@ -267,6 +268,7 @@ class VirtualSite:
         may_leave = leaves_home(
             now - ticket.queued_at,
             self._workers.nearest_site_s(SERVED, now),
+            prompt_s(self._workers.serving(SERVED), needs.num_tokens),
             is_served_here=self._workers.has_worker(
                 SERVED, (), ticket.queue.regions, is_local=True
             ),

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from services.scheduler.cost_kernel import (
     FORMAT,
+    TOKEN_S,
     RequestTerms,
     RoleWorkers,
     costs_of_decodes,
@@ -43,7 +44,10 @@ from shared.subjects import site_in
 MAX_COST_RATIO = 2.0
 NEAR_DEEPEST = 0.9  # prefixes this close to the longest count as equally long
 MAX_PREFILL_CANDIDATES = 3
-HOME_WAIT_S = 0.25  # besides the round trip: bursts below the capacity of a site stay there
+# Bursts below the capacity of a site stay there: besides the round trip, a request waits for so
+# long, or for as long as so many prompts of its length take.
+HOME_WAIT_S, MAX_HOME_WAIT_S = 0.25, 2.0
+NUM_HOME_PROMPTS = 2
 
 RandomBelow = Callable[[int], int]  # uniform in [0, limit)
 
@@ -115,11 +119,22 @@ def place(
     return decision.target(excluded)
 
 
-def leaves_home(waited_s: float, round_trip_s: float, *, is_served_here: bool) -> bool:
-    """Whether a request without room at its site may be placed at another one, which is
-    `round_trip_s` away: no worker here could decode it, or it has waited for longer than that.
+def leaves_home(
+    waited_s: float, round_trip_s: float, prompt_s: float, *, is_served_here: bool
+) -> bool:
+    """Whether a request without room at its site, whose prompt takes `prompt_s` here, may be placed
+    at another one, which is `round_trip_s` away: no worker here could decode it, or it has waited
+    for longer than that.
     """
-    return not is_served_here or waited_s >= HOME_WAIT_S + round_trip_s
+    wait_s = min(max(HOME_WAIT_S, NUM_HOME_PROMPTS * prompt_s), MAX_HOME_WAIT_S)
+    return not is_served_here or waited_s >= wait_s + round_trip_s
+
+
+def prompt_s(workers: ModelWorkers, num_tokens: int) -> float:
+    """Returns the seconds in which the fastest worker computes so many tokens; 0 without one."""
+    tables = (each for each in (workers.decodes, workers.prefills) if len(each))
+    token_s = (float(each.columns.floats[TOKEN_S, : len(each)].min()) for each in tables)
+    return num_tokens * min(token_s, default=0.0)
 
 
 class Decision:

@@ -31,6 +31,7 @@ from services.scheduler.placement import (
     Target,
     leaves_home,
     place,
+    prompt_s,
 )
 from services.scheduler.request_queues import RequestQueues, num_context_tokens
 from services.scheduler.residency.keeper import ResidencyKeeper
@@ -428,6 +429,7 @@ class SchedulerService:
         may_leave = not ticket.is_queueable or leaves_home(
             now - ticket.queued_at,
             self._workers.nearest_site_s(ticket.queue.served, now),
+            prompt_s(self._workers.serving(ticket.queue.served), size_of(ticket).num_tokens),
             is_served_here=self._candidates.has_local(ticket, now),
         )
         return elsewhere if may_leave else None

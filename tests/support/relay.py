@@ -69,6 +69,10 @@ class SlowRelay:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
+    def is_delayed(self, connection: socket.socket) -> bool:
+        """Whether this accepted connection is slow; by default all are."""
+        return True
+
     @property
     def num_bytes(self) -> int:
         """Relayed so far, in both directions."""
@@ -83,9 +87,11 @@ class SlowRelay:
                 near.close()
                 continue
             self._ends += near, far
+            is_delayed = self.is_delayed(near)
             for source, target, passes in ((near, far, self._forth), (far, near, self._back)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._directions.append(_Direction(self, source, target, passes))
+                direction = _Direction(self, source, target, passes, is_delayed=is_delayed)
+                self._directions.append(direction)
 
 
 class LinkRelay:
@@ -136,8 +142,11 @@ class _Direction:
         source: socket.socket,
         target: socket.socket,
         passes: threading.Event,
+        *,
+        is_delayed: bool,
     ) -> None:
         self.num_bytes = 0
+        self._is_delayed = is_delayed
         self._relay, self._source, self._target = relay, source, target
         self._passes = passes
         self._free_at = 0.0
@@ -153,9 +162,14 @@ class _Direction:
             except OSError:
                 data = b""
             self.num_bytes += len(data)
-            start = max(time.monotonic(), self._free_at)
-            self._free_at = start + len(data) / self._relay.bytes_per_s
-            self._chunks.put((self._free_at + self._relay.latency_s, data))
+            self._chunks.put((self._due_at(len(data)), data))
+
+    def _due_at(self, num_bytes: int) -> float:
+        now = time.monotonic()
+        if not self._is_delayed:
+            return now
+        self._free_at = max(now, self._free_at) + num_bytes / self._relay.bytes_per_s
+        return self._free_at + self._relay.latency_s
 
     def _deliver(self) -> None:
         while True:

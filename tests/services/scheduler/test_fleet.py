@@ -8,11 +8,14 @@ import pytest
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import (
     HOME_WAIT_S,
+    MAX_HOME_WAIT_S,
+    NUM_HOME_PROMPTS,
     LocalPrefill,
     RequestSize,
     Target,
     leaves_home,
     place,
+    prompt_s,
 )
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, Role, WorkerLoad
@@ -212,18 +215,30 @@ def test_worker_that_changes_its_roles_keeps_its_speed_and_its_assignments() -> 
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "is_served_here", "leaves"),
+    ("waited_s", "prompt_s", "is_served_here", "leaves"),
     [
-        (0.0, False, True),
-        (0.0, True, False),
-        (HOME_WAIT_S + 0.09, True, False),
-        (HOME_WAIT_S + 0.1, True, True),
+        (0.0, 0.5, False, True),
+        (0.0, 0.0, True, False),
+        (HOME_WAIT_S + 0.09, 0.0, True, False),
+        (HOME_WAIT_S + 0.1, 0.0, True, True),
+        (HOME_WAIT_S + 0.1, HOME_WAIT_S / 2, True, True),
+        (NUM_HOME_PROMPTS * 0.5 + 0.09, 0.5, True, False),
+        (NUM_HOME_PROMPTS * 0.5 + 0.11, 0.5, True, True),
+        (MAX_HOME_WAIT_S + 0.11, 60.0, True, True),
     ],
 )
 def test_requests_leave_home_after_a_wait_or_without_a_worker(
-    waited_s: float, is_served_here: bool, leaves: bool
+    waited_s: float, prompt_s: float, is_served_here: bool, leaves: bool
 ) -> None:
-    assert leaves_home(waited_s, 0.1, is_served_here=is_served_here) is leaves
+    assert leaves_home(waited_s, 0.1, prompt_s, is_served_here=is_served_here) is leaves
+
+
+def test_a_prompt_takes_the_time_of_the_fastest_worker() -> None:
+    rig = Rig()
+    assert prompt_s(rig.workers.serving(SERVED), 100) == 0.0
+    rig.beat("w1", 0.0)
+    token_s = rig.workers.speed("w1").token_s
+    assert prompt_s(rig.workers.serving(SERVED), 100) == pytest.approx(100 * token_s)
 
 
 def test_a_site_is_no_worker_of_this_one() -> None:
