@@ -51,13 +51,14 @@ BELOW, ABOVE = 0.7, 2.0  # of home's capacity
 def run(scale: float) -> tuple[list[Row], list[Bar]]:
     lasts_s = 60.0 * scale
     capacity = _capacity(lasts_s / 2)
-    rows: list[Row] = [{"sites": "home alone", "load": "saturated", "requests_per_s": capacity}]
+    rows: list[Row] = []
     found: dict[tuple[str, float], Row] = {}
     for load in (BELOW, ABOVE):
         arrivals = poisson(load * capacity, lasts_s)
         for name, shape in SHAPES.items():
             timelines = run_virtually(_serve(shape, arrivals, capacity), limit_s=1000.0)
-            found[name, load] = _row(name, load, timelines, lasts_s)
+            row = _row(name, load, timelines, lasts_s)
+            found[name, load] = {**row, "home_capacity_per_s": capacity}
             rows.append(found[name, load])
     alone, linked, shared = ([found[name, load] for load in (BELOW, ABOVE)] for name in SHAPES)
     slower_ms = linked[0]["ttft_p50_ms"] - alone[0]["ttft_p50_ms"]
