@@ -34,8 +34,17 @@ class FailingLink:
         raise LinkLost(f"frame {header.sequence_number}")
 
 
-def _sender_over(link: FailingLink) -> KvSender:
-    async def dial() -> FailingLink:
+class SlowLink:
+    """Takes a second for each frame."""
+
+    frame_bytes, frames_under_way = FRAME_BYTES, FRAMES_UNDER_WAY
+
+    async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
+        await asyncio.sleep(1.0)
+
+
+def _sender_over(link: FailingLink | SlowLink) -> KvSender:
+    async def dial() -> FailingLink | SlowLink:
         return link
 
     sequence = Sequence(
@@ -116,3 +125,18 @@ def test_first_frame_error_is_raised_and_all_are_retrieved() -> None:
         return unhandled
 
     assert run(scenario()) == []
+
+
+def test_time_of_the_link_is_that_with_a_frame_under_way() -> None:
+    """Not the time in which the prompt is computed."""
+
+    async def main() -> None:
+        sender = _sender_over(SlowLink())
+        sender.computed(BLOCK_SIZE)
+        asyncio.get_running_loop().call_later(5.0, sender.computed, 3 * BLOCK_SIZE)
+        assert await sender.run()
+        assert asyncio.get_running_loop().time() == pytest.approx(6.0)
+        assert sender.link_s == pytest.approx(2.0)
+        assert sender.num_bytes == 3 * BLOCK_SIZE * 16
+
+    run(main())
