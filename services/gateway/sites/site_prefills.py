@@ -23,6 +23,7 @@ from services.gateway.sites.prefill_requests import (
     num_tokens_of,
     site_prefill,
 )
+from shared.allowance import Allowance
 from shared.block_hash import root_key
 from shared.clock import Clock
 from shared.config import GatewayConfig
@@ -39,7 +40,8 @@ from shared.messages import (
 )
 from shared.sites.kv_targets import networks_of
 from shared.sites.site_states import worker_at_site
-from shared.subjects import at_site, control, from_sites, run_prefill
+from shared.subjects import at_site, control, from_sites, run_prefill, site_in
+from shared.telemetry.log_limit import LogLimit
 from shared.transport.bus import Bus, failure_of
 from shared.transport.outbox import Outbox
 
@@ -47,6 +49,7 @@ log = structlog.get_logger(__name__)
 
 ACK_S = 0.25  # plus the round trip within this site
 MAX_RELAYS = 64  # of all other sites
+MAX_TOKENS_PER_S = 1_000_000  # of one site: hashing them takes 6% of a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class SitePrefills:
         self._networks = networks_of(config.kv_networks)
         self._max_deadline_s = config.request_timeout_s
         self._relays: dict[bytes, Relay] = {}
+        self._tokens: dict[str, Allowance] = {}  # by site: those of the configuration
+        self._log_limit = LogLimit(clock.now)
 
     @property
     def are_offered(self) -> bool:
@@ -119,7 +124,10 @@ class SitePrefills:
                 command, self._health_monitor.fleet.live("prefill"), self._relayed_tokens()
             )
         except HearthError as error:
-            log.warning("site_prefill_rejected", decode=decode_id, reason=error.message)
+            site, reason = site_in(decode_id) or "", error.message
+            self._log_limit.write(
+                log.warning, "site_prefill_rejected", site, decode=decode_id, reason=reason
+            )
             raise
         card = worker.model
         assert card is not None, "it was chosen by its card"
@@ -152,6 +160,11 @@ class SitePrefills:
         if state != "ready" or num_relays >= MAX_RELAYS:
             raise WorkerBusy(f"{self._name} is {state}, with {num_relays} prefills of other sites")
         check_prefill(command, self._networks)
+        site, now = site_in(command.decode_worker_id) or "", self._clock.now()
+        if site not in self._tokens:
+            self._tokens[site] = Allowance(MAX_TOKENS_PER_S, 1.0, now)
+        if not self._tokens[site].takes(num_tokens_of(command), now):
+            raise WorkerBusy(f"site {site} sends more than {MAX_TOKENS_PER_S} tokens a second")
 
     def _relayed_tokens(self) -> Counter[str]:
         tokens = Counter[str]()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import structlog
 
-from services.gateway.sites.site_prefills import SitePrefills
+from services.gateway.sites.site_prefills import MAX_TOKENS_PER_S, SitePrefills
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, NoResponders, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -23,6 +24,7 @@ from shared.subjects import control, run_prefill
 from shared.transport.outbox import Outbox
 from shared.transport.sender_check import SenderCheck
 from tests.services.gateway.sites.test_prefill_requests import prefill_worker
+from tests.support.records import model_card
 from tests.support.site_prefills import run_prefill_of_site
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import VirtualClock, run
@@ -173,6 +175,31 @@ def test_what_is_refused_leaves_nothing_behind() -> None:
         rig.monitor.state = "draining"
         with pytest.raises(WorkerBusy):
             await rig.ask(run_prefill_of_site("a", placement_id=b"z" * 16))
+
+    run(main())
+
+
+def test_site_may_send_so_many_tokens_a_second() -> None:
+    """Each costs time of this process, also of a prefill that is aborted at once."""
+
+    async def main() -> None:
+        rig = Rig()
+        await rig.start()
+        num_tokens = MAX_TOKENS_PER_S // 2
+        rig.monitor.observe(
+            prefill_worker("p1", sequence_number=2, model=model_card(max_context_tokens=10**6))
+        )
+        for number in range(2):
+            await rig.ask(run_prefill_of_site("a", num_tokens, placement_id=bytes([number]) * 16))
+        with structlog.testing.capture_logs() as logs:
+            for number in range(2, 5):
+                with pytest.raises(WorkerBusy, match="site a sends more than 1000000 tokens"):
+                    command = run_prefill_of_site("a", 10_000, placement_id=bytes([number]) * 16)
+                    await rig.ask(command)
+        assert [each["event"] for each in logs] == ["site_prefill_rejected"]
+        await rig.ask(run_prefill_of_site("c", placement_id=b"c" * 16), "c")
+        await rig.clock.sleep(1.0)
+        await rig.ask(run_prefill_of_site("a", num_tokens, placement_id=b"n" * 16))
 
     run(main())
 
