@@ -44,6 +44,7 @@ from shared.subjects import site_in
 MAX_COST_RATIO = 2.0
 NEAR_DEEPEST = 0.9  # prefixes this close to the longest count as equally long
 MAX_PREFILL_CANDIDATES = 3
+MAX_SITE_ROWS = 32  # gateways of other sites that are compared, of which each site has several
 # Bursts below the capacity of a site stay there: besides the round trip, a request waits for so
 # long, or for as long as so many prompts of its length take.
 HOME_WAIT_S, MAX_HOME_WAIT_S = 0.25, 2.0
@@ -248,7 +249,7 @@ class Decision:
         )
         rows, _ = nearest_prefills(
             *(self._prefill_side, self._terms, format_code, num_uncached, turn),
-            MAX_PREFILL_CANDIDATES + 1 + self._prefills.num_at_sites,
+            MAX_PREFILL_CANDIDATES + 1 + min(self._prefills.num_at_sites, MAX_SITE_ROWS),
         )
         itself = self._prefills.row_of(self._decodes.ids[row])
         ids, by_site = self._prefills.ids, dict[str, int]()
