@@ -66,7 +66,9 @@ def _served_cluster() -> str:
     model = {"name": hostile, "revision": hostile, "state": "failed", "failure": hostile}
     model |= {"host_id": hostile, "device": hostile}
     rejected = {"code": hostile, "gateway_id": hostile, "count": 1, "at": 0}
+    links = [{"site": hostile, "region": hostile, "is_cut": True, "models": [hostile]}]
     lists = {"figures": None, "rejected": [rejected], "hosts": [], "models": [model], "demands": []}
+    lists["links"] = links
     snapshot = {"number": 1, "gateway_id": hostile, "processes": processes, "events": events}
     snapshot |= {"samples": [], "lists": lists}
     half = 'event: delta\ndata: {"number": 2, "changed": {"x'
