@@ -115,12 +115,14 @@ class StepComputer(KvCopies):
 
         Waits for the device.
         """
+        counts = self.counted_experts()
+        return None if counts is None else counts.cpu().numpy()
+
+    def counted_experts(self) -> Tensor | None:
+        """Returns the `expert_counts` on the device."""
         self._check_thread()
         sums = self.expert_sums()
-        if not sums:
-            return None
-        counts: NDArray[np.int64] = torch.stack(sums).diff(dim=1).cpu().numpy()
-        return counts
+        return torch.stack(sums).diff(dim=1) if sums else None
 
     def expert_sums(self) -> list[Tensor]:
         """Returns `MoeMlp.summed_offsets` of each layer with experts."""

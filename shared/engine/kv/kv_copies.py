@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.device import to_device
 from kernels.ops import gather_blocks, scatter_blocks
 from shared.engine.kv.host_copies import HostCopies
 from shared.engine.kv.kv_cache import release_blocks
@@ -105,7 +106,7 @@ class KvCopies:
         self._check_thread()
         # bytes: torch has no such operations for FP8
         as_bytes = self.kv_cache.view(torch.uint8)
-        as_bytes.index_fill_(2, torch.tensor(block_ids, device=self._device), 0)
+        as_bytes.index_fill_(2, to_device(np.array(block_ids), self._device), 0)
 
     def give_back(self, block_ids: list[int]) -> None:
         release_blocks(self.kv_cache, block_ids)

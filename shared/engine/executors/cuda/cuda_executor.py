@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.device import on_triton_compile
@@ -36,6 +38,8 @@ from shared.engine.kv.kv_parts import halves
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import NoCapacity, OutOfMemory
 from shared.telemetry.stage_times import StageTimes
+
+COUNTS_POLL_S = 0.001
 
 
 class _Launched(NamedTuple):
@@ -249,12 +253,26 @@ class CudaExecutor(LocalExecutor):
         for part, view in parts:
             await self._copy_in_parts(copy, part, view)
 
+    async def expert_counts(self) -> NDArray[np.int64] | None:
+        """With graphs no thread waits for the device: steps are launched meanwhile."""
+        if self.computer.graphs is None:
+            return await super().expert_counts()
+        counts, mark = await self._on_device(
+            super()._launch, self._copies.launch, self.computer.download_counts
+        )
+        if counts is None:
+            return None
+        while not mark.event.query():
+            await self._clock.sleep(COUNTS_POLL_S)
+        found: NDArray[np.int64] = counts.numpy()
+        return found
+
     async def _capture_next(self) -> None:
         await self._launch(self.computer.capture_next)
 
     async def check(self) -> None:
-        """A parked executor has no weights to compute with."""
-        if not self.offloaded_bytes:
+        """A parked executor has no block to read, and maybe no weights."""
+        if self.computer.kv_cache.numel():
             await super().check()
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.device import to_device
 from shared.engine.executors.cuda.decode_graphs import DecodeGraphs, GraphDevice, row_counts
@@ -54,6 +55,14 @@ class GraphComputer(StepComputer):
         self._check_thread()
         if self.graphs is not None and self.kv_cache.numel():
             self.graphs.capture_next()
+
+    @torch.inference_mode()
+    def download_counts(self) -> Tensor | None:
+        """Returns memory that has the `expert_counts` once the device has done what is launched;
+        None without experts.
+        """
+        counts = self.counted_experts()
+        return counts if counts is None or self._on is None else self._on.download(counts)
 
     def forget_graphs(self) -> None:
         """Must be called when the KV cache is replaced, or weights get other addresses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -53,8 +54,10 @@ class CudaPageLock:
         np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
     def _unlock(self, runtime: CudaRuntime, address: int) -> None:
-        """Ignores errors: a process that ends may have unloaded CUDA already. Binds the calling
-        thread, which may be the first to call CUDA.
+        """Ignores errors: the device may be lost, or a process that ends has unloaded CUDA already.
+        Binds the calling thread, which may be the first to call CUDA.
         """
-        self._device.bind()
-        runtime.cudaHostUnregister(address)
+        with suppress(RuntimeError):
+            self._device.bind()
+            if int(runtime.cudaHostUnregister(address)):
+                self._device.forget_error()

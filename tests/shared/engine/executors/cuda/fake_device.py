@@ -28,6 +28,10 @@ INDEX = 3
 @dataclass(eq=False)
 class FakeEvent:
     marks: list[FakeEvent]
+    is_done: Callable[[], bool] = lambda: True
+
+    def query(self) -> bool:
+        return self.is_done()
 
     def record(self) -> None:
         self.marks.append(self)
@@ -58,6 +62,7 @@ class FakeDriver:
 
     free: Callable[[], int] = lambda: 1 << 20
     total: int = 1 << 30
+    is_late: bool = False  # no event has happened
     reserved: int = 0  # bytes that torch holds
     fractions: list[float] = field(default_factory=list)  # limits of what it may hold
     bound: dict[str, int] = field(default_factory=dict)  # thread name -> device
@@ -98,7 +103,7 @@ class FakeDriver:
         return FakeStream(self.copies)
 
     def Event(self) -> FakeEvent:  # noqa: N802
-        return FakeEvent(self.marks)
+        return FakeEvent(self.marks, lambda: not self.is_late)
 
     def stream(self, stream: FakeStream) -> AbstractContextManager[None]:
         return stream.current()

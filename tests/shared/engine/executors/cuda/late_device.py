@@ -26,7 +26,7 @@ from shared.engine.step import StepInputs
 from tests.shared.engine.executors.cuda.fake_device import FakeDriver, FakeEvent, Replays, load
 
 POISON = 1  # of memory into which nothing is copied yet
-EAGER = ("_operands", "output", "_keep_tokens", "zero_blocks", "capture_next")
+EAGER = ("_operands", "output", "_keep_tokens", "zero_blocks", "capture_next", "counted_experts")
 
 
 class Queue:
@@ -52,7 +52,7 @@ class Queue:
         """Does the work before `end`, or all."""
         end = self._num_launched if end is None else end
         with self._lock, torch.inference_mode():
-            while not self._is_working and self._work and self._num_done < end:
+            while not self._is_working and self._work and self.num_done < end:
                 self._is_working = True
                 try:
                     self._work.popleft()()
@@ -60,7 +60,7 @@ class Queue:
                     self._is_working = False
 
     @property
-    def _num_done(self) -> int:
+    def num_done(self) -> int:
         return self._num_launched - len(self._work)
 
 
@@ -74,6 +74,11 @@ class LateEvent(FakeEvent):
 
     def synchronize(self) -> None:
         self._queue.wait(self.end)
+
+    def query(self) -> bool:
+        """The device goes on while it is asked."""
+        self._queue.wait(min(self.end, self._queue.num_done + 1))
+        return self._queue.num_done >= self.end
 
 
 class LateStream:

@@ -75,6 +75,17 @@ def test_kv_cache_takes_nine_tenths_of_free_memory(
     assert driver.calls == ["synchronize", "empty_cache", "synchronize", "mem_get_info"]
 
 
+async def test_parked_device_reads_no_block(model_dir: Path) -> None:
+    """There is none, and its weights may have stayed on the device."""
+    executor = load(model_dir, FakeDriver(free=lambda: 3 << 20))
+    steps: list[StepInputs] = []
+    executor.computer.launch = steps.append  # type: ignore[method-assign,assignment]
+    await executor.resize_kv(0)
+    await executor.check()
+    assert not steps
+    await executor.close()
+
+
 def test_pinned_memory_is_released_with_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """After all copies have ended, in whose time torch would retain it."""
     driver = FakeDriver()

@@ -58,6 +58,23 @@ def test_memory_is_registered_on_the_bound_device_and_unregistered() -> None:
     memory.close()  # no view is left
 
 
+def test_unlock_leaves_no_error_to_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that CUDA keeps for a thread, nor that of a device which is lost."""
+    driver, runtime, kept = FakeDriver(), FakeRuntime(), [713]
+    unlock = CudaPageLock(device(driver), lambda: runtime).lock(memoryview(mmap.mmap(-1, 4096)))
+    assert unlock is not None
+    runtime.error = 713
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: kept.pop())
+    unlock()
+    assert not kept
+
+    def lost(index: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(driver, "set_device", lost)
+    unlock()
+
+
 @pytest.mark.parametrize("runtime", [lambda: FakeRuntime(error=2), without_cuda])
 def test_failure_is_logged_once(runtime) -> None:  # type: ignore[no-untyped-def]
     page_lock = CudaPageLock(device(FakeDriver()), runtime)
