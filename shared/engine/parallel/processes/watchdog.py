@@ -30,6 +30,7 @@ from shared.engine.parallel.processes.rank_messages import (
 )
 
 TICK_S = 0.25  # budgets are checked as often; an ended rank is noticed at once
+KILLED_S = 5.0  # a killed rank ends within it, unless a driver holds it
 STOPPED_S = 1.0  # a rank that is stopped (SIGSTOP) for longer is lost, also without a step
 
 
@@ -123,8 +124,9 @@ class RankHandle:
         return False
 
     def close(self) -> None:
+        """Leaves a process that does not end: one that waits in a driver ends after its call."""
         self.kill()
-        self.process.wait()
+        self.wait(KILLED_S)
         self.control.close()
         os.close(self.pidfd)
 

@@ -20,6 +20,7 @@ import pytest
 
 from shared.engine.parallel.mesh import LocalMesh
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.parallel.processes import watchdog
 from shared.engine.parallel.processes.group import GroupSpec, RankGroup
 from shared.engine.parallel.processes.rank_messages import Failed, RankIdentity, difference, encode
 from shared.engine.parallel.processes.rank_process import load_entry
@@ -228,6 +229,22 @@ def test_killed_rank_is_named_before_one_that_failed_without_it() -> None:
     for handle, other in zip(handles, theirs, strict=True):
         handle.close()
         other.close()
+
+
+def test_rank_that_a_driver_holds_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends it once the driver's call returns; its leader goes on."""
+    ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        handle = RankHandle(0, process, os.pidfd_open(process.pid), ours)
+        monkeypatch.setattr(watchdog, "KILLED_S", 0.01)
+        monkeypatch.setattr(RankHandle, "kill", lambda _: None)
+        try:
+            handle.close()
+            assert process.poll() is None
+            assert ours.fileno() == -1
+        finally:
+            process.kill()
+    other.close()
 
 
 def test_step_that_does_not_fit_into_the_ring_of_a_busy_rank_ends_the_group() -> None:
