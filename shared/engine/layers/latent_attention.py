@@ -11,7 +11,7 @@ for a prompt round otherwise, so that the bits of a token would depend on where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ NORM_EPS = 1e-6
 
 class LatentAttention(PagedAttention):
     """Attention over latents. The query is `q_proj`, or a product of low rank: `q_a_proj`, norm,
-    `q_b_proj`.
+    `q_b_proj`. The first of these and `kv_a_proj_with_mqa`, which have the same input, are one
+    product where they may.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
@@ -41,20 +42,25 @@ class LatentAttention(PagedAttention):
         assert config.latent is not None
         latent, num_heads = config.latent, config.num_heads
         hidden, query_width = config.hidden_size, config.num_heads * config.head_dim
+        has_bias, query_rank = config.has_qkv_bias, latent.query_rank
         self.head_dim = config.head_dim
         self.nope_dim = latent.nope_dim
         self.value_dim = latent.kv_rank
-        self.query_rank = latent.query_rank
-        if latent.query_rank is None:
-            self.q_proj = Linear(hidden, query_width, dtype=dtype)
+        self.query_rank = query_rank
+        first, width = ("q_proj", query_width) if query_rank is None else ("q_a_proj", query_rank)
+        rows = {first: width, "kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}
+        self.parts = {"qkv_a_proj": rows} if _is_one_product(config, layer, rows) else {}
+        self._rows = rows
+        if self.parts:
+            num_rows = sum(rows.values())
+            self.qkv_a_proj = Linear(hidden, num_rows, has_bias=has_bias, dtype=dtype)
         else:
-            has_bias = config.has_qkv_bias
-            self.q_a_proj = Linear(hidden, latent.query_rank, has_bias=has_bias, dtype=dtype)
-            self.q_a_layernorm = _norm(latent.query_rank, config, dtype)
-            self.q_b_proj = Linear(latent.query_rank, query_width, dtype=dtype)
-        self.kv_a_proj_with_mqa = Linear(
-            hidden, latent.kv_rank + latent.rope_dim, has_bias=config.has_qkv_bias, dtype=dtype
-        )
+            for name, count in rows.items():
+                own_bias = has_bias and name != "q_proj"
+                self.add_module(name, Linear(hidden, count, has_bias=own_bias, dtype=dtype))
+        if query_rank is not None:
+            self.q_a_layernorm = _norm(query_rank, config, dtype)
+            self.q_b_proj = Linear(query_rank, query_width, dtype=dtype)
         self.kv_a_layernorm = _norm(latent.kv_rank, config, dtype)
         self.kv_b_proj = LatentExpansion(num_heads, latent, dtype=dtype)
         self.o_proj = Linear(
@@ -66,15 +72,15 @@ class LatentAttention(PagedAttention):
         )
 
     def destinations(self) -> dict[str, Tensor]:
-        return child_destinations(self)
+        return child_destinations(self, self.parts)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
     ) -> Tensor:
         """x [T, hidden]; kv_cache of this layer [1, num_blocks, 1, block_size, L + R]."""
-        query = self._queries(x).view(x.shape[0], -1, self.head_dim)
+        query, latent = self._projected(x)
+        query = query.view(x.shape[0], -1, self.head_dim)
         unrotated, rotated = query.tensor_split((self.nope_dim,), dim=2)
-        latent = self.kv_a_proj_with_mqa(x)
         query = x.new_empty(*query.shape[:2], latent.shape[1])  # both parts are written into it
         rotate_and_store_latent(
             *(rotated, latent, cos, sin, kv_cache, inputs.slot_mapping),
@@ -86,11 +92,15 @@ class LatentAttention(PagedAttention):
         self.kv_b_proj.absorb(unrotated, out=query[:, :, : self.value_dim])
         return self.o_proj(self.kv_b_proj.values(self.attend(query, kv_cache, inputs)).flatten(1))
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """[T, num_heads · head_dim]"""
-        if self.query_rank is None:
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the queries, [T, num_heads · head_dim], and the rows of latents, [T, L + R]."""
+        if self.parts:
+            query, latent = self.qkv_a_proj(x).split([*self._rows.values()], dim=1)
+        else:
+            query, latent = (self.get_submodule(name)(x) for name in self._rows)
+        if self.query_rank is not None:
+            query = self.q_b_proj(self.q_a_layernorm(query))
+        return query, latent
 
 
 class LatentExpansion(nn.Module):
@@ -158,6 +168,14 @@ class LatentExpansion(nn.Module):
         """attended [T, num_heads, L] -> attended · W_UVᵀ [T, num_heads, value]."""
         _, values = self.matrices()
         return per_head_linear(attended, values, is_batch_invariant=self.is_batch_invariant)
+
+
+def _is_one_product(config: ModelConfig, layer: LayerConfig, names: Iterable[str]) -> bool:
+    """Whether projections can be one: full queries have no bias, and formats may differ."""
+    if config.has_qkv_bias and "q_proj" in names:
+        return False
+    formats = layer.formats
+    return formats is None or len({formats.of(f"self_attn.{name}") for name in names}) == 1
 
 
 def _norm(size: int, config: ModelConfig, dtype: torch.dtype) -> RMSNorm:

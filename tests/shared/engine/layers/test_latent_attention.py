@@ -13,7 +13,9 @@ from kernels.reference.rotary import rotary
 from shared.engine.layers.attention_inputs import AttentionInputs, PrefillRows
 from shared.engine.layers.latent_attention import NORM_EPS, LatentAttention
 from shared.engine.layers.linear import MatmulModule
+from shared.engine.model_config.formats import Int4
 from shared.engine.model_config.model_config import LayerConfig, ModelConfig
+from shared.engine.model_config.quantization import ConfigGroup, LayerFormats, Quantization
 from shared.engine.models.checkpoint_config import read_config
 from tests.support.engine.families import FAMILIES
 
@@ -55,7 +57,7 @@ def _inputs() -> AttentionInputs:
 
 def _expanded(layer: LatentAttention, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Output before `o_proj`, [T, num_heads · value]: one key and value a head and token, FP32."""
-    weights = {name: each.detach() for name, each in layer.named_parameters()}
+    weights = {name: each.detach() for name, each in layer.destinations().items()}
     num_heads, nope, value = layer.kv_b_proj._sizes
     rank = layer.value_dim
     low = rms_norm(x @ weights["q_a_proj.weight"].T, weights["q_a_layernorm.weight"], NORM_EPS)
@@ -89,6 +91,19 @@ def test_absorbed_equals_expanded(config: ModelConfig) -> None:
         found = layer(x, cos, sin, cache, _inputs())
     error = (found.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     assert error < 5e-6
+
+
+@pytest.mark.parametrize("other", ["q_a_proj", "q_b_proj"])
+def test_projections_of_one_format_are_one_product(config: ModelConfig, other: str) -> None:
+    ignored = Quantization(
+        groups=(ConfigGroup(targets=("Linear",), form=Int4(group=32, is_symmetric=True)),),
+        ignored=(f"re:.*{other}",),
+    )
+    formats = LayerFormats(place="model.layers.0", quantization=ignored)
+    layer = LatentAttention(config, LayerConfig(formats=formats), dtype=torch.float32)
+    assert bool(layer.parts) == (other == "q_b_proj")
+    apart = LatentAttention(config, LayerConfig(), dtype=torch.float32)
+    assert layer.destinations().keys() == apart.destinations().keys()
 
 
 def test_a_packed_expansion_holds_its_weight_once(config: ModelConfig) -> None:
