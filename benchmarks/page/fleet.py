@@ -95,10 +95,12 @@ class Workers:
         if self._has_scheduler:
             scheduler = await NatsBus.connect(self._server.url(SCHEDULER), process_id=SCHEDULER)
         beating = asyncio.create_task(self._beat(workers, scheduler))
-        yield
-        beating.cancel()
-        buses = [each.bus for each in workers] + ([scheduler] if scheduler else [])
-        await asyncio.gather(*(each.close() for each in buses))
+        try:
+            yield
+        finally:
+            beating.cancel()
+            buses = [each.bus for each in workers] + ([scheduler] if scheduler else [])
+            await asyncio.gather(*(each.close() for each in buses))
 
     async def _connect(self, index: int) -> Worker:
         name = f"decode-{index}"

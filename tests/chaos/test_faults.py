@@ -97,8 +97,10 @@ async def test_killed_redis_returns_with_all_tenants(chaos: Chaos) -> None:
 @contextlib.asynccontextmanager
 async def _tenants(chaos: Chaos) -> AsyncIterator[tuple[RedisStore, TenantAdmin]]:
     store = RedisStore(chaos.cluster.redis_url, MonotonicClock(), timeout_s=2.0)
-    yield store, TenantAdmin(store, time.time)
-    await store.close()
+    try:
+        yield store, TenantAdmin(store, time.time)
+    finally:
+        await store.close()
 
 
 async def _is_counted(admin: TenantAdmin, num_requests: int) -> bool:

@@ -4,6 +4,7 @@ only become shorter.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import defaultdict
@@ -63,10 +64,27 @@ def imports_of_tests(folder: str) -> Iterator[str]:
             yield path
 
 
+def unguarded_yields() -> Iterator[str]:
+    """Context managers that leave behind what they made if the block in them fails."""
+    for folder in (*PRODUCT, "benchmarks", "tests"):
+        for path, source in sources(folder).items():
+            tree = ast.parse(source if "contextmanager\n" in source else "")
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    decorators = "".join(map(ast.unparse, node.decorator_list))
+                    if "contextmanager" in decorators and any(map(_is_yield, node.body[:-1])):
+                        yield f"{path}: {node.name}"
+
+
+def _is_yield(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Yield)
+
+
 RULES = {
     "a class name is used once": class_names_used_again,
     f"a module imports at most {MAX_OWN_IMPORTS} others": modules_with_many_imports,
     "benchmarks import tests.support alone": partial(imports_of_tests, "benchmarks"),
+    "context managers clean up after a failure": unguarded_yields,
     "tests.support imports no other tests": partial(imports_of_tests, "tests/support"),
 }
 

@@ -14,6 +14,8 @@ def computing_threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads(), numba.get_num_threads()
     torch.set_num_threads(num_threads)
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-    yield
-    torch.set_num_threads(before[0])
-    numba.set_num_threads(before[1])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        numba.set_num_threads(before[1])

@@ -45,10 +45,12 @@ async def mixed(**features: tuple[str, ...]) -> AsyncIterator[MixedCluster]:
     for each in (made.peer, *made.workers):
         await each.start()
     await asyncio.sleep(2)  # virtual: heartbeats have arrived
-    yield made
-    await made.settled()
-    for each in (*made.workers, made.peer):
-        await each.stop()
+    try:
+        yield made
+        await made.settled()
+    finally:
+        for each in (*made.workers, made.peer):
+            await each.stop()
 
 
 def play(test: Callable[[MixedCluster], Awaitable[None]], **features: tuple[str, ...]) -> None:

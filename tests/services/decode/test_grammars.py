@@ -58,10 +58,12 @@ async def cluster(**options: Any) -> AsyncIterator[GrammarCluster]:
     made = GrammarCluster(**options)
     for each in (made.peer, *made.workers):
         await each.start()
-    yield made
-    await made.settled()
-    for each in (*made.workers, made.peer):
-        await each.stop()
+    try:
+        yield made
+        await made.settled()
+    finally:
+        for each in (*made.workers, made.peer):
+            await each.stop()
 
 
 def play(test: Callable[[GrammarCluster], Awaitable[None]], **options: Any) -> None:

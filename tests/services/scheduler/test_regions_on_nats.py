@@ -46,8 +46,10 @@ class LyingBus:
 @asynccontextmanager
 async def connected(server: NatsServer, process_id: str) -> AsyncIterator[NatsBus]:
     bus = await NatsBus.connect(server.url(process_id), process_id=process_id)
-    yield bus
-    await bus.close()
+    try:
+        yield bus
+    finally:
+        await bus.close()
 
 
 @pytest.mark.parametrize("lie", ["on the subject of eu", "in the message"])

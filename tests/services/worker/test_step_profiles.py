@@ -64,8 +64,10 @@ async def recording(error: Exception | None = None) -> AsyncIterator[Operator]:
     host.executor.error = error
     profiles = StepProfiles(host.worker)
     await profiles.start()
-    yield Operator(network.bus("operator-1"))
-    await profiles.stop()
+    try:
+        yield Operator(network.bus("operator-1"))
+    finally:
+        await profiles.stop()
 
 
 def test_recording_is_read_in_parts_and_forgotten() -> None:

@@ -309,13 +309,15 @@ async def raw_sender() -> AsyncIterator[
     server, sink = await KvServer.start(instance_id=INSTANCE, codec=CODEC), RecordingSink()
     server.expect(b"placement-a", sink)
     reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
-    writer.write(encode_record(Hello(INSTANCE)))
-    welcome = await read_record(reader)
-    assert isinstance(welcome, frames.Welcome)
-    assert welcome.codecs == (CODEC.name,)
-    yield server, sink, reader, writer
-    writer.close()
-    await server.close()
+    try:
+        writer.write(encode_record(Hello(INSTANCE)))
+        welcome = await read_record(reader)
+        assert isinstance(welcome, frames.Welcome)
+        assert welcome.codecs == (CODEC.name,)
+        yield server, sink, reader, writer
+    finally:
+        writer.close()
+        await server.close()
 
 
 def coded_frame(**changed: Any) -> tuple[Frame, bytes]:

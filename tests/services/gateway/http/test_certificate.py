@@ -46,8 +46,10 @@ def install(source: TlsFiles, folder: Path, *parts: str) -> TlsFiles:
 async def https(certificate: Certificate, **options: Any) -> AsyncIterator[WebServer]:
     server = WebServer(options.pop("app", app), "127.0.0.1", 0, certificate=certificate, **options)
     await server.start()
-    yield server
-    await server.stop()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 async def name_served(server: WebServer, ca: str) -> str:

@@ -72,8 +72,10 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 async def started() -> AsyncIterator[WebServer]:
     server = WebServer(app, "127.0.0.1", 0, head_timeout_s=HEAD_S, body_timeout_s=BODY_S)
     await server.start()
-    yield server
-    await server.stop()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 @asynccontextmanager

@@ -67,9 +67,11 @@ class Watch:
 async def watched(fleet: Fleet) -> AsyncIterator[Watch]:
     watch = Watch(fleet)
     running = asyncio.create_task(watch.run())
-    yield watch
-    assert not running.done()
-    running.cancel()
+    try:
+        yield watch
+        assert not running.done()
+    finally:
+        running.cancel()
 
 
 async def tried(fleet: Fleet, path: Path) -> str:

@@ -40,9 +40,11 @@ def transports(shape: MeshShape, limit_s: float = LIMIT_S) -> Iterator[list[Shar
     ranks = range(shape.num_ranks)
     made = [SharedMemoryTransport(fd, shape, rank, limit_s) for rank in ranks]
     os.close(fd)
-    yield made
-    for each in made:
-        each.close()
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

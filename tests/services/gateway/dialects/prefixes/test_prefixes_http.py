@@ -88,10 +88,12 @@ async def running_index(
         return PrefixMatches(state="exact", matches=found)
 
     bus = await NatsBus.connect(nats_server.url("kv_index-1"), process_id="kv_index-1")
-    await bus.serve(MATCH, MatchPrefix, match, queue=KV_INDEX_GROUP)
-    await bus.flush()
-    yield received
-    await bus.close()
+    try:
+        await bus.serve(MATCH, MatchPrefix, match, queue=KV_INDEX_GROUP)
+        await bus.flush()
+        yield received
+    finally:
+        await bus.close()
 
 
 def chat_body(question: str = "hello?", system: str = SYSTEM) -> dict[str, object]:

@@ -52,8 +52,10 @@ class FakeStream:
     @contextmanager
     def current(self) -> Iterator[None]:
         self.done.append("begin")
-        yield
-        self.done.append("end")
+        try:
+            yield
+        finally:
+            self.done.append("end")
 
 
 @dataclass
