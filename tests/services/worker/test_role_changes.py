@@ -143,6 +143,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     gateway = rig.buses["gateway-1"]
     monitor = HealthMonitor(gateway, MonotonicClock(), SystemRandomness(), roles=("gateway",))
     await gateway.subscribe(tokens("gateway-1"), TokenBatch, rig.take)
+    await gateway.flush()
     await monitor.start()
     await monitor.transition_to("ready")
     yield rig

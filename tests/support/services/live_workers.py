@@ -139,6 +139,7 @@ async def live_workers(
     if advertised_host:
         os.unlink(it.data_plane.unix_path)  # noqa: PTH108
     await gateway.subscribe(tokens("gateway-1"), TokenBatch, it._on_tokens)
+    await gateway.flush()
     await until(lambda: accepts_work(processes["prefill-1"], "decode-1", "decode"))
     try:
         yield it

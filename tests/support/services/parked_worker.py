@@ -137,6 +137,8 @@ class WorkerClient:
         await scheduler.subscribe(HEARTBEATS, Heartbeat, it._on_heartbeat)
         if index is not None:
             await index.subscribe(KV_EVENTS, KvEvents, it._on_events)
+            await index.flush()
+        await gateway.flush()
         return it
 
     async def close(self) -> None:

@@ -82,6 +82,7 @@ async def test_gateway_is_asked_so_that_nothing_waits(
             bus = await NatsBus.connect(server.url(name), process_id=name)
             stack.push_async_callback(bus.close)
             await bus.serve(subject, kind, lambda _: answer())
+            await bus.flush()
 
         def answers(name: str) -> Callable[[], FleetRead]:
             return lambda: known_by(name, uptimes[name])

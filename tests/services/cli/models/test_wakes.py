@@ -86,6 +86,7 @@ async def operator(nats: NatsServer) -> AsyncIterator[NatsBus]:
 async def host(host_bus: NatsBus) -> Host:
     host = Host()
     await host_bus.serve(host_models("host-1"), WakeModel | ParkModel, host.on_command)
+    await host_bus.flush()
     return host
 
 

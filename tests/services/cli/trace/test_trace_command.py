@@ -89,6 +89,7 @@ async def gateways(tmp_path: Path) -> AsyncIterator[Gateways]:
         monitors.append((monitor, bus))
         if name == "gateway-1":
             await bus.serve(trace(name), ReadTimeline, _read)
+            await bus.flush()
     yield Gateways(server, monitors[1][1])
     for monitor, bus in monitors:
         await monitor.stop()
@@ -115,6 +116,7 @@ async def test_trace_prints_the_timeline(gateways: Gateways) -> None:
     printed = next(line for line in lines if line.startswith("{"))
     assert json.loads(printed)["tries"][0]["worker_id"] == "decode-1"
     await gateways.silent.serve(trace("gateway-2"), ReadTimeline, _read)
+    await gateways.silent.flush()
     found = await run(gateways, "r-2")
     assert found.returncode == 1
     assert "no gateway knows the request 'r-2'" in found.stdout + found.stderr
