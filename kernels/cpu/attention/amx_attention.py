@@ -89,7 +89,7 @@ def amx_attention(
     _attend(
         array(grouped),
         AmxCache(array(key), array(value)),
-        block_tables.contiguous().numpy(),
+        block_tables.long().contiguous().numpy(),  # of a device: int32, a variant more
         runs,
         AmxMask(
             np.zeros(num_tokens, np.int32) if lower is None else lower.numpy(),

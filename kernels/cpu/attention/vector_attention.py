@@ -73,7 +73,7 @@ def vector_attention(
     _attend(
         array(grouped.contiguous()),
         Cache(array(key), array(value)),
-        block_tables.contiguous().numpy(),
+        block_tables.long().contiguous().numpy(),  # of a device: int32, a variant more
         runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
         _mask(lower, softcap, num_tokens),
         True if is_direct else None,

@@ -78,6 +78,8 @@ class Comparisons:
         """Loads all variants at once. Yields executors by name. Raises CheckpointError,
         ConfigError.
         """
+        for variant in self.variants.values():
+            read_config(variant.model_dir)  # a wrong folder is named before another one is loaded
         executors: dict[str, LocalExecutor] = {}
         try:
             for name, variant in self.variants.items():

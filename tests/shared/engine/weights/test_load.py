@@ -57,7 +57,9 @@ def test_revision_depends_on_weights_and_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float32", pytest.param("float16", marks=pytest.mark.long)]
+)
 def test_sources_are_converted_to_the_compute_dtype(
     tmp_path: Path, source: torch.dtype, dtype: str
 ) -> None:

@@ -52,7 +52,7 @@ def test_copy_waits_for_its_mark_and_has_ended_when_it_returns() -> None:
     driver.copies.clear()
     with pytest.raises(ValueError, match="a failed step"):
         stream.copy(mark, failing)
-    assert driver.copies == ["begin", mark.event, "synchronize"]
+    assert driver.copies == ["begin", mark.event, "synchronize", "end"]
 
 
 async def test_copies_beside_a_step_wait_for_the_step_before(tmp_path: Path) -> None:
