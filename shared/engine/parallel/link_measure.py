@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 import torch
@@ -15,8 +15,11 @@ SMALL_BYTES, LARGE_BYTES = 64, 512 * 1024
 NUM_ROUNDS = 4  # rounds of each size; the first one may wait for the other rank
 
 
-def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink, ...]:
-    """Returns the links that this rank measured with a higher one. `hosts` has each rank's host.
+def measure_links(
+    transport: Transport, hosts: Sequence[str], now: Callable[[], float] = time.perf_counter
+) -> tuple[RankLink, ...]:
+    """Returns the links that this rank measured with a higher one. `hosts` has each rank's host;
+    `now` gives seconds.
 
     All ranks call it together. One pair stands for each host, and one for each two hosts.
     Raises RankLost.
@@ -27,7 +30,8 @@ def measure_links(transport: Transport, hosts: Sequence[str]) -> tuple[RankLink,
             continue
         other = sum(pair) - transport.rank
         is_between = hosts[transport.rank] != hosts[other]
-        link = _measured(transport, other, EXCHANGE_LATENCIES if is_between else 1)
+        times = [_swap_s(transport, other, size, now) for size in (SMALL_BYTES, LARGE_BYTES)]
+        link = _link_of(*times, EXCHANGE_LATENCIES if is_between else 1)
         if transport.rank == pair[0]:
             found.append(RankLink(*pair, link))
     return tuple(found)
@@ -44,18 +48,16 @@ def measured_pairs(hosts: Sequence[str]) -> Iterator[tuple[int, int]]:
     yield from combinations([ranks[0] for ranks in of_host.values()], 2)
 
 
-def _measured(transport: Transport, other: int, num_latencies: int) -> Link:
-    small_s = _swap_s(transport, other, SMALL_BYTES)
-    large_s = _swap_s(transport, other, LARGE_BYTES)
+def _link_of(small_s: float, large_s: float, num_latencies: int) -> Link:
     return Link(small_s / num_latencies, LARGE_BYTES / max(large_s - small_s, 1e-9))
 
 
-def _swap_s(transport: Transport, other: int, num_bytes: int) -> float:
+def _swap_s(transport: Transport, other: int, num_bytes: int, now: Callable[[], float]) -> float:
     """Returns the shortest time in which both ranks have what the other one sent."""
     sent = torch.zeros(num_bytes, dtype=torch.uint8, device=transport.device)
     received, times = torch.empty_like(sent), []
     for _ in range(NUM_ROUNDS):
-        began_at = time.perf_counter()
+        began_at = now()
         transport.swap(sent, other, received)
-        times.append(time.perf_counter() - began_at)
+        times.append(now() - began_at)
     return min(times[1:])

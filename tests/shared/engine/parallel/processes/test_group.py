@@ -34,6 +34,7 @@ ECHO = "tests.shared.engine.parallel.processes.echo:EchoWork"
 MLP = "tests.shared.engine.parallel.processes.mlp:MlpWork"
 BUDGET_S = 10.0
 WAIT_S = 20.0
+SOON_S = 5.0  # on a busy machine, too: long before a budget or a wait ends
 
 
 def spec(num_ranks: int = 2, pp: int = 1, entry: str = ECHO, **config: object) -> GroupSpec:
@@ -127,7 +128,7 @@ def test_killed_rank_ends_the_group_at_once(is_idle: bool) -> None:
         os.kill(group.pids[1], signal.SIGKILL)
         with pytest.raises(GroupLost, match="rank 1 ended: SIGKILL"):
             group.take(WAIT_S)
-        assert ends_within(group.pids, 1.0 - (time.monotonic() - started))
+        assert ends_within(group.pids, SOON_S - (time.monotonic() - started))
         with pytest.raises(GroupLost, match="rank 1 ended: SIGKILL"):
             group.submit(plan(), BUDGET_S)
 
@@ -135,7 +136,7 @@ def test_killed_rank_ends_the_group_at_once(is_idle: bool) -> None:
 def test_event_loop_is_woken_by_the_end_of_the_group() -> None:
     with RankGroup.start(spec()) as group:
         os.kill(group.pids[0], signal.SIGKILL)
-        assert select.select([group], [], [], 1.0)[0]
+        assert select.select([group], [], [], SOON_S)[0]
         with pytest.raises(GroupLost):
             group.take()
 
@@ -150,8 +151,8 @@ def test_frozen_rank_ends_the_group_after_the_budget(is_hanging: bool) -> None:
         reason = r"step 0 has taken longer than its budget of 0\.2 s"
         with pytest.raises(GroupLost, match=reason + ("$" if is_hanging else ": rank 0 is stop")):
             group.take(WAIT_S)
-        assert time.monotonic() - started < 1.2
-        assert ends_within(group.pids, 1.0)
+        assert time.monotonic() - started < SOON_S
+        assert ends_within(group.pids, SOON_S)
 
 
 def test_rank_that_is_frozen_without_a_step_ends_the_group() -> None:
@@ -160,7 +161,7 @@ def test_rank_that_is_frozen_without_a_step_ends_the_group() -> None:
         os.kill(group.pids[1], signal.SIGSTOP)
         with pytest.raises(GroupLost, match=r"^rank 1 is stopped$"):
             group.take(WAIT_S)
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < SOON_S
 
 
 def test_rank_that_is_frozen_while_it_loads_is_named() -> None:
