@@ -21,6 +21,7 @@ from shared.engine.executors.cuda.cuda_executor import CudaExecutor
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.step_queue import MOST_AHEAD
 from shared.engine.models.device_step import DeviceStepOutput
+from tests.kernels.support.compiled_first import compile_first
 
 INDEX = 3
 
@@ -160,6 +161,8 @@ def load(
     given = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_batch_tokens": 64} | options
     given.setdefault("parked_weights", "device")  # compiled loops hold addresses of packed weights
     chosen = LoadOptions(**given, max_sequences=16)  # type: ignore[arg-type]
+    for head_dim in (20, 32):  # a cache of copies, and one that is read in place
+        compile_first(chosen.dtype, head_dim=head_dim)
     executor = CudaExecutor.load(folder, chosen, device, answers_apart=answers_apart)
     if graphs is not None:
         executor.computer.use_graphs(graphs, max_rows=16, max_graphs=max_graphs)
