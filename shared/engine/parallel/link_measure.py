@@ -30,8 +30,9 @@ def measure_links(
             continue
         other = sum(pair) - transport.rank
         is_between = hosts[transport.rank] != hosts[other]
-        times = [_swap_s(transport, other, size, now) for size in (SMALL_BYTES, LARGE_BYTES)]
-        link = _link_of(*times, EXCHANGE_LATENCIES if is_between else 1)
+        small_s = _swap_s(transport, other, SMALL_BYTES, now)
+        large_s = _swap_s(transport, other, LARGE_BYTES, now)
+        link = _link_of(small_s, large_s, EXCHANGE_LATENCIES if is_between else 1)
         if transport.rank == pair[0]:
             found.append(RankLink(*pair, link))
     return tuple(found)
