@@ -16,6 +16,7 @@ from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import ReadTenantCopies, SignedCopy, TenantCopies
 from shared.store import Command, Store, StoreUnavailable, reading_reply
+from shared.telemetry.log_limit import LogLimit
 from shared.tenancy.copied_tenants import CopiedTenants, CopyChanges
 from shared.tenancy.tenant_copy import SITE_KEYS, TENANT_COPIES, CopyRejected
 from shared.transport.wire_errors import UNREADABLE
@@ -51,6 +52,7 @@ class TenantCopyReader:
         self._copied = copied
         self._name = gateway_id
         self._background = Background()
+        self._lines = LogLimit(clock.now)
 
     async def start(self) -> None:
         with failing_alone("tenant_copies_not_restored"):
@@ -112,13 +114,15 @@ class TenantCopyReader:
         elif home.rejected_key != key:
             home.rejected_key = key
             advice = f"if its cluster secret is new: hearth tenant trust {site}"
-            log.warning("site_key_rejected", site=site, key=key.hex(), advice=advice)
+            self._lines.write(
+                log.warning, "site_key_rejected", site, site=site, key=key.hex(), advice=advice
+            )
         return is_known
 
     async def _apply(self, site: str, changes: CopyChanges) -> None:
         """Stores what has changed. Without Redis a copy is used all the same."""
         for reason in changes.rejected:
-            log.warning("tenant_copy_rejected", site=site, error=reason)
+            self._lines.write(log.warning, "tenant_copy_rejected", site, site=site, error=reason)
         commands: list[Command] = [
             ("HSET", TENANT_COPIES, name, msgspec.msgpack.encode(signed))
             for name, signed in changes.stored.items()

@@ -11,6 +11,7 @@ from shared.errors import HearthError, InvalidRequest
 from shared.messages import Done, ReportUsage
 from shared.store import Store, StoreUnavailable
 from shared.subjects import SITE_SEPARATOR
+from shared.telemetry.log_limit import LogLimit
 from shared.tenancy.site_usage import UNMARK_LUA, USAGE_UNSENT, tenant_and_day, totals_of
 
 log = structlog.get_logger(__name__)
@@ -18,6 +19,7 @@ log = structlog.get_logger(__name__)
 REPORT_S = 1.0
 MAX_PER_ROUND = 16
 TIMEOUT_S = 2.0
+MAX_REASON = 200  # characters of what another site says
 
 
 class UsageReporter:
@@ -26,6 +28,7 @@ class UsageReporter:
         self._clock = clock
         self._store = store
         self._name = gateway_id
+        self._lines = LogLimit(clock.now)
 
     async def run(self) -> None:
         while True:
@@ -62,5 +65,8 @@ class UsageReporter:
         try:
             await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
         except InvalidRequest as error:  # it will never take this one
-            log.warning("usage_rejected", tenant=name, day=day, error=error.message)
+            reason = error.message[:MAX_REASON]
+            self._lines.write(
+                log.warning, "usage_rejected", site, tenant=name, day=day, error=reason
+            )
         await self._store.evaluate(UNMARK_LUA, [USAGE_UNSENT], [key, mark])
