@@ -76,7 +76,7 @@ class Shape:
     has_far: bool = False
 
 
-LOCAL = tuple(Shape(f"64 H20, {n} prefill", n, 8 - n) for n in (3, 4, 5))
+LOCAL = tuple(Shape(f"64 H20, {n} prefill", n, 8 - n) for n in (3, 5, 6))
 BASELINE = Shape("96 H20, 9 prefill (the paper's baseline)", 9, 3)
 LINKED = Shape("64 H20, 3 prefill, and 32 H200 far away", 3, 5, has_far=True)
 
