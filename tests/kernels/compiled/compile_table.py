@@ -35,6 +35,7 @@ from tests.kernels.compiled.tables import (
     readme,
     recorded,
     store,
+    store_sources,
 )
 
 FILE = FOLDER / f"triton-{triton.__version__}.json"
@@ -101,6 +102,7 @@ def write(*, is_resumed: bool) -> None:
         store(table, FILE)
         print(f"{case}: {len(found)} classes, {time.process_time():.0f} s", flush=True)
     store(_of_classes(table, found.values()), FILE)
+    store_sources({each.name: each.source for each in found.values()}, FILE)
     README.write_text(readme())
 
 

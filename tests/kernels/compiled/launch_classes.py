@@ -53,6 +53,11 @@ class LaunchClass:
     def key(self) -> str:
         return blake2b(self.text.encode(), digest_size=5).hexdigest()
 
+    @property
+    def source(self) -> str:
+        """A digest of the kernel and of all that it calls, and of the line on which it begins."""
+        return str(self.kernel.cache_key[:16])
+
     def compiled(self) -> MachineCode:
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
         target = GPUTarget("cuda", CAPABILITY, WARP_SIZE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -77,6 +77,20 @@ def store(table: Table, file: Path) -> None:
         ]
         kernels.append(f' "{kernel}": {{\n' + ",\n".join(lines) + "\n }")
     file.write_text("{\n" + ",\n".join(kernels) + "\n}\n")
+
+
+def recorded_sources(file: Path) -> dict[str, str]:
+    """Kernel -> digest of the source from which its rows in `file` were recorded, if known."""
+    sources = _sources_of(file)
+    return json.loads(sources.read_text()) if sources.is_file() else {}
+
+
+def store_sources(sources: Mapping[str, str], file: Path) -> None:
+    _sources_of(file).write_text(json.dumps(dict(sources), indent=1, sort_keys=True) + "\n")
+
+
+def _sources_of(file: Path) -> Path:
+    return file.with_name(file.name.replace("triton-", "sources-"))
 
 
 def readme() -> str:
