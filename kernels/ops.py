@@ -298,14 +298,13 @@ def per_head_linear(
             for head, weight in enumerate(weights)
         ]
         product = torch.stack(products, dim=1)
-    elif _is_for_library(x, is_batch_invariant=is_batch_invariant):
-        if out is None:
-            out = x.new_empty(len(x), *weights.shape[:2])
-        torch.bmm(x.transpose(0, 1), weights.transpose(1, 2), out=out.transpose(0, 1))
-        return out
-    else:
-        product = _per_head_linear(x, weights)
-    return product if out is None else out.copy_(product)
+        return product if out is None else out.copy_(product)
+    if not _is_for_library(x, is_batch_invariant=is_batch_invariant):
+        return _per_head_linear(x, weights, out=out)
+    if out is None:
+        out = x.new_empty(len(x), *weights.shape[:2])
+    torch.bmm(x.transpose(0, 1), weights.transpose(1, 2), out=out.transpose(0, 1))
+    return out
 
 
 def lane_linear(

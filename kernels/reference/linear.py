@@ -19,11 +19,12 @@ def linear(
     return y if bias is None else y.add_(bias)
 
 
-def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H, K], weight [H, N, K] -> x[t, h] · weight[h]ᵀ [T, H, N]. A row's bits do not
-    depend on the other rows.
+def per_head_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x [T, H, K], weight [H, N, K] -> x[t, h] · weight[h]ᵀ [T, H, N], in `out` if it is given. A
+    row's bits do not depend on the other rows.
     """
     products = [
         linear(x[:, head], each, is_batch_invariant=True) for head, each in enumerate(weight)
     ]
-    return torch.stack(products, dim=1)
+    product = torch.stack(products, dim=1)
+    return product if out is None else out.copy_(product)

@@ -6,7 +6,6 @@ A head is one more axis of the grid. Tiles, steps and segments of K are those of
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,20 +22,22 @@ from kernels.gpu.gemm.tile_dot import dot
 from kernels.integers import cdiv
 
 
-def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
+def per_head_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Computes kernels.reference.per_head_linear with Triton. Raises BadTensor."""
     expect("x", x, (None, None, None), dtype=FLOATS)
     num_rows, num_heads, width = x.shape
     expect("weight", weight, (num_heads, None, width), dtype=x.dtype, device=x.device)
     num_columns = weight.shape[1]
-    out = torch.empty((num_rows, num_heads, num_columns), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = x.new_empty(num_rows, num_heads, num_columns)
+    expect("out", out, (num_rows, num_heads, num_columns), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     shape = num_rows, num_heads * num_columns, width
     tiled = tiling(shape, x.dtype, is_batch_invariant=True)
     row_tiles = cdiv(num_rows, tiled.block_m)
     _per_head_kernel[(row_tiles * cdiv(num_columns, tiled.block_n), num_heads)](
-        *(x, weight, out, *x.stride()[:2], *weight.stride()[:2]),
+        *(x, weight, out, *x.stride()[:2], *weight.stride()[:2], *out.stride()[:2]),
         *(num_rows, num_columns, width),
         IS_EVEN_K=width % tiled.block_k == 0,
         NUM_SEGMENTS=NUM_SEGMENTS,
@@ -61,6 +62,8 @@ def _per_head_kernel(
     stride_x_head,
     stride_weight_head,
     stride_weight_row,
+    stride_out_row,
+    stride_out_head,
     num_rows,
     num_columns,
     width,
@@ -72,7 +75,7 @@ def _per_head_kernel(
     BLOCK_K: tl.constexpr,
 ):
     first_row, first_column = tile_place(num_rows, num_columns, GROUP, BLOCK_M, BLOCK_N)
-    head, num_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    head = tl.program_id(1).to(tl.int64)
     row = first_row + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     step_k = tl.arange(0, BLOCK_K)
@@ -103,5 +106,5 @@ def _per_head_kernel(
             end += steps
     total += acc
     is_inside = is_row & (column[None, :] < num_columns)
-    place = (row[:, None].to(tl.int64) * num_heads + head) * num_columns + column[None, :]
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_inside)
+    out_row_ptr = out_ptr + head * stride_out_head + row[:, None].to(tl.int64) * stride_out_row
+    tl.store(out_row_ptr + column[None, :], total.to(out_ptr.dtype.element_ty), mask=is_inside)

@@ -30,6 +30,10 @@ def test_bits_are_those_of_a_product_for_each_head(
     with poisoned_outputs():
         y = per_head_linear(x, weight)
     assert_near(y, reference(x.float(), weight.float()))
+    longer = torch.full((num_rows, num_heads, num_columns + 3), 7.0, dtype=dtype, device=device)
+    assert torch.equal(per_head_linear(x, weight, out=longer[..., :num_columns]), y)
+    assert torch.equal(longer[..., :num_columns], y)
+    assert bool((longer[..., num_columns:] == 7).all())
     for head in range(num_heads):
         alone = linear(x[:, head], weight[head], is_batch_invariant=True)
         assert torch.equal(y[:, head], alone)
