@@ -91,6 +91,7 @@ class _Account:
     open: dict[str, LimitLease] = field(default_factory=dict)
     unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # and expiry
     is_local: bool = False  # whether the local counter decided last
+    is_updating: bool = False  # whether settled requests are on their way to another site
     # The tenant's requests_per_min, the limit that decided, and the time until which it rejects.
     closed: tuple[int, int, float] = (0, 0, 0.0)
     calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
@@ -332,25 +333,35 @@ class Limits:
     def _update_homes(self, accounts: Iterable[_Account]) -> None:
         """Settles and renews at other sites, each in its own time."""
         for account in accounts:
-            if account.is_copied:
+            if account.is_copied and not account.is_updating:
+                account.is_updating = True
                 self._background.start_item(self._update_home(account), is_logged)
 
     async def _update_home(self, account: _Account) -> None:
+        """Sends settled requests and renewals. Those that settle meanwhile follow."""
         settled = list(account.unsettled)[:MAX_SETTLED]
         command = _command(account, renewed=tuple(account.open)[:MAX_RENEWED])
-        with contextlib.suppress(StoreUnavailable):
-            await self._at_home(account, command)
-            for lease_id in settled:
-                account.unsettled.pop(lease_id, None)
+        try:
+            with contextlib.suppress(StoreUnavailable):
+                await self._at_home(account, command)
+                for lease_id in settled:
+                    account.unsettled.pop(lease_id, None)
+                if account.unsettled:
+                    self._has_updates.set()
+        finally:
+            account.is_updating = False
 
     async def _at_home(self, account: _Account, command: LimitCommand) -> LimitState:
         """Runs a step at the home of another site's tenant. Raises StoreUnavailable."""
         if self._decide_at_home is None:
             raise StoreUnavailable("this site has no links")
         try:
-            return await self._decide_at_home(account.tenant.tenant_id, command)
+            state = await self._decide_at_home(account.tenant.tenant_id, command)
         except HearthError as error:
             raise StoreUnavailable(f"the home site does not decide: {error.message}") from error
+        if state.rejected_by and state.rejected_by not in command.limits:
+            raise StoreUnavailable(f"the home has a limit {state.rejected_by!r}, its copy has none")
+        return state
 
     async def _settle_and_renew(
         self, accounts: Sequence[_Account], *, has_renewal: bool = False

@@ -140,3 +140,46 @@ def test_open_requests_of_all_sites_count_together() -> None:
             await world.admit("a", "what c has still counts")
 
     run(scenario())
+
+
+def test_home_with_a_limit_that_the_copy_lacks_does_not_decide() -> None:
+    """Its record is newer than the copy, or the home is hostile."""
+
+    async def scenario() -> None:
+        world = World(requests_per_min=6)
+        world.record = TenantRecord(tenant_id="team", sites=NAMES, concurrency=1)
+        await world.admit("a", "first")
+        lease = await world.admit("b", "second")
+        assert not lease.is_charged and lease.headers["x-ratelimit-limit-requests"] == "2"
+
+    run(scenario())
+
+
+def test_requests_that_settle_meanwhile_follow_in_one_message() -> None:
+    async def scenario() -> None:
+        world, num_sent = World(output_tokens_per_min=1000), 0
+        site = world.elsewhere["b"]
+        decide = site._decide_at_home
+        assert decide is not None
+
+        async def slowly(tenant_id: str, command: LimitCommand) -> LimitState:
+            nonlocal num_sent
+            num_sent += 1
+            await asyncio.sleep(0.1)
+            return await decide(tenant_id, command)
+
+        leases = [await world.admit("b", f"r{number}", 10) for number in range(50)]
+        site.decide_at_home(slowly)
+        site.start()
+        for lease in leases:
+            world.settle("b", lease, 4)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.5)
+        assert site.num_unsettled == 0 and num_sent == 2
+        state = await world.accounts.apply(
+            world.record, "b", step_of("b/gateway", "a/team", LimitCommand(limits={}, lease_s=1.0))
+        )
+        assert state.used["output_tokens_per_min"] == pytest.approx(50 * 4, abs=15)
+        await site.stop()
+
+    run(scenario())
