@@ -1,0 +1,102 @@
+"""What a home site answers to sites that ask about its tenants, hostile ones included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.gateway.sites.home_accounts import HomeAccounts
+from services.gateway.sites.home_tenants import MAX_READS_PER_S, HomeTenants
+from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
+from shared.messages import ApplyLimits, ReadTenantCopies, TenantCopies
+from shared.tenancy.tenant_admin import TenantAdmin
+from shared.tenancy.tenant_copy import SITES, opened_copy
+from tests.support.world.clock import VirtualClock, run
+from tests.support.world.store import MemoryStore
+
+
+async def home(*, cluster_secret: str = "secret") -> HomeTenants:
+    """The home of `both`, which sites b and c may serve, and `only-b`."""
+    store = MemoryStore()
+    await store.write([("HSET", SITES, "b", "", "c", "")])
+    admin = TenantAdmin(store, lambda: 0.0)
+    await admin.add("both", {"sites": ("b", "c"), "concurrency": 1}, "key of both")
+    await admin.add("only-b", {"sites": ("b",)}, "key of only-b")
+    await admin.add("nobody", {}, "key of nobody")
+    accounts = HomeAccounts(store, lambda: 0.0, gateway_id="a/gateway")
+    return HomeTenants(
+        store,
+        VirtualClock(),
+        accounts,
+        site="a",
+        gateway_id="a/gateway",
+        cluster_secret=cluster_secret,
+    )
+
+
+async def copies(tenants: HomeTenants, site: str, *held: tuple[str, int]) -> TenantCopies:
+    reply = await tenants.answer(ReadTenantCopies(gateway_id=f"{site}/gateway", held=held))
+    assert isinstance(reply, TenantCopies)
+    return reply
+
+
+def names(reply: TenantCopies) -> list[tuple[str, str]]:
+    found = (opened_copy(each, reply.key) for each in reply.copies)
+    return [(each.record.tenant_id, each.site) for each in found]
+
+
+def test_site_gets_the_tenants_that_name_it_and_no_others() -> None:
+    async def work() -> None:
+        tenants = await home()
+        of_b = await copies(tenants, "b")
+        assert names(of_b) == [("both", "b"), ("only-b", "b")]
+        assert names(await copies(tenants, "c")) == [("both", "c")]
+        assert names(await copies(tenants, "d")) == []
+        again = await copies(tenants, "b", *of_b.versions)
+        assert (again.versions, again.copies) == (of_b.versions, ())
+        (name, version), _ = of_b.versions
+        assert names(await copies(tenants, "b", (name, version - 1), of_b.versions[1])) == [
+            ("both", "b")
+        ]
+
+    run(work())
+
+
+def test_site_uses_the_limits_of_the_tenants_that_name_it_alone() -> None:
+    async def work() -> None:
+        tenants = await home()
+        for site, name in (("c", "only-b"), ("b", "nobody"), ("b", "none")):
+            step = ApplyLimits(gateway_id=f"{site}/gateway", tenant_id=name, asked=("r", {}))
+            with pytest.raises(InvalidRequest, match=f"no tenant '{name}' names the site '{site}'"):
+                await tenants.answer(step)
+        asked: Any = {"tenant_id": "both", "asked": ("r", {})}
+        first: Any = await tenants.answer(ApplyLimits(gateway_id="b/gateway", **asked))
+        assert (first.rejected_by, first.num_open) == ("", 1)
+        ended = ApplyLimits(gateway_id="c/gateway", tenant_id="both", settled=(("r", 0),))
+        other: Any = await tenants.answer(ended)
+        assert other.num_open == 1, "c cannot end what b has open"
+        second: Any = await tenants.answer(ApplyLimits(gateway_id="c/gateway", **asked))
+        assert second.rejected_by == "concurrency"
+
+    run(work())
+
+
+def test_site_that_asks_too_often_is_refused() -> None:
+    async def work() -> None:
+        tenants = await home()
+        for _ in range(int(MAX_READS_PER_S)):
+            await copies(tenants, "b")
+        with pytest.raises(Overloaded, match="asks about tenants too often"):
+            await copies(tenants, "b")
+        assert await copies(tenants, "c"), "other sites are not"
+
+    run(work())
+
+
+def test_home_without_a_secret_says_so() -> None:
+    async def work() -> None:
+        with pytest.raises(DependencyUnavailable, match="need a cluster secret"):
+            await copies(await home(cluster_secret=""), "b")
+
+    run(work())
