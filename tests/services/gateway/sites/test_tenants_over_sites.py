@@ -83,6 +83,12 @@ async def add_tenant(site: LiveSite, name: str, key: str, **changes: Any) -> Non
         await until(is_added)
 
 
+async def cut(sites: LinkedPair) -> None:
+    """Cuts the link, and returns when site b asks site a no more."""
+    sites.cut()
+    await until(lambda: not sites.b.gateway._sites._over_sites.homes.is_heard("a"), timeout_s=15)
+
+
 def pass_time(site: LiveSite, key: str, seconds: float) -> None:
     """Moves the confirmation of a key's tenant into the past."""
     found = site.gateway.tenancy.copied.find(digest_of(key))
@@ -131,8 +137,7 @@ async def test_tenant_of_this_site_comes_before_one_with_its_name_and_key(
 async def test_cut_link_holds_the_copy_for_a_while(sites: LinkedPair) -> None:
     await add_tenant(sites.a, "away", "key of away", sites=("b",))
     await until_status(sites.b, "key of away", 200)
-    sites.cut()
-    await until(lambda: not sites.b.gateway._health_monitor.fleet.is_live("a/gateway"))
+    await cut(sites)
     assert (await ask(sites.b, "key of away")).status_code == 200
     pass_time(sites.b, "key of away", 301.0)
     refused = await until_status(sites.b, "key of away", 403)
@@ -185,8 +190,7 @@ async def test_limits_and_usage_are_those_of_all_sites(sites: LinkedPair) -> Non
     there = await ask(sites.b, "key of counted")
     assert there.headers["x-ratelimit-remaining-requests"] == "1"
     await until(lambda: used_by_is(sites, {"": 1, "b": 2}))
-    sites.cut()
-    await until(lambda: not sites.b.gateway._health_monitor.fleet.is_live("a/gateway"))
+    await cut(sites)
     refused = await ask(sites.b, "key of counted")
     assert refused.status_code == 429, "b has used its part, 2 of 4"
     assert "part 2 of this tenant's limit requests_per_min of 4" in refused.text
