@@ -1,4 +1,4 @@
-"""100 schedules, different for each commit: the fleet's invariants hold under all faults.
+"""60 schedules, different for each commit: the fleet's invariants hold under all faults.
 
 A failure prints its seed and the command that replays it. `scripts/test --long` runs 10,000.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulation.sweep import report_of, run_seeds
 
-NUM_SCHEDULES = 100
+NUM_SCHEDULES = 60
 PIECE = 10  # schedules per case: about one second
 FIRST_SEEDS = 1_000_000  # number of different first seeds of commits
 
