@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.local.servers import free_port
 from tests.support.guide_blocks import FOLDER, ROOT, blocks_of
+from tests.support.servers import free_port
 
 LIMIT_S = 400
 GUIDE = FOLDER / "several_hosts.md"
@@ -54,5 +54,5 @@ def script() -> str:
 def on_this_host(text: str) -> str:
     text = text.replace("10.0.0.1", "127.0.0.1").replace("10.0.0.2", "127.0.0.1")
     for port in ("4222", "6379", "8443", "7700"):
-        text = text.replace(port, str(free_port("127.0.0.1")))
+        text = text.replace(port, str(free_port()))
     return text

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.local.servers import free_port
 from tests.support.guide_blocks import FOLDER, ROOT, blocks_of
+from tests.support.servers import free_port
 
 LIMIT_S = 180
 BEGIN = "set -m; trap 'kill $(jobs -p); wait' EXIT"
@@ -57,13 +57,13 @@ def on_free_ports(text: str) -> str:
         port = free_pair()
         text = text.replace(f"{first}1", str(port)).replace(f"{first}2", str(port + 1))
         text = text.replace(f"{first}$n", f"$(({port - 1} + n))")
-    return text.replace("7422", str(free_port("127.0.0.1")))
+    return text.replace("7422", str(free_port()))
 
 
 def free_pair() -> int:
     """Returns a free port after which the next one is free, too."""
     while True:
-        port = free_port("127.0.0.1")
+        port = free_port()
         with socket.socket() as other, contextlib.suppress(OSError):
             other.bind(("127.0.0.1", port + 1))
             return port

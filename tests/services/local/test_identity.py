@@ -18,13 +18,12 @@ from services.local.identity import (
     with_other_kept,
 )
 from services.local.plan import UpOptions
-from services.local.servers import free_port
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
 from shared.tenancy.tenant import api_key_record, digest_of
 from shared.tenancy.tenant_admin import TenantAdmin, save_api_key, standing_of
-from tests.support.servers import RedisServer
+from tests.support.servers import RedisServer, free_port
 
 
 def test_identity_is_read_as_it_was_saved(tmp_path: Path) -> None:
@@ -55,14 +54,14 @@ def test_ports_are_those_of_the_last_start_unless_others_are_given(
 ) -> None:
     monkeypatch.setattr(servers, "KEPT_PORT_WAIT_S", 0.0)
     options = UpOptions(model_dir=tmp_path, http_port=0)
-    http, nats, redis = (free_port("127.0.0.1") for _ in range(3))
+    http, nats, redis = (free_port() for _ in range(3))
     kept = ClusterIdentity(http_port=http, nats_port=nats, redis_port=redis)
     ports = choose_ports(options, kept, is_kept=True)
     assert ports == {"http_port": http, "nats_port": nats, "redis_port": redis}
     with socket.create_server(("127.0.0.1", nats)), socket.create_server(("127.0.0.1", redis)):
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{nats}, as before.*--nats-port"):
             choose_ports(options, kept, is_kept=True)
-        other = UpOptions(model_dir=tmp_path, http_port=0, nats_port=free_port("127.0.0.1"))
+        other = UpOptions(model_dir=tmp_path, http_port=0, nats_port=free_port())
         ports = choose_ports(other, kept, is_kept=True)
         assert ports["nats_port"] == other.nats_port and ports["redis_port"] != redis
 

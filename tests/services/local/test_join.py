@@ -16,7 +16,7 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.local.credentials import Credential, nats_config
 from services.local.join import add_credential, signalled_process
 from services.local.processes.child_processes import ProcessSpec
-from services.local.servers import find_server, free_port
+from services.local.servers import find_server
 from services.local.state import (
     LocalClusterState,
     StateDir,
@@ -35,7 +35,7 @@ from shared.subjects import HEARTBEATS, SUBMIT, from_anyone, heartbeat, sent_by
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
 from tests.services.cli.in_process import call_hearth
-from tests.support.servers import RedisServer
+from tests.support.servers import RedisServer, free_port
 
 OWNER = Credential("decode", "decode-1")
 
@@ -45,7 +45,7 @@ async def environ(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
     """The environment that selects a cluster with one credential; `url` is its NATS URL."""
     made = {"XDG_STATE_HOME": str(tmp_path)}
     state = StateDir.create(clusters_dir(made))
-    port = free_port("127.0.0.1")
+    port = free_port()
     text = nats_config([OWNER], host="127.0.0.1", port=port)
     path = state.write_secret("nats.conf", text)
     supervisor = Supervisor(MonotonicClock(), state.path, state.logs, lambda *event: None)

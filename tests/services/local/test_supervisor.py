@@ -24,9 +24,9 @@ from services.local.processes.child_processes import (
 )
 from services.local.processes.log_files import last_line
 from services.local.processes.supervision_log import RECENT_S, recent_restarts
-from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
 from shared.clock import MonotonicClock
+from tests.support.servers import free_port
 from tests.support.waiting import until
 
 WAIT_S = 10.0
@@ -141,7 +141,7 @@ async def test_killed_process_is_reported_logged_and_restarted_when_serving(
 async def test_process_is_ready_when_its_port_accepts(
     supervisor: Supervisor, recorder: EventRecorder
 ) -> None:
-    port = free_port("127.0.0.1")
+    port = free_port()
     code = (
         "import socket, sys, signal; server = socket.socket()\n"
         "server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"

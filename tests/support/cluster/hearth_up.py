@@ -14,10 +14,10 @@ from pathlib import Path
 
 import httpx
 
-from services.local.servers import free_port
 from services.local.state import LocalClusterState, running_cluster
 from shared.errors import ConfigError
 from tests.support.cluster.cluster_client import START_TIMEOUT_S, ClusterClient
+from tests.support.servers import free_port
 
 
 @dataclass
@@ -75,7 +75,7 @@ def run_cluster(
     """
     handed_off = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": str(max_local_prefill_tokens)}
     environ = os.environ | handed_off | {"XDG_STATE_HOME": str(folder)}
-    port = free_port("127.0.0.1")
+    port = free_port()
     command = [sys.executable, "-m", "services", "up", "--http", f"127.0.0.1:{port}", *options]
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -23,7 +23,6 @@ from services.cli.fleet.report import FleetReport
 from services.client.chat_request import ChatReply
 from services.client.first_answers import describe, first_requests
 from services.local.identity import read_key
-from services.local.servers import free_port
 from services.local.state import LocalClusterState, StateDir
 from services.worker.worker import build_worker
 from shared.clock import MonotonicClock
@@ -35,7 +34,7 @@ from shared.subjects import credential_of
 from tests.services.cli.cluster.running_up import Up
 from tests.services.cli.in_process import call_hearth
 from tests.services.local.hub_home import MODEL, offline, write_hub_home
-from tests.support.servers import RedisServer, Server, find_binary
+from tests.support.servers import RedisServer, Server, find_binary, free_port
 from tests.support.services.running import (
     WAIT_S,
     NoModel,
@@ -419,7 +418,7 @@ def test_time_between_tokens_that_came_at_once_is_left_out() -> None:
 
 
 async def test_failed_first_request_is_an_error_only_with_check() -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # no server listens on this port
+    url = f"http://127.0.0.1:{free_port()}"  # no server listens on this port
     console = Console(file=io.StringIO(), width=200)
     request_answers = partial(first_requests, url, "key", console, MonotonicClock(), observer=None)
     await request_answers(is_check=False)
@@ -431,7 +430,7 @@ async def test_failed_first_request_is_an_error_only_with_check() -> None:
 @pytest.fixture
 def open_nats() -> Iterator[Server]:
     """An external nats-server without credentials."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     server = Server([find_binary("nats-server"), "-a", "127.0.0.1", "-p", str(port)], port)
     yield server
     server.stop()
@@ -469,7 +468,7 @@ def test_children_of_a_killed_up_end_and_external_servers_go_on(
 
 
 def test_up_fails_with_the_error_of_a_worker(tmp_path: Path, chat_model: Path) -> None:
-    port = free_port("127.0.0.1")
+    port = free_port()
     options = ("--model", str(chat_model), "--role", "both", "--http", f"127.0.0.1:{port}")
     process = start_hearth(tmp_path, "up", *options, HEARTH_MAX_SEQUENCES="0")
     output, _ = process.communicate(timeout=WAIT_S)

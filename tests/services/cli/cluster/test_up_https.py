@@ -13,10 +13,10 @@ from rich.console import Console
 from services.cli.cluster import up
 from services.cli.cluster.up import curl_target
 from services.local.readiness import wait_until_ready
-from services.local.servers import free_port
 from shared.clock import MonotonicClock
 from tests.services.cli.in_process import call_hearth
 from tests.support.certificates import Authority
+from tests.support.servers import free_port
 from tests.support.services.running import WAIT_S, environ_for, start_hearth
 
 
@@ -100,7 +100,7 @@ class Missing(Exception):
 
 async def test_missing_processes_are_reported_after_a_while() -> None:
     """No gateway listens: nothing is known of any worker."""
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    url = f"http://127.0.0.1:{free_port()}"
     clock = QuickClock()
 
     def on_missing(workers: Collection[str], has_answered: bool) -> None:
