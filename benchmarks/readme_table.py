@@ -165,6 +165,8 @@ BARS = {
     "prefix_and_memory": "A cached prefix, and what a cluster holds in memory",
     "control_plane": "The whole control plane, engines that take no time, beside a peer",
     "simulate": "Placement, fair queue and index on a virtual clock",
+    "sites_prefill": "Prefill at another site at the speeds of a published case, in virtual time",
+    "sites_pair": "Two sites 100 ms and 1 Gb/s apart, real services in virtual time",
     "residency": "Which models are hot, simulated: the demand policy beside others",
     "kv_index": "The prefix index",
     "stop_strings": "Stop strings, CPU time of a character in text that nearly matches",
