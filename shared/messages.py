@@ -26,6 +26,7 @@ Between sites, where a gateway serves as a decode worker for the other site:
     decode ◀─PrefillPhases─── gateway of the other site; PrefillFailed
     gateway ───SiteState─────▶ gateways and schedulers of every linked site; ReadSiteModels
     gateway ──ReadTenantCopies─▶ gateway of the tenants' home site; ApplyLimits, ReportUsage
+    gateway ───PrefixDigest──▶ schedulers of one linked site, about the requests of that site
 
 The life of a model on a host:
 
@@ -86,6 +87,8 @@ MAX_LINKS = 64  # of a heartbeat
 MAX_COPIES = 256  # tenants of one site that another one may serve
 MAX_SENT_COPIES = 32  # in one reply
 MAX_COPY_BYTES = 32 * 1024
+FINGERPRINT_BYTES = 4
+MAX_DIGEST_FINGERPRINTS = 8192
 
 PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
@@ -94,6 +97,7 @@ InstanceId = Annotated[bytes, Meta(min_length=1, max_length=64)]
 _TOKEN = r"[^\s.*>\x00-\x1f\x7f]+"
 ProcessId = Annotated[str, Meta(max_length=256, pattern=rf"\A{_TOKEN}(\.{_TOKEN})?\Z")]
 Name = Annotated[str, Meta(max_length=256)]
+Fingerprints = Annotated[bytes, Meta(max_length=FINGERPRINT_BYTES * MAX_DIGEST_FINGERPRINTS)]
 # Features of a worker, each with a version, such as `grammar/1`; compared as plain strings.
 FeatureNames = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -1051,6 +1055,27 @@ class ReportUsage(Message, frozen=True, kw_only=True):
     totals: Annotated[
         tuple[tuple[Annotated[str, Meta(max_length=320)], Count], ...], Meta(max_length=256)
     ]
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class PrefixDigest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Changes of what a gateway's site holds of the prefixes that the receiving site has sent it,
+    as packed fingerprints (`shared/sites/prefix_fingerprints.py`).
+
+    Each receiving site has its own numbers, which grow by 1. After a gap a receiver forgets what it
+    has of this gateway, until `is_first` says that all fingerprints follow, in this message and the
+    next ones.
+    """
+
+    gateway_id: ProcessId
+    epoch: Epoch
+    sequence_number: Count
+    is_first: bool = False
+    added: Fingerprints = b""
+    removed: Fingerprints = b""
 
     @property
     def sender_id(self) -> str:

@@ -254,6 +254,11 @@ def read_site_models(gateway_id: str) -> str:
     return command("gateway", gateway_id, "models")
 
 
+def prefix_digest(site: str) -> str:
+    """Carries PrefixDigest, to every scheduler of one site."""
+    return f"{_SITE}.{site}.scheduler.{two_tokens(ANY)}.digest"
+
+
 # Carries SiteState. Its region is that of the link, in the configuration of this site's servers.
 STATES_OF_SITES = f"{_LINKED}.*.gateway.*.*.state.*"
 
@@ -407,8 +412,8 @@ _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
 }
 
 
-# What one process sends to another over a link.
-LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (
+# What crosses a link to one process of a site, or to every scheduler of it.
+_LINKED_TO_GATEWAYS: tuple[tuple[Role, str], ...] = (
     ("decode", "start"),
     ("decode", "resend"),
     ("decode", "control"),
@@ -419,14 +424,15 @@ LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (
     ("prefill", "run"),
     ("prefill", "control"),
 )
+LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (*_LINKED_TO_GATEWAYS, ("scheduler", "digest"))
 _SENT_TO_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
-    "gateway": LINKED_COMMANDS[1:7],
+    "gateway": (*LINKED_COMMANDS[1:7], ("scheduler", "digest")),
     "scheduler": (LINKED_COMMANDS[0], *LINKED_COMMANDS[2:4], LINKED_COMMANDS[5]),
-    "decode": LINKED_COMMANDS[7:],
+    "decode": _LINKED_TO_GATEWAYS[7:],
 }
 # What one process receives of other sites. A gateway stands for the workers of its site.
 _RECEIVED_FROM_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
-    "gateway": LINKED_COMMANDS,
+    "gateway": _LINKED_TO_GATEWAYS,
     "decode": (("decode", "control"),),
 }
 
@@ -477,6 +483,8 @@ def permissions(
     if is_linked and role == "gateway":  # it requests prefills as a decode worker does
         publish += [state_to_sites(any_instance), *_TO_PREFILLS]
         shared.append(control("decode", any_instance))
+    elif is_linked and role == "scheduler":
+        shared.append(from_sites("scheduler", ANY, "digest"))
     return Permissions(
         publish=tuple(sent_by(subject, any_instance) for subject in publish),
         subscribe=(own_inbox, *map(from_anyone, shared)),

@@ -16,8 +16,9 @@ must compute a prefix that only decode holds, so each side is credited with its 
 worker with the longest prefix, or the one that the affinity key names, is preferred unless it costs
 more than twice the best: affinity must not create a queue. A worker whose context does not hold the
 request to its end, with all tokens that it may generate, is no candidate; neither is a worker, of
-either role, without a feature that the request needs. A worker with enough work gets no request:
-requests queued here can still go elsewhere, and in fair order.
+either role, without a feature that the request needs. Among other sites, whose step(d) has the
+round trip, the cost alone decides. A worker with enough work gets no request: requests queued here
+can still go elsewhere, and in fair order.
 
 The search is a linear scan of all workers (`cost_kernel.py`).
 """
@@ -112,12 +113,13 @@ def place(
     now: float,
     random_below: RandomBelow,
     excluded: Collection[str] = (),
+    prefers_holders: bool = True,
 ) -> Target | None:
     """Returns the best worker with room and time for the request, or None. Workers in `excluded`
-    do not decode.
+    do not decode. Without `prefers_holders` it is the one with the least cost, whatever it holds.
     """
     decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, random_below)
-    return decision.target(excluded)
+    return decision.target(excluded, prefers_holders=prefers_holders)
 
 
 def leaves_home(
@@ -168,7 +170,7 @@ class Decision:
             now=now,
         )
 
-    def target(self, excluded: Collection[str]) -> Target | None:
+    def target(self, excluded: Collection[str], *, prefers_holders: bool = True) -> Target | None:
         if not len(self._decodes):
             return None
         cost, is_remote, first, num_equal = costs_of_decodes(
@@ -176,7 +178,7 @@ class Decision:
         )
         if cost[first] == np.inf:
             return None
-        row = self._preferred(cost)
+        row = self._preferred(cost) if prefers_holders else None
         if row is None or cost[row] > MAX_COST_RATIO * cost[first]:
             row = first if num_equal == 1 else self._random_row(cost == cost[first])
         return self._target(row, is_remote=is_remote[row])

@@ -24,15 +24,8 @@ from services.scheduler.candidates import Candidates, size_of
 from services.scheduler.compiled_loops import use_compiled_loops
 from services.scheduler.decode_starts import DecodeStarts
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.placement import (
-    LocalPrefill,
-    ModelWorkers,
-    RequestSize,
-    Target,
-    leaves_home,
-    place,
-    prompt_s,
-)
+from services.scheduler.other_sites import OtherSites
+from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
 from services.scheduler.request_queues import RequestQueues, num_context_tokens
 from services.scheduler.residency.keeper import ResidencyKeeper
 from services.scheduler.residency.policies import policy_of
@@ -129,6 +122,7 @@ class SchedulerService:
             site=config.site,
         )
         self._candidates = Candidates(self._workers, self._starts)
+        self._sites = OtherSites(bus, clock, self._workers)
         self._blocked = BlockedQueues()
         self._opening: set[QueueKey] = set()  # queues with a scheduled probe
         self._wake = asyncio.Event()
@@ -156,6 +150,7 @@ class SchedulerService:
         await self.health_monitor.start()
         if self._linked is not None:
             await self._linked.start(self.health_monitor)
+            await self._sites.start()
         own_cancel = subjects.cancel(self._bus.process_id)
         await self._bus.subscribe(own_cancel, CancelQueued, self._cancel)
         own_submit = subjects.submit_to(self._bus.process_id)
@@ -180,6 +175,7 @@ class SchedulerService:
         await asyncio.gather(*self._placing, *self._sending)
 
     async def stop(self) -> None:
+        await self._sites.stop()
         await self._background.stop()
         if self._linked is not None:
             await self._linked.stop()
@@ -232,6 +228,7 @@ class SchedulerService:
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         now = self._clock.now()
         self._workers.on_heartbeat(heartbeat, now)
+        self._sites.seen(heartbeat.process_id)
         if not subjects.is_at_site(heartbeat.process_id):
             self._role_changes.on_heartbeat(heartbeat, now)
             self._residency.on_heartbeat(heartbeat)
@@ -249,6 +246,7 @@ class SchedulerService:
         self._role_changes.lost(process_id)
         self._residency.lost(process_id)
         self._starts.lost(process_id)
+        self._sites.lost(process_id, loss)
         if loss is Loss.DOUBLED:  # one of the two gateways still waits for its requests
             return
         dropped = self._queues.remove_of_gateway(process_id)
@@ -394,16 +392,23 @@ class SchedulerService:
         find = partial(
             place,
             needs,
-            num_cached_blocks=num_cached_blocks,
             local_prefill=self._local_prefill,
             now=now,
             random_below=self._randomness.below,
-            excluded=excluded | tried,
         )
-        target = find(workers=self._workers.serving(ticket.queue.served))
+        excluded |= tried
+        here = self._workers.serving(ticket.queue.served)
+        target = find(workers=here, num_cached_blocks=num_cached_blocks, excluded=excluded)
         if target is None:
-            elsewhere = self._elsewhere(ticket, now)
-            target = None if elsewhere is None else find(workers=elsewhere)
+            is_served_here = partial(self._candidates.has_local, ticket, now)
+            elsewhere = self._sites.serving(ticket, now, is_served_here=is_served_here)
+            if elsewhere is not None:
+                target = find(
+                    workers=elsewhere,
+                    num_cached_blocks=self._sites.num_cached_blocks(ticket.request),
+                    excluded=excluded | self._sites.closed(now),
+                    prefers_holders=False,
+                )
             if target is not None:
                 self._probe(ticket.queue)  # the next one need not wait until the reply has crossed
         if target is None:
@@ -418,21 +423,6 @@ class SchedulerService:
         is_late = now - ticket.queued_at >= NO_WORKER_GRACE_S
         if is_late and self._candidates.is_left_to_sites(ticket, now):
             raise NoCapacity("no other site takes the request", retry_after_s=0.0)
-
-    def _elsewhere(self, ticket: QueuedRequest, now: float) -> ModelWorkers | None:
-        """Returns the sites for a request that found no room here, or None if it waits here."""
-        if ticket.request.origin_site:
-            return None
-        elsewhere = self._workers.serving_elsewhere(ticket.queue.served)
-        if elsewhere is None:
-            return None
-        may_leave = not ticket.is_queueable or leaves_home(
-            now - ticket.queued_at,
-            self._workers.nearest_site_s(ticket.queue.served, now),
-            prompt_s(self._workers.serving(ticket.queue.served), size_of(ticket).num_tokens),
-            is_served_here=self._candidates.has_local(ticket, now),
-        )
-        return elsewhere if may_leave else None
 
     def _block(self, ticket: QueuedRequest, needs: RequestSize) -> None:
         """Requeues the ticket until a worker opens or a heartbeat reports room. Raises Overloaded
@@ -470,6 +460,7 @@ class SchedulerService:
     async def _start(self, ticket: QueuedRequest, target: Target) -> None:
         ticket.chosen_at = self._clock.now()
         placement_id = await self._starts.start(ticket, target, size_of(ticket))
+        self._sites.answered(target.decode_id, ticket.chosen_at, is_taken=placement_id is not None)
         if placement_id is not None:
             self._unblock(ticket.queue)
             await self._started(ticket, target, placement_id)

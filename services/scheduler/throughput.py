@@ -205,11 +205,12 @@ class ModelThroughput:
         """Twice the time of a request: the last frame and its receipt take about as long."""
         return 2 * self._ack.value
 
-    def observe(self, worker_id: str, load: WorkerLoad) -> Speed:
+    def observe(self, worker_id: str, load: WorkerLoad, *, is_prior: bool = True) -> Speed:
+        """Returns the speed of a worker, which becomes part of the mean if `is_prior`."""
         worker = self._workers.get(worker_id)
         if worker is None:
             worker = self._workers[worker_id] = WorkerThroughput(self.mean)
-        if worker.observe(load) and worker.speed.is_measured:
+        if worker.observe(load) and worker.speed.is_measured and is_prior:
             self.mean = _mixed(self.mean, worker.speed)
         self._observe_handoffs(worker_id, load)
         return worker.speed

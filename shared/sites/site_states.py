@@ -69,7 +69,7 @@ def site_models(fleet: Fleet, *, offers_prefill: bool = False) -> tuple[ModelSta
         if each.model is not None and each.load is not None and "decode" not in each.roles:
             prefills.setdefault(served_by(each.model), []).append(each.load)
     queued = _queued_requests(fleet)
-    num_gateways = max(1, sum(not is_at_site(each.process_id) for each in fleet.live("gateway")))
+    gateways = num_gateways(fleet)
     offers = _prefill_offers(fleet) if offers_prefill else {}
     found: list[ModelState] = []
     for key in sorted(cards):
@@ -77,12 +77,18 @@ def site_models(fleet: Fleet, *, offers_prefill: bool = False) -> tuple[ModelSta
             loads[key],
             prefills.get(key, ()),
             num_queued=queued.get(key[0], 0),
-            num_gateways=num_gateways,
+            num_gateways=gateways,
         )
         counters = _counted([*loads[key], *prefills.get(key, ())])
         found.append(ModelState(SiteModel(_longest(cards[key])), load, counters))
         found += _prefill(offers.get(key, ()))
     return tuple(found)[:MAX_STATE_MODELS]
+
+
+def num_gateways(fleet: Fleet) -> int:
+    """Returns the live gateways of the site of the gateway that has this fleet, itself included."""
+    own = fleet.own_process_id
+    return 1 + sum(each.process_id != own for each in fleet.live("gateway"))
 
 
 def models_id(models: Iterable[SiteModel]) -> bytes:

@@ -31,9 +31,9 @@ def _always(value: object) -> Callable[[Any], Any]:
 def _from_zero(right: Any) -> Any:
     """The tokens that a request has are not counted where it continues."""
 
-    def opened(self: SitePlacements, command: Any, request: Any, *args: Any) -> Any:
+    def opened(self: SitePlacements, command: Any, request: Any, *args: Any, **named: Any) -> Any:
         choices = tuple(structs.replace(each, output_token_ids=b"") for each in request.choices)
-        return right(self, command, structs.replace(request, choices=choices), *args)
+        return right(self, command, structs.replace(request, choices=choices), *args, **named)
 
     return opened
 

@@ -58,10 +58,17 @@ class SitePlacements:
         return sum(each.ended_at == inf for each in self._placements.values())
 
     def open(
-        self, command: StartDecode, request: Request, worker_id: str, now: float
+        self,
+        command: StartDecode,
+        request: Request,
+        worker_id: str,
+        now: float,
+        *,
+        on_computed: Callable[[], None] = lambda: None,
     ) -> SiteReceiver:
-        """Opens the outputs of `command`, which `request` is here. Returns their receiver. Raises
-        WorkerBusy if there are as many as may be.
+        """Opens the outputs of `command`, which `request` is here. Returns their receiver, which
+        calls `on_computed` once a worker has computed the prompt. Raises WorkerBusy if there are as
+        many as may be.
         """
         if len(self._placements) >= self._max_held:
             raise WorkerBusy("this gateway serves as many requests of other sites as it may")
@@ -73,7 +80,7 @@ class SitePlacements:
                 placement_id, owner, choice.choice_index, first_position
             )
         self._placements[placement_id] = placement
-        return SiteReceiver(placement, self._buffer, self._on_update)
+        return SiteReceiver(placement, self._buffer, self._on_update, on_computed)
 
     def close(self, placement_id: bytes) -> str | None:
         """Forgets a placement. Returns its request, or None if it is unknown."""
@@ -135,12 +142,17 @@ class SiteReceiver:
     """A stream's `Receiver` that keeps the tokens for the gateway of another site."""
 
     def __init__(
-        self, placement: SitePlacement, buffer: OutputBuffer, on_update: Callable[[], None]
+        self,
+        placement: SitePlacement,
+        buffer: OutputBuffer,
+        on_update: Callable[[], None],
+        on_computed: Callable[[], None],
     ) -> None:
         self._placement = placement
         self._outputs = placement.outputs
         self._buffer = buffer
         self._on_update = on_update
+        self._on_computed = on_computed
 
     def on_tokens(
         self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
@@ -151,6 +163,7 @@ class SiteReceiver:
         return not output.is_dropped
 
     def on_served(self, choice_index: int, served: Served) -> None:
+        self._on_computed()
         output = self._outputs[choice_index]
         if output.served is None:
             output.served = served

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 import structlog
 from msgspec import structs
 
 from services.gateway.observability.metrics.label_counts import TenantLabels
+from services.gateway.sites.prefix_digests import PrefixDigests
 from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.sites.site_prefills import SitePrefills
 from services.gateway.sites.site_requests import narrowed, site_request
@@ -98,6 +100,7 @@ class SiteService:
         self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here
         self._linked = linked
         self._over_sites = tenants
+        self._digests = PrefixDigests(self._name, bus, clock, health_monitor)
         self._will_flush = self._will_report = False
         self._num_states = 0
         self._models_id = b""  # of the last state
@@ -122,6 +125,7 @@ class SiteService:
         self._health_monitor.on_lost(self._on_lost)
         self._background.start_own(self._report())
         self._background.start_own(self._sweep())
+        self._background.start_own(self._digests.run())
 
     async def leave(self) -> None:
         """Announces that this gateway drains: other sites send no more requests."""
@@ -192,6 +196,7 @@ class SiteService:
             self._over_sites.observe(state)
         if state.gateway_id in self._heard_at:
             self._heard_at[state.gateway_id] = self._clock.now()
+        self._digests.on_state(state)
 
     def _alive(self, _: ReportAlive) -> Alive:
         monitor = self._health_monitor
@@ -206,7 +211,8 @@ class SiteService:
             now, request = self._clock.now(), self._request(command)
             worker_id = worker_at_site(self._name, asked.model, asked.revision, asked.block_size)
             self._heard_at[asked.gateway_id] = now
-            receiver = self._placements.open(command, request, worker_id, now)
+            computed = partial(self._digests.computed, asked, request)
+            receiver = self._placements.open(command, request, worker_id, now, on_computed=computed)
             self._driver.open([Opening(request, receiver, is_queueable=command.is_queueable)])
             self._linked.count(asked.gateway_id, "num_served")
         return DecodeStarted(placement_id=placement_id, num_cached_tokens=0)

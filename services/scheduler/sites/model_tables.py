@@ -19,7 +19,6 @@ class ModelTables:
         self.sites = WorkerTable()  # gateways of other sites, which decode and prefill there
         self.speeds = ModelThroughput()
         self.nearest_s, self.nearest_at = inf, -inf  # round trip to the nearest site, and its age
-        self._speeds_of_sites = ModelThroughput()  # what they claim is no prior of workers here
 
     def put(self, roles: tuple[str, ...], worker: WorkerRow) -> None:
         if "decode" in roles:
@@ -28,8 +27,8 @@ class ModelTables:
             self.prefills.put(worker)
 
     def observe(self, worker_id: str, load: WorkerLoad) -> Speed:
-        speeds = self._speeds_of_sites if is_at_site(worker_id) else self.speeds
-        return speeds.observe(worker_id, load)
+        """Returns the speed of a worker. What a site claims is no prior of others' speeds."""
+        return self.speeds.observe(worker_id, load, is_prior=not is_at_site(worker_id))
 
     def leave_roles(self, worker_id: str) -> None:
         """Removes a worker from its tables. Its speed stays: it is the same in another role."""
@@ -39,7 +38,6 @@ class ModelTables:
     def remove(self, worker_id: str) -> None:
         self.leave_roles(worker_id)
         self.speeds.forget(worker_id)
-        self._speeds_of_sites.forget(worker_id)
 
     @property
     def receives_from_sites(self) -> bool:

@@ -95,8 +95,9 @@ def test_workers_of_one_model_are_summed() -> None:
 
 
 def test_gateways_share_what_is_free_and_nothing_is_while_requests_wait() -> None:
-    gateways = [heartbeat(f"g{i}", roles=("gateway",), model=None, load=None) for i in (1, 2)]
-    (found,) = site(heartbeat("d1"), *gateways)
+    """The fleet is that of a gateway: there are two with the other one."""
+    gateway = heartbeat("g2", roles=("gateway",), model=None, load=None)
+    (found,) = site(heartbeat("d1"), gateway)
     assert found.load.num_free_blocks == 5
     demand = RoleDemand(model=CARD.name, role="decode", num_queued_requests=3)
     queue = heartbeat(
@@ -104,6 +105,16 @@ def test_gateways_share_what_is_free_and_nothing_is_while_requests_wait() -> Non
     )
     (found,) = site(heartbeat("d1"), queue)
     assert (found.load.num_free_blocks, found.load.num_waiting) == (0, 3)
+
+
+def test_work_is_that_of_the_mean_worker_that_does_it() -> None:
+    """Two workers decode, and one computes prompts for both."""
+    waiting = WorkerLoad(step=1, step_budget_s=1.0, num_waiting=2, num_running=4)
+    computing = WorkerLoad(step=1, step_budget_s=1.0, prefill_tokens_in_flight=900)
+    prefill = heartbeat("p1", roles=("prefill",), load=computing)
+    (found,) = site(heartbeat("d1", load=waiting), heartbeat("d2"), prefill)
+    assert (found.load.num_running, found.load.num_waiting) == (3, 1)
+    assert found.load.prefill_tokens_in_flight == 900
 
 
 def test_a_site_does_not_pass_on_what_other_sites_serve() -> None:

@@ -19,7 +19,7 @@ from services.cli.cluster.site_links import local_links, seed_variable, site_lin
 from services.local.credentials import named_credentials, nats_config_with_nkeys
 from shared import subjects
 from shared.errors import ConfigError, DependencyUnavailable, SenderMismatch
-from shared.messages import Failure, PrefillAccepted, PrefillFailed, RunPrefill
+from shared.messages import Failure, PrefillAccepted, PrefillFailed, PrefixDigest, RunPrefill
 from shared.subjects import CredentialRole, permissions
 from shared.transport.bus import NatsBus
 from shared.transport.nkeys import UserKey
@@ -160,6 +160,30 @@ async def test_sites_reach_those_they_are_linked_to_and_no_third(sites: dict[str
         assert a.subjects[2:] == [from_b]
 
 
+async def test_digest_reaches_every_scheduler_of_one_site(sites: dict[str, Site]) -> None:
+    """With the permissions of the processes. Site c is linked to both."""
+    gateway = await bus(sites["b"], "b", "gw")
+    schedulers = [await bus(sites["a"], "a", "sch") for _ in range(2)]
+    received: list[list[PrefixDigest]] = [[], []]
+    for scheduler, taken in zip(schedulers, received, strict=True):
+        digests = subjects.from_sites("scheduler", subjects.ANY, "digest")
+        await scheduler.subscribe(digests, PrefixDigest, taken.append)
+        await scheduler.flush()
+    async with spy(sites["a"].port) as a, spy(sites["b"].port) as b, spy(sites["c"].port) as c:
+        await linked(a, b, TO_B, AT_B)
+        await linked(a, c, TO_B.replace(".b.", ".c."), AT_B)
+        digest = PrefixDigest(gateway_id="b/gw", epoch=1, sequence_number=1, is_first=True)
+        await gateway.publish(subjects.prefix_digest("a"), digest)
+        await until(lambda: all(received))
+        assert received == [[digest], [digest]]
+        last = "hearth.v1.site.any.gateway.gw.-.state.gw.-"
+        await a.publish(last)
+        await until(lambda: c.subjects)
+        assert [each for each in c.subjects if "digest" in each] == []
+    for each in (gateway, *schedulers):
+        await each.close()
+
+
 async def test_request_is_answered_over_the_link(sites: dict[str, Site]) -> None:
     """With the permissions of the processes; without a link there is no responder."""
     async with spy(sites["a"].port) as a, spy(sites["b"].port) as b:
@@ -238,6 +262,8 @@ def denied_subjects() -> list[str]:
         for verb in FOR_GATEWAYS
     }
     more |= {"hearth.v1.site.a.gateway.gw.-.fleet.x.-", "hearth.v1.site.b.gateway.gw.-.fleet.x.-"}
+    more |= {f"hearth.v1.linked.{site}.scheduler.any.-.digest.gw.-" for site in "abcdh"}
+    more |= {f"hearth.v1.site.{site}.scheduler.any.-.digest.gw.-" for site in "cx"}
     return sorted(each for each in filled | more if each.startswith("hearth."))
 
 

@@ -46,7 +46,7 @@ Connect = Callable[[str], Awaitable[NatsBus]]
 ID = b"p" * 16
 CACHE = {"model": "m", "revision": "r", "kv_format": "f", "epoch": 1, "sequence_number": 1}
 GATEWAYS_MESSAGES = (
-    *("CancelQueued", "SubmitRequest", "FleetRead", "SiteState", "SiteModels"),
+    *("CancelQueued", "SubmitRequest", "FleetRead", "SiteState", "SiteModels", "PrefixDigest"),
     *("ReadTenantCopies", "TenantCopies", "ApplyLimits", "LimitsApplied", "ReportUsage"),
 )
 FAILURE = Failure(code="worker_busy", message="no")

@@ -59,6 +59,8 @@ IDLE_TASKS = frozenset(
         "EngineWorker._send_kv_events",
         "SiteService._report",
         "SiteService._sweep",
+        "PrefixDigests.run",
+        "OtherSites._sweep",
     }
 )
 DELIVERIES = "FrameDelivery._run"

@@ -13,6 +13,7 @@ from shared.subjects import (
     LINKED_COMMANDS,
     command,
     permissions,
+    prefix_digest,
     sent_by,
     state_to_sites,
 )
@@ -55,6 +56,7 @@ def test_what_crosses_a_link_is_what_processes_may_send_and_receive() -> None:
         role: permissions(role, role, "eu", is_linked=True) for role in ("gateway", "scheduler")
     }
     crossing = {command(role, "b/gateway.1", verb) for role, verb in LINKED_COMMANDS}
+    crossing ^= {command("scheduler", "b/gateway.1", "digest"), prefix_digest("b")}
     for subject, sender in product((*crossing, state_to_sites("gateway.1")), senders):
         sent = sent_by(subject, f"{sender}.1")
         may_send = any(matches(each, sent) for each in senders[sender].publish)
@@ -63,9 +65,8 @@ def test_what_crosses_a_link_is_what_processes_may_send_and_receive() -> None:
             for peer, on_link in accounts["a"].leaving(sent)
             for each in accounts[peer].arriving("a", on_link)
         ]
-        is_read = [
-            any(matches(each, at) for each in senders["gateway"].subscribe) for at in arrivals
-        ]
+        read = [each for sender in senders.values() for each in sender.subscribe]
+        is_read = [any(matches(each, at) for each in read) for at in arrivals]
         if may_send:
             assert is_read == [True] * len(arrivals) and arrivals, sent
     for subject in crossing:

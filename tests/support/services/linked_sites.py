@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 
 from services.gateway.service import GatewayService, build_gateway
+from services.kv_index.service import build_kv_index
 from services.scheduler.service import SchedulerService, build_scheduler
 from services.worker.worker import WorkerProcess, build_worker
 from shared.clock import MonotonicClock
-from shared.config import GatewayConfig, SchedulerConfig, WorkerConfig
+from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.lifecycle.process import Service
 from shared.messages import WorkerRole
@@ -33,7 +34,7 @@ from tests.support.servers import RedisServer, Server, find_binary, free_port
 MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
 STEP_S, REGION = 0.01, "eu"
 FAST = StepCost(base_s=STEP_S)
-ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker")
+ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker", "kv_index")
 
 
 class SiteExecutor(TimingExecutor):
@@ -82,6 +83,10 @@ class LiveSite:
             trust_env=False,
         )
         self.stack.push_async_callback(self.http.aclose)
+
+    async def add_index(self) -> None:
+        config = KvIndexConfig(**self.common("kv_index"), redis_url=self.redis_url)
+        await self._start(await build_kv_index(config))
 
     async def add_worker(
         self,
@@ -143,6 +148,7 @@ class LinkedPair:
     b: LiveSite
     relay: SlowRelay
     leaf_port: int
+    third: UserKey  # of site c's link
 
     def cut(self) -> None:
         self.relay.close()
@@ -151,19 +157,34 @@ class LinkedPair:
         target = ("127.0.0.1", self.leaf_port)
         self.relay = SlowRelay(lambda: target, latency_s=0.0, port=self.relay.port)
 
+    @asynccontextmanager
+    async def third_site(self) -> AsyncIterator[LiveSite]:
+        """Yields site c, which connects to site a, too."""
+        folder = self.a.model_dir.parent
+        async with AsyncExitStack() as stack:
+            address = f"127.0.0.1:{self.leaf_port}"
+            link = SiteLink(peer="a", region=REGION, address=address, seed=self.third.seed)
+            links = SiteLinks(site="c", links=(link,), port=free_port())
+            site = await _site(stack, folder, self.a.model_dir, links)
+            await site.start(site="c")
+            yield site
+
 
 @asynccontextmanager
 async def linked_pair(folder: Path, model_dir: Path) -> AsyncIterator[LinkedPair]:
     async with AsyncExitStack() as stack:
-        key, leaf_port = UserKey.create(), free_port()
+        key, third, leaf_port = UserKey.create(), UserKey.create(), free_port()
         relay = SlowRelay(lambda: ("127.0.0.1", leaf_port), latency_s=0.0)
-        accepts = SiteLink(peer="b", region=REGION, key=key.public)
+        accepts = tuple(
+            SiteLink(peer=name, region=REGION, key=each.public)
+            for name, each in (("b", key), ("c", third))
+        )
         opens = SiteLink(peer="a", region=REGION, address=f"127.0.0.1:{relay.port}", seed=key.seed)
         sites = [
-            await _site(stack, folder, model_dir, SiteLinks(site=name, links=(link,), port=port))
-            for name, link, port in (("a", accepts, leaf_port), ("b", opens, free_port()))
+            await _site(stack, folder, model_dir, SiteLinks(site=name, links=links, port=port))
+            for name, links, port in (("a", accepts, leaf_port), ("b", (opens,), free_port()))
         ]
-        pair = LinkedPair(*sites, relay, leaf_port)
+        pair = LinkedPair(*sites, relay, leaf_port, third)
         stack.callback(lambda: pair.relay.close())
         yield pair
 

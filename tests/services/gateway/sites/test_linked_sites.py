@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
 import msgspec
@@ -12,8 +13,10 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from services.scheduler.throughput import Speed
 from shared.engine.executors.timing_executor import STATE_BYTES, StepCost
-from shared.messages import WorkerLoad
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.messages import LinkLoad, WorkerLoad
 from shared.subjects import is_at_site
 from tests.support.services.linked_sites import (
     PASSWORD,
@@ -132,19 +135,80 @@ async def test_link_that_is_cut_in_a_push_costs_a_pause(sites: LinkedPair) -> No
     await until(lambda: not sites.a.scheduler._workers.knows("worker.slow"))
 
 
+def long(number: int) -> str:
+    """Takes most of a context, with two fingerprints."""
+    return f"{number} " + "and so on " * 30
+
+
+async def serving(site: LiveSite, content: str) -> str:
+    response = await site.chat(content, 4)
+    assert response.status_code == 200, response.text
+    return str(response.json()["hearth"]["decode_worker"]).partition("/")[0]
+
+
+@contextlib.contextmanager
+def refusing(site: LiveSite) -> Iterator[None]:
+    """The site takes no request of another one."""
+    assert site.gateway._sites is not None
+    placements = site.gateway._sites._placements
+    most, placements._max_held = placements._max_held, 0
+    try:
+        yield
+    finally:
+        placements._max_held = most
+
+
+async def test_prompt_goes_to_the_site_that_still_has_it(
+    sites: LinkedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sites serve the model, and each has computed one of two prompts."""
+    scheduler = sites.a.scheduler
+    prefixes, workers = scheduler._sites.prefixes, scheduler._workers
+
+    def are_equally_fast() -> bool:
+        for each in workers._models.values():
+            monkeypatch.setattr(each, "observe", lambda *_: Speed(token_s=0.001, is_measured=True))
+        fast = {each[0] for each in workers._known if workers.speed(each).token_s == 0.001}
+        return fast == {"b", "c"}
+
+    def held(site: str) -> int:
+        return prefixes._sites[site].num_fingerprints if site in prefixes._sites else 0
+
+    async with sites.third_site() as c:
+        for each in (sites.b, c):
+            await each.add_index()
+        await c.add_worker(num_blocks=64)
+        await until(lambda: are_equally_fast() and c.gateway.readiness().ready)
+        with refusing(c):
+            assert await serving(sites.a, long(1)) == "b"
+        with refusing(sites.b):
+            assert await serving(sites.a, long(2)) == "c"
+        await until(lambda: (held("b"), held("c")) == (2, 2))
+        assert [await serving(sites.a, long(each)) for each in (1, 2)] == ["b", "c"]
+        for number in range(3, 7):
+            await text_of(c, long(number), 4)
+        await until(lambda: held("c") == 0)
+        with refusing(c):
+            assert await serving(sites.a, long(2)) == "b"
+        await until(lambda: held("b") == 4)
+        assert [await serving(sites.a, long(each)) for each in (1, 2)] == ["b", "b"]
+
+
 def prompt(number: int) -> str:
     """Takes more than half of the KV cache of site a, and shares no block with another one."""
     return f"{number} " + "and so on " * 16
 
 
-async def test_full_site_sends_requests_on(sites: LinkedPair) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small_home(sites: LinkedPair) -> LinkedPair:
     """From now on site a has a worker, with room for one request."""
     await sites.a.add_worker(num_blocks=20)
+    await until(lambda: sites.a.scheduler._workers.knows("worker"))
+    return sites
 
-    def has_own_worker() -> bool:
-        return sites.a.scheduler._workers.knows("worker")
 
-    await until(has_own_worker)
+async def test_full_site_sends_requests_on(small_home: LinkedPair) -> None:
+    sites = small_home
     alone = (await sites.a.chat("three", 8)).json()["hearth"]
     assert alone["decode_worker"] == "worker"
     expected = await asyncio.gather(*(text_of(sites.b, prompt(i), LONG) for i in range(3)))
@@ -154,7 +218,8 @@ async def test_full_site_sends_requests_on(sites: LinkedPair) -> None:
     assert [each.json()["choices"][0]["message"]["content"] for each in answers] == expected
 
 
-async def test_stream_continues_at_home_when_the_link_is_cut(sites: LinkedPair) -> None:
+async def test_stream_continues_at_home_when_the_link_is_cut(small_home: LinkedPair) -> None:
+    sites = small_home
     expected = await asyncio.gather(*(text_of(sites.b, prompt(i), LONG) for i in range(3, 6)))
     pieces: list[str] = []
     streams = [asyncio.create_task(_read(sites, prompt(i), pieces)) for i in range(3, 6)]
@@ -168,14 +233,18 @@ async def test_stream_continues_at_home_when_the_link_is_cut(sites: LinkedPair) 
 
 
 async def test_processes_report_what_crossed_the_link(sites: LinkedPair) -> None:
-    (seen,) = sites.a.gateway._health_monitor.describe().links
-    assert (seen.site, seen.region) == ("b", REGION)
+    (seen,) = to_b(sites.a.gateway._health_monitor)
+    assert seen.region == REGION
     assert seen.num_moved >= 2 and min(seen.sent_bytes, seen.received_bytes) > 1000
     assert seen.round_trip_s is not None, "measured by the probes of one gateway, not of each model"
-    (placed,) = sites.a.scheduler.health_monitor.describe().links
+    (placed,) = to_b(sites.a.scheduler.health_monitor)
     assert placed.num_placed > placed.num_spilled >= 2, "the first ones had no worker at home"
     (served,) = sites.b.gateway._health_monitor.describe().links
     assert served.num_served >= placed.num_placed
+
+
+def to_b(of: HealthMonitor) -> list[LinkLoad]:
+    return [each for each in of.describe().links if each.site == "b"]
 
 
 async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:

@@ -1,0 +1,211 @@
+"""A scheduler among other sites, on the simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from shared import subjects
+from shared.errors import WorkerBusy
+from shared.messages import (
+    Alive,
+    DecodeStarted,
+    Placed,
+    PrefixDigest,
+    ReadSiteModels,
+    ReportAlive,
+    Request,
+    SiteLoad,
+    SiteModel,
+    SiteModels,
+    SiteState,
+    StartDecode,
+)
+from shared.sites.prefix_fingerprints import PrefixFingerprints, pack_fingerprints
+from shared.sites.site_states import models_id
+from tests.services.scheduler.literals import submit_of
+from tests.services.scheduler.rig import Rig, eventually
+from tests.support.records import model_card
+from tests.support.world.bus import SimulatedBus
+from tests.support.world.clock import run
+
+CARD = model_card(max_context_tokens=100_000)
+LOAD = SiteLoad(num_free_blocks=10_000, num_total_blocks=10_000)
+MODELS = (SiteModel(CARD),)
+LONG = 2000  # tokens: 0.22 s at a speed that is not measured
+
+
+@dataclass
+class Peer:
+    """A gateway of another site, called after it, which takes each request unless it `refuses`."""
+
+    bus: SimulatedBus
+    refuses: bool = False
+    has_models: bool = True
+    started: list[StartDecode] = field(default_factory=list)
+    num_states: int = 0
+    num_digests: int = 0
+
+    @property
+    def site(self) -> str:
+        return self.bus.process_id
+
+    @property
+    def gateway_id(self) -> str:
+        return f"{self.site}/{self.site}"
+
+    def arriving(self, role: str, process: str, verb: str) -> str:
+        return f"hearth.v1.linked.{self.site}.{role}.{process}.-.{verb}"
+
+    async def join(self) -> None:
+        to_it = f"hearth.v1.site.{self.site}.decode.{self.site}.-"
+        await self.bus.serve(f"{to_it}.start", StartDecode, self._start)
+        models = SiteModels(gateway_id=self.gateway_id, models_id=models_id(MODELS), models=MODELS)
+        of_gateway = f"hearth.v1.site.{self.site}.gateway.{self.site}.-"
+        await self.bus.serve(f"{of_gateway}.models", ReadSiteModels, lambda _: models)
+        alive = Alive(epoch=1, host="", uptime_s=1.0)
+        await self.bus.serve(f"{to_it}.alive", ReportAlive, lambda _: alive)
+
+    def _start(self, message: StartDecode) -> DecodeStarted:
+        self.started.append(message)
+        if self.refuses:
+            raise WorkerBusy("full")
+        return DecodeStarted(placement_id=message.placement_id, num_cached_tokens=0)
+
+    async def send_state(self) -> None:
+        self.num_states += 1
+        state = SiteState(
+            gateway_id=self.gateway_id,
+            epoch=1,
+            sequence_number=self.num_states,
+            models_id=models_id(MODELS if self.has_models else ()),
+            loads=(LOAD,) if self.has_models else (),
+        )
+        await self.bus.publish(self.arriving("gateway", self.site, "state.-"), state)
+
+    async def send_digest(self, request: Request, *, holds: bool, num: int | None = None) -> None:
+        """Sends all fingerprints of a prompt, or the first `num`."""
+        self.num_digests += 1
+        prompt = PrefixFingerprints(request.cache_root, request.block_hashes, request.block_size)
+        packed = pack_fingerprints(map(prompt.at, range(len(prompt) if num is None else num)))
+        digest = PrefixDigest(
+            gateway_id=self.gateway_id,
+            epoch=1,
+            sequence_number=self.num_digests,
+            is_first=self.num_digests == 1,
+            added=packed if holds else b"",
+            removed=b"" if holds else packed,
+        )
+        await self.bus.publish(self.arriving("scheduler", subjects.ANY, "digest"), digest)
+
+
+ROUND_TRIPS_S = {"near": 0.02, "far": 0.1}
+
+
+def scenario(test: Callable[[Rig, Peer, Peer], Awaitable[None]]) -> None:
+    async def play() -> None:
+        rig = Rig(site="home")  # type: ignore[arg-type]
+        rig.network.distance_s = lambda sender, receiver: sum(
+            ROUND_TRIPS_S.get(each, 0.0) / 2 for each in (sender, receiver)
+        )
+        await rig.start()
+        near, far = (Peer(rig.network.bus(each)) for each in ("near", "far"))
+        for each in (near, far):
+            await each.join()
+        reporting = asyncio.create_task(report(near, far))
+        await asyncio.sleep(8)  # the round trips are measured
+        await test(rig, near, far)
+        reporting.cancel()
+        await rig.service.stop()
+
+    run(play())
+
+
+async def report(*peers: Peer) -> None:
+    while True:
+        for each in peers:
+            await each.send_state()
+        await asyncio.sleep(1)
+
+
+async def worker_of(rig: Rig, number: int) -> str:
+    await rig.submit(submit_of(f"r{number}", num_prompt_tokens=LONG))
+    placed = await rig.result(num=number)
+    assert isinstance(placed, Placed), placed
+    return placed.worker_id.partition("/")[0]
+
+
+def test_site_that_holds_the_prompt_gets_it_until_it_is_evicted() -> None:
+    request = submit_of("r", num_prompt_tokens=LONG).request
+
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        assert await worker_of(rig, 1) == "near"
+        await far.send_digest(request, holds=True, num=1)
+        await asyncio.sleep(1)
+        assert await worker_of(rig, 2) == "near", "the distance costs more than is saved"
+        await far.send_digest(request, holds=True)
+        await asyncio.sleep(1)
+        assert await worker_of(rig, 3) == "far"
+        await far.send_digest(request, holds=False)
+        await asyncio.sleep(1)
+        assert await worker_of(rig, 4) == "near"
+        await far.send_digest(request, holds=True)
+        await asyncio.sleep(1)
+        assert await worker_of(rig, 5) == "far"
+
+    scenario(test)
+
+
+def test_what_a_lost_site_held_is_forgotten() -> None:
+    request = submit_of("r", num_prompt_tokens=LONG).request
+
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        await far.send_digest(request, holds=True)
+        prefixes = rig.service._sites.prefixes
+        await eventually(lambda: prefixes.num_blocks(request) == {"far": 120})
+        rig.network.is_dropped = lambda subject, sender, receiver: sender == "far"
+        await eventually(lambda: prefixes.num_blocks(request) == {})
+
+    scenario(test)
+
+
+def test_site_that_refuses_is_avoided_whatever_it_reports() -> None:
+    """Each state says that it is free."""
+
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        near.refuses = True
+        for number in range(1, 101):
+            assert await worker_of(rig, number) == "far"
+            await near.send_state()
+            await asyncio.sleep(0.1)
+        assert 3 <= len(near.started) <= 7, "of 100, in more than 10 s"
+        near.refuses = False
+        await asyncio.sleep(10)
+        assert await worker_of(rig, 101) == "near"
+
+    scenario(test)
+
+
+def test_request_waits_while_the_only_site_refuses() -> None:
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        near.refuses = far.refuses = True
+        await rig.submit(submit_of("r", num_prompt_tokens=LONG))
+        await asyncio.sleep(15)
+        assert rig.results() == []
+        assert len(near.started) + len(far.started) <= 16
+        near.refuses = False
+        placed = await rig.result()
+        assert isinstance(placed, Placed) and placed.worker_id.startswith("near/")
+
+    scenario(test)
+
+
+def test_workers_that_have_stopped_are_forgotten() -> None:
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        workers_of = rig.service._sites._workers_of
+        assert [len(workers_of[each]) for each in ("near", "far")] == [1, 1]
+        near.has_models = False
+        await eventually(lambda: not workers_of["near"])
+
+    scenario(test)
