@@ -284,12 +284,10 @@ class WorkerFleet:
     def _put_behind_link(
         self, worker: WorkerRow, model: ModelKey, card: ModelCard, now: float
     ) -> None:
-        """Makes the row one of a site that pushes KV over its link. It has no limit of assigned
-        work: what it costs to wait there is compared with what this site can do meanwhile.
-        """
+        """Makes the row one of a site that pushes KV over its link."""
         site = site_in(worker.worker_id) or ""
         push_token_s = self._links.push_token_s(site, model, card, now)
-        worker.speed = replace(worker.speed, push_token_s=push_token_s, is_measured=False)
+        worker.speed = replace(worker.speed, push_token_s=push_token_s)
         worker.push_free_at = self._links.free_at(site)
         self._pushing.setdefault(site, set()).add(worker.worker_id)
 

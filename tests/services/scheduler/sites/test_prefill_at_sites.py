@@ -79,8 +79,13 @@ class Rig:
             self.workers.on_heartbeat(heartbeat, now)
 
     def target(self, num_tokens: int, now: float = NOW, **needed: bool) -> Target:
+        found = self.found(num_tokens, now, **needed)
+        assert found is not None
+        return found
+
+    def found(self, num_tokens: int, now: float = NOW, **needed: bool) -> Target | None:
         needs = RequestSize(num_prompt_tokens=num_tokens, num_tokens=num_tokens, **needed)
-        found = place(
+        return place(
             needs,
             self.workers.serving(SERVED),
             {},
@@ -88,8 +93,6 @@ class Rig:
             now=now,
             random_below=SeededRandomness(0).below,
         )
-        assert found is not None
-        return found
 
     def assign(self, num_tokens: int) -> tuple[str, ...]:
         """Returns the prefill workers that were chosen."""
@@ -145,11 +148,21 @@ def test_rejected_request_gives_its_share_of_the_link_back() -> None:
 
 
 def test_queue_of_a_site_is_shared_by_its_engines() -> None:
-    """2,000 tokens take 1 s there, and 2 s here."""
-    few, many = (Rig(FAST, site_token_s=5e-4) for _ in range(2))
-    many.beat(THERE, ("prefill",), token_s=5e-4, num_engines=8)
-    assert [bool(few.assign(2000)) for _ in range(3)] == [True, True, False]
-    assert all(many.assign(2000) for _ in range(4))
+    """1,000 tokens take 0.5 s there, and 1 s here."""
+    one, many = (Rig(FAST, site_token_s=5e-4) for _ in range(2))
+    many.beat(THERE, ("prefill",), token_s=5e-4, num_engines=16)
+    assert one.assign(1000) == (THERE,)
+    assert one.found(1000) is None, "it waits here until the site has less to do"
+    assert all(many.assign(1000) for _ in range(4))
+
+
+def test_workers_at_home_and_a_site_share_a_burst() -> None:
+    """A site with enough work gets no more, as a worker: else it would get all of a burst."""
+    rig = Rig(FAST)
+    rig.beat("p1", ("prefill",), token_s=1e-4)
+    assert [rig.assign(2000)[0] for _ in range(2)] == ["p1", THERE]
+    assert rig.found(2000) is None
+    assert rig.target(2000, NOW + 0.12).prefill_candidates[0] == "p1"
 
 
 def test_decode_worker_of_an_older_release_gets_no_prefill_worker_of_a_site() -> None:
