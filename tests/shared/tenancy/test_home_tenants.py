@@ -87,9 +87,11 @@ async def test_site_without_a_link_is_one_clear_line(admin: TenantAdmin) -> None
 async def test_totals_of_a_site_count_once(store: RedisStore, admin: TenantAdmin) -> None:
     await admin.add("team", {"sites": ("b",)}, "key")
     today, now = day_of(time.time()), time.time()
-    for requests, tokens in ((3, 30), (2, 20), (3, 30)):  # late, and sent again
+    for requests, tokens in ((3, 30), (3, 30), (2, 20)):  # sent again, and late
         totals = [("requests:m", requests), ("input_tokens:m", tokens)]
         await record_totals(store, "team", "b", today, totals, now)
+    (row,) = await admin.usage(["team"], [today])
+    assert (row.site, row.requests, row.input_tokens) == ("b", 3, 30)
     await admin.change("team", {"sites": ()})
     await record_totals(store, "team", "b", today, [("requests:m", 4)], now)
     (row,) = await admin.usage(["team"], [today])
