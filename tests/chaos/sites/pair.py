@@ -32,6 +32,8 @@ FAR = "far"  # the model that site b serves for site a
 ONE_WAY_S, BYTES_PER_S = 0.05, 125e6  # a round trip of 100 ms, and 1 Gb/s
 BLOCK_BYTES = 256  # of the timing engine
 NUM_BLOCKS, NUM_HOME_BLOCKS = 4096, 160
+# All streams come back at once: in small batches their prompts alone would take seconds.
+MAX_BATCH_TOKENS = "8192"
 SERVICES_A = ("kv_index-1", "scheduler-1", "worker-1", "gateway-1", "gateway-2")
 SMALL_WORKER = "worker-2"
 SERVICES_B = ("kv_index-1", "scheduler-1", "worker-1", "worker-2", "gateway-1", "gateway-2")
@@ -138,7 +140,10 @@ def _site(
     cluster = ChaosCluster(
         folder,
         step_s=step_s,
-        worker_options={"kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES)},
+        worker_options={
+            "kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES),
+            "max-batch-tokens": MAX_BATCH_TOKENS,
+        },
         services=services,
         options_of=options,
         links=links,
