@@ -158,7 +158,7 @@ def scatter_blocks() -> Iterator[Found]:
 
 
 def _runs(op: str, kernel: Callable[..., None]) -> Iterator[Found]:
-    """Each byte is read and written; the checksum is computed in the same pass."""
+    """Each byte is read and written."""
     for case in RUNS:
         run = Run.of(case)
         yield _moved(op, str(case), lambda: run.move(kernel), 2 * run.payload.nbytes)  # noqa: B023

@@ -49,21 +49,18 @@ class RunShape:
     block_size: int
     num_tokens: int
     dtype: torch.dtype = BF16
-    has_checksum: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.num_tokens} tokens of {self.num_layers} x 2 x {self.num_kv_heads}"
-        kind = f"{shape} x {self.head_dim} in blocks of {self.block_size}, {self.dtype}"
-        return f"{kind}, checksum" if self.has_checksum else kind
+        return f"{shape} x {self.head_dim} in blocks of {self.block_size}, {self.dtype}"
 
 
 RUNS = (
     RunShape(32, 8, 128, 16, 2048),  # Llama 3.1 8B: 256 MiB
-    RunShape(32, 8, 128, 16, 2048, has_checksum=True),
-    RunShape(32, 8, 128, 64, 2048, has_checksum=True),
-    RunShape(32, 8, 128, 16, 4096, FP8, has_checksum=True),
-    RunShape(80, 1, 128, 16, 8192, has_checksum=True),  # 70B on eight GPUs
-    RunShape(32, 8, 80, 16, 4096, has_checksum=True),
+    RunShape(32, 8, 128, 64, 2048),
+    RunShape(32, 8, 128, 16, 4096, FP8),
+    RunShape(80, 1, 128, 16, 8192),  # 70B on eight GPUs
+    RunShape(32, 8, 80, 16, 4096),
 )
 
 
@@ -73,7 +70,6 @@ class Run:
     kv_cache: Tensor
     block_table: Tensor
     payload: Tensor
-    checksum: Tensor | None
 
     @classmethod
     def of(cls, shape: RunShape) -> Run:
@@ -82,11 +78,7 @@ class Run:
         cache = random(*planes, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         payload = random(*planes, shape.num_tokens, shape.num_kv_heads, shape.head_dim)
         table = torch.randperm(num_blocks, device="cuda")
-        checksum = torch.zeros(1, dtype=torch.int64, device="cuda") if shape.has_checksum else None
-        return cls(
-            shape.num_tokens, cache.to(shape.dtype), table, payload.to(shape.dtype), checksum
-        )
+        return cls(shape.num_tokens, cache.to(shape.dtype), table, payload.to(shape.dtype))
 
     def move(self, kernel: Callable[..., None]) -> None:
-        given = self.kv_cache, self.block_table, 0, self.num_tokens, self.payload
-        kernel(*given, checksum=self.checksum)
+        kernel(self.kv_cache, self.block_table, 0, self.num_tokens, self.payload)

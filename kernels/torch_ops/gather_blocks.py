@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.torch_ops.payload_checksum import payload_checksum
-
 
 def gather_blocks(
     kv_cache: Tensor,
@@ -14,14 +12,11 @@ def gather_blocks(
     first_token: int,
     num_tokens: int,
     out: Tensor,
-    *,
-    checksum: Tensor | None = None,
 ) -> None:
     """Fills out [num_layers, planes, num_tokens, num_kv_heads, head_dim].
 
     kv_cache [num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim]; block_table [B]
     has the blocks of the full sequence, `first_token` is a position in it.
-    checksum [1] int64 is set to the `payload_checksum` of out.
     """
     num_layers, num_planes, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     first_block = first_token // block_size
@@ -34,5 +29,3 @@ def gather_blocks(
     tokens = blocks.transpose(3, 4).flatten(2, 3)  # [num_layers, planes, tokens, num_kv_heads, D]
     offset = first_token - first_block * block_size
     out.copy_(tokens[:, :, offset : offset + num_tokens])
-    if checksum is not None:
-        checksum.copy_(payload_checksum(out))

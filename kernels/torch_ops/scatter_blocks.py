@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.torch_ops.payload_checksum import payload_checksum
-
 
 def scatter_blocks(
     kv_cache: Tensor,
@@ -14,14 +12,11 @@ def scatter_blocks(
     first_token: int,
     num_tokens: int,
     payload: Tensor,
-    *,
-    checksum: Tensor | None = None,
 ) -> None:
     """The reverse of `gather_blocks`; changes no token outside the run.
 
     payload [num_layers, planes, num_tokens, num_kv_heads, head_dim] in the dtype of kv_cache
     [num_layers, planes, num_blocks, num_kv_heads, block_size, head_dim].
-    checksum [1] int64 is set to the `payload_checksum` of the payload as it was read.
     """
     num_layers, num_planes, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     device = kv_cache.device
@@ -33,5 +28,3 @@ def scatter_blocks(
     if kv_cache.element_size() == 1:  # torch cannot copy FP8 by index
         kv_cache, payload = kv_cache.view(torch.uint8), payload.view(torch.uint8)
     kv_cache.view(-1, head_dim).index_copy_(0, rows, payload.reshape(-1, head_dim))
-    if checksum is not None:
-        checksum.copy_(payload_checksum(payload))

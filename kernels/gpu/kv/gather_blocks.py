@@ -3,8 +3,7 @@
     out[layer, kv, t, head] =
         kv_cache[layer, kv, block_table[p // block_size], head, p % block_size]
 
-with p = first_token + t. Memory-bound: a byte is read once and written once, and added to the
-checksum in between.
+with p = first_token + t. Memory-bound: a byte is read once and written once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.kv.kv_copy import add_checksum, move, places
+from kernels.gpu.kv.kv_copy import move, places
 
 
 def gather_blocks(
@@ -22,11 +21,9 @@ def gather_blocks(
     first_token: int,
     num_tokens: int,
     out: Tensor,
-    *,
-    checksum: Tensor | None = None,
 ) -> None:
     """Computes kernels.torch_ops.gather_blocks with Triton. Raises BadTensor."""
-    move(_gather_blocks_kernel, kv_cache, block_table, first_token, num_tokens, out, checksum)
+    move(_gather_blocks_kernel, kv_cache, block_table, first_token, num_tokens, out)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_tokens", "num_rows"])
@@ -34,7 +31,6 @@ def _gather_blocks_kernel(
     kv_cache_ptr,
     block_table_ptr,
     out_ptr,
-    checksum_ptr,
     stride_cache_plane: tl.int64,
     first_token,
     num_tokens,
@@ -42,7 +38,6 @@ def _gather_blocks_kernel(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    HAS_CHECKSUM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
@@ -54,5 +49,3 @@ def _gather_blocks_kernel(
     is_moved = is_moved & (word < ROW_WORDS)  # [BLOCK_ROWS, BLOCK_WORDS]
     words = tl.load(kv_cache_ptr + cached + word, mask=is_moved)  # [BLOCK_ROWS, BLOCK_WORDS]
     tl.store(out_ptr + sent + word, words, mask=is_moved)
-    if HAS_CHECKSUM:
-        add_checksum(checksum_ptr, words, sent, word, is_moved)

@@ -1,4 +1,4 @@
-"""Copies runs of tokens between the paged cache and the wire: addresses and checksum.
+"""Copies runs of tokens between the paged cache and the wire: addresses.
 
 Both sides consist of rows, the elements of one head of one token, moved as 64-bit words if their
 size is a multiple of 64 bits. Programs process rows in the order of the cache: one side of a tile
@@ -16,13 +16,9 @@ from torch import Tensor
 
 from kernels.check_tensor import INDICES, BadTensor, expect
 from kernels.integers import cdiv, next_power_of_2
-from kernels.torch_ops.payload_checksum import FACTORS, GOLDEN, WORD_BYTES
 
 TILE_WORDS = 2048  # words of 8 bytes: 8 per thread, four loads of 16 bytes
 NUM_WARPS = 8
-
-_GOLDEN = tl.constexpr(GOLDEN)
-_FIRST_FACTOR, _SECOND_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
 
 
 def move(
@@ -32,12 +28,9 @@ def move(
     first_token: int,
     num_tokens: int,
     wire: Tensor,
-    checksum: Tensor | None,
 ) -> None:
     """Launches `kernel` for a run. Raises BadTensor."""
-    _expect(kv_cache, block_table, first_token, num_tokens, wire, checksum)
-    if checksum is not None:
-        checksum.zero_()
+    _expect(kv_cache, block_table, first_token, num_tokens, wire)
     if not wire.numel():
         return
     num_layers, num_planes, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -51,12 +44,11 @@ def move(
     )
     num_rows = (end_block - first_block) * num_kv_heads * block_size
     kernel[(cdiv(num_rows, block_rows), num_layers * num_planes)](
-        *(cache_words, block_table, wire_words, checksum),
+        *(cache_words, block_table, wire_words),
         *(cache_words.stride(1), first_token, num_tokens, num_rows),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
         ROW_WORDS=row_words,
-        HAS_CHECKSUM=checksum is not None,
         BLOCK_ROWS=block_rows,
         BLOCK_WORDS=block_words,
         num_warps=NUM_WARPS,
@@ -74,12 +66,7 @@ def as_words(tensor: Tensor) -> Tensor:
 
 
 def _expect(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    first_token: int,
-    num_tokens: int,
-    wire: Tensor,
-    checksum: Tensor | None,
+    kv_cache: Tensor, block_table: Tensor, first_token: int, num_tokens: int, wire: Tensor
 ) -> None:
     expect("kv_cache", kv_cache, (None,) * 6, is_contiguous=True)
     num_layers, num_planes, _, num_kv_heads, _, head_dim = kv_cache.shape
@@ -98,10 +85,6 @@ def _expect(
             f"tokens [{first_token}, {first_token + num_tokens}) are outside the "
             f"{len(block_table)} blocks of block_table"
         )
-    if checksum is not None:
-        expect("checksum", checksum, (1,), dtype=torch.int64, device=kv_cache.device)
-        if head_dim * kv_cache.element_size() % WORD_BYTES:
-            raise BadTensor(f"checksums need rows of full 64-bit words, not of {head_dim} elements")
 
 
 def _num_blocks(first_token: int, num_tokens: int, kv_cache: Tensor) -> int:
@@ -135,17 +118,3 @@ def places(
     cached += (block_id * (NUM_KV_HEADS * BLOCK_SIZE) + in_block) * ROW_WORDS
     sent = (plane * num_tokens + token) * NUM_KV_HEADS + in_block // BLOCK_SIZE
     return cached, sent * ROW_WORDS, is_moved
-
-
-@triton.jit
-def add_checksum(checksum_ptr, words, first_place, place, is_moved):
-    """Adds the words' share of `payload_checksum`; words [R, W] are at first_place [R, 1] + place
-    [1, W] of the payload.
-    """
-    mixed = words.to(tl.uint64, bitcast=True)
-    mixed += first_place.to(tl.uint64) * _GOLDEN + (place + 1).to(tl.uint64) * _GOLDEN
-    mixed = (mixed ^ (mixed >> 33)) * _FIRST_FACTOR
-    mixed = (mixed ^ (mixed >> 33)) * _SECOND_FACTOR
-    mixed = mixed ^ (mixed >> 33)
-    part = tl.sum(tl.where(is_moved, mixed, 0).to(tl.int64, bitcast=True))
-    tl.atomic_add(checksum_ptr, part, sem="relaxed")

@@ -3,8 +3,8 @@
     kv_cache[layer, kv, block_table[p // block_size], head, p % block_size] =
         payload[layer, kv, t, head]
 
-with p = first_token + t. Memory-bound: a byte is read once and written once, and added to the
-checksum in between. Changes no token outside the run.
+with p = first_token + t. Memory-bound: a byte is read once and written once. Changes no token
+outside the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.kv.kv_copy import add_checksum, move, places
+from kernels.gpu.kv.kv_copy import move, places
 
 
 def scatter_blocks(
@@ -22,11 +22,9 @@ def scatter_blocks(
     first_token: int,
     num_tokens: int,
     payload: Tensor,
-    *,
-    checksum: Tensor | None = None,
 ) -> None:
     """Computes kernels.torch_ops.scatter_blocks with Triton. Raises BadTensor."""
-    move(_scatter_blocks_kernel, kv_cache, block_table, first_token, num_tokens, payload, checksum)
+    move(_scatter_blocks_kernel, kv_cache, block_table, first_token, num_tokens, payload)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_tokens", "num_rows"])
@@ -34,7 +32,6 @@ def _scatter_blocks_kernel(
     kv_cache_ptr,
     block_table_ptr,
     payload_ptr,
-    checksum_ptr,
     stride_cache_plane: tl.int64,
     first_token,
     num_tokens,
@@ -42,7 +39,6 @@ def _scatter_blocks_kernel(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    HAS_CHECKSUM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
@@ -54,5 +50,3 @@ def _scatter_blocks_kernel(
     is_moved = is_moved & (word < ROW_WORDS)  # [BLOCK_ROWS, BLOCK_WORDS]
     words = tl.load(payload_ptr + sent + word, mask=is_moved)  # [BLOCK_ROWS, BLOCK_WORDS]
     tl.store(kv_cache_ptr + cached + word, words, mask=is_moved)
-    if HAS_CHECKSUM:
-        add_checksum(checksum_ptr, words, sent, word, is_moved)

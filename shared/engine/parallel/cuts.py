@@ -122,8 +122,3 @@ def gate_up_cut(columns: Range, inner: int) -> Cut:
     """
     first, end = columns
     return Cut(rows=((first, end), (inner + first, inner + end)))
-
-
-def vocabulary_cut(vocab_size: int, rank: int, num_ranks: int) -> Cut:
-    """Returns a rank's rows of the embedding and the output head, in blocks of 32 tokens."""
-    return Cut(rows=(rank_range(column_lanes(vocab_size), rank, num_ranks),))

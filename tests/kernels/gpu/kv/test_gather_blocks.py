@@ -10,7 +10,6 @@ from kernels.gpu.kv.copy_blocks import copy_blocks
 from kernels.gpu.kv.gather_blocks import gather_blocks
 from kernels.gpu.kv.scatter_blocks import scatter_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather_blocks
-from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from tests.support.kernels.inputs import random
 from tests.support.kernels.tolerance import assert_same_bits
@@ -76,23 +75,17 @@ def test_caches_of_one_plane(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float32])
-@pytest.mark.parametrize(("first", "count"), RUNS)
-def test_checksum(first: int, count: int, cache_dtype: torch.dtype, device: torch.device) -> None:
-    cache, table = paged(first + count, 3, 16, 80, device)
+def test_any_dtype_is_moved(cache_dtype: torch.dtype, device: torch.device) -> None:
+    cache, table = paged(68, 3, 16, 80, device)
     cache = cache.to(cache_dtype)
-    out, checksum = payload_of(cache, count), torch.tensor([77], device=device)
-    gather_blocks(cache, table.int(), first, count, out, checksum=checksum)
-    assert torch.equal(checksum, payload_checksum(out))
-    expected = payload_of(cache, count)
-    reference_gather_blocks(cache, table, first, count, expected)
+    out, expected = payload_of(cache, 63), payload_of(cache, 63)
+    gather_blocks(cache, table.int(), 5, 63, out)
+    reference_gather_blocks(cache, table, 5, 63, expected)
     assert_same_bits(out, expected)
-
-
-def test_no_tokens(device: torch.device) -> None:
-    cache, table = paged(5, 2, 16, 64, device)
-    checksum = torch.tensor([77], device=device)
-    gather_blocks(cache, table, 3, 0, payload_of(cache, 0), checksum=checksum)
-    assert torch.equal(checksum, payload_checksum(payload_of(cache, 0)))
+    filled, wanted = torch.zeros_like(cache), torch.zeros_like(cache)
+    scatter_blocks(filled, table.int(), 5, 63, out)
+    reference_scatter_blocks(wanted, table, 5, 63, expected)
+    assert_same_bits(filled, wanted)
 
 
 def test_invalid_arguments_raise(device: torch.device) -> None:
@@ -111,11 +104,3 @@ def test_invalid_arguments_raise(device: torch.device) -> None:
     }.items():
         with pytest.raises(BadTensor, match=match):
             gather_blocks(*arguments)
-    with pytest.raises(BadTensor, match=r"checksum is torch.int32"):
-        gather_blocks(cache, table, 0, 20, out, checksum=torch.zeros(1, dtype=torch.int32))
-    narrow = cache[..., :3].contiguous()
-    with pytest.raises(BadTensor, match=r"checksums need rows of full 64-bit words"):
-        gather_blocks(
-            *(narrow, table, 0, 20, payload_of(narrow, 20)),
-            checksum=torch.zeros(1, dtype=torch.int64, device=device),
-        )

@@ -16,7 +16,6 @@ from shared.engine.parallel.cuts import (
     kv_head_range,
     qkv_cut,
     rank_range,
-    vocabulary_cut,
 )
 
 
@@ -42,7 +41,7 @@ def test_parts_of_all_ranks_are_the_whole(num_ranks):
     lanes = column_lanes(352)
     columns = [Cut(columns=rank_range(lanes, rank, num_ranks)) for rank in ranks]
     assert torch.equal(torch.cat([part_of(weight, cut) for cut in columns], 1), weight)
-    rows = [vocabulary_cut(96, rank, num_ranks) for rank in ranks]
+    rows = [Cut(rows=(rank_range(column_lanes(96), rank, num_ranks),)) for rank in ranks]
     assert torch.equal(torch.cat([part_of(weight, cut) for cut in rows]), weight)
     assert torch.equal(part_of(weight, WHOLE), weight)
 

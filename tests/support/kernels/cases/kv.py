@@ -19,7 +19,6 @@ from kernels.reference.rotate_and_store_latent import (
 from kernels.reference.store_kv import store_kv
 from kernels.torch_ops.copy_blocks import copy_blocks as reference_copy
 from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather
-from kernels.torch_ops.payload_checksum import payload_checksum
 from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter
 from tests.support.kernels.cases.case import Inputs, Result, Results, cases
 from tests.support.kernels.paged import empty_cache, slots_of
@@ -111,32 +110,30 @@ def rotate_and_store_latent(inputs: Inputs, heads: str, rows: str) -> Results:
     )
 
 
-def gather_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Results:
+def gather_blocks(inputs: Inputs, is_fp8: bool) -> Results:
     cache, payload, table = _moved(inputs, is_fp8=is_fp8)
-    checksum = _checksum(inputs, has_checksum=has_checksum)
     run = table, FIRST_TOKEN, inputs.sizes.moved_tokens
-    gathering.gather_blocks(cache, *run, payload, checksum=checksum)
+    gathering.gather_blocks(cache, *run, payload)
 
     def wanted() -> Tensor:
         expected = torch.zeros_like(payload)
         reference_gather(cache, *run, expected)
         return expected
 
-    return Result(payload, wanted, assert_same_bits), *_summed(checksum, payload)
+    return (Result(payload, wanted, assert_same_bits),)
 
 
-def scatter_blocks(inputs: Inputs, is_fp8: bool, has_checksum: bool) -> Results:
+def scatter_blocks(inputs: Inputs, is_fp8: bool) -> Results:
     cache, payload, table = _moved(inputs, is_fp8=is_fp8)
-    checksum = _checksum(inputs, has_checksum=has_checksum)
     expected = inputs.copy(cache)
     run = table, FIRST_TOKEN, inputs.sizes.moved_tokens
-    scattering.scatter_blocks(cache, *run, payload, checksum=checksum)
+    scattering.scatter_blocks(cache, *run, payload)
 
     def wanted() -> Tensor:
         reference_scatter(expected, *run, payload)
         return expected
 
-    return Result(cache, wanted, assert_same_bits), *_summed(checksum, payload)
+    return (Result(cache, wanted, assert_same_bits),)
 
 
 def _moved(inputs: Inputs, *, is_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,16 +148,6 @@ def _moved(inputs: Inputs, *, is_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
     shape = *planes, num_tokens, sizes.kv_heads, sizes.head_dim
     table = inputs.integers(range(num_blocks, 0, -1), torch.int64)
     return cache, inputs.random(*shape, dtype=dtype, seed=1), table
-
-
-def _checksum(inputs: Inputs, *, has_checksum: bool) -> Tensor | None:
-    return inputs.integers([77], torch.int64) if has_checksum else None
-
-
-def _summed(checksum: Tensor | None, payload: Tensor) -> Results:
-    if checksum is None:
-        return ()
-    return (Result(checksum, lambda: payload_checksum(payload), assert_equal),)
 
 
 def copy_blocks(inputs: Inputs, num: str) -> Results:
@@ -184,7 +171,7 @@ CASES = [
     *cases(rotate_and_store, rows=("batch",), has_norms=(True,)),
     *cases(rotate_and_store_fp8, op="rotate_and_store", rows=("batch",), has_norms=BOTH),
     *cases(rotate_and_store_latent, heads=("rank", "half", "all"), rows=("batch",)),
-    *cases(gather_blocks, is_fp8=BOTH, has_checksum=BOTH),
-    *cases(scatter_blocks, is_fp8=BOTH, has_checksum=BOTH),
+    *cases(gather_blocks, is_fp8=BOTH),
+    *cases(scatter_blocks, is_fp8=BOTH),
     *cases(copy_blocks, num=("one", "some", "many")),
 ]
