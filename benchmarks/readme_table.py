@@ -167,6 +167,7 @@ BARS = {
     "simulate": "Placement, fair queue and index on a virtual clock",
     "sites_prefill": "Prefill at another site at the speeds of a published case, in virtual time",
     "sites_pair": "Two sites 100 ms and 1 Gb/s apart, real services in virtual time",
+    "sites_placement": "300 sites and 10,000 workers in virtual time, on a machine with other load",
     "residency": "Which models are hot, simulated: the demand policy beside others",
     "kv_index": "The prefix index",
     "stop_strings": "Stop strings, CPU time of a character in text that nearly matches",
