@@ -25,7 +25,7 @@ PANELS = {
         *("redis_url", "redis_read_url", "redis_ca", "redis_cert", "redis_key"),
     ),
     "Process": (
-        *("process_id", "instance", "role", "announce", "region", "drain_timeout_s"),
+        *("process_id", "instance", "role", "announce", "region", "site", "drain_timeout_s"),
         *("lame_duck_s", "metrics_host", "metrics_port", "log_level", "log_format"),
         *("num_threads", "state_dir"),
     ),
@@ -59,7 +59,7 @@ PANELS = {
     "Placement": (
         *("local_prefill_tokens", "max_local_prefill_tokens", "automatic_roles"),
         *("min_role_workers", "role_change_min_s", "target_itl_s", "residency", "wake_ttft_s"),
-        *("site", "linked_site", "kv_networks", "stale_s"),
+        *("linked_site", "kv_networks", "stale_s"),
     ),
     "KV cache": (
         *("kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes", "block_size", "gpu_memory"),
@@ -107,8 +107,7 @@ HELP = {
     "process_id": "Name of this process's credential (default: the NATS URL's user, or "
     "ROLE-<6 hex digits>).",
     "region": "Region of this process, for requests with allowed regions (data residency).",
-    "site": "Name of this site, whose NATS has links to others: hearth nats-config --link "
-    "(default: it has none).",
+    "site": "Name of this site, if its NATS has links to others: hearth nats-config --link.",
     "linked_site": "A site to which this one has a link, so that `hearth status` says when it has "
     "never worked; WEIGHT is the share of queues here of all its requests, as of one tenant "
     "(default: 1). Repeatable.",
@@ -217,7 +216,7 @@ HELP = {
     "is_trusted_network": "Let ranks of several hosts exchange activations and KV, which are not "
     "encrypted, over a network whose hosts may all read them.",
     "device_process": "Compute in a process of its own also with one rank: the worker outlives a "
-    "crash or a hang of its device's driver, and announces that it leaves. Not measured on a GPU.",
+    "crash or a hang of its device's driver. Not measured on a GPU.",
     "worker": "Process id of the worker (default: the NATS URL's user).",
     "ranks": "Number of its ranks on this host.",
     "mode": "exact: a token's bits depend neither on its batch nor on chunking, and only workers "
@@ -225,12 +224,10 @@ HELP = {
     "auto: exact on CPUs, and on GPUs where that is proven and costs little.",
     "executor": "auto: on CUDA replays graphs of decode steps; plain: launches every kernel of "
     "every step.",
-    "attention": "What computes the attention of prompts on CUDA. auto and triton: this project's "
-    "kernels; cudnn: cuDNN in the fast mode, which has not run on a device yet, if the layers, the "
-    "device and the installed releases permit it and a probe is right.",
-    "expert_kernels": "What computes the experts of many rows on CUDA in the fast mode. auto and "
-    "triton: this project's kernels; grouped: torch's grouped GEMM, which has not run on a device "
-    "yet, if weights and device permit it.",
+    "attention": "Attention of prompts on CUDA: this project's kernels (auto, triton), or "
+    "cuDNN's (fast mode; not yet run).",
+    "expert_kernels": "Experts of many rows on CUDA, fast mode: this project's kernels (auto, "
+    "triton), or torch's grouped GEMM (not yet run).",
     "experts": "How ranks share a layer's experts. ep: each holds some of them; tp: each holds "
     "columns of all; auto: ep for 8 experts a rank and more. All give equal bits.",
     "activations": "plain, or bf16-exchange: ranks send sums of lanes in BF16, half the bytes for "
@@ -245,8 +242,8 @@ HELP = {
     "gpu_memory": "Memory of the GPU that this worker may use in all, for weights, steps, graphs "
     "and KV: a size such as 36GiB, or a share such as 0.45 or 45% (default: what is free).",
     "is_parked": "Start in standby: with weights and kernels, but without a KV cache.",
-    "parked_weights": "Where a worker on CUDA has its weights in standby. host: in page-locked "
-    "memory of the host; device: they stay. On the CPU they stay mapped.",
+    "parked_weights": "Where a worker on CUDA has its weights in standby: page-locked memory of "
+    "the host, or the device.",
     "parked_weights_bytes": "Memory of this machine for the weights of parked models on CUDA "
     "(default: half of it, less the CPU's budget). Models beyond it keep theirs on the device; 0: "
     "all do.",
