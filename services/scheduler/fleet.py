@@ -15,7 +15,7 @@ from services.scheduler.placement import ModelWorkers, RequestSize, Target
 from services.scheduler.sites.link_budgets import LinkBudgets
 from services.scheduler.sites.model_tables import ModelTables
 from services.scheduler.throughput import Speed
-from services.scheduler.worker_table import WorkerRow, WorkerTable
+from services.scheduler.worker_table import MAX_AHEAD_OF_SITE_S, WorkerRow, WorkerTable
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
 from shared.subjects import is_at_site, site_in
@@ -289,6 +289,7 @@ class WorkerFleet:
         push_token_s = self._links.push_token_s(site, model, card, now)
         worker.speed = replace(worker.speed, push_token_s=push_token_s)
         worker.push_free_at = self._links.free_at(site)
+        worker.max_ahead_s = MAX_AHEAD_OF_SITE_S
         self._pushing.setdefault(site, set()).add(worker.worker_id)
 
     def _use_link(self, worker_id: str, seconds: float, now: float) -> None:

@@ -40,6 +40,8 @@ KV_READ_SHARE = 0.05  # cost of reading one token's KV, relative to computing a 
 WAITING_TOKENS = 256  # cost of a request that has not been started, in tokens
 STALL_SHARE = 0.1  # share of a local prefill's time that counts as delay of each running request
 MAX_AHEAD_S = 0.1  # maximum work queued at a worker; other requests wait in the fair queue
+# Of prompts for a site: long ones that wait there leave the workers at home to short ones.
+MAX_AHEAD_OF_SITE_S = 2.0
 MAX_MASKS = 64  # one for each combination of features that requests need
 FIRST_ROWS = 16
 _NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.int64), np.zeros(0)
@@ -69,13 +71,14 @@ class WorkerRow:
     # More: those of a site, which share its work; the loads are those of the mean one.
     num_engines: int = 1
     round_trip_s: float = 0.0  # to another site
+    max_ahead_s: float = MAX_AHEAD_S
 
     @property
     def closed_until(self) -> float:
         """The worker has enough work before this time; -inf until its speed is measured. What is
         on its way to another site is no work there yet.
         """
-        ahead_s = MAX_AHEAD_S + self.round_trip_s
+        ahead_s = self.max_ahead_s + self.round_trip_s
         return self.busy_until - ahead_s if self.speed.is_measured else -inf
 
     @property

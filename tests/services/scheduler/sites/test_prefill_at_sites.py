@@ -148,21 +148,20 @@ def test_rejected_request_gives_its_share_of_the_link_back() -> None:
 
 
 def test_queue_of_a_site_is_shared_by_its_engines() -> None:
-    """1,000 tokens take 0.5 s there, and 1 s here."""
-    one, many = (Rig(FAST, site_token_s=5e-4) for _ in range(2))
-    many.beat(THERE, ("prefill",), token_s=5e-4, num_engines=16)
-    assert one.assign(1000) == (THERE,)
-    assert one.found(1000) is None, "it waits here until the site has less to do"
-    assert all(many.assign(1000) for _ in range(4))
+    """2,000 tokens take 1 s there, and 2 s here."""
+    few, many = (Rig(FAST, site_token_s=5e-4) for _ in range(2))
+    many.beat(THERE, ("prefill",), token_s=5e-4, num_engines=8)
+    assert [bool(few.assign(2000)) for _ in range(3)] == [True, True, False]
+    assert all(many.assign(2000) for _ in range(4))
 
 
 def test_workers_at_home_and_a_site_share_a_burst() -> None:
-    """A site with enough work gets no more, as a worker: else it would get all of a burst."""
+    """10,000 tokens take 1 s. A site with 2 s of work gets no more: else it would get all."""
     rig = Rig(FAST)
     rig.beat("p1", ("prefill",), token_s=1e-4)
-    assert [rig.assign(2000)[0] for _ in range(2)] == ["p1", THERE]
-    assert rig.found(2000) is None
-    assert rig.target(2000, NOW + 0.12).prefill_candidates[0] == "p1"
+    assert [rig.assign(10_000)[0] for _ in range(4)] == ["p1", THERE, THERE, THERE]
+    assert rig.found(10_000) is None, "it waits here"
+    assert rig.target(10_000, NOW + 0.92).prefill_candidates[0] == "p1"
 
 
 def test_decode_worker_of_an_older_release_gets_no_prefill_worker_of_a_site() -> None:
