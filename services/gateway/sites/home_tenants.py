@@ -14,6 +14,7 @@ from math import inf
 import structlog
 
 from services.gateway.sites.home_accounts import HomeAccounts
+from shared.allowance import Allowance
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
@@ -62,11 +63,11 @@ class HomeTenants:
         self._read: asyncio.Task[list[HomeTenant]] | None = None
         self._read_at = -inf
         # by site: those of the servers' configuration
-        self._reads: defaultdict[str, ReadBudget] = defaultdict(
-            lambda: ReadBudget(MAX_READS_PER_S, clock.now())
+        self._reads = defaultdict[str, Allowance](
+            lambda: Allowance(MAX_READS_PER_S, 1.0, clock.now())
         )
-        self._steps: defaultdict[str, ReadBudget] = defaultdict(
-            lambda: ReadBudget(MAX_STEPS_PER_S, clock.now())
+        self._steps = defaultdict[str, Allowance](
+            lambda: Allowance(MAX_STEPS_PER_S, 1.0, clock.now())
         )
         self._unsent: set[tuple[str, int]] = set()  # logged: tenants that no site can take
 
@@ -78,7 +79,7 @@ class HomeTenants:
         """
         peer = command.gateway_id.partition(SITE_SEPARATOR)[0]
         budget = (self._steps if isinstance(command, ApplyLimits) else self._reads)[peer]
-        if not budget.takes(self._clock.now()):
+        if not budget.takes(1.0, self._clock.now()):
             raise Overloaded("this site asks about tenants too often", retry_after_s=1.0)
         match command:
             case ApplyLimits():
@@ -139,20 +140,3 @@ class HomeTenants:
             self._read_at = now
             self._read = start_awaited(read_home_tenants(self._store))
         return await asyncio.shield(self._read)
-
-
-class ReadBudget:
-    """Limits how often one site asks: each time costs this gateway a signature for each tenant, or
-    a step of Redis.
-    """
-
-    def __init__(self, per_s: float, now: float) -> None:
-        self._per_s, self._left, self._at = per_s, per_s, now
-
-    def takes(self, now: float) -> bool:
-        earned = (now - self._at) * self._per_s
-        self._left, self._at = min(self._left + earned, self._per_s), now
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
