@@ -207,6 +207,7 @@ class Request(Message, frozen=True, kw_only=True):
     needs: FeatureNames = ()  # every worker that decodes or prefills it has these
     traceparent: Traceparent | None = None  # the gateway's span; None: not traced
     origin_site: Name = ""  # the site that it came from over a link; it is not sent on to another
+    region_class: Name = ""  # that of its tenant, which its subjects name; empty: none
 
     @property
     def queue_id(self) -> str:

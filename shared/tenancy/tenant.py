@@ -88,6 +88,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_quota_tokens: Count | None = None  # tokens of one worker's cache
     allowed_models: Listed | None = None
     allowed_regions: Listed | None = None
+    region_class: Annotated[str, Meta(max_length=64)] = ""  # one that is declared; empty: none
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # the maximum allowed
     weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0
     is_zero_retention: bool = False

@@ -1,0 +1,38 @@
+"""May a region hold data of a tenant? The one answer, for every process that has any.
+
+`allowed_regions` of a tenant and the regions of its class hold together. All fails closed: a class
+that is not declared here has no region, and a process without a region is in none.
+"""
+
+from __future__ import annotations
+
+from shared.messages import Request
+from shared.regions.region_classes import RegionClasses
+from shared.tenancy.tenant import TenantRecord
+
+
+def regions_of(owner: TenantRecord | Request, classes: RegionClasses) -> frozenset[str] | None:
+    """Returns the regions that may hold data of a tenant, or of one of its requests; None: all."""
+    if isinstance(owner, Request):  # on the wire no region stands for all
+        return classes.allowed(owner.region_class, owner.allowed_regions or None)
+    return classes.allowed(owner.region_class, owner.allowed_regions)
+
+
+def may_hold(owner: TenantRecord | Request, region: str, classes: RegionClasses) -> bool:
+    """Returns whether a process in `region` ("": in none) may hold data of this owner."""
+    regions = regions_of(owner, classes)
+    return regions is None or region in regions
+
+
+def reason_against(owner: TenantRecord | Request, region: str, classes: RegionClasses) -> str:
+    """Returns why a process in `region` may not hold data of this owner, as a clause for its
+    operator and for clients; "" if it may.
+    """
+    if may_hold(owner, region, classes):
+        return ""
+    name = owner.region_class
+    if name and name not in classes.regions:
+        return f"the region class {name!r} of this tenant is not declared here"
+    where = f"in the region {region!r}" if region else "in no region"
+    allowed = ", ".join(sorted(regions_of(owner, classes) or ())) or "no region"
+    return f"this process is {where}; data of this tenant may be in {allowed} alone"
