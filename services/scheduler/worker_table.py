@@ -42,7 +42,7 @@ STALL_SHARE = 0.1  # share of a local prefill's time that counts as delay of eac
 MAX_AHEAD_S = 0.1  # maximum work queued at a worker; other requests wait in the fair queue
 # Of prompts for a site: long ones that wait there leave the workers at home to short ones.
 MAX_AHEAD_OF_SITE_S = 2.0
-MAX_MASKS = 64  # one for each combination of features that requests need
+MAX_MASKS = 64  # one for each combination of regions and features that requests need
 FIRST_ROWS = 16
 _NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.int64), np.zeros(0)
 _EVERYONE = np.zeros(0, dtype=np.bool_)  # stands for a mask
@@ -111,7 +111,7 @@ class WorkerTable:
         self._row_of: dict[str, int] = {}
         self._features: list[frozenset[str]] = []  # one set a row
         self._num_at_sites = 0
-        self._with_features: dict[tuple[str, ...], NDArray[np.bool_]] = {}  # masks, until a change
+        self._masks: dict[tuple[tuple[str, ...], ...], NDArray[np.bool_]] = {}  # until a change
         self._floats = np.zeros((NUM_FLOATS, FIRST_ROWS))
         self._codes = np.zeros((NUM_CODES, FIRST_ROWS), dtype=np.uint64)
         self._use(0)
@@ -131,7 +131,7 @@ class WorkerTable:
 
     def all_have(self, feature: str) -> bool:
         """Whether every worker has the feature."""
-        return bool(self._having((feature,)).all())
+        return bool(self.allowed((), (feature,)).all())
 
     def row_of(self, worker_id: str) -> int | None:
         return self._row_of.get(worker_id)
@@ -173,11 +173,12 @@ class WorkerTable:
         row = self._row_of.get(worker.worker_id)
         if row is None:
             row = self._add(worker.worker_id)
-        if self._features[row] != worker.features:
+        region = code_of(worker.region)
+        if self._features[row] != worker.features or self._codes[REGION, row] != region:
             self._features[row] = worker.features
-            self._with_features.clear()
+            self._codes[REGION, row] = region
+            self._masks.clear()
         self._codes[FORMAT, row] = code_of(worker.kv_format)
-        self._codes[REGION, row] = code_of(worker.region)
         self._codes[NUMERICS, row] = code_of(worker.numerics)
         block_size = worker.block_size
         self._floats[:, row] = (  # values in the order of the columns
@@ -209,7 +210,7 @@ class WorkerTable:
         row = self._row_of.pop(worker_id, None)
         if row is None:
             return
-        self._with_features.clear()
+        self._masks.clear()
         self._num_at_sites -= is_at_site(worker_id)
         last_id, last_features = self.ids.pop(), self._features.pop()
         last = len(self.ids)
@@ -224,20 +225,22 @@ class WorkerTable:
         """Returns the mask of the rows in `regions` with all `features`; empty if neither
         limits the rows.
         """
-        if not features:
-            return self.in_regions(regions) if regions else _EVERYONE
-        is_capable = self._having(features)
+        if not features and not regions:
+            return _EVERYONE
+        key = tuple(regions), features
+        mask = self._masks.get(key)
+        if mask is None:
+            if len(self._masks) >= MAX_MASKS:
+                self._masks.clear()
+            mask = self._masks[key] = self._mask(*key)
+        return mask
+
+    def _mask(self, regions: tuple[str, ...], features: tuple[str, ...]) -> NDArray[np.bool_]:
+        is_capable = self._having(frozenset(features))
         return is_capable & self.in_regions(regions) if regions else is_capable
 
-    def _having(self, features: tuple[str, ...]) -> NDArray[np.bool_]:
-        mask = self._with_features.get(features)
-        if mask is None:
-            if len(self._with_features) >= MAX_MASKS:
-                self._with_features.clear()
-            needed = frozenset(features)
-            mask = np.array([needed <= each for each in self._features], dtype=np.bool_)
-            self._with_features[features] = mask
-        return mask
+    def _having(self, needed: frozenset[str]) -> NDArray[np.bool_]:
+        return np.array([needed <= each for each in self._features], dtype=np.bool_)
 
     def in_regions(self, regions: Collection[str]) -> NDArray[np.bool_]:
         """Returns the mask of the rows in `regions`; a worker without a region never matches."""
@@ -297,7 +300,7 @@ class WorkerTable:
         self.ids.append(worker_id)
         self._num_at_sites += is_at_site(worker_id)
         self._features.append(frozenset())
-        self._with_features.clear()
+        self._masks.clear()
         self._row_of[worker_id] = row
         self._codes[NAME, row] = code_of(worker_id)
         self._use(row + 1)

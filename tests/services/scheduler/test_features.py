@@ -91,11 +91,20 @@ def test_table_follows_changes_of_features_and_rows() -> None:
     assert capable() == ["d4"]
 
 
+def test_table_follows_a_worker_to_another_region() -> None:
+    table = WorkerTable([replace(D1, region="eu"), replace(D2, region="us")])
+    assert list(table.allowed(("eu",), ())) == [True, False]
+    table.put(replace(D2, region="eu"))
+    assert list(table.allowed(("eu",), ())) == [True, True]
+    table.put(replace(D1, region=""))
+    assert list(table.allowed(("eu",), ())) == [False, True]
+
+
 def test_masks_of_ever_new_needs_take_bounded_memory() -> None:
     table = WorkerTable([having(D1, "n7")])
     found = [table.has_any((), but=(), features=(f"n{number}",)) for number in range(500)]
     assert found.index(True) == 7 and sum(found) == 1
-    assert len(table._with_features) <= MAX_MASKS
+    assert len(table._masks) <= MAX_MASKS
 
 
 def test_blocked_queue_is_probed_for_room_on_capable_workers_only() -> None:
