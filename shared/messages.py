@@ -197,7 +197,7 @@ class Request(Message, frozen=True, kw_only=True):
     weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0  # share of the queue for its tenant
     allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # empty: all
     kv_quota_tokens: Count = 0  # tokens of one worker's cache, for the whole tenant; 0: unlimited
-    is_zero_retention: bool = False  # no data of it is retained after its end, except cached KV
+    is_zero_retention: bool = False  # no data of it is retained after its end
     pooling: Pooling | None = None  # an embedding is requested, and no token is sampled
     # Tokens of a block in `block_hashes`; the default is that of workers on CPUs
     block_size: BlockSize = 16
@@ -499,6 +499,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     num_public_blocks: Count = 0
     first_token: Count  # decode already holds the KV before it; a multiple of the block size
     kv_quota_tokens: Count = 0  # copied from the request
+    is_zero_retention: bool = False  # copied from the request
     targets: KvTargets
     lease_s: Duration
     deadline_s: Duration

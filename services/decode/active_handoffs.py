@@ -237,6 +237,7 @@ class ActiveHandoffs:
             num_public_blocks=prompt.num_public_blocks,
             first_token=first_token,
             kv_quota_tokens=request.kv_quota_tokens,
+            is_zero_retention=prompt.is_zero_retention,
             targets=targets,
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),

@@ -9,7 +9,7 @@ sequence that ends, or is aborted, may keep them longer than its state says.
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import repeat
+from itertools import chain, repeat
 
 import msgspec
 import numpy as np
@@ -240,6 +240,21 @@ class Engine:
                 child.prompt_logprobs = parent.prompt_logprobs
         self.batcher.fork(parent, children)
         self._finish(parent)
+
+    def drop_tenant(self, tenant_id: str) -> int:
+        """Makes the KV of a tenant unfindable, and has it zeroed: now, or for sequences that still
+        run at their ends. Returns the number of blocks that were findable.
+        """
+        for sequence in self._sequences():
+            if sequence.tenant_id == tenant_id:
+                sequence.is_zero_retention = True
+                for held in sequence.held_blocks:
+                    self.pool.make_private(held)
+        return self.pool.drop_tenant(tenant_id)
+
+    def _sequences(self) -> list[Sequence]:
+        batcher, others = self.batcher, (self._reserved, self._held, self._ending)
+        return [*batcher.waiting, *batcher.running, *chain(*others)]
 
     def release(self, sequence: Sequence) -> None:
         """Ends a HELD prefill, whose push has finished or is no longer wanted."""
@@ -498,7 +513,8 @@ class Engine:
         self._extend_hashes(sequence, full)
         public = min(full, max(first, sequence.num_public_blocks))
         self._commit(sequence, first, public, PUBLIC_TENANT_ID)
-        self._commit(sequence, public, full, sequence.tenant_id)
+        if not sequence.is_zero_retention:
+            self._commit(sequence, public, full, sequence.tenant_id)
         sequence.num_committed_blocks = full
 
     def _commit(self, sequence: Sequence, first: int, last: int, tenant_id: str) -> None:

@@ -123,11 +123,11 @@ class EngineLoop:
         await self.executor.close()
 
     async def zero_freed_blocks(self) -> None:
-        """Returns when all blocks freed so far hold zeros, or immediately if the engine does not
-        require it. Call this before writing KV into newly allocated blocks.
+        """Returns when all blocks freed so far that the engine clears hold zeros. Call this before
+        writing KV into newly allocated blocks.
         """
         pool, kv_layout = self.engine.pool, self.executor.kv_layout
-        if not pool.notes_freed:
+        if not pool.has_freed and not self._zeroing.locked():
             return
         num_at_once = max(1, ZEROED_BYTES // kv_layout.block_bytes)
         async with self._zeroing:  # waits for blocks that another caller is zeroing

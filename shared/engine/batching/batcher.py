@@ -16,7 +16,8 @@ releases all blocks and is computed again later (its blocks may still be in the 
 A stalled sequence waits for its grammar. It computes all its tokens but the last, which would
 sample, and keeps its row and blocks unless it is preempted.
 
-The choices of one request start from the blocks of their shared prompt. A sequence that will write
+The choices of one request start from the blocks of their shared prompt. With zero retention these
+are found by no other way: a choice that waits, or is preempted, is computed again. A sequence that will write
 into a block with other holders gets a copy of it, made before the step's writes; the last holder
 writes in place.
 
@@ -236,7 +237,7 @@ class Batcher:
             self._copy_block(sequence, group)
         for table, count in zip(sequence.block_tables, missing, strict=True):
             if count:
-                table.extend(self.pool.allocate(count))
+                table.extend(self.pool.allocate(count, is_private=sequence.is_zero_retention))
         num_blocks = min(map(len, sequence.block_tables))
         sequence.num_writable_tokens = num_blocks * self.pool.block_size
         return victims
@@ -265,7 +266,7 @@ class Batcher:
         """
         block_index = sequence.next_position // self.pool.block_size
         table = sequence.block_tables[group]
-        (destination,) = self.pool.allocate(1)
+        (destination,) = self.pool.allocate(1, is_private=sequence.is_zero_retention)
         self._block_copies.setdefault(sequence, []).append((table[block_index], destination))
         table[block_index] = destination
 
@@ -330,7 +331,7 @@ class Batcher:
         tokens that are sent of it. Returns False, and takes nothing, if too few blocks are free.
         """
         size = self.pool.block_size
-        cached = self.pool.match(sequence.block_hashes[: sequence.num_prefill_tokens // size])
+        cached = self.pool.match(sequence.findable_hashes[: sequence.num_prefill_tokens // size])
         num_cached = cached.num_blocks
         spans = [
             self._span(sequence, group, num_cached * size, is_received=is_received)
@@ -349,8 +350,9 @@ class Batcher:
         for block_ids in held:
             self.pool.hold(block_ids)
         self.pool.limit(sequence.tenant_id, sequence.kv_quota_tokens)
+        is_private = sequence.is_zero_retention
         sequence.block_tables = [
-            array("q", [0] * first + block_ids + self.pool.allocate(count))
+            array("q", [0] * first + block_ids + self.pool.allocate(count, is_private=is_private))
             for (first, _), block_ids, count in zip(spans, held, counts, strict=True)
         ]
         sequence.first_blocks = [first for first, _ in spans]

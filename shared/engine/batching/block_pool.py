@@ -19,6 +19,9 @@ first, so that the remaining blocks of a prefix are still a prefix.
 A tenant may have a quota of findable blocks. A tenant over its quota immediately loses its least
 recently used cached blocks, pinned ones last, even if other blocks are empty. Blocks that sequences
 hold are evicted when they are released, if the tenant is then still over its quota.
+
+Blocks of a request with zero retention never get a hash, and are cleared once they are free: see
+`allocate` and `drop_tenant`.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class BlockPool:
         notes_freed: bool = False,
     ) -> None:
         """Creates an empty pool. `reaches` has one entry for each group of layers. With
-        `notes_freed` the owner of the cache clears freed blocks, see `take_freed`.
+        `notes_freed` the owner of the cache clears all freed blocks, see `take_freed`.
         """
         self.reaches = reaches
         self.num_blocks = num_blocks
@@ -62,6 +65,7 @@ class BlockPool:
         self._block_ids: list[dict[bytes, int]] = [{} for _ in reaches]
         self._shares: dict[str, TenantQuota] = {}
         self._freed: set[int] = set()
+        self._private: set[int] = set()  # blocks to be cleared once they are free
         self._has_retired = False
         self._events: list[KvEvent] = []
         self._removed: list[CachedBlock] = []  # blocks removed after the last of `_events`
@@ -157,15 +161,17 @@ class BlockPool:
                 del self._share_of(block_id).evictable[block_id]
             self.ref_counts[block_id] += 1
 
-    def allocate(self, count: int) -> list[int]:
-        """Allocates blocks. Raises ValueError if fewer are free: callers check
-        `num_free_blocks` first.
+    def allocate(self, count: int, *, is_private: bool = False) -> list[int]:
+        """Allocates blocks; private ones are cleared once they are free. Raises ValueError if fewer
+        are free: callers check `num_free_blocks` first.
         """
         if count > self.num_free_blocks:
             raise ValueError(f"{count} blocks requested, {self.num_free_blocks} free")
         block_ids = [self._take() for _ in range(count)]
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
+        if is_private:
+            self._private.update(block_ids)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -178,7 +184,7 @@ class BlockPool:
                 continue
             known = self._known[block_id]
             if known is None:
-                self.record_freed((block_id,))
+                self._note_freed(block_id)
                 if block_id < self.num_blocks:
                     self._empty.append(block_id)
                 else:
@@ -301,14 +307,35 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
+    def drop_tenant(self, tenant_id: str) -> int:
+        """Makes all blocks of a tenant unfindable; they are cleared once they are free. Returns
+        their number.
+        """
+        known = enumerate(self._known)
+        own = [each for each, block in known if block and block.tenant_id == tenant_id]
+        for block_id in own:
+            self._private.add(block_id)
+            self._evict(block_id)
+            if self.ref_counts[block_id] == 0:
+                self._empty.append(block_id)
+        return len(own)
+
+    def make_private(self, block_ids: Iterable[int]) -> None:
+        """Has these blocks cleared once they are free."""
+        self._private.update(block_ids)
+
     def record_freed(self, block_ids: Iterable[int]) -> None:
-        """Marks blocks to be cleared; no effect without `notes_freed`."""
-        if self.notes_freed:
-            self._freed.update(block_ids)
+        """Marks blocks to be cleared."""
+        self._freed.update(block_ids)
+
+    @property
+    def has_freed(self) -> bool:
+        """Whether `take_freed` returns blocks."""
+        return bool(self._freed)
 
     def take_freed(self) -> list[int]:
-        """Returns the blocks that became unreferenced and unfindable since the last call.
-        They may have been allocated again since: the new holders must not write before the
+        """Returns the blocks to be cleared that became unreferenced and unfindable since the last
+        call. They may have been allocated again since: the new holders must not write before the
         blocks are cleared.
         """
         freed, self._freed = sorted(self._freed), set()
@@ -385,7 +412,7 @@ class BlockPool:
         if self.ref_counts[block_id] == 0:
             del self._evictable_with(block)[block_id]
             del share.evictable[block_id]
-            self.record_freed((block_id,))
+            self._note_freed(block_id)
         del self._block_ids[block.group][block.block_hash]
         self._known[block_id] = None
         share.num_blocks -= 1
@@ -394,6 +421,11 @@ class BlockPool:
         self._removed.append(block)
         if len(self._removed) == 1:
             self.on_event()
+
+    def _note_freed(self, block_id: int) -> None:
+        if self.notes_freed or block_id in self._private:
+            self._private.discard(block_id)
+            self._freed.add(block_id)
 
     def _end_removal(self) -> None:
         for group in range(len(self.reaches)) if self._removed else ():

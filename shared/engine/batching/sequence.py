@@ -128,6 +128,7 @@ class Sequence:
     sampling: SamplingParams | None = None
     pooling: Pooling | None = None
     choice_index: int = 0
+    is_zero_retention: bool = False  # its own KV is findable for no other sequence
     kv_quota_tokens: int = 0  # tokens of the cache, for the whole tenant; 0: unlimited
     stop_token_ids: frozenset[int] = frozenset()
     grammar: SequenceGrammar | None = None
@@ -180,6 +181,13 @@ class Sequence:
     def origin(self) -> str | bytes:
         """The same for all tries of a request, which have placement ids of their own."""
         return self.request_id or self.placement_id
+
+    @property
+    def findable_hashes(self) -> list[bytes]:
+        """Hashes of the blocks that may be shared with other sequences through the cache."""
+        if self.is_zero_retention:
+            return self.block_hashes[: self.num_public_blocks]
+        return self.block_hashes
 
     @property
     def held_blocks(self) -> list[array[int]]:
@@ -277,6 +285,7 @@ def build_sequence(
         sequence_id=sequence_id,
         tenant_id=message.tenant_id,
         request_id="" if isinstance(message, PinPrefix) else message.request_id,
+        is_zero_retention=not isinstance(message, PinPrefix) and message.is_zero_retention,
         cache_root=message.cache_root,
         token_ids=token_ids,
         block_hashes=unpack_hashes(message.block_hashes)[:num_blocks],
