@@ -87,6 +87,7 @@ MAX_LINKS = 64  # of a heartbeat
 MAX_COPIES = 256  # tenants of one site that another one may serve
 MAX_SENT_COPIES = 32  # in one reply
 MAX_COPY_BYTES = 32 * 1024
+MAX_DROPPED_TENANTS = 1000  # in one command
 FINGERPRINT_BYTES = 4
 MAX_DIGEST_FINGERPRINTS = 8192
 
@@ -632,6 +633,33 @@ class KeepPins(Message, frozen=True, kw_only=True):
 
 class PinsKept(Message, frozen=True, kw_only=True):
     missing_tip_hashes: bytes
+
+
+class DropTenantKv(Message, frozen=True, kw_only=True):
+    """Makes the KV of tenants unfindable on a worker; it is zeroed once nothing uses it. For
+    `unretained_s` from then on their requests have zero retention there.
+    """
+
+    tenant_ids: Annotated[tuple[Name, ...], Meta(max_length=MAX_DROPPED_TENANTS)]
+    unretained_s: Duration
+
+
+class TenantKvDropped(Message, frozen=True, kw_only=True):
+    """`num_blocks` were findable. Of `busy_tenant_ids` requests still run on the worker."""
+
+    num_blocks: Count
+    busy_tenant_ids: tuple[Name, ...] = ()
+
+
+class CountTenantKv(Message, frozen=True, kw_only=True):
+    tenant_id: Name
+
+
+class TenantKvCounted(Message, frozen=True, kw_only=True):
+    """Tokens whose KV a worker holds: findable ones, and those of requests that run."""
+
+    num_cached_tokens: Count
+    num_held_tokens: Count
 
 
 class MatchPrefix(Message, frozen=True, kw_only=True):

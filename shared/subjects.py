@@ -211,6 +211,11 @@ def pins(role: Role, worker_id: str) -> str:
     return command(role, worker_id, "pins")
 
 
+def tenant_kv(role: Role, worker_id: str) -> str:
+    """Carries DropTenantKv and CountTenantKv."""
+    return command(role, worker_id, "tenant_kv")
+
+
 def lifecycle(role: Role, worker_id: str) -> str:
     """Carries ParkWorker, WakeWorker, ResizeKv and ChangeRoles."""
     return command(role, worker_id, "lifecycle")
@@ -372,6 +377,7 @@ class Permissions(msgspec.Struct, frozen=True):
 
 _LIFECYCLE = (f"{PREFIX}.prefill.*.*.lifecycle", f"{PREFIX}.decode.*.*.lifecycle")
 _PROFILE = (f"{PREFIX}.prefill.*.*.profile", f"{PREFIX}.decode.*.*.profile")
+_TENANT_KV = (f"{PREFIX}.prefill.*.*.tenant_kv", f"{PREFIX}.decode.*.*.tenant_kv")
 _TRACE = f"{PREFIX}.gateway.*.*.trace"
 _FLEET = f"{PREFIX}.gateway.*.*.fleet"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
@@ -398,7 +404,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
     ),
     "decode": (*_TO_PREFILLS, f"{PREFIX}.gateway.*.*.tokens"),
     "prefill": (f"{PREFIX}.decode.*.*.control",),
-    "kv_index": (f"{PREFIX}.*.*.*.list_blocks", f"{PREFIX}.*.*.*.pins"),
+    "kv_index": tuple(f"{PREFIX}.*.*.*.{verb}" for verb in ("list_blocks", "pins", "tenant_kv")),
     "host": _LIFECYCLE,
 }
 
@@ -447,7 +453,7 @@ def permissions(
     if role == "observer" or role == "operator":
         commands: tuple[str, ...] = (_TRACE, READ_FLEET, _FLEET, _LIST_MODELS)
         if role == "operator":
-            commands = (*commands, *_LIFECYCLE, *_PROFILE, _HOST_MODELS)
+            commands = (*commands, *_LIFECYCLE, *_PROFILE, *_TENANT_KV, _HOST_MODELS)
         sent = (sent_by(subject, f"{credential}.*") for subject in commands)
         return Permissions(
             publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS))

@@ -32,6 +32,7 @@ class ChoiceGrammars:
         self._grammars.on_ready(wake_from_thread)
         self._worker.count(self._grammars.counted)
         self._worker.on_parked(self._grammars.release)
+        self._worker.on_dropped(self._grammars.forget)
 
     def attach(self, request: Request, choices: dict[int, Sequence]) -> None:
         """Gives each choice its grammar and its thinking budget, if the request has them.
@@ -68,6 +69,11 @@ class ChoiceGrammars:
     def choice_ended(self, error: HearthError | None) -> None:
         if self._grammars is not None:
             self._grammars.record_end(error)
+
+    def request_ended(self, request: Request) -> None:
+        """Forgets the compiled grammar of a request with zero retention: it holds its text."""
+        if self._grammars is not None and request.is_zero_retention:
+            self._grammars.forget(request.tenant_id)
 
     def stop(self) -> None:
         if self._grammars is not None:

@@ -132,7 +132,8 @@ class DecodeService:
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
     def _start_decode(self, command: StartDecode) -> DecodeStarted:
-        placement_id, request = command.placement_id, command.request
+        placement_id = command.placement_id
+        request = self._worker.tenant_kv.current(command.request)
         known = self._placements.get(placement_id)
         if known is not None:
             return self._started(known)
@@ -328,6 +329,7 @@ class DecodeService:
             return
         del self._placements[placement.placement_id]
         self._active_handoffs.forget(placement)
+        self._grammars.request_ended(placement.request)
         now = self._worker.clock.now()
         self._ended[placement.placement_id] = Ended(_owner(placement), now, flushed_at=now)
 
@@ -354,6 +356,7 @@ class DecodeService:
         if placement is None:
             return
         self._active_handoffs.forget(placement)
+        self._grammars.request_ended(placement.request)
         for sequence in placement.choices.values():
             self._unfinished.pop(sequence, None)
         if placement.handoff is not None:

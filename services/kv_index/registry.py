@@ -38,6 +38,15 @@ MAX_PARTS = 1000  # arguments of one command
 MAX_TENANTS = 1_000  # tenants in memory; records of others stay in Redis until they expire
 HOLDER = "holder:"
 
+# KEYS: the hashes of a tenant's records, the start of their keys. ARGV: the most to delete. Returns
+# how many were deleted.
+DELETE_SOME_LUA = """
+local names = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
+for _, name in ipairs(names) do redis.call('DEL', KEYS[2] .. name) end
+if #names > 0 then redis.call('ZREM', KEYS[1], unpack(names)) end
+return #names
+"""
+
 T = TypeVar("T")
 MayHold = Callable[[str, bytes], bool]  # arguments: a worker and a block hash
 
@@ -194,6 +203,17 @@ class PrefixRegistry:
         if record is not None:
             record.pin = ""
             self._use(record)
+
+    def drop_tenant(self, tenant_id: str) -> None:
+        """Forgets all records of a tenant, and their changes; `delete_records` deletes those in
+        Redis.
+        """
+        self._by_tenant.pop(tenant_id, None)
+        self._to_recover.pop(tenant_id, None)
+        for record in [each for each in self._records.values() if each.tenant_id == tenant_id]:
+            self._pinned.pop(record.block_hash, None)
+            self._pending.pop(record.block_hash, None)
+            self._forget(record)
 
     # ── write-behind ─────────────────────────────────────────────────────────────────────────────
 
@@ -394,6 +414,13 @@ class PrefixRegistry:
             self.num_dropped += 1
             if self.num_dropped % 1000 == 1:
                 log.warning("prefix_changes_dropped", num_dropped=self.num_dropped)
+
+
+async def delete_records(store: Store, tenant_id: str) -> None:
+    """Deletes all records of a tenant in Redis. Raises StoreUnavailable."""
+    start = record_key(tenant_id, b"")
+    while await store.evaluate(DELETE_SOME_LUA, [_set_key(tenant_id), start], [MAX_PER_FLUSH]):
+        pass
 
 
 def _record_of(

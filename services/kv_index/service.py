@@ -17,6 +17,8 @@ from functools import partial
 import structlog
 
 from services.kv_index.index import Outcome, PrefixIndex, SyncState
+from services.kv_index.kv_dropper import ROUND_S as DROP_ROUND_S
+from services.kv_index.kv_dropper import KvDropper
 from services.kv_index.pin_keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
@@ -94,6 +96,13 @@ class KvIndexService:
             wall_clock=wall_clock,
             root_key=root_key(config.cluster_secret),
         )
+        self._dropper = KvDropper(
+            store,
+            self.health_monitor,
+            self._registry,
+            wall_clock=wall_clock,
+            can_judge=lambda: self.health_monitor.fleet.can_judge(clock.now()),
+        )
         self._bus = bus
         self._store = store
         self._clock = clock
@@ -114,6 +123,7 @@ class KvIndexService:
         self._background.start_own(self._sweep())
         self._background.start_own(self._write_behind())
         self._background.start_own(self._retain_pins())
+        self._background.start_own(self._drop_kv())
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
@@ -311,6 +321,11 @@ class KvIndexService:
             await self._clock.sleep(ROUND_S)
             with failing_alone("pins_not_retained"):
                 await self._keeper.round()
+
+    async def _drop_kv(self) -> None:
+        while True:
+            await self._clock.sleep(DROP_ROUND_S)
+            await self._dropper.round()
 
 
 async def build_kv_index(config: KvIndexConfig) -> KvIndexService:

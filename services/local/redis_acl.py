@@ -39,6 +39,10 @@ _PREFIXES = (
 _REGISTRY = "hearth:model:*"
 
 
+_KV_DROPS = ("hearth:kv_drops", "hearth:kv_drops:*")
+_AUDIT_EVENTS = "hearth:audit:*"  # what operators have done is in hearth:audit
+
+
 class RedisRole(NamedTuple):
     commands: tuple[str, ...]
     keys: tuple[str, ...]
@@ -47,7 +51,7 @@ class RedisRole(NamedTuple):
 _DATA = (*_CONNECTION, *_SCRIPTS, *_READ, *_READ_SETS, *_WRITE, *_WRITE_SETS)
 REDIS_ROLES: dict[str, RedisRole] = {
     "gateway": RedisRole(
-        (*_DATA, "info|memory"),
+        (*_DATA, "info|memory", "xadd", "xrevrange"),
         (
             "hearth:generation",
             "hearth:tenants",
@@ -69,9 +73,13 @@ REDIS_ROLES: dict[str, RedisRole] = {
             "hearth:cluster:history",
             _REGISTRY,
             *_PREFIXES,
+            *_KV_DROPS,
+            _AUDIT_EVENTS,
         ),
     ),
-    "kv_index": RedisRole(_DATA, ("hearth:tenants", *_PREFIXES)),
+    "kv_index": RedisRole(
+        (*_DATA, "xadd"), ("hearth:tenants", *_PREFIXES, *_KV_DROPS, _AUDIT_EVENTS)
+    ),
     "host": RedisRole((*_CONNECTION, *_SCRIPTS, *_READ, *_WRITE), ("hearth:generation", _REGISTRY)),
     "operator": RedisRole((*_DATA, "xadd", "xrevrange"), ("hearth:*",)),
 }

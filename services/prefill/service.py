@@ -86,6 +86,7 @@ class PrefillService:
         if request.placement_id in self._prefills:
             return PrefillAccepted(placement_id=request.placement_id)
         self._check(request)
+        request = self._worker.tenant_kv.current(request)
         sequence = _sequence_of(request, self._worker.served.card.block_size)
         self._worker.check_tokens(sequence)
         self._worker.check_hashes(request, request.token_ids)

@@ -236,6 +236,7 @@ class Engine:
         if any(child.needs_every_token for child in children) and parent.prompt_logprobs is None:
             raise ValueError("a sequence that must compute every token cannot be forked")
         for child in children:
+            child.is_zero_retention |= parent.is_zero_retention  # its tenant may have got it since
             if child.prompt_logprobs is not None:
                 child.prompt_logprobs = parent.prompt_logprobs
         self.batcher.fork(parent, children)
@@ -251,6 +252,11 @@ class Engine:
                 for held in sequence.held_blocks:
                     self.pool.make_private(held)
         return self.pool.drop_tenant(tenant_id)
+
+    def num_held_blocks_of(self, tenant_id: str) -> int:
+        """Returns the blocks that sequences of a tenant hold; shared ones count more than once."""
+        own = (each for each in self._sequences() if each.tenant_id == tenant_id)
+        return sum(each.num_held_blocks for each in own)
 
     def _sequences(self) -> list[Sequence]:
         batcher, others = self.batcher, (self._reserved, self._held, self._ending)

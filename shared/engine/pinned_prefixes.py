@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.block_hash import extend_chain
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain
 from shared.clock import Clock
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import Engine, StepProgress
@@ -23,6 +23,7 @@ _ID_PREFIX = b"pin:"
 
 @dataclass(slots=True)
 class _Pin:
+    tenant_id: str
     block_hashes: list[bytes]
     until: float
 
@@ -57,7 +58,7 @@ class PinnedPrefixes:
                     f"{self._max_blocks}"
                 )
             pool.pin(hashes)
-            self._pins[tip] = _Pin(list(hashes), 0.0)
+            self._pins[tip] = _Pin(_owner_of(command), list(hashes), 0.0)
         self._pins[tip].until = self._clock.now() + command.lease_s
         num_cached = pool.match(hashes).num_blocks
         is_computing = num_cached < len(hashes) and self._compute(sequence)
@@ -96,6 +97,15 @@ class PinnedPrefixes:
         for tip in list(self._pins):
             self._release(tip)
 
+    def drop(self, tenant_id: str) -> None:
+        """Releases the pins of a tenant, and ends the prefills that compute one."""
+        for sequence_id, sequence in list(self._computing.items()):
+            if sequence.tenant_id == tenant_id:
+                del self._computing[sequence_id]
+                self._engine.abort(sequence)
+        for tip in [each for each, pin in self._pins.items() if pin.tenant_id == tenant_id]:
+            self._release(tip)
+
     def stop(self) -> None:
         for sequence in self._computing.values():
             self._engine.abort(sequence)
@@ -115,6 +125,11 @@ class PinnedPrefixes:
 
     def _release(self, tip: bytes) -> None:
         self._engine.pool.unpin(self._pins.pop(tip).block_hashes)
+
+
+def _owner_of(command: PinPrefix) -> str:
+    """Returns whose a pin is: a public prefix is nobody's."""
+    return PUBLIC_TENANT_ID if command.num_public_blocks else command.tenant_id
 
 
 def sequence_of(command: PinPrefix, block_size: int) -> Sequence:

@@ -20,6 +20,7 @@ from shared.engine.batching.cached_block import CachedBlock, runs_of
 from shared.engine.batching.sequence import Sequence
 from shared.engine.loop import EngineLoop
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
+from shared.engine.tenant_kv import TenantKv
 from shared.errors import InvalidRequest, WorkerBusy, WorkerUnfit
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -28,6 +29,8 @@ from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
     BlockPage,
     ChangeRoles,
+    CountTenantKv,
+    DropTenantKv,
     KeepPins,
     KvEvents,
     KvTargets,
@@ -39,13 +42,15 @@ from shared.messages import (
     Request,
     Role,
     RunPrefill,
+    TenantKvCounted,
+    TenantKvDropped,
     WorkerLoad,
 )
 from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes
 from shared.randomness import Randomness
 from shared.sites.kv_targets import check_targets_of_site
-from shared.subjects import kv_events, list_blocks, pins
+from shared.subjects import kv_events, list_blocks, pins, tenant_kv
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
@@ -106,6 +111,7 @@ class EngineWorker:
         self._on_device_lost = on_device_lost
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
         self._releases: list[Callable[[], None]] = []
+        self._forgets: list[Callable[[str], None]] = []
         self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
         self._num_kv_mismatches = 0
         self._event_number = 0
@@ -113,6 +119,7 @@ class EngineWorker:
         loop.engine.pool.on_event = self._has_kv_events.set
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # the pages of a resync
         self.pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
+        self.tenant_kv = TenantKv(loop.engine, self.pins, clock)
         self._background = Background()
 
     @property
@@ -232,6 +239,8 @@ class EngineWorker:
         worker_id, serve = self.worker_id, self.bus.serve
         await serve(list_blocks(role, worker_id), ListBlocks, self._block_page)
         await serve(pins(role, worker_id), PinPrefix | KeepPins, self._on_pins)
+        kinds = DropTenantKv | CountTenantKv
+        await serve(tenant_kv(role, worker_id), kinds, self._on_tenant_kv)
 
     async def change_roles(self, command: ChangeRoles) -> None:
         """Changes the roles. Raises InvalidRequest, WorkerBusy."""
@@ -281,6 +290,24 @@ class EngineWorker:
         reply = self.pins.pin(command, sequence)
         self.loop.wake()
         return reply
+
+    async def _on_tenant_kv(
+        self, command: DropTenantKv | CountTenantKv
+    ) -> TenantKvDropped | TenantKvCounted:
+        """Replies once what was only cached holds zeros, and its removal is announced."""
+        if isinstance(command, CountTenantKv):
+            return self.tenant_kv.count(command)
+        reply = self.tenant_kv.drop(command)
+        for tenant_id in command.tenant_ids:
+            for forget in self._forgets:
+                forget(tenant_id)
+        self._post_kv_events()
+        await self.loop.zero_freed_blocks()
+        return reply
+
+    def on_dropped(self, forget: Callable[[str], None]) -> None:
+        """Registers `forget`, which forgets what else is retained of a tenant's requests."""
+        self._forgets.append(forget)
 
     def on_parked(self, release: Callable[[], None]) -> None:
         """Registers `release`, which frees memory that a worker without requests does not need."""

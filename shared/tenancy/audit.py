@@ -1,32 +1,46 @@
-"""The commands of operators, newest last, in a bounded stream of Redis. No secrets.
+"""The audit log, in bounded streams of Redis, newest last: commands of operators, deletions of
+tenants' data, and refusals. No secrets, and no text of clients.
 
-hearth:audit    stream: who, command, arguments (JSON), outcome; the id is the time
+    hearth:audit             stream: kind, who, command, arguments, outcome; of operators alone
+    hearth:audit:deletions   the same of processes
+    hearth:audit:refusals    the same of processes: no number of refusals pushes another line out
+
+The id of a line is its time. Arguments are JSON.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from itertools import chain
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from shared.store import Store
+from shared.store import Command, Store
 
 AUDIT = "hearth:audit"
 MAX_LINES = 10_000
 MAX_VALUE_CHARS = 200
 _SECRET = re.compile(r"(^|_)(url|token|secret|password|credential)$")
 _USER_INFO = re.compile(r"//[^/@\s]*@")
+AuditKind = Literal["command", "deletion", "refusal"]
+AUDIT_KINDS: tuple[AuditKind, ...] = get_args(AuditKind)
+STREAMS: dict[AuditKind, str] = {
+    "command": AUDIT,
+    "deletion": f"{AUDIT}:deletions",
+    "refusal": f"{AUDIT}:refusals",
+}
 _READ = "return redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', ARGV[1])"
 
 
 class AuditLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A command of an operator. `at` is in seconds of Redis's clock. `outcome` is done, or the code
-    of the error.
+    """A command of an operator, a deletion or a refusal. `at` is in seconds of Redis's clock. `who`
+    is a user, or a process. `outcome` is done, or the code of the error.
     """
 
     at: float
+    kind: AuditKind = "command"
     who: str
     command: str
     arguments: str
@@ -51,22 +65,45 @@ def _shown(value: Any) -> Any:
     return _USER_INFO.sub("//…@", str(value))[:MAX_VALUE_CHARS]
 
 
-async def record(store: Store, *, who: str, command: str, arguments: str, outcome: str) -> None:
+async def record(
+    store: Store,
+    *,
+    who: str,
+    command: str,
+    arguments: str,
+    outcome: str,
+    kind: AuditKind = "command",
+) -> None:
     """Appends a record to the audit log. Raises StoreUnavailable."""
-    fields = ("who", who, "command", command, "arguments", arguments, "outcome", outcome)
-    await store.write([("XADD", AUDIT, "MAXLEN", "~", MAX_LINES, "*", *fields)])
+    await store.write([line_command(who, command, arguments, outcome, kind)])
 
 
-async def newest(store: Store, count: int) -> list[AuditLine]:
-    """Returns the newest lines, at most `count`, oldest first. Raises StoreUnavailable."""
-    found = await store.evaluate(_READ, [AUDIT], [count])
-    return [_line(line_id, fields) for line_id, fields in reversed(found)]
+def line_command(
+    who: str, command: str, arguments: str, outcome: str, kind: AuditKind = "command"
+) -> Command:
+    """Returns the command of Redis that appends a record."""
+    fields = ("kind", kind, "who", who, "command", command)
+    fields += ("arguments", arguments, "outcome", outcome)
+    return ("XADD", STREAMS[kind], "MAXLEN", "~", MAX_LINES, "*", *fields)
+
+
+async def newest(
+    store: Store, count: int, kinds: Collection[AuditKind] = AUDIT_KINDS
+) -> list[AuditLine]:
+    """Returns the newest lines of these kinds, at most `count`, oldest first. Raises
+    StoreUnavailable.
+    """
+    found = [await store.evaluate(_READ, [STREAMS[each]], [count]) for each in kinds]
+    lines = [_line(line_id, fields) for line_id, fields in chain(*found)]
+    return sorted(lines, key=lambda each: each.at)[-count:]
 
 
 def _line(line_id: bytes, fields: list[bytes]) -> AuditLine:
     texts = [each.decode(errors="replace") for each in fields]
     named = dict(zip(texts[::2], texts[1::2], strict=False))
+    kind = named.get("kind", "command")  # an earlier release wrote none
     return AuditLine(
         at=int(line_id.partition(b"-")[0]) / 1000,
+        kind=cast(AuditKind, kind) if kind in AUDIT_KINDS else "command",
         **{name: named.get(name, "") for name in ("who", "command", "arguments", "outcome")},
     )

@@ -20,6 +20,7 @@ from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
 from shared.subjects import SITE_SEPARATOR
 from shared.tenancy import pinned_prefix, stored_responses
+from shared.tenancy.deletion import kv_drops
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
     LEASE_S,
@@ -185,6 +186,8 @@ class TenantAdmin:
         if after.is_zero_retention or not has_all:
             await stored_responses.delete_all(self._store, tenant_id)
             await pinned_prefix.delete_all(self._store, tenant_id)
+        if after.is_zero_retention and (not before.is_zero_retention or _switches_on(changes)):
+            await kv_drops.order(self._store, tenant_id, "zero_retention", self._now())
         if after.allowed_regions != before.allowed_regions:
             await pinned_prefix.record_change(self._store, tenant_id)
 
@@ -339,6 +342,11 @@ class TenantAdmin:
 
     async def _swap(self, tenant_id: str, before: bytes, after: bytes) -> bool:
         return bool(await self._store.evaluate(SWAP, [TENANTS], [tenant_id, before, after]))
+
+
+def _switches_on(changes: Mapping[str, Any]) -> bool:
+    """Whether zero retention is given, maybe once more after a failure."""
+    return changes.get("is_zero_retention") is True
 
 
 def _covers(after: Sequence[str] | None, before: Sequence[str] | None) -> bool:

@@ -17,9 +17,9 @@ A stalled sequence waits for its grammar. It computes all its tokens but the las
 sample, and keeps its row and blocks unless it is preempted.
 
 The choices of one request start from the blocks of their shared prompt. With zero retention these
-are found by no other way: a choice that waits, or is preempted, is computed again. A sequence that will write
-into a block with other holders gets a copy of it, made before the step's writes; the last holder
-writes in place.
+are found by no other way: a choice that waits, or is preempted, is computed again. A sequence that
+will write into a block with other holders gets a copy of it, made before the step's writes; the
+last holder writes in place.
 
 Steps may be in flight, submitted and not yet applied. A sequence in one of them joins the next step
 only with the next chunk of its prompt, or where `may_sample_ahead` allows it with the token that is

@@ -98,6 +98,10 @@ class CompileCache:
     def clear(self) -> None:
         self._grammars.clear()
 
+    def forget(self, tenant_id: str) -> None:
+        for key in [each for each in self._grammars if each[0] == tenant_id]:
+            del self._grammars[key]
+
     def get(self, tenant_id: str, spec: GrammarSpec) -> CompiledGrammar:
         """Starts to compile an unknown one."""
         key = (tenant_id, spec.digest)

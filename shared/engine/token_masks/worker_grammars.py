@@ -45,6 +45,10 @@ class WorkerGrammars:
             num_abandoned_grammar_threads=self._threads.num_abandoned_threads,
         )
 
+    def forget(self, tenant_id: str) -> None:
+        """Forgets the compiled grammars of a tenant; choices that have one keep it."""
+        self._cache.forget(tenant_id)
+
     def release(self) -> None:
         """Frees compiled grammars and the vocabulary, while no choice has one: the next grammar
         reads it again.

@@ -27,19 +27,25 @@ PASSWORD = "a secret of the role"
 # Sources whose Lua scripts and batches a role runs.
 SOURCES = {
     "gateway": ("services/gateway", "shared/tenancy", "shared/model_registry"),
-    "kv_index": ("services/kv_index", "shared/tenancy/pinned_prefix.py"),
+    "kv_index": (
+        *("services/kv_index", "shared/tenancy/pinned_prefix.py"),
+        *("shared/tenancy/audit.py", "shared/tenancy/deletion/kv_drops.py"),
+    ),
     "host": ("shared/model_registry",),
     "operator": ("services/cli", "shared/tenancy", "shared/model_registry"),
 }
 OWN_KEYS = {
     "gateway": ("hearth:acme:meter", "hearth:acme:usage:2026-01-01", "hearth:api_key:0ff"),
-    "kv_index": ("hearth:acme:prefix:0ff", "hearth:acme:prefixes"),
+    "kv_index": ("hearth:acme:prefix:0ff", "hearth:acme:prefixes", "hearth:kv_drops"),
     "host": ("hearth:generation", "hearth:model:catalogue", "hearth:model:catalogue:version"),
     "operator": ("hearth:tenants", "hearth:acme:keys", "hearth:audit"),
 }
 FOREIGN_KEYS = {
     "gateway": ("hearth:audit", "other"),
-    "kv_index": ("hearth:api_key:0ff", "hearth:acme:meter", "hearth:acme:response:1", "other"),
+    "kv_index": (
+        *("hearth:api_key:0ff", "hearth:acme:meter", "hearth:acme:response:1"),
+        *("hearth:audit", "other"),
+    ),
     "host": ("hearth:tenants", "hearth:api_key:0ff", "hearth:acme:usage:2026-01-01", "other"),
     "operator": ("other",),
 }

@@ -80,7 +80,8 @@ REACHES = [
     (None, Window(5)),
     (Window(2), None, Window(9), Window(16)),
 ]
-TENANTS = st.sampled_from(["tenant-a", "tenant-a", "tenant-b"])
+QUIET = "tenant-q"  # has zero retention
+TENANTS = st.sampled_from(["tenant-a", "tenant-a", "tenant-b", QUIET])
 
 
 def late_grammar(late_at: set[int] | None, output_ids: list[int]) -> SumGrammar | None:
@@ -117,6 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected: dict[Sequence, list[int]] = {}
         self.abandoned: set[Sequence] = set()
         self.replayed: dict[tuple[int, bytes], tuple[str, bytes, int]] = {}
+        self.private: set[int] = set()  # blocks with KV of zero retention, not zeroed since
 
     @rule(
         ids=PROMPTS,
@@ -141,6 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
         received = full_output[: int(len(full_output) * share_received)]
         sequence = new_sequence(ids, sampling, output_ids=received, stop=stop, tenant_id=tenant_id)
         sequence.grammar = late_grammar(late_at, received)
+        sequence.is_zero_retention = tenant_id == QUIET
         if not is_reserved:
             self.rig.add(sequence)
         elif not self.rig.reserve(sequence):
@@ -150,7 +153,15 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(ids=PROMPTS, tenant_id=TENANTS, is_reserved=st.booleans())
     def prefill(self, ids: list[int], tenant_id: str, is_reserved: bool) -> None:
         reserve_or_add = self.rig.reserve if is_reserved else self.rig.add
-        reserve_or_add(new_sequence(ids, None, tenant_id=tenant_id))
+        sequence = new_sequence(ids, None, tenant_id=tenant_id)
+        sequence.is_zero_retention = tenant_id == QUIET
+        reserve_or_add(sequence)
+
+    @rule(tenant_id=st.sampled_from(["tenant-a", "tenant-b"]))
+    def drop_tenant(self, tenant_id: str) -> None:
+        """Its requests go on, and leave nothing."""
+        self.rig.engine.drop_tenant(tenant_id)
+        assert self.rig.engine.pool.num_blocks_of(tenant_id) == 0
 
     @states(SequenceState.RESERVED)
     @rule(data=st.data())
@@ -265,12 +276,23 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.rig.check()
+        self.check_private()
         for event in self.rig.engine.pool.take_events():
             replay(event, self.replayed)
         assert self.replayed == listing(self.rig.engine.pool)
         for sequence, expected in self.expected.items():
             tokens = self.rig.output(sequence)
             assert tokens == expected[: len(tokens)]
+
+    def check_private(self) -> None:
+        """KV of zero retention is findable for nobody, and zeroed once no sequence holds it."""
+        engine, pool = self.rig.engine, self.rig.engine.pool
+        assert pool.num_blocks_of(QUIET) == 0
+        sources = {source for row in self.rows for source, _ in row.block_copies}
+        own = [each for each in engine._sequences() if each.is_zero_retention]
+        held = {b for each in own for table in each.held_blocks for b in table}
+        self.private = (self.private | held) - set(pool.take_freed())
+        assert self.private <= held | sources
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

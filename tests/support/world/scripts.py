@@ -13,9 +13,11 @@ from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.redis_memory import READ_MEMORY
 from services.gateway.tenancy.usage_counter import ADD_UP
+from services.kv_index import registry
 from shared.model_registry.admin import SWAP_MODEL
 from shared.model_registry.reader import READ_REGISTRY
 from shared.store import StoreRejected
+from shared.tenancy.deletion.kv_drops import NEXT_LUA
 from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
@@ -279,6 +281,18 @@ def _tenant_record(store: MemoryStore, keys: Sequence[str], arguments: Arguments
     return _fields(store, keys[0]).get(arguments[0].encode())
 
 
+def _next_number(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    store.apply([("INCRBY", keys[0], 1)])
+    return int(store.data[keys[0]])
+
+
+def _delete_records(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    names = [*store.data.get(keys[0], {})][: int(arguments[0])]
+    store.apply([("DEL", keys[1] + each.decode()) for each in names])
+    store.apply([("ZREM", keys[0], *names)])
+    return len(names)
+
+
 # Of stored responses, without the bounds of bytes.
 
 
@@ -348,6 +362,8 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     PIN_LUA: _pin_key,
     RECORD_TOTALS_LUA: _record_totals,
     UNMARK_LUA: _unmark,
+    NEXT_LUA: _next_number,
+    registry.DELETE_SOME_LUA: _delete_records,
     READ_REGISTRY: _read_registry,
     SWAP_MODEL: _swap_model,
     responses.SAVE: _save_response,

@@ -55,6 +55,7 @@ class MemoryStore:
             "HDEL": self._hash_delete,
             "ZADD": self._sorted_add,
             "ZREM": self._sorted_remove,
+            "XADD": self._stream_add,
         }
 
     @property
@@ -173,6 +174,12 @@ class MemoryStore:
             member = _encoded(name)
             lowest = members.get(member, float(score)) if is_never_lower else float(score)
             members[member] = max(float(score), lowest)
+
+    def _stream_add(self, key: str, *arguments: str | bytes | int | float) -> None:
+        """Appends the fields after the id `*`."""
+        fields = arguments[arguments.index("*") + 1 :]
+        entry = {_encoded(a): _encoded(b) for a, b in zip(fields[::2], fields[1::2], strict=True)}
+        self.data.setdefault(key, []).append(entry)
 
     def _sorted_remove(self, key: str, *members: str | bytes) -> None:
         for member in members:

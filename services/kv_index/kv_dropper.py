@@ -1,0 +1,205 @@
+"""Has workers drop the KV of tenants, as `shared/tenancy/deletion/kv_drops.py` orders.
+
+Every replica forgets its records of such tenants; the leader, as of PinKeeper, sends the orders and
+reports. A worker gets every order of the last day that this process has not seen it follow: it may
+have been silent when the order came, and hold what it held before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from services.kv_index.registry import PrefixRegistry, delete_records
+from shared.background import failing_alone
+from shared.errors import HearthError
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.messages import DropTenantKv, Heartbeat, TenantKvDropped
+from shared.store import Store, StoreUnavailable
+from shared.subjects import tenant_kv
+from shared.tenancy import audit
+from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion.kv_drops import DropProgress, KvDrop
+
+log = structlog.get_logger(__name__)
+
+ROUND_S = HEARTBEAT_INTERVAL_S
+DROP_TIMEOUT_S = 0.5  # plus the round trip
+MAX_AT_ONCE = 32  # concurrent requests to workers
+# Requests that a gateway sent before it knew of the change have ended by then.
+UNRETAINED_S = 900.0
+
+Incarnation = tuple[str, int]  # a worker and its epoch
+
+
+@dataclass(slots=True)
+class _Order:
+    drop: KvDrop
+    waiting: set[Incarnation] = field(default_factory=set)
+    dropped: dict[Incarnation, int] = field(default_factory=dict)  # blocks
+    reported: DropProgress | None = None
+
+    @property
+    def progress(self) -> DropProgress:
+        return DropProgress(
+            waiting=tuple(sorted(worker_id for worker_id, _ in self.waiting)),
+            num_workers=len(self.dropped),
+            num_blocks=sum(self.dropped.values()),
+        )
+
+
+class KvDropper:
+    """Follows the orders. `wall_clock` returns Unix seconds, `can_judge` whether all live workers
+    are known.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        health_monitor: HealthMonitor,
+        registry: PrefixRegistry,
+        *,
+        wall_clock: Callable[[], float],
+        can_judge: Callable[[], bool],
+    ) -> None:
+        self._can_judge = can_judge
+        self._store = store
+        self._fleet = health_monitor.fleet
+        self._requests = health_monitor.requests
+        self._registry = registry
+        self._wall_clock = wall_clock
+        self._last = 0
+        self._orders: dict[int, _Order] = {}
+
+    async def round(self) -> None:
+        with failing_alone("kv_drops_not_followed"):
+            try:
+                await self._reload()
+            except StoreUnavailable as error:  # known orders are followed meanwhile
+                log.debug("kv_drops_not_read", reason=error.message)
+            if self._orders and self.leads:
+                await self._follow()
+
+    @property
+    def leads(self) -> bool:
+        live = {each.process_id for each in self._fleet.live("kv_index")}
+        own = self._fleet.own_process_id
+        return own == min(live | {own})
+
+    async def _reload(self) -> None:
+        last = await kv_drops.last_number(self._store)
+        if last == self._last:
+            return
+        found = {each.drop.number: each for each in await kv_drops.orders(self._store)}
+        known = self._orders
+        self._orders = {
+            number: known.get(number) or _Order(each.drop, reported=each.progress)
+            for number, each in found.items()
+        }
+        for number in found.keys() - known.keys():
+            await self._forget(found[number].drop)
+        self._last = last
+
+    async def _forget(self, drop: KvDrop) -> None:
+        """Forgets what the index has recorded of the tenant. Raises StoreUnavailable."""
+        self._registry.drop_tenant(drop.tenant_id)
+        await delete_records(self._store, drop.tenant_id)
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _follow(self) -> None:
+        workers = self._workers()
+        for order in self._orders.values():
+            order.waiting = {
+                incarnation
+                for incarnation, each in workers.items()
+                if incarnation not in order.dropped and _concerns(order.drop, each)
+            }
+        asked = [each for each in workers if any(each in o.waiting for o in self._orders.values())]
+        for first in range(0, len(asked), MAX_AT_ONCE):
+            some = asked[first : first + MAX_AT_ONCE]
+            await asyncio.gather(*(self._drop_alone(workers[each]) for each in some))
+        for order in self._orders.values():
+            await self._report(order)
+
+    def _workers(self) -> dict[Incarnation, Heartbeat]:
+        """Returns the workers that are alive, also those that drain or are in standby."""
+        return {
+            (each.process_id, each.epoch): each
+            for each in self._fleet.everyone()
+            if each.load is not None and self._fleet.is_live(each.process_id)
+        }
+
+    async def _drop_alone(self, worker: Heartbeat) -> None:
+        with failing_alone("kv_not_dropped", worker=worker.process_id):
+            await self._drop(worker)
+
+    async def _drop(self, worker: Heartbeat) -> None:
+        worker_id, own = worker.process_id, (worker.process_id, worker.epoch)
+        due = [each for each in self._orders.values() if own in each.waiting]
+        newest = max(each.drop.ordered_at for each in due)
+        command = DropTenantKv(
+            tenant_ids=tuple(dict.fromkeys(each.drop.tenant_id for each in due)),
+            unretained_s=max(0.0, UNRETAINED_S - max(0.0, self._wall_clock() - newest)),
+        )
+        subject = tenant_kv(worker.roles[0], worker_id)
+        try:
+            reply = await self._requests.request(
+                worker_id, subject, command, TenantKvDropped, base_s=DROP_TIMEOUT_S
+            )
+        except HearthError as error:  # the next round retries
+            log.warning("kv_not_dropped", worker=worker_id, reason=error.message)
+            return
+        num_blocks = reply.num_blocks
+        for order in due:
+            is_busy = order.drop.tenant_id in reply.busy_tenant_ids
+            if not (is_busy and order.drop.reason == "removed"):
+                order.waiting.discard(own)
+                order.dropped[own], num_blocks = num_blocks, 0
+
+    # ── reports ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _report(self, order: _Order) -> None:
+        before = order.reported
+        if before is not None and before.finished_at is not None:
+            return
+        progress, is_finished = order.progress, not order.waiting and self._can_judge()
+        if is_finished:
+            progress = msgspec.structs.replace(progress, finished_at=self._wall_clock())
+        if progress == before:
+            return
+        try:
+            if is_finished:
+                await self._forget(order.drop)  # an event may have come before the order
+                await self._audit(order.drop, progress)
+            await kv_drops.report(self._store, order.drop.number, progress)
+        except StoreUnavailable as error:
+            log.warning("kv_drop_not_reported", reason=error.message)
+            return
+        order.reported = progress
+
+    async def _audit(self, drop: KvDrop, progress: DropProgress) -> None:
+        arguments = {
+            "tenant": drop.tenant_id,
+            "reason": drop.reason,
+            "workers": progress.num_workers,
+            "blocks": progress.num_blocks,
+            "seconds": round(max(0.0, (progress.finished_at or 0.0) - drop.ordered_at), 1),
+        }
+        await audit.record(
+            self._store,
+            who=self._fleet.own_process_id,
+            command="drop kv",
+            arguments=audit.shown_arguments({}, arguments),
+            outcome="done",
+            kind="deletion",
+        )
+
+
+def _concerns(drop: KvDrop, worker: Heartbeat) -> bool:
+    return drop.reason != "regions" or worker.region not in drop.kept_regions

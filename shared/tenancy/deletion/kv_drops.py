@@ -1,0 +1,136 @@
+"""Orders to drop the KV of tenants on workers, and how far they are.
+
+    hearth:kv_drops            hash: number → a KvDrop as JSON
+    hearth:kv_drops:progress   hash: number → a DropProgress as JSON
+    hearth:kv_drops:last       the number of the last order
+
+    command, gateway ──KvDrop──▶ kv_index ──DropTenantKv──▶ every worker
+                                 DropProgress ◀──TenantKvDropped──┘
+
+An order stays for RETENTION_S: a worker that was silent gets it when it is back.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shared.messages import Count, Name
+from shared.store import Command, Store
+from shared.transport.wire_errors import UNREADABLE
+
+ORDERS = "hearth:kv_drops"
+PROGRESS = "hearth:kv_drops:progress"
+LAST = "hearth:kv_drops:last"
+RETENTION_S = 86_400.0
+MAX_ORDERS = 1000
+T = TypeVar("T")
+
+# zero_retention: its requests go on, and leave nothing. removed: its requests end. regions: only
+# workers outside of its regions drop its KV.
+DropReason = Literal["zero_retention", "removed", "regions"]
+
+# KEYS: the last number. Returns the next one.
+NEXT_LUA = "return redis.call('INCRBY', KEYS[1], 1)"
+
+
+class KvDrop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An order. Workers in `kept_regions` keep the KV. Times are Unix seconds."""
+
+    number: Count
+    tenant_id: Name
+    reason: DropReason
+    kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    ordered_at: float
+
+
+class DropProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far an order is. `waiting` are live workers that have not dropped everything yet."""
+
+    waiting: tuple[Name, ...] = ()
+    num_workers: Count = 0
+    num_blocks: Count = 0
+    finished_at: float | None = None
+
+
+class OrderedDrop(msgspec.Struct, frozen=True):
+    """`progress` is None before an index has begun."""
+
+    drop: KvDrop
+    progress: DropProgress | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.progress is not None and self.progress.finished_at is not None
+
+
+async def order(
+    store: Store,
+    tenant_id: str,
+    reason: DropReason,
+    now: float,
+    kept_regions: tuple[str, ...] = (),
+) -> KvDrop:
+    """Orders workers to drop the KV of a tenant; `now` is in Unix seconds. Raises
+    StoreUnavailable.
+    """
+    number = int(await store.evaluate(NEXT_LUA, [LAST], []))
+    drop = KvDrop(
+        number=number,
+        tenant_id=tenant_id,
+        reason=reason,
+        kept_regions=kept_regions,
+        ordered_at=now,
+    )
+    forgotten = [str(each.drop.number) for each in _over(await orders(store), now)]
+    deletions: list[Command] = [("HDEL", key, *forgotten) for key in (ORDERS, PROGRESS)]
+    added: Command = ("HSET", ORDERS, number, msgspec.json.encode(drop))
+    await store.write([added, *(deletions if forgotten else ())])
+    return drop
+
+
+async def last_number(store: Store) -> int:
+    """Returns the number of the last order; 0: none. Raises StoreUnavailable."""
+    found = await store.get(LAST)
+    return int(found) if found is not None and found.isdigit() else 0
+
+
+async def orders(store: Store) -> list[OrderedDrop]:
+    """Returns the orders, oldest first, without unreadable ones. Raises StoreUnavailable."""
+    ordered = await store.hash_get(ORDERS)
+    progress = await store.hash_get(PROGRESS) if ordered else {}
+    found = []
+    for name, data in ordered.items():
+        drop = _decoded(data, KvDrop)
+        if drop is not None:
+            found.append(OrderedDrop(drop, _decoded(progress.get(name, b""), DropProgress)))
+    return sorted(found, key=lambda each: each.drop.number)
+
+
+async def report(store: Store, number: int, progress: DropProgress) -> None:
+    """Writes how far an order is. Raises StoreUnavailable."""
+    await store.write([("HSET", PROGRESS, number, msgspec.json.encode(progress))])
+
+
+def oldest_unfinished(found: list[OrderedDrop]) -> KvDrop | None:
+    """Returns the oldest order that has not finished."""
+    return next((each.drop for each in found if not each.is_finished), None)
+
+
+def _over(found: list[OrderedDrop], now: float) -> list[OrderedDrop]:
+    """Returns what to forget: finished orders that are old, and the oldest above MAX_ORDERS."""
+    num_above = max(0, len(found) - MAX_ORDERS + 1)
+    return [
+        each
+        for index, each in enumerate(found)
+        if index < num_above or (each.is_finished and now - each.drop.ordered_at > RETENTION_S)
+    ]
+
+
+def _decoded(data: bytes, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UNREADABLE:
+        return None

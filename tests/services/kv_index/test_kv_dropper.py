@@ -1,0 +1,180 @@
+"""Orders to drop the KV of a tenant, followed by real workers with timing engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from shared.messages import CountTenantKv, Role, TenantKvCounted
+from shared.subjects import tenant_kv
+from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion.kv_drops import OrderedDrop
+from shared.tenancy.tenant_admin import TenantAdmin
+from tests.services.kv_index.rig import Rig
+from tests.support.world.clock import run
+from tests.support.world.kv_link import DataPlane
+from tests.support.world.workers import Peer, SimulatedWorker, request_of
+
+PROMPT = list(range(3, 103))  # six full blocks, and a part
+
+
+class DropRig(Rig):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = DataPlane()
+        self.peer = Peer(self.network)
+
+    async def engine(
+        self, worker_id: str, role: Role = "decode", *, region: str = ""
+    ) -> SimulatedWorker:
+        worker = SimulatedWorker(
+            self.network, self.plane, worker_id, (role,), num_blocks=64, region=region
+        )
+        await worker.start()
+        return worker
+
+    async def serve(self, worker: SimulatedWorker, tenant_id: str, **fields: object) -> bytes:
+        """Starts a request of the tenant."""
+        request = request_of(PROMPT, tenant_id=tenant_id, max_tokens=4)
+        request = msgspec.structs.replace(request, **fields)
+        return await self.peer.place(worker.worker_id, request)
+
+    async def cache(self, worker: SimulatedWorker, *tenant_ids: str) -> None:
+        for each in tenant_ids:
+            placement_id = await self.serve(worker, each)
+            await self.peer.finished(placement_id)
+            await self.peer.acknowledge(worker.worker_id, placement_id)
+
+    async def finished(self, number: int, within_s: float = 5.0) -> OrderedDrop:
+        async with asyncio.timeout(within_s):
+            while True:
+                found = {each.drop.number: each for each in await kv_drops.orders(self.store)}
+                if found[number].is_finished:
+                    return found[number]
+                await asyncio.sleep(0.01)
+
+    async def tokens_of(self, worker: SimulatedWorker, tenant_id: str) -> TenantKvCounted:
+        subject = tenant_kv(worker.worker.roles.handled[0], worker.worker_id)
+        command = CountTenantKv(tenant_id=tenant_id)
+        return await self.peer.bus.request(subject, command, TenantKvCounted, timeout_s=1.0)
+
+
+def scenario(test: Callable[[DropRig], Awaitable[None]]) -> None:
+    async def play() -> None:
+        rig = DropRig()
+        await rig.service.start()
+        await rig.peer.start()
+        await asyncio.sleep(2.5)  # the index can judge who is alive
+        await test(rig)
+        await rig.peer.stop()
+        await rig.service.stop()
+
+    run(play())
+
+
+def cached(worker: SimulatedWorker, tenant_id: str) -> int:
+    worker.engine.pool.check()
+    return worker.engine.pool.num_blocks_of(tenant_id)
+
+
+def test_zero_retention_drops_what_is_cached_within_two_heartbeats() -> None:
+    async def test(rig: DropRig) -> None:
+        workers = [await rig.engine("decode-0"), await rig.engine("decode-1")]
+        admin = TenantAdmin(rig.store, lambda: 1_000.0)
+        await admin.add("acme", {}, "key-of-acme")
+        for worker in workers:
+            await rig.cache(worker, "acme", "other")
+        await asyncio.sleep(1)
+        assert all(cached(each, "acme") == 6 for each in workers)
+        assert (await rig.tokens_of(workers[0], "acme")).num_cached_tokens == 96
+        assert rig.store.data["hearth:acme:prefixes"]
+        began_at = asyncio.get_running_loop().time()
+        await admin.change("acme", {"is_zero_retention": True})
+        done = await rig.finished(1)
+        assert asyncio.get_running_loop().time() - began_at < 0.6
+        assert done.progress is not None
+        assert (done.progress.num_workers, done.progress.num_blocks) == (2, 12)
+        for worker in workers:
+            assert (cached(worker, "acme"), cached(worker, "other")) == (0, 6)
+        await asyncio.sleep(1)  # the records that were not written yet
+        assert not rig.store.data["hearth:acme:prefixes"]
+        assert not [each for each in rig.store.data if each.startswith("hearth:acme:prefix:")]
+        assert rig.store.data["hearth:other:prefixes"]
+        (line,) = rig.store.data["hearth:audit:deletions"]
+        assert line[b"who"] == b"kv_index-0" and b'"reason":"zero_retention"' in line[b"arguments"]
+
+    scenario(test)
+
+
+def test_request_sent_before_the_switch_leaves_nothing() -> None:
+    async def test(rig: DropRig) -> None:
+        worker = await rig.engine("decode-0")
+        running = await rig.serve(worker, "acme")
+        await kv_drops.order(rig.store, "acme", "zero_retention", 1_000.0)
+        await rig.finished(1)
+        queued = await rig.serve(worker, "acme")
+        for each in (running, queued):
+            await rig.peer.finished(each)
+        assert cached(worker, "acme") == 0
+
+    scenario(test)
+
+
+def test_removed_tenant_is_dropped_once_its_requests_have_ended() -> None:
+    async def test(rig: DropRig) -> None:
+        worker = await rig.engine("decode-0")
+        request = request_of(PROMPT, tenant_id="acme", max_tokens=4_000)
+        placement_id = await rig.peer.place("decode-0", request)
+        await rig.peer.has_tokens(placement_id, 1)
+        await kv_drops.order(rig.store, "acme", "removed", 1_000.0)
+        await asyncio.sleep(1)
+        (order,) = await kv_drops.orders(rig.store)
+        assert order.progress is not None and order.progress.waiting == ("decode-0",)
+        assert (await rig.tokens_of(worker, "acme")).num_held_tokens >= 96
+        await rig.peer.abort("decode-0", placement_id)
+        await rig.finished(1)
+        assert worker.is_empty and cached(worker, "acme") == 0
+
+    scenario(test)
+
+
+def test_only_workers_outside_of_the_regions_drop_the_kv() -> None:
+    async def test(rig: DropRig) -> None:
+        inside = await rig.engine("decode-0", region="fr")
+        outside = await rig.engine("decode-1", region="us")
+        for worker in (inside, outside):
+            await rig.cache(worker, "acme")
+        await kv_drops.order(rig.store, "acme", "regions", 1_000.0, ("fr", "de"))
+        await rig.finished(1)
+        assert (cached(inside, "acme"), cached(outside, "acme")) == (6, 0)
+
+    scenario(test)
+
+
+def test_worker_that_was_silent_drops_the_kv_when_it_is_back() -> None:
+    async def test(rig: DropRig) -> None:
+        worker = await rig.engine("decode-0")
+        await rig.cache(worker, "acme")
+        worker.process.freeze()
+        await asyncio.sleep(5)
+        await kv_drops.order(rig.store, "acme", "removed", 1_000.0)
+        await rig.finished(1)  # by all that are alive
+        worker.process.thaw()
+        async with asyncio.timeout(5):
+            while cached(worker, "acme"):
+                await asyncio.sleep(0.01)
+
+    scenario(test)
+
+
+def test_finished_orders_are_forgotten_after_a_day() -> None:
+    async def test(rig: DropRig) -> None:
+        await kv_drops.order(rig.store, "acme", "removed", 1_000.0)
+        await rig.finished(1)
+        await kv_drops.order(rig.store, "late", "removed", 1_000.0 + kv_drops.RETENTION_S + 1)
+        assert [each.drop.number for each in await kv_drops.orders(rig.store)] == [2]
+        assert list(rig.store.data[kv_drops.PROGRESS]) == []
+
+    scenario(test)
