@@ -147,17 +147,15 @@ async def test_failed_zeroing_is_retried(model_dir: Path) -> None:
 async def test_zero_retention_is_zeroed_on_any_worker(model_dir: Path) -> None:
     async with bench(model_dir, zeroes_freed_blocks=False) as it:
         await it.complete(new_sequence(prompt(33), greedy(4), tenant_id="other"))
-        cached_before = it.filled_blocks()
         quiet = new_sequence(prompt(57), greedy(4), tenant_id="quiet")
         quiet.is_zero_retention = True
-        await it.complete(quiet)
+        await it.complete(quiet)  # it takes over the last block of the other tenant
         await it.loop.zero_freed_blocks()
         assert it.engine.pool.num_blocks_of("quiet") == 0
-        assert it.filled_blocks() == cached_before == {*it.findable_blocks(), *cached_before}
+        assert it.filled_blocks() == it.findable_blocks() != set()
         it.engine.drop_tenant("other")
         await it.loop.zero_freed_blocks()
-        left = it.filled_blocks()
-        assert not it.findable_blocks() and len(left) == 1, "the partial block, freed before"
+        assert it.filled_blocks() == it.findable_blocks() == set()
 
 
 def test_pool_records_freed_blocks_only_if_enabled() -> None:
