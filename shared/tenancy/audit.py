@@ -82,8 +82,8 @@ def line_command(
     who: str, command: str, arguments: str, outcome: str, kind: AuditKind = "command"
 ) -> Command:
     """Returns the command of Redis that appends a record."""
-    fields = ("kind", kind, "who", who, "command", command)
-    fields += ("arguments", arguments, "outcome", outcome)
+    named = {"who": who, "command": command, "arguments": arguments, "outcome": outcome}
+    fields = chain(("kind", kind), *named.items())
     return ("XADD", STREAMS[kind], "MAXLEN", "~", MAX_LINES, "*", *fields)
 
 
