@@ -102,7 +102,7 @@ def test_spoilt_frames_never_change_a_token(faults: list[str], lies: list[dict[s
         asyncio.get_running_loop().set_exception_handler(lambda _, each: broken.append(each))
         async with cluster() as it:
             spoiler, receiver = Spoiler(faults, lies), it.decode.receiver
-            receiver._plane.fate = spoiler.fate
+            receiver.plane.fate = spoiler.fate
             received = await it.run(_request(), CANDIDATES)
             assert received.output == expected
             await it.settled()

@@ -124,14 +124,14 @@ def _request(
 
 def _link_faults(random: Random, names: tuple[str, ...]) -> tuple[LinkFault, ...]:
     count = random.choice((0, 1, 1, 2, 4))
-    faults = (_link_fault(random, names) for _ in range(count))
+    faults = (link_fault(random, names) for _ in range(count))
     return tuple(sorted(faults, key=lambda each: (each.at_s, each.kind, each.first)))
 
 
-def _link_fault(random: Random, names: tuple[str, ...]) -> LinkFault:
+def link_fault(random: Random, names: tuple[str, ...], before_s: float = 6.0) -> LinkFault:
     first, second = random.sample(names, 2)
     return LinkFault(
-        at_s=round(random.uniform(0.0, 6.0), 3),
+        at_s=round(random.uniform(0.0, before_s), 3),
         kind=random.choice(get_args(LinkFaultKind)),
         first=first,
         second=second,

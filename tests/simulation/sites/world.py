@@ -12,7 +12,7 @@ import msgspec
 from shared.messages import ModelCard, StartDecode
 from shared.subjects import CredentialRole, credential_of, permissions, sender_of, sent_by
 from tests.simulation.checks.excuses import Trouble
-from tests.simulation.plan import Fault
+from tests.simulation.plan import Fault, Plan
 from tests.simulation.sites.liar import LyingSite
 from tests.simulation.sites.plan import LIAR, LinkFault, SitesPlan
 from tests.simulation.world.fleet import JOIN_S, Fleet
@@ -28,7 +28,7 @@ class LinkedFleets:
     def __init__(self, plan: SitesPlan) -> None:
         self.plan = plan
         self.fleets = {
-            name: Fleet(each, site=name, region=plan.regions[name])
+            name: self.new_fleet(each, name, plan.regions[name])
             for name, each in plan.sites.items()
         }
         networks = {name: each.network for name, each in self.fleets.items()}
@@ -44,6 +44,9 @@ class LinkedFleets:
         for name, fleet in self.fleets.items():
             fleet.on_given_up = self._given_up
             fleet.network.taps.append(partial(self._check_departure, name))
+
+    def new_fleet(self, plan: Plan, site: str, region: str) -> Fleet:
+        return Fleet(plan, site=site, region=region)
 
     async def start(self) -> None:
         for fleet in self.fleets.values():
@@ -146,8 +149,9 @@ class LinkedFleets:
         """Every process may publish what it sends, as its server's permissions say. An index here
         has no region.
         """
+        region = self.fleets[site].region_of(sender) if site in self.fleets else self.regions[site]
         if not sender.startswith("kv_index") and not _may_publish(
-            sender, self.regions[site], sent_by(subject, sender)
+            sender, region, sent_by(subject, sender)
         ):
             self.wrongs[f"{site}: {sender} may not publish {subject}"] = None
 

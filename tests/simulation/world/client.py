@@ -12,6 +12,7 @@ from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.packing import pack_hashes, pack_token_ids
 from shared.telemetry.timeline import Move
+from shared.tenancy.tenant import TenantRecord
 from tests.simulation.plan import RequestPlan
 from tests.support.world.workers import BLOCK_SIZE
 
@@ -110,8 +111,8 @@ class Client:
     def num_pushed_tokens(self) -> int:
         return sum(served.num_pushed_tokens for each in self.choices for served in each.served)
 
-    def request(self, tenant_id: str, gateway_id: str) -> Request:
-        plan = self.plan
+    def request(self, tenant: TenantRecord, gateway_id: str) -> Request:
+        plan, tenant_id = self.plan, tenant.tenant_id
         root = block_hash.root_hash(tenant_id, REVISION)
         return Request(
             request_id=plan.request_id,
@@ -128,7 +129,9 @@ class Client:
             pooling=plan.pooling,
             block_size=self.block_size,
             needs=plan.needs,
-            allowed_regions=plan.regions,
+            allowed_regions=plan.regions or tenant.allowed_regions or (),
+            region_class=tenant.region_class,
+            is_zero_retention=tenant.is_zero_retention,
         )
 
     def _record_variant(self, variant: int) -> None:

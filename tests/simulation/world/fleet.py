@@ -65,6 +65,8 @@ AMPLE = {"requests_per_min": 10**6, "output_tokens_per_min": 10**9, "concurrency
 
 
 class Fleet:
+    gateway_type: type[SimulatedGateway] = SimulatedGateway
+
     def __init__(self, plan: Plan, *, site: str = "", region: str = "") -> None:
         """With `site` it is one of several linked sites, in `region`."""
         self.plan, self.site, self.region = plan, site, region
@@ -97,16 +99,24 @@ class Fleet:
     # ── members ──────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        for tenant_id in TENANTS:
-            await store_api_key(self.store, tenant_id, tenant_id)
-            await TenantAdmin(self.store, self.store.now).change(tenant_id, AMPLE)
-        if self.plan.seed % 2:  # workers compute it, and recompute it after losing it
-            await pinned_prefix.save(self.store, PINNED, 0.0)
+        await self.store_tenants()
         for role, process_ids in self.plan.fleet.process_ids.items():
             for process_id in process_ids:
                 member = Member(self.network, self._host(role, process_id))
                 self.members[process_id] = member
                 await member.start()
+
+    async def store_tenants(self) -> None:
+        for tenant_id in TENANTS:
+            await store_api_key(self.store, tenant_id, tenant_id)
+            await TenantAdmin(self.store, self.store.now).change(tenant_id, AMPLE)
+        if self.plan.seed % 2:  # workers compute it, and recompute it after losing it
+            await pinned_prefix.save(self.store, PINNED, 0.0)
+
+    def region_of(self, process_id: str) -> str:
+        """Returns the region that a process states: in a site with one, its own or the site's."""
+        regions = self.plan.fleet.regions
+        return regions.get(process_id, self.region) if self.site else self.region
 
     def hosts(self) -> list[AnyHost]:
         return [member.host for member in self.members.values() if member.is_up]
@@ -139,7 +149,7 @@ class Fleet:
         fleet = self.plan.fleet
         match role:
             case "gateway":
-                return SimulatedGateway(
+                return self.gateway_type(
                     self.network,
                     self.store,
                     process_id,
@@ -197,7 +207,7 @@ class Fleet:
                     features=features,
                     is_older=fleet.is_older(process_id, num_restarts),
                     group=fleet.groups.get(process_id),
-                    region=self.region,
+                    region=self.region_of(process_id),
                 )
                 worker.executor.poison = frozenset({POISON})
                 self._watch_roles(worker)

@@ -14,6 +14,7 @@ from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity, PromptTooLong
+from shared.tenancy.tenant import TenantRecord
 from tests.simulation.world.client import Client
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.gateway import StreamGateway
@@ -83,6 +84,7 @@ class SimulatedGateway(StreamGateway):
         try:
             self._choose_block_size(client)
             record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
+            self.check_tenant(record)
             lease = await self._limits.admit(record, plan.request_id, cost_of(client))
             try:
                 self.check_ready()
@@ -95,12 +97,15 @@ class SimulatedGateway(StreamGateway):
         client.gateway_id = self.process.process_id
         client.opened_at = self._clock.now()
         client.on_ended = partial(self._close, lease)
-        request = client.request(record.tenant_id, client.gateway_id)
+        request = client.request(record, client.gateway_id)
         self.driver.open([Opening(request, client)])
         if plan.leaves_after_s is not None:
             await self._clock.sleep(plan.leaves_after_s)
             client.left = client.end is None
             self.driver.close(plan.request_id, "client_gone", ClientDisconnected("gone"))
+
+    def check_tenant(self, record: TenantRecord) -> None:
+        """Raises what refuses every request of a tenant here."""
 
     def _choose_block_size(self, client: Client) -> None:
         """Of the request's hashes. Raises PromptTooLong, like `Preparation`: workers of another
@@ -118,6 +123,7 @@ class SimulatedGateway(StreamGateway):
         await self.leave()
 
     def _close(self, lease: LimitLease, client: Client) -> None:
+        """Called at the end of a request that was admitted."""
         self._limits.settle(lease, client.num_output_tokens)
         model, counts = client.plan.request_id, {"requests": 1}
         counts["output_tokens"] = client.num_output_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64encode, urlsafe_b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -49,7 +49,7 @@ class Canary:
     token_ids: tuple[Sequence[int], ...] = ()
     block_hashes: tuple[bytes, ...] = ()
     kv: tuple[bytes, ...] = ()
-    others: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # by name of the form
+    others: Mapping[str, bytes] = field(default_factory=dict)  # as they are, by name of the form
 
     def forms(self) -> Iterator[Form]:
         for text in self.texts:
@@ -60,9 +60,8 @@ class Canary:
             yield from _forms_of_bytes("block hash", block_hash, WINDOW)
         for kv in self.kv:
             yield Form("KV", kv, WINDOW // 2)
-        for name, pieces in self.others.items():
-            for piece in pieces:
-                yield from _forms_of_bytes(name, piece, WINDOW // 2)
+        for name, piece in self.others.items():
+            yield Form(name, piece, WINDOW // 2)
 
 
 def _forms_of_text(text: str) -> Iterator[Form]:

@@ -119,6 +119,8 @@ class _Subscription:
             self.deliver(parcel)
 
 
+# (sender, None: at another site; subject; data; receivers). A reply has `_INBOX.` and its subject.
+DeliveryTap = Callable[[SimulatedProcess | None, str, bytes, list[SimulatedProcess]], None]
 # (subject, sender, receiver) -> delays of the copies that arrive; empty: the message is lost
 Fate = Callable[[str, str, str], tuple[float, ...]]
 
@@ -141,6 +143,7 @@ class SimulatedNetwork:
         self.beyond: Callable[[Parcel], int] | None = None  # to linked sites; returns receivers
         self.log: list[tuple[float, str, str]] = []  # (sent at, sender, subject)
         self.taps: list[Callable[[str, str, bytes], None]] = []  # (sender, subject, data)
+        self.delivery_taps: list[DeliveryTap] = []
         self._random = Random(seed)
         self._subscriptions: list[_Subscription] = []
         self._interest: dict[str, tuple[list[_Subscription], list[list[_Subscription]]]] = {}
@@ -323,7 +326,7 @@ class SimulatedNetwork:
         if self.is_down:
             return 1  # a missing receiver cannot be detected
         num_beyond = 0 if self.beyond is None else self.beyond(parcel)
-        return num_beyond + self._deliver(sender, subject, parcel)
+        return num_beyond + self._deliver(sender, subject, parcel, connection.process)
 
     def receive(self, wire_subject: str, parcel: Parcel) -> None:
         """Delivers what came over a link."""
@@ -336,10 +339,14 @@ class SimulatedNetwork:
         plain, groups = self._interested(subject)
         return len(plain) + len(groups)
 
-    def _deliver(self, sender: str, subject: str, parcel: Parcel) -> int:
+    def _deliver(
+        self, sender: str, subject: str, parcel: Parcel, origin: SimulatedProcess | None = None
+    ) -> int:
         loop = self.loop
         plain, groups = self._interested(subject)
         receivers = plain + [self._random.choice(members) for members in groups]
+        for tap in self.delivery_taps:
+            tap(origin, subject, parcel.data, [each.process for each in receivers])
         usual = loop.time() + self._latency()
         together: list[_Subscription] = []
         for each in receivers:
@@ -445,7 +452,7 @@ class SimulatedBus:
         self.num_requests_under_way = 0
         self._network = network
         self._connection = connection
-        self._process = connection.process
+        self.process = connection.process
         self._sender_check = SenderCheck(lambda: network.loop.time())
         self._rejections = RejectedMessages(lambda: network.loop.time())
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -503,11 +510,13 @@ class SimulatedBus:
             on_late(late_reply(subject, decode, self._sender_check, found))
 
         def reply(responder: _Connection, answer: bytes) -> None:
+            for tap in self._network.delivery_taps:
+                tap(responder.process, f"{INBOX}.{subject}", answer, [self.process])
             self._network.answer(
                 responder, self._connection, partial(settle, self._network.spoil_reply(answer))
             )
 
-        timer = self._process.call_later(timeout_s, partial(settle, _NoReply.LATE))
+        timer = self.process.call_later(timeout_s, partial(settle, _NoReply.LATE))
         no_responders = partial(settle, _NoReply.NOBODY)
         self._network.send_request(
             self._connection,
@@ -524,7 +533,7 @@ class SimulatedBus:
         if answer is _NoReply.LATE:
             if on_late is not None:
                 late.add_done_callback(end)
-                self._process.call_later(LATE_REPLY_S, partial(settle, _NoReply.LATE))
+                self.process.call_later(LATE_REPLY_S, partial(settle, _NoReply.LATE))
             raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s")
         if answer is _NoReply.NOBODY:
             raise NoResponders(f"nobody serves {subject}")
@@ -583,7 +592,7 @@ class SimulatedBus:
 
     async def close(self) -> None:
         self._is_closed = True
-        self._network.remove_all(self._process)
+        self._network.remove_all(self.process)
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

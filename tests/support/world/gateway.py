@@ -43,7 +43,7 @@ class StreamGateway:
             process_id=gateway_id,
             site=site,
             region=region,
-            cluster_secret=f"secret of {site}",
+            cluster_secret=cluster_secret_of(site),
         )
         self.sites = SiteService(
             *(config, self.bus, clock, self.health_monitor, self.driver, linked),
@@ -83,3 +83,7 @@ class StreamGateway:
     async def leave(self) -> None:
         await self.health_monitor.stop()
         await self.bus.close()
+
+
+def cluster_secret_of(site: str) -> str:
+    return f"secret of {site}"

@@ -48,6 +48,7 @@ class FrameFate:
 
 
 HARMLESS = FrameFate()
+FrameTap = Callable[[SimulatedProcess, SimulatedProcess, FrameHeader, bytes], None]
 
 
 @dataclass(eq=False)
@@ -59,6 +60,7 @@ class DataPlane:
     fate: Callable[[str, str, FrameHeader], FrameFate] = lambda sender, receiver, header: HARMLESS
     # (sender, receiver) -> additional one-way delay
     distance_s: Callable[[str, str], float] = lambda sender, receiver: 0.0
+    taps: list[FrameTap] = field(default_factory=list)
 
 
 class _End(asyncio.Transport):
@@ -151,6 +153,8 @@ class _FaultyStaging(TcpStaging):
         self, stream: RecordStream, frame_id: int, header: FrameHeader, slot_index: int
     ) -> None:
         payload = bytearray(self.view(slot_index, header.payload_bytes))
+        for tap in self._receiver.plane.taps:
+            tap(self._sender, self._receiver.process, header, payload)
         fate = self._receiver.fate_of(self._sender.process_id, header)
         if fate.is_corrupt or fate.is_forged:
             payload[0] ^= 1
@@ -182,12 +186,12 @@ class SimulatedReceiver:
         )
         self.process = process
         self.is_closed = False
-        self._plane = plane if isinstance(plane, DataPlane) else plane.plane
+        self.plane = plane if isinstance(plane, DataPlane) else plane.plane
         self._placements = ExpectedPushes()
         self._ends: dict[_End, TcpReception] = {}
         self._to_corrupt: set[bytes] = set()
         self._forgotten: set[bytes] = set()
-        self._plane.receivers[instance_id] = self
+        self.plane.receivers[instance_id] = self
 
     @property
     def counts(self) -> ReceiverCounts:
@@ -230,7 +234,7 @@ class SimulatedReceiver:
             return FrameFate(is_corrupt=True)
         if header.placement_id in self._forgotten:  # the content of late frames must not matter
             return FrameFate(is_forged=True)
-        return self._plane.fate(sender_id, self.process.process_id, header)
+        return self.plane.fate(sender_id, self.process.process_id, header)
 
     def accept(self, sender: _End) -> None:
         """Creates the receiver's end of a new connection."""

@@ -42,8 +42,9 @@ def test_every_form_is_found_at_every_alignment(form: str) -> None:
     search = CanarySearch([CANARY])
     for before in range(17):
         data = RANDOM.randbytes(before) + WRITTEN[form] + RANDOM.randbytes(50)
-        assert form in {each.form for each in search.find(data)}, before
-        assert {each.tenant_id for each in search.find(data)} == {"t"}
+        found = search.find(data)
+        assert form in {each.form for each in found}, before
+        assert {each.tenant_id for each in found} == {"t"}
 
 
 def test_other_data_is_not_found() -> None:
@@ -67,6 +68,6 @@ def test_pieces_are_apart_and_keep_their_notes() -> None:
 
 def test_canaries_are_told_apart() -> None:
     search = CanarySearch([CANARY])
-    search.add(Canary(tenant_id="u", block_hashes=(HASH[::-1],)))
+    search.add([Canary(tenant_id="u", block_hashes=(HASH[::-1],))])
     found = search.find(HASH + b"-" + HASH[::-1])
     assert [(each.tenant_id, each.start) for each in sorted(found)] == [("t", 0), ("u", 17)]
