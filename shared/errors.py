@@ -23,7 +23,8 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     ├── DeadlineExceeded          504
     ├── WorkerBusy                503  this worker rejects; another may accept
     │   └── WorkerUnfit           503  this worker will not serve this request at any time
-    │       └── ContextFull       503  its KV cache is smaller than the request
+    │       ├── ContextFull       503  its KV cache is smaller than the request
+    │       └── OutsideRegions    403  a process outside of the tenant's regions refuses its data
     ├── StepFailed                503  a step raised for this request alone; another worker may not
     ├── OutOfMemory               503  this worker's device has no memory for it; another's may
     ├── DeviceFailed              503  this worker's device fails; another worker's may not
@@ -162,6 +163,12 @@ class WorkerUnfit(WorkerBusy):
 
 class ContextFull(WorkerUnfit):
     code = "context_full"
+
+
+class OutsideRegions(WorkerUnfit):
+    code = "outside_regions"
+    http_status = 403
+    openai_type = "permission_error"
 
 
 class StepFailed(HearthError):

@@ -84,6 +84,7 @@ MAX_CONTEXT_TOKENS = 2**31 - 1
 MAX_WEIGHT = 1000.0
 MAX_KV_TARGETS = 1024
 MAX_LINKS = 64  # of a heartbeat
+MAX_REFUSALS = 64  # kinds, of a heartbeat
 MAX_COPIES = 256  # tenants of one site that another one may serve
 MAX_SENT_COPIES = 32  # in one reply
 MAX_COPY_BYTES = 32 * 1024
@@ -1277,6 +1278,17 @@ class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
     model: Name = ""
 
 
+class ResidencyRefusals(msgspec.Struct, frozen=True, array_like=True):
+    """How often a process has refused, by one check, that data of a tenant is in a region; see
+    `shared/tenancy/refusals.py`.
+    """
+
+    check: Name
+    tenant_id: Name
+    region: Name
+    count: Count = 1
+
+
 class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The state of a process, sent every `interval_s` by the loop that does the work, so it proves
     progress.
@@ -1308,6 +1320,9 @@ class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True):
     host_name: Name = ""  # the machine that the process runs on
     starting: StartProgress | None = None  # with the state "starting"; may be silent for a while
     links: Annotated[tuple[LinkLoad, ...], Meta(max_length=MAX_LINKS)] = ()  # to other sites
+    # Since its start: the kinds that came last, and all by their check
+    refusals: Annotated[tuple[ResidencyRefusals, ...], Meta(max_length=MAX_REFUSALS)] = ()
+    num_refusals: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=32)] = ()
 
     @property
     def sender_id(self) -> str:

@@ -53,6 +53,7 @@ from shared.subjects import (
     list_host_models,
 )
 from shared.telemetry.log_limit import LogLimit
+from shared.tenancy.refusals import Refusals
 from shared.transport.bus import Bus
 from shared.transport.timed_requests import TimedRequests
 
@@ -99,6 +100,7 @@ class HealthMonitor:
         numbers: HeartbeatNumbers | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
+        self.refusals = Refusals(region, LogLimit(clock.now))
         self.state: ProcessState = "starting"
         self._numbers = HeartbeatNumbers.random(randomness) if numbers is None else numbers
         self.epoch = self._numbers.epoch
@@ -371,6 +373,8 @@ class HealthMonitor:
             store=None if self._store is None else self._store(),
             host_name=self._host_name,
             links=self._links(),
+            refusals=self.refusals.last(),
+            num_refusals=tuple(self.refusals.totals.items()),
         )
 
     def report(self) -> ProcessReport:

@@ -68,6 +68,11 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
         "Requests, records, peers and replies whose handling raised in a process: bugs.",
         labels=["process"],
     )
+    refusals = CounterMetricFamily(
+        "hearth_residency_refusals",
+        "Refusals to have data of a tenant outside of its regions, by what refused.",
+        labels=["process", "check"],
+    )
     for heartbeat, is_live in members:
         process_id = heartbeat.process_id
         info.add_metric([process_id, heartbeat.release, heartbeat.region], 1)
@@ -78,4 +83,6 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
         mismatches.add_metric([process_id], heartbeat.num_impostors)
         reconnects.add_metric([process_id], heartbeat.num_bus_reconnects)
         failed_items.add_metric([process_id], heartbeat.num_failed_items)
-    yield from (info, live, ready, uptime, mismatches, reconnects, failed_items)
+        for check, count in heartbeat.num_refusals:
+            refusals.add_metric([process_id, check], count)
+    yield from (info, live, ready, uptime, mismatches, reconnects, failed_items, refusals)
