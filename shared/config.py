@@ -25,6 +25,7 @@ from shared.numerics import (
     KvDtype,
     ModeChoice,
 )
+from shared.regions.region_classes import region_classes
 from shared.sizes import parse_size_or_share
 from shared.tls import TlsFiles
 
@@ -74,6 +75,8 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     nats_key: str = ""
     is_nats_tls_first: bool = False  # the handshake precedes all that the server sends
     region: str = ""
+    # NAME=REGION,REGION,… of each class of regions, as in nats-config; empty: there are none
+    region_classes: tuple[str, ...] = ()
     drain_timeout_s: float = 60.0  # requests still running then are returned or end with an error
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # port of probes and metrics; 0: none
@@ -114,6 +117,10 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.region and not _SUBJECT_TOKEN.fullmatch(self.region):
             yield f"region {self.region!r} must be a name without spaces . * >"
+        try:
+            region_classes(self.region_classes)
+        except ConfigError as error:
+            yield error.message
 
 
 def log_problems(level: str, log_format: str) -> Iterator[str]:

@@ -25,6 +25,7 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     │   └── WorkerUnfit           503  this worker will not serve this request at any time
     │       ├── ContextFull       503  its KV cache is smaller than the request
     │       └── OutsideRegions    403  a process outside of the tenant's regions refuses its data
+    │           └── SendForbidden 403  this process may not send data of the tenant's region class
     ├── StepFailed                503  a step raised for this request alone; another worker may not
     ├── OutOfMemory               503  this worker's device has no memory for it; another's may
     ├── DeviceFailed              503  this worker's device fails; another worker's may not
@@ -169,6 +170,10 @@ class OutsideRegions(WorkerUnfit):
     code = "outside_regions"
     http_status = 403
     openai_type = "permission_error"
+
+
+class SendForbidden(OutsideRegions):
+    code = "send_forbidden"
 
 
 class StepFailed(HearthError):

@@ -131,6 +131,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         """
         return None
 
+    @property
+    def region_class(self) -> str:
+        """The region class of the tenant whose data it has; "" for none. Its subject names it."""
+        return ""
+
 
 class Failure(Message, frozen=True, kw_only=True):
     """An exception on the wire; `code` identifies its class in `shared.errors`."""
@@ -229,6 +234,10 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
         return self.request.gateway_id
 
     @property
+    def region_class(self) -> str:
+        return self.request.region_class
+
+    @property
     def traceparent(self) -> bytes | None:
         return self.request.traceparent
 
@@ -302,6 +311,10 @@ class StartDecode(Message, frozen=True, kw_only=True):
     request: Request
     prefill_candidates: Annotated[tuple[ProcessId, ...], Meta(max_length=16)] = ()
     is_queueable: bool = True  # for another site: as of SubmitRequest
+
+    @property
+    def region_class(self) -> str:
+        return self.request.region_class
 
     @property
     def traceparent(self) -> bytes | None:
@@ -395,23 +408,25 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token from the second
 
 
-class TokenBatch(Message, frozen=True, kw_only=True):
+class TokenBatch(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The tokens that one engine step, or a few short ones, generated for one gateway."""
 
     worker_id: ProcessId
     entries: tuple[TokenEntry, ...]
+    region_class: Name = ""  # that of the tenant
 
     @property
     def sender_id(self) -> str:
         return self.worker_id
 
 
-class ResendTokens(Message, frozen=True, kw_only=True):
+class ResendTokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The reply is a TokenBatch, or `unknown_placement` if the worker no longer holds it."""
 
     placement_id: PlacementId
     choice_index: ChoiceIndex
     from_position: Count
+    region_class: Name = ""  # that of the tenant
 
 
 class AckFinished(Message, frozen=True, kw_only=True):
@@ -511,6 +526,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     request_id: Name  # copied from the request: another try has another placement id
     needs: FeatureNames = ()  # copied from the request
     traceparent: Traceparent | None = None  # copied from the request
+    region_class: Name = ""  # that of the tenant
 
     @property
     def sender_id(self) -> str:
@@ -563,8 +579,10 @@ class BlocksCleared(Message, frozen=True, kw_only=True):
     pass
 
 
-class KvEvents(Message, frozen=True, kw_only=True):
-    """Changes of one worker's cache; `sequence_number` grows by 1, a restart changes `epoch`."""
+class KvEvents(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Changes of one worker's cache, of blocks of one region class or of none; `sequence_number`
+    grows by 1 in each, a restart changes `epoch`.
+    """
 
     worker_id: ProcessId
     epoch: Epoch
@@ -573,16 +591,20 @@ class KvEvents(Message, frozen=True, kw_only=True):
     revision: Name
     kv_format: Name
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
+    region_class: Name = ""  # that of the tenant
 
     @property
     def sender_id(self) -> str:
         return self.worker_id
 
 
-class ListBlocks(Message, frozen=True, kw_only=True):
-    """Resync: requests the list of all blocks that a worker holds, one page at a time."""
+class ListBlocks(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Resync: requests the list of all blocks that a worker holds of one region class, or of none,
+    one page at a time.
+    """
 
     cursor: Count = 0
+    region_class: Name = ""  # that of the tenant
 
 
 class BlockPage(Message, frozen=True, kw_only=True):
@@ -604,7 +626,7 @@ class BlockPage(Message, frozen=True, kw_only=True):
         return self.worker_id
 
 
-class PinPrefix(Message, frozen=True, kw_only=True):
+class PinPrefix(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Pins the full blocks of a prefix: a worker evicts them only after all others, and computes
     the missing ones. The reply is PrefixPinned, or WorkerBusy if pins already fill their share of
     the cache.
@@ -618,6 +640,7 @@ class PinPrefix(Message, frozen=True, kw_only=True):
     block_hashes: bytes  # hashes of all the tokens
     num_public_blocks: Count = 0  # all or none
     lease_s: Duration  # starts when the worker receives it; KeepPins renews it
+    region_class: Name = ""  # that of the tenant
 
 
 class PrefixPinned(Message, frozen=True, kw_only=True):
@@ -625,11 +648,14 @@ class PrefixPinned(Message, frozen=True, kw_only=True):
     is_computing: bool  # the missing blocks; a worker with waiting requests computes them later
 
 
-class KeepPins(Message, frozen=True, kw_only=True):
-    """All prefixes pinned on a worker, each by its last block hash; any other pin is released."""
+class KeepPins(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """All prefixes of one region class, or of none, that are pinned on a worker, each by its last
+    block hash; any other pin of it is released.
+    """
 
     tip_hashes: bytes
     lease_s: Duration
+    region_class: Name = ""  # that of the tenant
 
 
 class PinsKept(Message, frozen=True, kw_only=True):
@@ -663,12 +689,18 @@ class TenantKvCounted(Message, frozen=True, kw_only=True):
     num_held_tokens: Count
 
 
-class MatchPrefix(Message, frozen=True, kw_only=True):
+class MatchPrefix(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Which workers hold leading blocks of a prompt? Of a tenant with a region class, the first
+    `num_public_blocks` are looked up among the blocks without one.
+    """
+
     tenant_id: Name
     model: Name
     revision: Name
     block_hashes: bytes
     is_counted: bool = True  # counts as a use of the matched blocks, in the records of prefixes
+    region_class: Name = ""  # that of the tenant
+    num_public_blocks: Count = 0
 
 
 class PrefixMatch(Message, frozen=True, kw_only=True):
@@ -883,6 +915,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_tokens: Count = 0
     num_cached_prompt_tokens: Count = 0  # those found in this worker's cache
     num_kv_events: Count = 0  # sequence number of its last KvEvents: reveals a lost last message
+    # the same of each region class of which it has cached blocks since its start
+    num_class_kv_events: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=16)] = ()
     # KV frames since the process started: accepted, and rejected by cause
     num_kv_frames: Count = 0
     num_corrupt_kv_frames: Count = 0

@@ -7,6 +7,7 @@
     hearth.v1.site.{site}.{role}.{credential}.{instance}.{verb}      leaves to a process of a site
     hearth.v1.site.any.{role}.{credential}.{instance}.{verb}         leaves to every linked site
     hearth.v1.linked.{site}.{role}.{credential}.{instance}.{verb}    came from a site
+    hearth.v1.in.{class}.{…}       data of a tenant with a region class, otherwise as above
 
 A process id is `{credential}.{instance}`, or `{credential}` for the only process of a credential;
 its instance on the wire is then `-`. On the wire every subject ends with the sender's credential
@@ -16,7 +17,9 @@ processes of one credential (replicas) trust one another. A process of another s
 site sends into what came from it, so that no site speaks as another.
 
 `permissions()` is the only source of the NATS permission file: a process reads only the commands to
-its credential, its inbox and the public events.
+its credential, its inbox and the public events. A message with data of a tenant that has a region
+class names the class in its subject, where only credentials of the class's regions may send it or
+receive it.
 """
 
 from __future__ import annotations
@@ -57,6 +60,12 @@ _SITE, _LINKED = f"{PREFIX}.site", f"{PREFIX}.linked"
 NO_REGION = "-"
 _PREFILL_AND_DECODE: tuple[Role, ...] = ("prefill", "decode")
 
+_IN = f"{PREFIX}.in."
+# Of messages with prompts, tokens or hashes of their blocks.
+DATA_VERBS = frozenset(
+    ("submit", "match", "start", "resend", "run", "tokens", "kv_events", "list_blocks", "pins")
+)
+
 HEARTBEATS = f"{PREFIX}.*.*.*.heartbeat.*"
 KV_EVENTS = f"{PREFIX}.*.*.*.kv_events"
 
@@ -81,6 +90,27 @@ def command(role: CredentialRole, process_id: str, verb: str) -> str:
         site, name = process_id.split(SITE_SEPARATOR)[:2]
         return f"{_SITE}.{site}.{role}.{two_tokens(name)}.{verb}"
     return f"{PREFIX}.{role}.{two_tokens(process_id)}.{verb}"
+
+
+def carries_data(subject: str) -> bool:
+    """Whether the messages of a subject, without its sender, have data of tenants."""
+    return subject.rpartition(".")[2] in DATA_VERBS
+
+
+def in_class(subject: str, region_class: str) -> str:
+    """Returns the subject of data of a region class; "" is none."""
+    return f"{_IN}{region_class}{subject[len(PREFIX) :]}" if region_class else subject
+
+
+@lru_cache(MAX_REMEMBERED)
+def class_of(subject: str) -> str:
+    """Returns the region class that a subject names; "" for none."""
+    return subject.split(".", 4)[3] if subject.startswith(_IN) else ""
+
+
+@lru_cache(MAX_REMEMBERED)
+def without_class(subject: str) -> str:
+    return f"{PREFIX}.{subject.split('.', 4)[4]}" if subject.startswith(_IN) else subject
 
 
 def heartbeat(roles: tuple[Role, ...], process_id: str, region: str = "") -> str:
@@ -271,12 +301,14 @@ STATES_OF_SITES = f"{_LINKED}.*.gateway.*.*.state.*"
 @lru_cache(MAX_REMEMBERED)
 def site_of(wire_subject: str) -> str | None:
     """Returns the site that a message came from; None for this one."""
-    return wire_subject.split(".")[3] if wire_subject.startswith(f"{_LINKED}.") else None
+    subject = without_class(wire_subject)
+    return subject.split(".")[3] if subject.startswith(f"{_LINKED}.") else None
 
 
 @lru_cache(MAX_REMEMBERED)
 def site_addressed(subject: str) -> str | None:
     """Returns the site that a subject leads to, or ANY for all; None for this one."""
+    subject = without_class(subject)
     return subject.split(".")[3] if subject.startswith(f"{_SITE}.") else None
 
 
@@ -444,10 +476,15 @@ _RECEIVED_FROM_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
 
 
 def permissions(
-    role: CredentialRole, credential: str, region: str = "", *, is_linked: bool = False
+    role: CredentialRole,
+    credential: str,
+    region: str = "",
+    *,
+    is_linked: bool = False,
+    region_classes: tuple[str, ...] = (),
 ) -> Permissions:
     """Returns the minimal permissions that the credential's processes need. `is_linked`: its site
-    has links to others.
+    has links to others. `region_classes` are those that contain the region.
     """
     own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
@@ -477,6 +514,7 @@ def permissions(
         publish += [heartbeat((each,), any_instance, region), kv_events(each, any_instance)]
         publish += _PUBLISH[each]
         shared += [command(each, any_instance, "*"), *_SHARED_SUBSCRIBE[each]]
+    own = [command(each, any_instance, verb) for each in roles for verb in sorted(DATA_VERBS)]
     if role in ("worker", *_PREFILL_AND_DECODE):
         publish.append(join_ranks(any_instance))
         shared.append(join_ranks(any_instance))
@@ -491,6 +529,11 @@ def permissions(
         shared.append(control("decode", any_instance))
     elif is_linked and role == "scheduler":
         shared.append(from_sites("scheduler", ANY, "digest"))
+    data = [each for each in publish if carries_data(each)]
+    data_received = [each for each in (*own, *shared) if carries_data(each)]
+    for region_class in region_classes:
+        publish += [in_class(each, region_class) for each in data]
+        shared += [in_class(each, region_class) for each in data_received]
     return Permissions(
         publish=tuple(sent_by(subject, any_instance) for subject in publish),
         subscribe=(own_inbox, *map(from_anyone, shared)),

@@ -161,7 +161,7 @@ LAYERS = {
         " | room hosts orders arrival_rates | view"
     ),
     "shared": (
-        "engine | kv_wire | model_registry fleet | lifecycle tenancy | metrics | transport | "
+        "engine | kv_wire | model_registry fleet | lifecycle | tenancy | metrics | transport | "
         "grammar telemetry"
     ),
     "shared/engine": (

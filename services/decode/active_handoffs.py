@@ -247,6 +247,7 @@ class ActiveHandoffs:
             request_id=request.request_id,
             needs=request.needs,
             traceparent=request.traceparent,
+            region_class=request.region_class,
         )
         self.forget(placement)
         placement.prefill_id = placement_id

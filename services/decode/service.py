@@ -185,7 +185,9 @@ class DecodeService:
         placement_id, gateway_id = placement.placement_id, _owner(placement)
         for index, sequence in placement.choices.items():
             first_position = sequence.num_output_tokens
-            output = self._output_buffer.open(placement_id, gateway_id, index, first_position)
+            output = self._output_buffer.open(
+                placement_id, gateway_id, index, first_position, placement.request.region_class
+            )
             self._unfinished[sequence] = placement, output
 
     def _check_admission(self, placement_id: bytes) -> None:

@@ -13,8 +13,8 @@ import asyncio
 from math import inf
 
 from shared.engine.worker import EngineWorker
-from shared.messages import TokenBatch, TokenEntry
-from shared.output.output_buffer import OutputBuffer, apart
+from shared.messages import TokenBatch
+from shared.output.output_buffer import Batches, OutputBuffer, apart
 from shared.subjects import tokens
 
 INTERVAL_S = 0.002
@@ -60,8 +60,12 @@ class TokenFlusher:
             INTERVAL_S, self._output_buffer.num_waiting * ENTRY_INTERVAL_S
         )
 
-    def _send(self, batches: dict[str, list[TokenEntry]]) -> None:
-        for gateway_id, entries in batches.items():
+    def _send(self, batches: Batches) -> None:
+        for (gateway_id, region_class), entries in batches.items():
             for part in apart(entries):
-                batch = TokenBatch(worker_id=self._worker.worker_id, entries=tuple(part))
+                batch = TokenBatch(
+                    worker_id=self._worker.worker_id,
+                    entries=tuple(part),
+                    region_class=region_class,
+                )
                 self._worker.outbox.post(tokens(gateway_id), batch)

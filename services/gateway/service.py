@@ -96,6 +96,7 @@ class GatewayService:
             wall_clock,
             num_gateways=self._num_gateways,
             writer_id=f"{config.process_id}-{randomness.bytes(8).hex()}",
+            refusals=self._health_monitor.refusals,
         )
         self.api_keys, self._limits = self.tenancy.api_keys, self.tenancy.limits
         self._usage = self.tenancy.usage
@@ -254,6 +255,7 @@ class GatewayService:
         await self._models.read_registry()
         self._background.start_own(self._models.registry.run())
         self._background.start_own(self.tenancy.redis_memory.run())
+        self._background.start_own(self.tenancy.declare_regions())
         self._background.start_own(self._rejection_log.run())
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:

@@ -8,13 +8,13 @@ their leases, and at most one prefix to compute, so that a new worker is not ove
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+import msgspec
 import structlog
 
-from services.kv_index.index import PrefixIndex
 from services.kv_index.pin_reasons import PinReasons
 from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
@@ -24,9 +24,11 @@ from shared.errors import ConfigError, DependencyUnavailable, HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.store import Store, StoreUnavailable
 from shared.subjects import pins as pins_of
 from shared.tenancy import pinned_prefix
+from shared.tenancy.residency import regions_of
 from shared.tenancy.tenant import tenant_of
 
 log = structlog.get_logger(__name__)
@@ -54,17 +56,24 @@ class PinKeeper:
         self,
         store: Store,
         health_monitor: HealthMonitor,
-        index: PrefixIndex,
+        holds: Callable[[str, bytes], bool],
         registry: PrefixRegistry,
         *,
         wall_clock: Callable[[], float],
         root_key: bytes = b"",
+        classes: RegionClasses = NO_CLASSES,
+        own_classes: Sequence[str] = (),
     ) -> None:
+        """`holds(worker_id, block_hash)`: whether a worker holds a block, as far as the index
+        knows. Pins of tenants with a region class are those of `own_classes` alone.
+        """
         self.pins = Pins(root_key)
+        self._classes = classes
+        self._own_classes = ("", *own_classes)
         self._requests = health_monitor.requests
         self._store = store
         self._fleet = health_monitor.fleet
-        self._index = index
+        self._holds = holds
         self._registry = registry
         self._wall_clock = wall_clock
         self._version = -1  # version of the prefixes that are read; -1: none are
@@ -73,7 +82,7 @@ class PinKeeper:
         self._waiting: set[str] = set()
         self._reasons = PinReasons(store, wall_clock)
         self._pinned_tips: set[bytes] = set()  # recorded in the registry
-        self._pinned_workers: set[str] = set()  # workers that may have pins
+        self._pinned_workers: set[tuple[str, str]] = set()  # with the class of pins they may have
         self._round = 0
 
     async def round(self) -> None:
@@ -87,7 +96,8 @@ class PinKeeper:
         self._record(workers)
         self._round += 1
         if self._leads():
-            self._pinned_workers &= {each.process_id for each in workers}
+            live = {each.process_id for each in workers}
+            self._pinned_workers = {each for each in self._pinned_workers if each[0] in live}
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
                 await asyncio.gather(*(self._retain_alone(worker) for worker in some))
@@ -164,7 +174,10 @@ class PinKeeper:
         if not digests:
             self._forget(tenant_id)
             return
-        self.pins.allow(tenant_id, None if record is None else record.allowed_regions)
+        if record is None:
+            self.pins.allow(tenant_id, None)
+        else:
+            self.pins.allow(tenant_id, regions_of(record, self._classes), record.region_class)
         self._tenants[tenant_id] = _TenantPins(digests, min(ends, default=inf))
 
     def _forget(self, tenant_id: str) -> None:
@@ -207,34 +220,44 @@ class PinKeeper:
         return [found[process_id] for process_id in sorted(found)]
 
     async def _retain_alone(self, worker: Heartbeat) -> None:
-        with failing_alone("pin_failed", worker=worker.process_id):
-            await self._retain(worker)
-
-    async def _retain(self, worker: Heartbeat) -> None:
         assert worker.model is not None
+        pins = self.pins.expected_of(worker.model, worker.region)
+        for region_class in self._own_classes:
+            own = {tip: p for tip, p in pins.items() if self.pins.class_of(p) == region_class}
+            with failing_alone("pin_failed", worker=worker.process_id):
+                await self._retain(worker, region_class, own)
+
+    async def _retain(
+        self, worker: Heartbeat, region_class: str, expected: dict[bytes, ExpectedPin]
+    ) -> None:
         worker_id = worker.process_id
-        expected = self.pins.expected_of(worker.model, worker.region)
-        if not expected and worker_id not in self._pinned_workers:
+        kind = worker_id, region_class
+        if not expected and kind not in self._pinned_workers:
             return
         subject = pins_of(worker.roles[0], worker_id)
-        command = KeepPins(tip_hashes=pack_hashes(list(expected)), lease_s=PIN_LEASE_S)
+        command = KeepPins(
+            tip_hashes=pack_hashes(list(expected)), lease_s=PIN_LEASE_S, region_class=region_class
+        )
         try:
             reply = await self._requests.request(
                 worker_id, subject, command, PinsKept, base_s=PIN_TIMEOUT_S
             )
-            (self._pinned_workers.add if expected else self._pinned_workers.discard)(worker_id)
+            (self._pinned_workers.add if expected else self._pinned_workers.discard)(kind)
             cold = self._cold(worker_id, expected, reply)
             if cold:
-                await self._warm(worker_id, subject, cold[self._round % len(cold)])
+                await self._warm(worker_id, subject, cold[self._round % len(cold)], region_class)
         except HearthError as error:  # the next round retries, starting with another prefix
             log.debug("pin_failed", worker=worker_id, reason=error.message)
 
-    async def _warm(self, worker_id: str, subject: str, pin: ExpectedPin) -> None:
+    async def _warm(
+        self, worker_id: str, subject: str, pin: ExpectedPin, region_class: str
+    ) -> None:
         """Requests that a worker computes the prefix. Raises HearthError."""
         tenant_id, name = pin.prefix.tenant_id, pin.prefix.name
         try:
+            command = msgspec.structs.replace(pin.command, region_class=region_class)
             await self._requests.request(
-                worker_id, subject, pin.command, PrefixPinned, base_s=PIN_TIMEOUT_S
+                worker_id, subject, command, PrefixPinned, base_s=PIN_TIMEOUT_S
             )
         except DependencyUnavailable:  # the way to the worker fails
             raise
@@ -250,7 +273,7 @@ class PinKeeper:
         return [
             pin
             for tip_hash, pin in expected.items()
-            if tip_hash in missing or not self._index.holds(worker_id, tip_hash)
+            if tip_hash in missing or not self._holds(worker_id, tip_hash)
         ]
 
 

@@ -28,6 +28,7 @@ class Pins:
         self._root_key = root_key
         self._prefixes: dict[str, PinnedPrefix] = {}  # key: digest
         self._regions: dict[str, Collection[str] | None] = {}  # regions of each tenant's record now
+        self._classes: dict[str, str] = {}  # region class of each tenant's record now
         self._expected: dict[tuple[str, str, int], ExpectedPin | None] = {}
 
     def __len__(self) -> int:
@@ -39,12 +40,22 @@ class Pins:
     def add(self, digest: str, prefix: PinnedPrefix) -> None:
         self._prefixes[digest] = prefix
 
-    def allow(self, tenant_id: str, regions: Collection[str] | None) -> None:
-        """The regions whose workers may hold the tenant's prefixes; None: all."""
+    def allow(
+        self, tenant_id: str, regions: Collection[str] | None, region_class: str = ""
+    ) -> None:
+        """The regions whose workers may hold the tenant's prefixes, None: all; and the region class
+        of the messages with them.
+        """
         self._regions[tenant_id] = regions
+        self._classes[tenant_id] = region_class
 
     def forget(self, tenant_id: str) -> None:
         self._regions.pop(tenant_id, None)
+        self._classes.pop(tenant_id, None)
+
+    def class_of(self, pin: ExpectedPin) -> str:
+        """Returns the region class of a pin's tenant."""
+        return self._classes.get(pin.prefix.tenant_id, "")
 
     def _allows(self, tenant_id: str, region: str) -> bool:
         regions = self._regions.get(tenant_id)

@@ -16,7 +16,8 @@ from functools import partial
 
 import structlog
 
-from services.kv_index.index import Outcome, PrefixIndex, SyncState
+from services.kv_index.class_indexes import ClassIndexes
+from services.kv_index.index import Outcome, PrefixIndex
 from services.kv_index.kv_dropper import ROUND_S as DROP_ROUND_S
 from services.kv_index.kv_dropper import KvDropper
 from services.kv_index.pin_keeper import ROUND_S, PinKeeper
@@ -40,11 +41,13 @@ from shared.messages import (
     KvEvents,
     ListBlocks,
     MatchPrefix,
+    ModelCard,
     PrefixMatches,
 )
 from shared.metrics.process_report import ProcessReport
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import Randomness, SystemRandomness
+from shared.regions.region_classes import region_classes
 from shared.store import RedisStore, Store
 from shared.transport.bus import Bus, Unsubscribe
 
@@ -79,7 +82,7 @@ class KvIndexService:
             index=self._load,
             store=store.load,
         )
-        self.index = PrefixIndex()
+        self.indexes = ClassIndexes(bus.regions.own_classes)
         self._num_resyncs = 0
         self._num_matches = 0
         self._registry = PrefixRegistry(
@@ -91,10 +94,12 @@ class KvIndexService:
         self._keeper = PinKeeper(
             store,
             self.health_monitor,
-            self.index,
+            self.indexes.holds,
             self._registry,
             wall_clock=wall_clock,
             root_key=root_key(config.cluster_secret),
+            classes=region_classes(config.region_classes),
+            own_classes=bus.regions.own_classes,
         )
         self._dropper = KvDropper(
             store,
@@ -106,7 +111,7 @@ class KvIndexService:
         self._bus = bus
         self._store = store
         self._clock = clock
-        self._resyncs: dict[str, asyncio.Task[None]] = {}
+        self._resyncs: dict[tuple[str, str], asyncio.Task[None]] = {}  # by worker and region class
         self._background = Background()
         self._leave_group: Unsubscribe | None = None
 
@@ -143,11 +148,11 @@ class KvIndexService:
         return self.health_monitor.report()
 
     def _load(self) -> IndexLoad:
-        num_inexact = self.index.num_inexact_workers
+        num_inexact = self.indexes.num_inexact_workers
         return IndexLoad(
             state="degraded" if num_inexact else "exact",
-            num_blocks=self.index.num_blocks,
-            num_workers=self.index.num_workers,
+            num_blocks=self.indexes.num_blocks,
+            num_workers=self.indexes.plain.num_workers,
             num_inexact_workers=num_inexact,
             num_resyncs=self._num_resyncs,
             num_matches=self._num_matches,
@@ -160,7 +165,10 @@ class KvIndexService:
     def _match(self, message: MatchPrefix) -> PrefixMatches:
         block_hashes = unpack_hashes(message.block_hashes)
         self._num_matches += 1
-        reply = self.index.match(block_hashes, message.model, message.revision)
+        reply = self.indexes.match(
+            *(message.region_class, block_hashes, message.model, message.revision),
+            num_public=message.num_public_blocks,
+        )
         if reply.matches and message.is_counted:
             deepest = max(match.num_blocks for match in reply.matches)
             self._registry.matched(message.tenant_id, block_hashes, deepest)
@@ -168,92 +176,109 @@ class KvIndexService:
 
     def _take_events(self, message: KvEvents) -> None:
         try:
-            outcome = self.index.apply(message)
+            outcome = self.indexes.of(message.region_class).apply(message)
             if outcome is Outcome.NEEDS_RESYNC:
-                self._start_resync(message.worker_id)
+                self._start_resync(message.worker_id, message.region_class)
             elif outcome is not Outcome.IGNORED:
                 self._record(message)
         except InvalidRequest as error:  # the worker's next event shows a gap
             log.warning("kv_events_invalid", worker=message.worker_id, error=error.message)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        worker_id, card, load = heartbeat.process_id, heartbeat.model, heartbeat.load
-        if card is None or load is None or not self.health_monitor.fleet.is_live(worker_id):
+        worker_id, load = heartbeat.process_id, heartbeat.load
+        is_live = self.health_monitor.fleet.is_live(worker_id)
+        if heartbeat.model is None or load is None or not is_live:
             return
-        known = self.index.state_of(worker_id) is not None
-        if self.index.add_worker(
+        numbers = {"": load.num_kv_events, **dict(load.num_class_kv_events)}
+        for region_class, index in self.indexes.items():
+            if region_class in numbers:
+                self._announce(heartbeat, heartbeat.model, region_class, numbers[region_class])
+            else:  # a process that has had no blocks of the class
+                index.remove_worker(worker_id)
+
+    def _announce(
+        self, heartbeat: Heartbeat, card: ModelCard, region_class: str, num_events: int
+    ) -> None:
+        worker_id, index = heartbeat.process_id, self.indexes.of(region_class)
+        known = index.state_of(worker_id) is not None
+        if index.add_worker(
             *(worker_id, card.name, card.revision, card.kv_format),
             reaches=card.kv_reaches,
             block_size=card.block_size,
         ):
             if known:
                 self._registry.cleared(worker_id)
-            self._start_resync(worker_id)
-        outcome = self.index.announce(worker_id, heartbeat.epoch, load.num_kv_events)
+            self._start_resync(worker_id, region_class)
+        outcome = index.announce(worker_id, heartbeat.epoch, num_events)
         if outcome is Outcome.NEEDS_RESYNC:
-            self._start_resync(worker_id)
+            self._start_resync(worker_id, region_class)
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
-        task = self._resyncs.pop(process_id, None)
-        if task is not None:
-            task.cancel()
-        self.index.remove_worker(process_id)
+        for region_class, index in self.indexes.items():
+            task = self._resyncs.pop((process_id, region_class), None)
+            if task is not None:
+                task.cancel()
+            index.remove_worker(process_id)
         self._registry.cleared(process_id)
 
     # ── resync ───────────────────────────────────────────────────────────────────────────────────
 
-    def _start_resync(self, worker_id: str) -> None:
-        if worker_id not in self._resyncs:
-            self._resyncs[worker_id] = self._background.start_item(
-                self._resync(worker_id), partial(self._give_up_resync, worker_id)
+    def _start_resync(self, worker_id: str, region_class: str) -> None:
+        key = worker_id, region_class
+        if key not in self._resyncs:
+            self._resyncs[key] = self._background.start_item(
+                self._resync(*key), partial(self._give_up_resync, *key)
             )
 
-    async def _resync(self, worker_id: str) -> None:
+    async def _resync(self, worker_id: str, region_class: str) -> None:
         """Retries until the worker's blocks are known exactly; loss of the worker cancels this."""
-        while not await self._try_resync(worker_id):
+        while not await self._try_resync(worker_id, region_class):
             await self._clock.sleep(RESYNC_BACKOFF_S)
-        self._resyncs.pop(worker_id, None)
+        self._resyncs.pop((worker_id, region_class), None)
 
-    def _give_up_resync(self, worker_id: str, error: Exception) -> None:
+    def _give_up_resync(self, worker_id: str, region_class: str, error: Exception) -> None:
         """Abandons a resync. The worker's next event or heartbeat starts another."""
-        self._resyncs.pop(worker_id, None)
-        self._resync_failed(worker_id, repr(error))
+        self._resyncs.pop((worker_id, region_class), None)
+        self._resync_failed(worker_id, region_class, repr(error))
 
-    async def _try_resync(self, worker_id: str) -> bool:
+    async def _try_resync(self, worker_id: str, region_class: str) -> bool:
         heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)
-        if heartbeat is None or self.index.state_of(worker_id) is None:
+        index = self.indexes.of(region_class)
+        if heartbeat is None or index.state_of(worker_id) is None:
             return True  # lost; its next heartbeat starts another resync
         subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
-        self.index.begin_resync(worker_id)
+        failed = partial(self._resync_failed, worker_id, region_class)
+        index.begin_resync(worker_id)
         self._num_resyncs += 1
         cursor = 0
         try:
             for _ in range(MAX_PAGES):
-                question = ListBlocks(cursor=cursor)
+                question = ListBlocks(cursor=cursor, region_class=region_class)
                 page = await self.health_monitor.requests.request(
                     worker_id, subject, question, BlockPage, base_s=LIST_TIMEOUT_S
                 )
-                if page.worker_id != worker_id or not self.index.add_page(page):
-                    return self._resync_failed(worker_id, "the pages are inconsistent")
+                if page.worker_id != worker_id or not index.add_page(page):
+                    return failed("the pages are inconsistent")
                 self._record_runs(page)
                 if page.next_cursor is None:
-                    return self._finish_resync(worker_id)
+                    return self._finish_resync(worker_id, index)
                 if page.next_cursor <= cursor:
                     break
                 cursor = page.next_cursor
-            return self._resync_failed(worker_id, "the list of pages does not end")
+            return failed("the list of pages does not end")
         except HearthError as error:
-            return self._resync_failed(worker_id, str(error))
+            return failed(str(error))
 
-    def _finish_resync(self, worker_id: str) -> bool:
-        if self.index.finish_resync(worker_id) is not Outcome.APPLIED:
+    def _finish_resync(self, worker_id: str, index: PrefixIndex) -> bool:
+        if index.finish_resync(worker_id) is not Outcome.APPLIED:
             return False
-        self._registry.checked(worker_id, partial(self.index.holds, worker_id))
+        if self.indexes.is_exact(worker_id):
+            self._registry.checked(worker_id, partial(self.indexes.holds, worker_id))
         return True
 
-    def _resync_failed(self, worker_id: str, reason: str) -> bool:
+    def _resync_failed(self, worker_id: str, region_class: str, reason: str) -> bool:
         log.info("resync_failed", worker=worker_id, reason=reason)
-        self.index.abandon_resync(worker_id)
+        self.indexes.of(region_class).abandon_resync(worker_id)
         return False
 
     # ── the registry ─────────────────────────────────────────────────────────────────────────────
@@ -274,8 +299,8 @@ class KvIndexService:
         """
         if not self.health_monitor.fleet.is_live(worker_id):
             return False
-        is_exact = self.index.state_of(worker_id) is SyncState.EXACT
-        return self.index.holds(worker_id, block_hash) or not is_exact
+        is_exact = self.indexes.is_exact(worker_id)
+        return self.indexes.holds(worker_id, block_hash) or not is_exact
 
     def _record_runs(self, page: BlockPage) -> None:
         for run in page.stored:
@@ -304,7 +329,7 @@ class KvIndexService:
     async def _sweep(self) -> None:
         while True:
             await self._clock.sleep(SWEEP_S)
-            self.index.sweep(SWEEP_BLOCKS)
+            self.indexes.sweep(SWEEP_BLOCKS)
 
     async def _write_behind(self) -> None:
         while True:

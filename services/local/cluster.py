@@ -56,6 +56,7 @@ from shared.clock import Clock
 from shared.config import is_loopback
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
+from shared.regions.region_classes import region_classes
 from shared.store import StoreUnavailable
 from shared.tenancy.tenant_admin import (
     KeyStanding,
@@ -406,7 +407,13 @@ class LocalCluster:
     def _nats_spec(self, binary: str) -> ProcessSpec:
         host, port = self._endpoints.nats_host, self._endpoints.nats_port
         links = self._options.links
-        text = nats_config(self._identity.credentials, host=host, port=port, links=links)
+        text = nats_config(
+            self._identity.credentials,
+            host=host,
+            port=port,
+            links=links,
+            classes=region_classes(self._options.region_classes),
+        )
         path = self._state.write_secret("nats.conf", text)
         return ProcessSpec(
             process_id="nats",
@@ -450,4 +457,5 @@ class LocalCluster:
             nats_port=self._endpoints.nats_port,
             credentials=self._identity.credentials,
             links=self._options.links,
+            region_classes=self._options.region_classes,
         )

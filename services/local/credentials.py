@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import authority, user_of
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import CredentialRole, process_id_of, random_instance
 from shared.transport.link_config import SiteLinks
 from shared.transport.nkeys import UserKey
@@ -70,15 +71,22 @@ def process_id_for(
 
 
 def nats_config(
-    credentials: Sequence[Credential], *, host: str, port: int, links: SiteLinks | None = None
+    credentials: Sequence[Credential],
+    *,
+    host: str,
+    port: int,
+    links: SiteLinks | None = None,
+    classes: RegionClasses = NO_CLASSES,
 ) -> str:
     users = [
         NatsUser(each.role, each.process_id, each.password, each.region) for each in credentials
     ]
-    return nats_server_config(users, host=host, port=port, links=links)
+    return nats_server_config(users, host=host, port=port, links=links, classes=classes)
 
 
-def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: int) -> str:
+def nats_config_with_variables(
+    named: Sequence[Credential], *, host: str, port: int, classes: RegionClasses = NO_CLASSES
+) -> str:
     """Returns a configuration without secrets: each password is `$HEARTH_<PROCESS_ID>_PASSWORD`.
 
     nats-server reads unquoted variables from its environment.
@@ -88,7 +96,7 @@ def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: 
         NatsUser(each.role, each.process_id, variable, each.region)
         for each, variable in zip(named, variables, strict=True)
     ]
-    text = nats_server_config(users, host=host, port=port)
+    text = nats_server_config(users, host=host, port=port, classes=classes)
     for variable in variables:
         text = text.replace(f'"{variable}"', variable)
     return text
@@ -101,6 +109,7 @@ def nats_config_with_nkeys(
     host: str,
     port: int,
     links: SiteLinks | None = None,
+    classes: RegionClasses = NO_CLASSES,
 ) -> str:
     """Returns a configuration without secrets: each user by the public key of `seeds`/NAME.nk,
     which is created if it is missing. Raises ConfigError.
@@ -111,7 +120,7 @@ def nats_config_with_nkeys(
         )
         for each in named
     ]
-    return nats_server_config(users, host=host, port=port, links=links)
+    return nats_server_config(users, host=host, port=port, links=links, classes=classes)
 
 
 def created_key(path: Path) -> UserKey:
@@ -158,6 +167,19 @@ def check_region(region: str) -> None:
     """Checks the name of a region. Raises ConfigError."""
     if region and not _NAME.fullmatch(region):
         raise ConfigError(f"region {region!r} may have letters, digits, - and _ only")
+
+
+def check_classes(classes: RegionClasses, regions: Iterable[str]) -> None:
+    """Checks that the regions of classes are among `regions`, those of the processes and links of a
+    site. Raises ConfigError.
+    """
+    known = set(regions)
+    for text, name in zip(classes.texts(), classes.regions, strict=True):
+        for region in sorted(classes.regions[name] - known):
+            raise ConfigError(
+                f"region class {text!r} names {region!r}, which is the region of no process and no "
+                "link here"
+            )
 
 
 def named_credentials(arguments: Sequence[str]) -> list[Credential]:

@@ -28,6 +28,7 @@ from services.local.state import (
 )
 from shared.config import is_loopback
 from shared.errors import ConfigError
+from shared.regions.region_classes import region_classes
 
 
 class NewCredential(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +67,11 @@ def _grant(credential: Credential, directory: Path, state: LocalClusterState) ->
         raise ConfigError(f"process id {credential.process_id!r} is taken in this cluster")
     grown = msgspec.structs.replace(state, credentials=(*state.credentials, credential))
     text = nats_config(
-        grown.credentials, host=state.nats_host, port=state.nats_port, links=state.links
+        grown.credentials,
+        host=state.nats_host,
+        port=state.nats_port,
+        links=state.links,
+        classes=region_classes(state.region_classes),
     )
     write_secret(directory / "nats.conf", text)
     save_credentials(directory, grown.credentials)

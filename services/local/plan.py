@@ -101,6 +101,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: str = "auto"
     region: str = ""  # of all processes
+    region_classes: tuple[str, ...] = ()  # NAME=REGION,REGION,…
     links: SiteLinks | None = None  # to other sites
     link_seeds: dict[str, str] = {}  # of the links that this site opens, by variable
     models: tuple[NamedModel, ...] = ()  # several: a host runs their workers, by the model registry
@@ -408,6 +409,8 @@ def _service(
     arguments += ["--log-level", options.log_level, "--log-format", options.log_format]
     if options.region:
         arguments += ["--region", options.region]
+    for text in options.region_classes:
+        arguments += ["--region-classes", text]
     if options.links is not None and credential.role in LINKED_ROLES:
         arguments += ["--site", options.links.site]
         if credential.role == "gateway":

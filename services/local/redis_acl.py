@@ -60,6 +60,7 @@ REDIS_ROLES: dict[str, RedisRole] = {
             "hearth:tenant_sites",
             "hearth:usage_unsent",
             "hearth:sites",
+            "hearth:region_classes",
             "hearth:site_keys",
             "hearth:api_key:*",
             "hearth:*:keys",

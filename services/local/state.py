@@ -61,6 +61,7 @@ class LocalClusterState(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str = ""
     credentials: tuple[Credential, ...] = ()
     links: SiteLinks | None = None  # to other sites
+    region_classes: tuple[str, ...] = ()
 
     def nats_url_of(self, role: CredentialRole) -> str | None:
         """Returns the URL with the first credential of this role, or None without one, as with an

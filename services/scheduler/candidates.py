@@ -109,7 +109,8 @@ def _unserved(request: Request, *, has_capable: bool) -> NoCapacity:
     """
     where = ""
     if request.allowed_regions:
-        where = f" in the allowed regions ({', '.join(request.allowed_regions)})"
+        of_class = f" of the class {request.region_class!r}" if request.region_class else ""
+        where = f" in the allowed regions{of_class} ({', '.join(request.allowed_regions)})"
         log.warning(
             "no_worker_in_allowed_regions",
             request=request.request_id,

@@ -64,6 +64,7 @@ from shared.messages import (
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness, SystemRandomness
 from shared.sites.linked_sites import LinkedSites
+from shared.tenancy.residency import within_class
 from shared.transport.bus import Bus, Unsubscribe, failure_of
 
 log = structlog.get_logger(__name__)
@@ -207,7 +208,9 @@ class SchedulerService:
         if self._is_draining:
             raise WorkerBusy("this scheduler is draining")
         num_ahead = len(self._queues)
-        request = message.request
+        request = within_class(message.request, self._bus.regions.classes)
+        if request is not message.request:
+            message = msgspec.structs.replace(message, request=request)
         context_tokens = self._workers.smallest_context(
             QueueKey.of(request).served, num_context_tokens(request)
         )
@@ -358,6 +361,8 @@ class SchedulerService:
             model=request.model,
             revision=request.revision,
             block_hashes=request.block_hashes,
+            region_class=request.region_class,
+            num_public_blocks=request.num_public_blocks if request.region_class else 0,
         )
         try:
             reply = await self._requests.request(

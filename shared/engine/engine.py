@@ -524,7 +524,7 @@ class Engine:
         sequence.num_committed_blocks = full
 
     def _commit(self, sequence: Sequence, first: int, last: int, tenant_id: str) -> None:
-        quota = 0 if tenant_id == PUBLIC_TENANT_ID else sequence.kv_quota_tokens
+        is_public = tenant_id == PUBLIC_TENANT_ID
         for group, table in enumerate(sequence.block_tables):
             begin = max(first, sequence.first_blocks[group])
             if begin < last:
@@ -535,7 +535,8 @@ class Engine:
                     tenant_id=tenant_id,
                     parent_hash=sequence.parent_hash_of(begin),
                     first_block_index=begin,
-                    kv_quota_tokens=quota,
+                    kv_quota_tokens=0 if is_public else sequence.kv_quota_tokens,
+                    region_class="" if is_public else sequence.region_class,
                 )
 
     def _drop_unseen_blocks(self, sequence: Sequence, group: int) -> None:

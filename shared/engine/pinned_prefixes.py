@@ -25,6 +25,7 @@ _ID_PREFIX = b"pin:"
 class _Pin:
     tenant_id: str
     block_hashes: list[bytes]
+    region_class: str
     until: float
 
 
@@ -58,17 +59,18 @@ class PinnedPrefixes:
                     f"{self._max_blocks}"
                 )
             pool.pin(hashes)
-            self._pins[tip] = _Pin(_owner_of(command), list(hashes), 0.0)
+            self._pins[tip] = _Pin(_owner_of(command), list(hashes), command.region_class, 0.0)
         self._pins[tip].until = self._clock.now() + command.lease_s
         num_cached = pool.match(hashes).num_blocks
         is_computing = num_cached < len(hashes) and self._compute(sequence)
         return PrefixPinned(num_cached_blocks=num_cached, is_computing=is_computing)
 
     def renew(self, command: KeepPins) -> PinsKept:
-        """Renews the named pins and releases all others."""
+        """Renews the named pins and releases all others of their region class."""
         until = self._clock.now() + command.lease_s
         named = dict.fromkeys(unpack_hashes(command.tip_hashes))
-        for tip in [each for each in self._pins if each not in named]:
+        own = (tip for tip, pin in self._pins.items() if pin.region_class == command.region_class)
+        for tip in [each for each in own if each not in named]:
             self._release(tip)
         for tip in named:
             if tip in self._pins:

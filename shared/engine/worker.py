@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 import msgspec
 
 from shared.background import Background
 from shared.block_hash import prompt_chain
 from shared.clock import Clock
+from shared.engine.batching.block_pool import KvEvent
 from shared.engine.batching.cached_block import CachedBlock, runs_of
 from shared.engine.batching.sequence import Sequence
 from shared.engine.loop import EngineLoop
@@ -114,10 +117,11 @@ class EngineWorker:
         self._forgets: list[Callable[[str], None]] = []
         self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
         self._num_kv_mismatches = 0
-        self._event_number = 0
+        self._event_numbers = Counter[str]()  # by region class
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
-        self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # the pages of a resync
+        # The pages of a resync, by region class
+        self._snapshots: dict[str, tuple[int, list[CachedBlock]]] = {}
         self.pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
         self.tenant_kv = TenantKv(loop.engine, self.pins, clock)
         self._background = Background()
@@ -268,7 +272,8 @@ class EngineWorker:
         counts = self._frame_counts
         load = msgspec.structs.replace(
             self.loop.load(),
-            num_kv_events=self._event_number,
+            num_kv_events=self._event_numbers[""],
+            num_class_kv_events=tuple(sorted(filter(itemgetter(0), self._event_numbers.items()))),
             num_kv_frames=counts.num_frames,
             num_corrupt_kv_frames=counts.num_corrupt,
             num_unknown_kv_frames=counts.num_unknown,
@@ -337,19 +342,24 @@ class EngineWorker:
 
     def _post_kv_events(self) -> None:
         self._has_kv_events.clear()
-        events = self.loop.engine.pool.take_events()
-        if not events:
-            return
-        self._event_number += 1
+        pool = self.loop.engine.pool
+        for region_class in pool.event_classes:
+            events = pool.take_events(region_class)
+            if events:
+                self._post_events_of(region_class, events)
+
+    def _post_events_of(self, region_class: str, events: list[KvEvent]) -> None:
+        self._event_numbers[region_class] += 1
         card = self.served.card
         message = KvEvents(
             worker_id=self.worker_id,
             epoch=self.health_monitor.epoch,
-            sequence_number=self._event_number,
+            sequence_number=self._event_numbers[region_class],
             model=card.name,
             revision=card.revision,
             kv_format=card.kv_format,
             events=tuple(events),
+            region_class=region_class,
         )
         self.outbox.post(kv_events(self.roles.handled[0], self.worker_id), message)
 
@@ -357,10 +367,15 @@ class EngineWorker:
         """All pages show the state at the first request. Pending events are sent before it, so that
         its sequence number covers its content.
         """
+        region_class = request.region_class
         if request.cursor == 0:
             self._post_kv_events()
-            self._snapshot = (self._event_number, self.loop.engine.pool.cached_blocks())
-        sequence_number, blocks = self._snapshot
+            cached = self.loop.engine.pool.cached_blocks()
+            self._snapshots[region_class] = (
+                self._event_numbers[region_class],
+                [each for each in cached if each.region_class == region_class],
+            )
+        sequence_number, blocks = self._snapshots.get(region_class, (0, []))
         end = request.cursor + BLOCKS_PER_PAGE
         card = self.served.card
         return BlockPage(

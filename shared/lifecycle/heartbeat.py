@@ -44,6 +44,7 @@ from shared.messages import (
 )
 from shared.metrics.process_report import ProcessReport
 from shared.randomness import Randomness
+from shared.regions.region_check import RegionCheck
 from shared.subjects import (
     HEARTBEATS,
     alive,
@@ -101,6 +102,7 @@ class HealthMonitor:
     ) -> None:
         self.requests = TimedRequests(bus, clock)
         self.refusals = Refusals(region, LogLimit(clock.now))
+        self._count_refusals_of(bus.regions, roles[0])
         self.state: ProcessState = "starting"
         self._numbers = HeartbeatNumbers.random(randomness) if numbers is None else numbers
         self.epoch = self._numbers.epoch
@@ -376,6 +378,12 @@ class HealthMonitor:
             refusals=self.refusals.last(),
             num_refusals=tuple(self.refusals.totals.items()),
         )
+
+    def _count_refusals_of(self, regions: RegionCheck, role: Role) -> None:
+        """Counts what the bus of this process refuses, and what NATS refuses it."""
+        own = self.refusals.region
+        regions.on_refused = lambda tenant_id: self.refusals.count(role, tenant_id, own)
+        regions.on_denied = lambda _: self.refusals.count("bus", "", own)
 
     def report(self) -> ProcessReport:
         return ProcessReport(self.describe(), takes_work=self.state == "ready")

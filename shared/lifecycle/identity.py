@@ -15,6 +15,8 @@ from shared.clock import MonotonicClock
 from shared.config import ProcessConfig
 from shared.errors import NameInUse, NoResponders, RequestTimeout
 from shared.messages import Alive, ReportAlive, Role
+from shared.regions.region_check import RegionCheck
+from shared.regions.region_classes import region_classes
 from shared.subjects import alive
 from shared.transport.bus import Bus, NatsBus, NatsRejected
 
@@ -49,6 +51,7 @@ async def connect(config: ProcessConfig, role: Role) -> NatsBus:
         process_id=config.process_id,
         tls=config.nats_tls,
         tls_first=config.is_nats_tls_first,
+        regions=RegionCheck(config.region, region_classes(config.region_classes)),
     )
     try:
         await check_name(bus, role)

@@ -14,11 +14,15 @@ from shared.errors import UnknownPlacement
 from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
 from shared.output.packed_logprobs import PackedLogprobs
 
+# Entries by gateway and region class of their tenants, which is part of the subject
+Batches = dict[tuple[str, str], list[TokenEntry]]
+
 
 @dataclass(slots=True, eq=False)
 class Output:
     placement_id: bytes
     gateway_id: str
+    region_class: str
     choice_index: int
     first_position: int
     token_ids: list[int] = field(default_factory=list)
@@ -62,10 +66,15 @@ class OutputBuffer:
         return len(self._updates)
 
     def open(
-        self, placement_id: bytes, gateway_id: str, choice_index: int, first_position: int
+        self,
+        placement_id: bytes,
+        gateway_id: str,
+        choice_index: int,
+        first_position: int,
+        region_class: str = "",
     ) -> Output:
         outputs = self._outputs.setdefault(placement_id, {})
-        output = Output(placement_id, gateway_id, choice_index, first_position)
+        output = Output(placement_id, gateway_id, region_class, choice_index, first_position)
         outputs[choice_index] = output
         return output
 
@@ -99,18 +108,18 @@ class OutputBuffer:
         """
         self._updates |= dict.fromkeys(self._outputs.get(placement_id, {}).values())
 
-    def take(self) -> dict[str, list[TokenEntry]]:
-        """Returns the updates since the last call, by gateway: one message for each."""
+    def take(self) -> Batches:
+        """Returns the updates since the last call: one message for each receiver."""
         taken, self._updates = self._updates, {}
         self._first.clear()
-        return _by_gateway(taken)
+        return _by_receiver(taken)
 
-    def take_first(self) -> dict[str, list[TokenEntry]]:
-        """Returns and removes the entries of outputs that have not sent a token yet, by gateway."""
+    def take_first(self) -> Batches:
+        """Returns and removes the entries of outputs that have not sent a token yet."""
         taken, self._first = self._first, {}
         for output in taken:
             del self._updates[output]
-        return _by_gateway(taken)
+        return _by_receiver(taken)
 
     def resend(self, placement_id: bytes, choice_index: int, from_position: int) -> TokenEntry:
         """Returns the output from `from_position` on.
@@ -148,12 +157,12 @@ class OutputBuffer:
         return None if outputs is None else outputs.get(choice_index)
 
 
-def _by_gateway(outputs: Iterable[Output]) -> dict[str, list[TokenEntry]]:
-    batches: dict[str, list[TokenEntry]] = {}
+def _by_receiver(outputs: Iterable[Output]) -> Batches:
+    batches: Batches = {}
     for output in outputs:
         entry = output.entry_from(output.first_position + output.num_emitted)
         output.num_emitted = len(output.token_ids)
-        batches.setdefault(output.gateway_id, []).append(entry)
+        batches.setdefault((output.gateway_id, output.region_class), []).append(entry)
     return batches
 
 

@@ -10,6 +10,7 @@ Whatever a peer sends, it takes at most MAX_COPIES copies of MAX_COPY_BYTES here
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -42,9 +43,14 @@ class CopyChanges:
 
 
 class CopiedTenants:
-    def __init__(self, site: str) -> None:
-        """`site` is the name of this site."""
+    def __init__(
+        self, site: str, may_hold: Callable[[TenantRecord], bool] = lambda record: True
+    ) -> None:
+        """`site` is the name of this site, which `may_hold` data of a tenant, or not even its
+        record.
+        """
         self.num_rejected = 0
+        self._may_hold = may_hold
         self._site = site
         self._by_home: dict[str, dict[str, CopiedTenant]] = {}
         self._by_digest: dict[str, CopiedTenant] = {}
@@ -99,6 +105,8 @@ class CopiedTenants:
         if copy.site != self._site:
             raise CopyRejected(f"site {home} sent a copy of {name!r} for site {copy.site!r}")
         before = held.get(name)
+        if not self._may_hold(copy.record):
+            raise CopyRejected(f"site {home} sent a copy of {name!r}, which may not be here")
         if before is not None and copy.version < before.copy.version:
             raise CopyRejected(f"site {home} sent an older copy of {name!r} than it had sent")
         if before is None and len(held) >= MAX_COPIES:

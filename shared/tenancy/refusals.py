@@ -27,6 +27,7 @@ Check = Literal[
     "decode",
     "prefill",
     "kv_index",
+    "host",
     "pin",
     "kv_push",
     "kv_receive",

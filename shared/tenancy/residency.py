@@ -6,6 +6,9 @@ that is not declared here has no region, and a process without a region is in no
 
 from __future__ import annotations
 
+from msgspec import structs
+
+from shared.errors import OutsideRegions
 from shared.messages import Request
 from shared.regions.region_classes import RegionClasses
 from shared.tenancy.tenant import TenantRecord
@@ -22,6 +25,18 @@ def may_hold(owner: TenantRecord | Request, region: str, classes: RegionClasses)
     """Returns whether a process in `region` ("": in none) may hold data of this owner."""
     regions = regions_of(owner, classes)
     return regions is None or region in regions
+
+
+def within_class(request: Request, classes: RegionClasses) -> Request:
+    """Returns a request with the regions of its class as its allowed ones, as far as they were:
+    placement follows them. Raises OutsideRegions if none is left.
+    """
+    if not request.region_class:
+        return request
+    regions = tuple(sorted(regions_of(request, classes) or ()))
+    if not regions:
+        raise OutsideRegions(f"no region is left for a request of {request.region_class!r}")
+    return structs.replace(request, allowed_regions=regions)
 
 
 def reason_against(owner: TenantRecord | Request, region: str, classes: RegionClasses) -> str:

@@ -20,6 +20,7 @@ from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
 from shared.subjects import SITE_SEPARATOR
 from shared.tenancy import pinned_prefix, stored_responses
+from shared.tenancy.declared_classes import check_declared
 from shared.tenancy.deletion import kv_drops
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
@@ -140,6 +141,7 @@ class TenantAdmin:
     async def add(self, tenant_id: str, changes: Mapping[str, Any], api_key: str) -> TenantRecord:
         record = TenantRecord(tenant_id=check_tenant_id(tenant_id), created_at=self._now())
         record = _changed(record, changes)
+        await check_declared(self._store, record.region_class)
         await self._name_sites(tenant_id, record.sites)
         if not await self._swap(tenant_id, b"", msgspec.json.encode(record)):
             raise ConfigError(
@@ -165,6 +167,8 @@ class TenantAdmin:
         for _ in range(MAX_SWAPS):
             record, before = await self._read(tenant_id)
             changed = _changed(record, changes)
+            if "region_class" in changes:
+                await check_declared(self._store, changed.region_class)
             await self._name_sites(tenant_id, sorted({*changed.sites} - {*record.sites}))
             if await self._swap(tenant_id, before, msgspec.json.encode(changed)):
                 await self._apply_retention(record, changed, changes)
@@ -183,12 +187,14 @@ class TenantAdmin:
         is_repeated = changes.get("allowed_regions") is not None
         is_repeated = is_repeated and regions == before.allowed_regions
         has_all = _covers(regions, before.allowed_regions) and not is_repeated
+        has_all = has_all and after.region_class in ("", before.region_class)
         if after.is_zero_retention or not has_all:
             await stored_responses.delete_all(self._store, tenant_id)
             await pinned_prefix.delete_all(self._store, tenant_id)
         if after.is_zero_retention and (not before.is_zero_retention or _switches_on(changes)):
             await kv_drops.order(self._store, tenant_id, "zero_retention", self._now())
-        if after.allowed_regions != before.allowed_regions:
+        limits_before = before.allowed_regions, before.region_class
+        if (after.allowed_regions, after.region_class) != limits_before:
             await pinned_prefix.record_change(self._store, tenant_id)
 
     async def state(self, tenant: TenantRecord) -> LimitState:

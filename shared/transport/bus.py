@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -28,18 +29,21 @@ from shared.errors import (
     HearthError,
     InvalidRequest,
     NoResponders,
+    OutsideRegions,
     Overloaded,
     PayloadTooLarge,
     RequestTimeout,
     SenderMismatch,
+    SendForbidden,
 )
 from shared.messages import Failure, Message
 from shared.nats_urls import api_user, nats_servers, without_password
-from shared.subjects import from_anyone, inbox_prefix, sent_by, site_addressed, site_of
+from shared.regions.region_check import RegionCheck
+from shared.subjects import class_of, from_anyone, inbox_prefix, sent_by, site_addressed, site_of
 from shared.tls import TlsFiles
 from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
-from shared.transport.nats_client import DirectClient
+from shared.transport.nats_client import DirectClient, PublishDenied, Take
 from shared.transport.nkeys import API_KEY, UserKey
 from shared.transport.sender_check import SenderCheck
 from shared.transport.site_bytes import SiteBytes
@@ -56,6 +60,7 @@ MAX_SERVED_AT_ONCE = 1024
 MAX_REJECTIONS = 10  # takes 1 s: the server may not have read a new credential yet
 MAX_DENIALS = 64  # the last ones are retained
 DENIAL = "permissions violation"
+_DENIED = re.compile(rf'{DENIAL} for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 TRACE_HEADER = "traceparent"
 TRACE_BYTES = 128  # more than the header takes in a message
 _encode = msgspec.msgpack.Encoder().encode
@@ -84,9 +89,15 @@ class Bus(Protocol):
     @property
     def site_bytes(self) -> SiteBytes: ...
 
+    @property
+    def regions(self) -> RegionCheck:
+        """The region classes whose data this process may send and receive."""
+        ...
+
     async def publish(self, subject: str, message: Message) -> None:
-        """Publishes a message. Raises PayloadTooLarge before sending, and DependencyUnavailable
-        without a connection.
+        """Publishes a message; one with data of a region class under the subject in that class.
+        Raises PayloadTooLarge and SendForbidden before sending, and DependencyUnavailable without a
+        connection.
         """
         ...
 
@@ -116,8 +127,9 @@ class Bus(Protocol):
         queue: str = "",
         gather_s: float = 0.0,
     ) -> Unsubscribe:
-        """Subscribes. `handler` is called in the order of arrival and must not block. With
-        `gather_s` messages that follow others closely wait as long, and are handed over together.
+        """Subscribes, also to the subject in each region class of this process. `handler` is called
+        in the order of arrival and must not block. With `gather_s` messages that follow others
+        closely wait as long, and are handed over together.
         """
         ...
 
@@ -167,6 +179,9 @@ def begin_reply(
         return failure_of(InvalidRequest(f"not a valid message: {error}"))
     except SenderMismatch as error:
         rejections.write("sender_mismatch", subject, error.message)
+        return failure_of(error)
+    except OutsideRegions as error:
+        rejections.write("outside_regions", subject, error.message)
         return failure_of(error)
     try:
         reply: Message | Awaitable[Message] = handler(request)
@@ -218,6 +233,9 @@ def hand_over(
     except SenderMismatch as error:
         rejections.write("sender_mismatch", subject, error.message)
         return
+    except OutsideRegions as error:
+        rejections.write("outside_regions", subject, error.message)
+        return
     except Overloaded as error:
         rejections.write("message_left_out", subject, error.message)
         return
@@ -263,6 +281,7 @@ class _ConnectionEvents:
         self.rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_losses = 0  # of the connection
         self.denials: deque[str] = deque(maxlen=MAX_DENIALS)  # in the server's words
+        self.on_denied: Callable[[str, str], None] = lambda verb, subject: None
         self._client = client
         self._num_rejections = 0
         self.expects_gaps = False
@@ -274,8 +293,10 @@ class _ConnectionEvents:
     def _take_error(self, error: Exception) -> None:
         if self._client.is_connected:
             log.warning("nats_error", error=str(error))
-            if DENIAL in str(error).lower():
+            denied = _DENIED.search(str(error))
+            if denied is not None:
                 self.denials.append(str(error).lower())
+                self.on_denied(*denied.groups())
             return
         is_rejection = "authorization" in str(error).lower()
         self._num_rejections += is_rejection
@@ -302,11 +323,19 @@ class NatsBus:
     Adds the sender to every published subject, and subscribes to each subject from any sender.
     """
 
-    def __init__(self, client: DirectClient, process_id: str, events: _ConnectionEvents) -> None:
+    def __init__(
+        self,
+        client: DirectClient,
+        process_id: str,
+        events: _ConnectionEvents,
+        regions: RegionCheck,
+    ) -> None:
         self.process_id = process_id
+        self.regions = regions
         self._client = client
         self._events = events
-        self._sender_check = SenderCheck()
+        events.on_denied = self._take_denial
+        self._sender_check = SenderCheck(regions=regions)
         self._rejections = RejectedMessages()
         self._serving = Background()
         self._all_gathered: list[GatheredMessages] = []
@@ -323,9 +352,11 @@ class NatsBus:
         tls: TlsFiles | None = None,
         tls_first: bool = False,
         to_clients: bool = False,
+        regions: RegionCheck | None = None,
     ) -> NatsBus:
         """Connects to NATS. Raises DependencyUnavailable if no server accepts the connection within
-        `timeout_s`, and ConfigError for an invalid URL or unreadable files.
+        `timeout_s`, and ConfigError for an invalid URL or unreadable files. `regions` are the
+        region classes of the process; None: it is in none.
 
         The servers of a comma list are tried in order. With `to_clients` it is a gateway's user in
         the account of the API clients. A tls:// URL sends its credential only to a server whose
@@ -367,7 +398,7 @@ class NatsBus:
             {connecting, events.rejected}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         if client.is_connected:
-            return cls(client, process_id, events)
+            return cls(client, process_id, events, RegionCheck() if regions is None else regions)
         while not connecting.done():  # a cancellation that coincides with a timeout can be lost
             connecting.cancel()
             await asyncio.wait({connecting}, timeout=0.1)
@@ -427,6 +458,12 @@ class NatsBus:
     def site_bytes(self) -> SiteBytes:
         return self._sender_check.site_bytes
 
+    def _take_denial(self, verb: str, wire_subject: str) -> None:
+        """Handles that the server has refused a subject, which nats-py has in lower case."""
+        self.regions.denied(wire_subject)
+        if verb.lower() == "publish":
+            self._client.fail_requests(wire_subject)
+
     def _count_sent(self, site: str | None, num_bytes: int) -> None:
         if site is not None:
             self.site_bytes.sent[site] += num_bytes
@@ -440,6 +477,7 @@ class NatsBus:
         return any(each in denial for denial in self._events.denials for each in quoted)
 
     async def publish(self, subject: str, message: Message) -> None:
+        subject = self.regions.subject_for(subject, message)
         try:
             data = self._payload(message)
             await self._client.publish(
@@ -465,10 +503,11 @@ class NatsBus:
             on_late(late_reply(subject, decode, self._sender_check, reply))
 
         data, site = self._payload(message), site_addressed(subject)
+        sent_to = self.regions.subject_for(subject, message)
         self._count_sent(site, len(data))
         try:
             reply = await self._client.request_bytes(
-                sent_by(subject, self.process_id),
+                sent_by(sent_to, self.process_id),
                 data,
                 timeout_s=timeout_s,
                 headers=self._headers(message, data),
@@ -478,6 +517,10 @@ class NatsBus:
             raise NoResponders(f"nobody serves {subject}") from None
         except nats.errors.TimeoutError:
             raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s") from None
+        except PublishDenied:
+            reason = f"NATS does not let this process send to {sent_to}"
+            kind = SendForbidden if class_of(sent_to) else DependencyUnavailable
+            raise kind(reason) from None
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
         if site is not None:
@@ -515,8 +558,19 @@ class NatsBus:
         async def take(wire_subject: str, reply: str, data: bytes) -> None:
             add(wire_subject, data)
 
-        subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
-        return subscription.unsubscribe
+        subscriptions = await self._listen(subject, take, queue)
+
+        async def unsubscribe() -> None:
+            for each in subscriptions:
+                await each.unsubscribe()
+
+        return unsubscribe
+
+    async def _listen(self, subject: str, take: Take, queue: str) -> list[Subscription]:
+        return [
+            await self._client.listen(from_anyone(each), take, queue=queue)
+            for each in self.regions.subjects(subject)
+        ]
 
     def _gathered(self, handle: Handle, gather_s: float) -> Handle:
         gathered = GatheredMessages(handle, gather_s)
@@ -556,15 +610,15 @@ class NatsBus:
                 return
             self._serving.start_item(answer(reply_to, reply, events.num_losses, site), is_logged)
 
-        subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
-        return partial(self._stop_serving, subscription)
+        return partial(self._stop_serving, await self._listen(subject, take, queue))
 
-    async def _stop_serving(self, subscription: Subscription) -> None:
+    async def _stop_serving(self, subscriptions: list[Subscription]) -> None:
         """Unsubscribes, and still replies to requests that the server sends until then."""
-        try:
-            await self._client.stop_listening(subscription)
-        except (nats.errors.Error, OSError) as error:
-            log.warning("unsubscribe_failed", subject=subscription.subject, error=repr(error))
+        for each in subscriptions:
+            try:
+                await self._client.stop_listening(each)
+            except (nats.errors.Error, OSError) as error:
+                log.warning("unsubscribe_failed", subject=each.subject, error=repr(error))
 
     async def flush(self) -> None:
         """Returns when the server has processed all publications and subscriptions so far."""

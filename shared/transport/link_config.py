@@ -7,7 +7,7 @@ An account of a link imports and exports the subjects of that link alone: what l
 of the peer, and what arrives gets the name of the peer from this site's own server. Nothing goes
 from one link's account to another's, so no site relays, and no site reaches a process of another by
 any other subject. The peer's user has the permissions of its link besides, and may connect as a
-leaf node only.
+leaf node only. Data of a region class crosses a link only if the class contains the peer's region.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from shared.nats_urls import authority
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import (
     ANY,
     LINKED_COMMANDS,
     NO_REGION,
     PREFIX,
     STATES_OF_SITES,
+    carries_data,
+    in_class,
 )
 
 DEFAULT_LEAF_PORT = 7422
@@ -57,6 +60,7 @@ class SiteLinks(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int
     tls: str | None = None
+    classes: RegionClasses = NO_CLASSES
 
     def process_account_fields(self) -> str:
         """Returns exports and imports of the account of the processes."""
@@ -64,12 +68,21 @@ class SiteLinks(msgspec.Struct, frozen=True, kw_only=True):
         exports = [_stream(_leaving(ANY, *_STATE), accounts)]
         imports = []
         for link in self.links:
-            for role, verb in LINKED_COMMANDS:
-                exports.append(_service(_arriving(link, role, verb), link.account))
-                imports.append(_import("service", link.account, _leaving(link.peer, role, verb)))
+            for role, verb, name in self._commands(link):
+                arriving = in_class(_arriving(link, role, verb), name)
+                leaving = in_class(_leaving(link.peer, role, verb), name)
+                exports.append(_service(arriving, link.account))
+                imports.append(_import("service", link.account, leaving))
             state, seen_as = _leaving(self.site, *_STATE), _state_of(link)
             imports.append(_import("stream", link.account, state, seen_as))
         return _fields(exports, imports)
+
+    def _commands(self, link: SiteLink) -> Iterator[tuple[str, str, str]]:
+        """Yields role, verb and region class of what crosses a link; "" is no class."""
+        for role, verb in LINKED_COMMANDS:
+            is_data = carries_data(verb)
+            for name in ("", *(self.classes.with_region(link.region) if is_data else ())):
+                yield role, verb, name
 
     def link_accounts(self, processes: str) -> Iterator[tuple[str, str]]:
         """Yields name and body of the accounts of the links. `processes` is the account of the
@@ -80,9 +93,11 @@ class SiteLinks(msgspec.Struct, frozen=True, kw_only=True):
 
     def _crossings(self, link: SiteLink, processes: str) -> str:
         exports, imports = [_stream(_leaving(self.site, *_STATE), processes)], []
-        for role, verb in LINKED_COMMANDS:
-            exports.append(_service(_leaving(link.peer, role, verb), processes))
-            arriving, sent_as = _arriving(link, role, verb), _leaving(self.site, role, verb)
+        for role, verb, name in self._commands(link):
+            leaving = in_class(_leaving(link.peer, role, verb), name)
+            arriving = in_class(_arriving(link, role, verb), name)
+            sent_as = in_class(_leaving(self.site, role, verb), name)
+            exports.append(_service(leaving, processes))
             imports.append(_import("service", processes, arriving, sent_as))
         state, sent_as = _leaving(ANY, *_STATE), _leaving(link.peer, *_STATE)
         imports.append(_import("stream", processes, state, sent_as))
@@ -92,13 +107,19 @@ class SiteLinks(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the user of a peer that connects here; none for a link that this site opens."""
         if link.address:
             return ""
-        sends = f'"{PREFIX}.site.{self.site}.>", "{REPLIES}"'
-        receives = f'"{PREFIX}.site.{link.peer}.>", "{REPLIES}"'
+        names = ("", *self.classes.with_region(link.region))
+        sends, receives = (
+            ", ".join(f'"{each}"' for each in (*self._subjects(site, names), REPLIES))
+            for site in (self.site, link.peer)
+        )
         return (
             f'    users: [{{nkey: {link.key}, allowed_connection_types: ["LEAFNODE"], '
             f"permissions: {{publish: {{allow: [{sends}]}}, "
             f"subscribe: {{allow: [{receives}]}}}}}}]\n"
         )
+
+    def _subjects(self, site: str, classes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(in_class(f"{PREFIX}.site.{site}.>", each) for each in classes)
 
     def leafnodes_block(self) -> str:
         remotes = "".join(self._remote(each) for each in self.links if each.address)

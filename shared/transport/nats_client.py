@@ -19,7 +19,7 @@ from typing import Any
 from nats.aio.client import NO_RESPONDERS_STATUS, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import FlushTimeoutError, NoRespondersError, TimeoutError
+from nats.errors import Error, FlushTimeoutError, NoRespondersError, TimeoutError
 from nats.js.api import Header
 
 from shared.background import item_error
@@ -50,6 +50,10 @@ CLIENT_ATTRIBUTES = (
 SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
 
 
+class PublishDenied(Error):
+    """The server does not permit this credential to send to the subject of a request."""
+
+
 class TlsRequired(Exception):
     """The connection has no TLS, without which a credential is not sent."""
 
@@ -62,6 +66,7 @@ class DirectClient(Client):
         self._takers: dict[int, Take] = {}  # key: subscription
         self._header_takers: dict[int, TakeWithHeaders] = {}  # key: subscription
         self._replies: dict[str, asyncio.Future[bytes]] = {}  # key: last token of the reply subject
+        self._requested: dict[str, str] = {}  # subjects, by the same
         self._num_requests = 0
         self._reply_prefix = ""
         self._replies_id: int | None = None  # the subscription to replies
@@ -166,7 +171,8 @@ class DirectClient(Client):
         on_late: Callable[[bytes | None], None] | None = None,
         headers: dict[str, str] | None = None,
     ) -> bytes:
-        """Returns the reply. Raises NoRespondersError, TimeoutError, or the errors of `publish`.
+        """Returns the reply. Raises NoRespondersError, TimeoutError, PublishDenied, or the errors
+        of `publish`.
 
         After TimeoutError `on_late` is called with the reply, or with None if there is none within
         LATE_REPLY_S.
@@ -176,7 +182,7 @@ class DirectClient(Client):
         loop = asyncio.get_running_loop()
         self._num_requests += 1
         token, future = str(self._num_requests), loop.create_future()
-        self._replies[token] = future
+        self._replies[token], self._requested[token] = future, subject
         timer = loop.call_later(timeout_s, _give_up, future)
         try:
             await self.publish(subject, data, reply=self._reply_prefix + token, headers=headers)
@@ -187,8 +193,18 @@ class DirectClient(Client):
             raise
         finally:
             timer.cancel()
+            del self._requested[token]
             if self._replies[token] is future:
                 del self._replies[token]
+
+    def fail_requests(self, subject: str) -> None:
+        """Ends the requests to a subject to which the server lets nobody of this credential send.
+        `subject` is in lower case, as nats-py has it.
+        """
+        for token, each in self._requested.items():
+            future = self._replies[token]
+            if each.lower() == subject and not future.done():
+                future.set_exception(PublishDenied(subject))
 
     def _await_late(self, token: str, on_late: Callable[[bytes | None], None]) -> None:
         loop = asyncio.get_running_loop()

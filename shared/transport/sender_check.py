@@ -1,5 +1,6 @@
 """Checks that a message names its true sender, which the server enforces in the subject; for a
-heartbeat also roles and region, and for what came over a link the site.
+heartbeat also roles and region, and for what came over a link the site. Then that this process may
+have its data: `shared/regions/region_check.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from shared.allowance import Allowance
 from shared.errors import Overloaded, SenderMismatch
 from shared.messages import Heartbeat, Message, SiteState, StartDecode
+from shared.regions.region_check import RegionCheck
 from shared.subjects import (
     announced_by,
     gateway_at_site,
@@ -35,15 +37,18 @@ class SenderCheck:
     bytes of other sites.
     """
 
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, now: Callable[[], float] = monotonic, regions: RegionCheck | None = None
+    ) -> None:
         self.num_sender_mismatches = 0
+        self._regions = RegionCheck() if regions is None else regions
         self.site_bytes = SiteBytes()
         self._now = now
         self._state_bytes: dict[str, Allowance] = {}  # by site: those of the configuration
 
     def checked(self, decode: Decode, wire_subject: str) -> Decode:
-        """Returns a decoder for bytes from `wire_subject`; it also raises SenderMismatch, and
-        Overloaded for states of a site beyond STATE_BYTES_PER_S.
+        """Returns a decoder for bytes from `wire_subject`; it also raises SenderMismatch,
+        OutsideRegions, and Overloaded for states of a site beyond STATE_BYTES_PER_S.
         """
 
         site = site_of(wire_subject)
@@ -59,6 +64,7 @@ class SenderCheck:
                 self._check_announcement(message, wire_subject)
             elif site is not None:
                 self._check_site(message, site, wire_subject)
+            self._regions.check_received(message, wire_subject)
             return message
 
         return decode_checked

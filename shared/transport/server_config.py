@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from shared.nats_urls import api_user, authority
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import CredentialRole, Permissions, api_permissions, permissions
 from shared.transport.link_config import SiteLinks
 from shared.transport.nkeys import API_KEY, UserKey
@@ -50,10 +51,16 @@ class Login(msgspec.Struct, frozen=True):
 
 
 def logins(
-    role: CredentialRole, credential: str, region: str = "", *, is_linked: bool = False
+    role: CredentialRole,
+    credential: str,
+    region: str = "",
+    *,
+    is_linked: bool = False,
+    classes: RegionClasses = NO_CLASSES,
 ) -> Iterator[Login]:
     account = CLIENTS if role == "client" else PROCESSES
-    allowed = permissions(role, credential, region, is_linked=is_linked)
+    own_classes = classes.with_region(region)
+    allowed = permissions(role, credential, region, is_linked=is_linked, region_classes=own_classes)
     yield Login(account, credential, allowed)
     if role == "gateway":
         yield Login(CLIENTS, api_user(credential), api_permissions(credential))
@@ -66,6 +73,7 @@ def nats_server_config(
     port: int,
     max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     links: SiteLinks | None = None,
+    classes: RegionClasses = NO_CLASSES,
 ) -> str:
     """Returns a nats-server configuration, with the links of its site if there are any.
 
@@ -73,13 +81,15 @@ def nats_server_config(
     credential. A gateway's user among the clients has its password.
     """
     entries: dict[str, list[str]] = {PROCESSES: [], CLIENTS: []}
+    is_linked = links is not None
     for user in users:
-        found = logins(user.role, user.credential, user.region, is_linked=links is not None)
-        for login in found:
+        identity = user.role, user.credential, user.region
+        for login in logins(*identity, is_linked=is_linked, classes=classes):
             entries[login.account].append(user_entry(_identity(user, login), login.allowed))
     options = server_options(host, port, max_payload_bytes)
     if links is None:
         return options + accounts_block(entries)
+    links = msgspec.structs.replace(links, classes=classes)
     return options + accounts_block(entries, links) + links.leafnodes_block()
 
 

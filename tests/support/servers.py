@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.local.servers import nats_environ
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import CredentialRole, credential_of
 from shared.transport.link_config import SiteLinks
 from shared.transport.server_config import NatsUser, nats_server_config
@@ -114,6 +115,7 @@ class NatsServer(Server):
         max_payload_bytes: int = 8 * 1024 * 1024,
         more_config: str = "",
         links: SiteLinks | None = None,
+        classes: RegionClasses = NO_CLASSES,
     ) -> None:
         port = free_port()
         config = nats_server_config(
@@ -122,6 +124,7 @@ class NatsServer(Server):
             port=port,
             max_payload_bytes=max_payload_bytes,
             links=links,
+            classes=classes,
         )
         path = directory / f"nats-{port}.conf"
         path.write_text(config + more_config)

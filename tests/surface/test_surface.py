@@ -110,6 +110,12 @@ def test_subjects() -> None:
     for role in ("gateway", "scheduler", "prefill", "decode"):
         lines.append(f"{role} of a site with links")
         lines += _permission_lines(permissions(role, "c", is_linked=True))
+    for role in get_args(CredentialRole):
+        plain, classed = (
+            _permission_lines(permissions(role, "c", "eu", is_linked=True, region_classes=names))
+            for names in ((), ("k",))
+        )
+        lines += [f"{role} of a region class", *(each for each in classed if each not in plain)]
     lines += ["gateway to its API clients", *_permission_lines(api_permissions("g"))]
     check_record("subjects.txt", "\n".join(lines))
 

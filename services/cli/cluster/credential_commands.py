@@ -134,6 +134,15 @@ def nats_config(
     link_port: Annotated[
         int, typer.Option(help="Port on which nats-server accepts links.", min=1, max=65535)
     ] = DEFAULT_LEAF_PORT,
+    region_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--class",
+            metavar="NAME=REGION,...",
+            help="Class of regions, repeatable: data of tenants with this class is for processes "
+            "and sites of its regions alone. Processes read it from HEARTH_REGION_CLASSES.",
+        ),
+    ] = None,
 ) -> None:
     """Print a nats-server configuration: credentials with least permissions.
 
@@ -147,25 +156,36 @@ def nats_config(
     """
     from services.cli.cluster.site_links import site_links
     from services.local.credentials import (
+        check_classes,
         named_credentials,
         nats_config_with_nkeys,
         nats_config_with_variables,
         tls_block,
     )
+    from shared.regions.region_classes import region_classes
 
-    named = named_credentials(processes)
+    named, classes = named_credentials(processes), region_classes(region_class or ())
+    regions = [each.region for each in named]
     options = f"--host {host} --port {port}" + ("" if tls is None else f" --tls {tls}")
     if bool(site) != bool(link) or (link and nkeys is None):
         raise ConfigError("--site and --link belong together, and need --nkeys DIRECTORY")
     if nkeys is None:
-        text = nats_config_with_variables(named, host=host, port=port)
+        check_classes(classes, regions)
+        text = nats_config_with_variables(named, host=host, port=port, classes=classes)
     else:
         links = None
         if link:
             links = site_links(site, link, seeds=nkeys, host=host, port=link_port, tls=tls)
             options += "".join((f" --site {site}", *(f" --link {each}" for each in link)))
             options += f" --link-port {link_port}"
-        text = nats_config_with_nkeys(named, nkeys, host=host, port=port, links=links)
+            regions += [each.region for each in links.links]
+        check_classes(classes, regions)
+        text = nats_config_with_nkeys(
+            named, nkeys, host=host, port=port, links=links, classes=classes
+        )
         options += f" --nkeys {nkeys}"
+    options += "".join(f" --class {each}" for each in classes.texts())
     print(f"# hearth nats-config {' '.join(processes)} {options}")
+    if classes.regions:
+        print(f"# each process: HEARTH_REGION_CLASSES='{' '.join(classes.texts())}'")
     print(text + ("" if tls is None else tls_block(tls)), end="")

@@ -25,7 +25,8 @@ PANELS = {
         *("redis_url", "redis_read_url", "redis_ca", "redis_cert", "redis_key"),
     ),
     "Process": (
-        *("process_id", "instance", "role", "announce", "region", "site", "drain_timeout_s"),
+        *("process_id", "instance", "role", "announce", "region", "region_classes", "site"),
+        "drain_timeout_s",
         *("lame_duck_s", "metrics_host", "metrics_port", "log_level", "log_format"),
         *("num_threads", "state_dir"),
     ),
@@ -106,7 +107,8 @@ HELP = {
     "is_nats_tls_first": "Start with the TLS handshake (NATS: handshake_first).",
     "process_id": "Name of this process's credential (default: the NATS URL's user, or "
     "ROLE-<6 hex digits>).",
-    "region": "Region of this process, for requests with allowed regions (data residency).",
+    "region": "Region of this process (data residency).",
+    "region_classes": "As in hearth nats-config --class; repeatable.",
     "site": "Name of this site, if its NATS has links to others: hearth nats-config --link.",
     "linked_site": "A site to which this one has a link, so that `hearth status` says when it has "
     "never worked; WEIGHT is the share of queues here of all its requests, as of one tenant "

@@ -24,12 +24,17 @@ DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 WITH_WEIGHTS = (WorkerConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
 
-REPEATABLE = {"budget", "cors_origin", "kv_networks", "linked_site"}
+REPEATABLE = {"budget", "cors_origin", "kv_networks", "linked_site", "region_classes"}
 _OPTION_TYPES: dict[str, Any] = {
     "process_id": str | None,
     **dict.fromkeys(REPEATABLE, list[str]),
 }
 _SHOWN_DEFAULTS: dict[str, bool | str] = {"process_id": False, "model_dir": "the demo model"}
+_METAVARS = {
+    "gpu_memory": "SIZE|SHARE",
+    "linked_site": "SITE[=WEIGHT]",
+    "region_classes": "CLASS",
+}
 _FILE_ENDINGS = ("_ca", "_cert", "_key")
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
@@ -158,10 +163,8 @@ def _metavar(name: str, kind: Any) -> str | None:
         return "FILE"
     if name.endswith("_url"):
         return "URL"
-    if name == "gpu_memory":
-        return "SIZE|SHARE"
-    if name == "linked_site":
-        return "SITE[=WEIGHT]"
+    if name in _METAVARS:
+        return _METAVARS[name]
     return "NAME" if name in VALUES and kind is str else None
 
 

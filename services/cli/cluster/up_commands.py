@@ -59,6 +59,7 @@ def up(
     activations: given.Activations = "plain",
     site: given.Site = "",
     region: given.Region = "",
+    region_class: given.RegionClasses = None,
     link: given.Links = None,
     link_port: given.LinkPort = DEFAULT_LEAF_PORT,
     log_level: given.LogLevel = "info",
@@ -72,6 +73,8 @@ def up(
     """
     from services.cli.cluster.site_links import local_links
     from services.cli.cluster.up import run_up
+    from services.local.credentials import check_classes
+    from shared.regions.region_classes import region_classes
 
     models = given.given_models(model, name)
     num_gpus = count_gpus() if device != "cpu" else 0
@@ -85,6 +88,10 @@ def up(
         num_gpus=num_gpus,
     )
     host, port = given.host_and_port(http)
+    links = local_links(site, link or (), host=advertise.strip("[]"), port=link_port)
+    linked = [each.region for each in links["links"].links] if links else []
+    classes = region_classes(region_class or ())
+    check_classes(classes, (region, *linked))
     model_dir, model_name = given.source_of(models, needs_weights=load_format != "dummy")
     options = UpOptions(
         model_dir=model_dir,
@@ -122,7 +129,8 @@ def up(
         log_level=log_level,
         log_format=log_format,
         region=region,
-        **local_links(site, link or (), host=advertise.strip("[]"), port=link_port),
+        region_classes=classes.texts(),
+        **links,
     )
     run_up(options, is_check=check)
 

@@ -280,6 +280,15 @@ Region = Annotated[
         rich_help_panel=_SITES, metavar="NAME", help="Region of all its processes (default: none)."
     ),
 ]
+RegionClasses = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--class",
+        rich_help_panel=_SITES,
+        metavar="NAME=REGION,...",
+        help="Class of regions, as in hearth nats-config. Repeatable.",
+    ),
+]
 Links = Annotated[
     list[str] | None,
     typer.Option(

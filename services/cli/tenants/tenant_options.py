@@ -13,6 +13,7 @@ from shared.errors import ConfigError
 from shared.tenancy.tenant import LIMITS, MAX_PRIORITY
 
 NO_SITES = "none"
+NO_CLASS = "none"
 HELP = {
     "requests_per_min": f"Requests per minute: a number, or {UNLIMITED}.",
     "input_tokens_per_min": "Prompt tokens per minute.",
@@ -21,6 +22,8 @@ HELP = {
     "kv_quota_tokens": "Tokens in one worker's cache.",
     "allowed_models": f"Comma-separated names, or {ALL}.",
     "allowed_regions": f"Regions for its requests: comma-separated names, or {ALL}.",
+    "region_class": "Class of regions that its data stays in, of hearth nats-config --class, or "
+    f"{NO_CLASS}.",
     "sites": "Linked sites that may serve it besides this one: comma-separated names, or "
     f"{NO_SITES} (default: this one alone).",
     "priority": f"Highest priority of its requests, {-MAX_PRIORITY} to {MAX_PRIORITY}.",
@@ -61,6 +64,8 @@ def changes_of(said: dict[str, Any]) -> dict[str, Any]:
             changes[name] = _number(name, value)
         elif name in ("allowed_models", "allowed_regions"):
             changes[name] = _names(value)
+        elif name == "region_class":
+            changes[name] = "" if value == NO_CLASS else value
         elif name == "sites":
             changes[name] = () if value == NO_SITES else _names(value)
         else:

@@ -47,7 +47,7 @@ def last_days(count: int, now: float) -> list[str]:
 
 
 def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
-    others = ("priority", "weight", "retention", "sites")
+    others = ("priority", "weight", "retention", "regions", "sites")
     table = _table("tenant", *(_heading(name) for name in LIMITS), *others)
     for tenant_id, record in records.items():
         if record is None:
@@ -57,6 +57,7 @@ def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
                 tenant_id,
                 *(_limit(record, name) for name in LIMITS),
                 *_others(record),
+                record.region_class or _names(record.allowed_regions),
                 _sites(record),
             )
     return table
@@ -72,6 +73,7 @@ def table_of_limits(record: TenantRecord, state: LimitState) -> Table:
         table.add_row(_heading(name), _limit(record, name), used if is_limited else "")
     table.add_row("models", _names(record.allowed_models))
     table.add_row("regions", _names(record.allowed_regions))
+    table.add_row("region class", record.region_class or "none")
     table.add_row("sites", _sites(record))
     for name, value in zip(("priority", "weight", "retention"), _others(record), strict=True):
         table.add_row(name, value)

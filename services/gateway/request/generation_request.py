@@ -235,6 +235,7 @@ def build_request(
         priority=priority_of(tenant, generation.priority),
         weight=tenant.weight,
         allowed_regions=tenant.allowed_regions or (),
+        region_class=tenant.region_class,
         kv_quota_tokens=tenant.kv_quota_tokens or 0,
         is_zero_retention=tenant.is_zero_retention,
         pooling=generation.pooling,

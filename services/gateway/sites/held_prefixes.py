@@ -77,10 +77,11 @@ class HeldPrefixes:
 
     def computed(self, asked: Request, here: Request) -> None:
         """Records that a worker has computed the prompt of `asked`, which is `here` at this site.
-        A request of zero retention leaves nothing.
+        A request of zero retention leaves nothing, and neither does one with a region class, whose
+        digest would reach all schedulers of its site.
         """
         prefix = _prefix_of(asked, here)
-        if prefix is None or asked.is_zero_retention:
+        if prefix is None or asked.is_zero_retention or asked.region_class:
             return
         site = self._sites.setdefault(prefix.site, _OfSite())
         self._digests.setdefault(prefix.site, SiteDigest()).earn(len(asked.prompt_token_ids))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from itertools import islice
 from math import inf
 
@@ -29,9 +29,11 @@ from shared.messages import (
     SignedCopy,
     TenantCopies,
 )
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.store import Store
 from shared.subjects import SITE_SEPARATOR
 from shared.tenancy.home_tenants import HomeTenant, read_home_tenants
+from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant_copy import CopyRejected, SigningKey, TenantCopy
 
 log = structlog.get_logger(__name__)
@@ -52,8 +54,12 @@ class HomeTenants:
         site: str,
         gateway_id: str,
         cluster_secret: str,
+        region_of: Callable[[str], str],
+        classes: RegionClasses = NO_CLASSES,
     ) -> None:
-        """`gateway_id` is `{site}/{gateway}`."""
+        """`gateway_id` is `{site}/{gateway}`; `region_of` returns the region of another site."""
+        self._region_of = region_of
+        self._classes = classes
         self._store = store
         self._clock = clock
         self._site = site
@@ -97,7 +103,7 @@ class HomeTenants:
         raise InvalidRequest(f"no tenant {command.tenant_id!r} names the site {peer!r}")
 
     async def _answer(self, peer: str, held: dict[str, int], key: SigningKey) -> TenantCopies:
-        named = [each for each in await self._tenants(READ_S) if peer in each.record.sites]
+        named = [each for each in await self._tenants(READ_S) if self._is_for(peer, each)]
         if len(named) > MAX_COPIES:
             self._log_once(peer, len(named), f"only {MAX_COPIES} of its tenants are sent")
         copies, versions = [], []
@@ -113,6 +119,19 @@ class HomeTenants:
             versions=tuple(versions),
             copies=tuple(islice((each for each in signed if each is not None), MAX_SENT_COPIES)),
         )
+
+    def _is_for(self, peer: str, tenant: HomeTenant) -> bool:
+        """Whether the tenant names the site, and its record may be there."""
+        record = tenant.record
+        if peer not in record.sites:
+            return False
+        region = self._region_of(peer)
+        is_allowed = may_hold(record, region, self._classes)
+        if not is_allowed:
+            where = f"in the region {region!r}" if region else "in no region"
+            error = f"site {peer!r} is {where}, where its data may not be"
+            self._log_once(record.tenant_id, tenant.version, error)
+        return is_allowed
 
     def _signed(self, tenant: HomeTenant, peer: str, key: SigningKey) -> SignedCopy | None:
         copy = TenantCopy(

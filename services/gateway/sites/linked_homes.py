@@ -27,6 +27,7 @@ class LinkedHome:
     """One linked site. Times are of this gateway's clock."""
 
     def __init__(self) -> None:
+        self.region = ""  # that of its link
         self.gateways: dict[str, float] = {}  # by id, when the last state came
         self.key: bytes | None = None  # checked with Redis
         self.rejected_key: bytes | None = None  # logged
@@ -53,9 +54,14 @@ class LinkedHomes:
         if site not in self.by_site:
             self.by_site[site] = LinkedHome()
             self._on_new(site)
+        self.by_site[site].region = state.region
         gateways = self.by_site[site].gateways
         if len(gateways) < MAX_GATEWAYS or state.gateway_id in gateways:
             gateways[state.gateway_id] = self._clock.now()
+
+    def region_of(self, site: str) -> str:
+        """Returns the region of a linked site; "" if it has none, or was never heard."""
+        return self.by_site[site].region if site in self.by_site else ""
 
     def is_heard(self, site: str) -> bool:
         home = self.by_site.get(site)

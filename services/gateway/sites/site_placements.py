@@ -14,8 +14,16 @@ from math import inf
 
 from services.gateway.streams.receiver import StreamEnd
 from shared.errors import HearthError, WorkerBusy
-from shared.messages import Finish, Request, Served, StartDecode, TokenEntry, TokenLogprobs
-from shared.output.output_buffer import Output, OutputBuffer
+from shared.messages import (
+    Finish,
+    Request,
+    Served,
+    StartDecode,
+    TokenBatch,
+    TokenEntry,
+    TokenLogprobs,
+)
+from shared.output.output_buffer import Output, OutputBuffer, apart
 from shared.packing import TOKEN_ID_BYTES
 from shared.telemetry.timeline import Move
 from shared.transport.bus import failure_of
@@ -77,7 +85,8 @@ class SitePlacements:
         for choice in request.choices:
             first_position = len(choice.output_token_ids) // TOKEN_ID_BYTES
             placement.outputs[choice.choice_index] = self._buffer.open(
-                placement_id, owner, choice.choice_index, first_position
+                *(placement_id, owner, choice.choice_index, first_position),
+                region_class=request.region_class,
             )
         self._placements[placement_id] = placement
         return SiteReceiver(placement, self._buffer, self._on_update, on_computed)
@@ -102,9 +111,9 @@ class SitePlacements:
         entry = self._buffer.resend(placement_id, choice_index, from_position)
         return self._placements[placement_id].worker_id, entry
 
-    def take(self, now: float) -> Iterator[tuple[str, str, list[TokenEntry]]]:
-        """Yields gateways, the names that they have for this one, and new entries."""
-        for gateway_id, entries in self._buffer.take().items():
+    def take(self, now: float) -> Iterator[tuple[str, TokenBatch]]:
+        """Yields gateways, and new entries under the names that they have for this one."""
+        for (gateway_id, region_class), entries in self._buffer.take().items():
             by_worker: dict[str, list[TokenEntry]] = {}
             for entry in entries:
                 placement = self._placements[entry.placement_id]
@@ -112,8 +121,14 @@ class SitePlacements:
                 if entry.finish is not None and _has_ended(placement):
                     placement.ended_at = min(placement.ended_at, now)
                 by_worker.setdefault(placement.worker_id, []).append(entry)
-            for worker_id, each in by_worker.items():
-                yield gateway_id, worker_id, each
+            for worker_id, of_worker in by_worker.items():
+                for each in apart(of_worker):
+                    yield (
+                        gateway_id,
+                        TokenBatch(
+                            worker_id=worker_id, entries=tuple(each), region_class=region_class
+                        ),
+                    )
 
     def overdue(self, heard_at: Callable[[str], float], now: float) -> list[bytes]:
         """Returns the placements whose gateway is silent, or does not acknowledge the end.

@@ -16,8 +16,9 @@ MAX_NAME = 256
 MAX_CHOICES = 128  # as many as a decode worker takes
 
 
-def narrowed(request: Request, workers: Iterable[Heartbeat]) -> Request:
-    """Checks what costs this gateway memory or time. `workers` are those that decode at this site.
+def narrowed(request: Request, workers: Iterable[Heartbeat], regions: Iterable[str]) -> Request:
+    """Checks what costs this gateway memory or time. `workers` are those that decode at this site,
+    and `regions` those of all its processes, some of which have a part in the request.
 
     Returns the request with only those of its conditions that make a difference here: requests
     with other conditions have a queue of their own, and a turn. Raises WorkerBusy for a request
@@ -29,8 +30,8 @@ def narrowed(request: Request, workers: Iterable[Heartbeat]) -> Request:
         raise WorkerBusy(f"no worker of this site serves {request.model!r} now")
     cards = [each.model for each in found if each.model is not None]
     _check_sizes(request, max(each.max_context_tokens for each in cards))
-    regions = sorted({each.region for each in found}.intersection(request.allowed_regions))
-    if request.allowed_regions and not regions:
+    allowed = request.allowed_regions
+    if allowed and not any(each.region in allowed for each in found):
         raise WorkerBusy("no worker of this site is in the allowed regions")
     needs = tuple(sorted(set(request.needs)))
     if not any(set(needs) <= set(each.features) for each in cards):
@@ -38,7 +39,7 @@ def narrowed(request: Request, workers: Iterable[Heartbeat]) -> Request:
     is_alike = any(each.numerics == request.numerics for each in cards)
     return structs.replace(
         request,
-        allowed_regions=tuple(regions),
+        allowed_regions=tuple(sorted(set(regions).intersection(allowed))),
         needs=needs,
         numerics=request.numerics if is_alike else None,
     )

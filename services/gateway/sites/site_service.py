@@ -45,7 +45,6 @@ from shared.messages import (
     StartDecode,
     TokenBatch,
 )
-from shared.output.output_buffer import apart
 from shared.sites.linked_sites import LinkedSites
 from shared.sites.site_states import (
     COUNTERS_EVERY,
@@ -219,8 +218,11 @@ class SiteService:
 
     def _request(self, command: StartDecode) -> Request:
         asked, own = command.request, self._bus.process_id
-        live = self._health_monitor.fleet.live("decode")
-        request = narrowed(asked, (each for each in live if not is_at_site(each.process_id)))
+        fleet = self._health_monitor.fleet
+        here = [each for each in fleet.everyone() if not is_at_site(each.process_id)]
+        regions = {self._config.region, *(each.region for each in here)}
+        workers = (each for each in fleet.live("decode") if not is_at_site(each.process_id))
+        request = narrowed(asked, workers, regions)
         weight = self._weights.get(site_in(asked.gateway_id) or "", 1.0)
         made = site_request(request, command.placement_id, own, self._root_key, weight=weight)
         deadline_s = min(made.deadline_s, self._config.request_timeout_s)
@@ -265,10 +267,8 @@ class SiteService:
 
     def _flush(self) -> None:
         self._will_flush = False
-        for gateway_id, worker_id, entries in self._placements.take(self._clock.now()):
-            for each in apart(entries):
-                batch = TokenBatch(worker_id=worker_id, entries=tuple(each))
-                self._outbox.post(tokens(gateway_id), batch)
+        for gateway_id, batch in self._placements.take(self._clock.now()):
+            self._outbox.post(tokens(gateway_id), batch)
 
     async def _sweep(self) -> None:
         while True:

@@ -17,6 +17,7 @@ from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.messages import ApplyLimits, LimitsApplied, ReadTenantCopies, ReportUsage, SiteState
+from shared.regions.region_classes import region_classes
 from shared.store import StoreUnavailable
 from shared.subjects import at_site, from_sites
 from shared.tenancy.rate_limit import LimitCommand, LimitState
@@ -52,6 +53,8 @@ class SiteTenants:
             site=config.site,
             gateway_id=name,
             cluster_secret=config.cluster_secret,
+            region_of=homes.region_of,
+            classes=region_classes(config.region_classes),
         )
         self._copies = TenantCopyReader(homes, clock, store, tenancy.copied, gateway_id=name)
         self._usage = UsageReporter(homes, clock, store, gateway_id=name)

@@ -76,6 +76,7 @@ from shared.errors import (
     OutOfMemory,
     Overloaded,
     RequestBreaksWorkers,
+    SendForbidden,
     StepFailed,
     UnknownPlacement,
     WorkerBusy,
@@ -221,6 +222,9 @@ class Streams:
     ) -> None:
         stream = self._submitting(request_id, attempt)
         if stream is None:
+            return
+        if isinstance(error, SendForbidden):  # to any scheduler
+            self._end(stream, error, "failed", now)
             return
         is_patient = stream.is_recovering or error.retry_after_s == 0  # 0: retry at once
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
@@ -698,6 +702,7 @@ class Streams:
             placement_id=placement.placement_id,
             choice_index=choice.choice_index,
             from_position=len(choice.token_ids),
+            region_class=stream.request.region_class,
         )
         self._actions.resend(placement.worker_id, message)
 

@@ -29,6 +29,7 @@ import msgspec
 import structlog
 
 from services.gateway.tenancy.errors import TenantCopyStale, UnknownTenant
+from services.gateway.tenancy.region_rule import RegionRule
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, DependencyUnavailable
@@ -91,10 +92,12 @@ class ApiKeys:
         replica: Store | None = None,
         copied: CopiedTenants | None = None,
         stale_s: float = inf,
+        rule: RegionRule | None = None,
     ) -> None:
         """`copied` are the tenants of other sites, which are served for `stale_s` seconds after
-        their confirmation.
+        their confirmation. `rule` refuses tenants of other regions than this gateway's.
         """
+        self._rule = RegionRule() if rule is None else rule
         self._stores = (store,) if replica is None else (replica, store)
         self._clock = clock
         self._redis_state: RedisState = "ok"
@@ -138,14 +141,14 @@ class ApiKeys:
 
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
         """Returns the tenant of an Authorization header. Raises AuthenticationFailed,
-        UnknownTenant, and DependencyUnavailable for a new key without Redis and for records that
-        cannot be read.
+        UnknownTenant, NoRegionAllowed, and DependencyUnavailable for a new key without Redis and
+        for records that cannot be read.
         """
-        return await self._tenant_of(digest_of(bearer_of(authorization)))
+        return self._rule.admitted(await self._tenant_of(digest_of(bearer_of(authorization))))
 
     async def tenant_of_client(self, client_id: str) -> TenantRecord:
         """Returns the tenant of a NATS client. Raises as `tenant_of` does."""
-        return await self._tenant_of(client_digest(client_id))
+        return self._rule.admitted(await self._tenant_of(client_digest(client_id)))
 
     async def _tenant_of(self, digest: str) -> TenantRecord:
         known = self._known.get(digest)

@@ -8,16 +8,25 @@ from services.gateway.observability.metrics.copied_tenants import CopyCounts
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.redis_memory import RedisMemory
+from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.clock import Clock
 from shared.config import GatewayConfig
+from shared.regions.region_classes import region_classes
+from shared.store import StoreUnavailable
 from shared.tenancy.copied_tenants import CopiedTenants
+from shared.tenancy.declared_classes import declare_classes
+from shared.tenancy.refusals import Refusals
+from shared.tenancy.residency import may_hold
+
+DECLARE_S = 1.0
 
 
 class Tenancy:
     """The keys, limits and usage of all tenants. `num_gateways` returns the number of gateways that
-    share the limits. `writer_id` is unique per process start.
+    share the limits. `writer_id` is unique per process start. `refusals` counts tenants of other
+    regions.
     """
 
     def __init__(
@@ -29,17 +38,23 @@ class Tenancy:
         *,
         num_gateways: Callable[[], int],
         writer_id: str,
+        refusals: Refusals | None = None,
     ) -> None:
+        classes = region_classes(config.region_classes)
         self.stores = stores
-        self.copied = CopiedTenants(config.site)
+        self.copied = CopiedTenants(
+            config.site, lambda record: may_hold(record, config.region, classes)
+        )
         self.api_keys = ApiKeys(
             stores.fast,
             clock,
             replica=stores.replica,
             copied=self.copied,
             stale_s=config.stale_s,
+            rule=RegionRule(config.region, classes, refusals),
         )
         self.limits = Limits(stores.fast, clock, num_gateways)
+        self._clock, self._classes = clock, classes
         self.usage = UsageCounter(stores.fast, clock, writer_id=writer_id, now=wall_clock)
         self.redis_memory = RedisMemory(
             stores.slow,
@@ -47,6 +62,15 @@ class Tenancy:
             max_response_bytes=config.max_stored_response_bytes,
             max_prefix_bytes=config.max_stored_prefix_bytes,
         )
+
+    async def declare_regions(self) -> None:
+        """Writes the region classes for the commands of operators, once Redis takes them."""
+        while True:
+            try:
+                await declare_classes(self.stores.slow, self._classes)
+                return
+            except StoreUnavailable:
+                await self._clock.sleep(DECLARE_S)
 
     def copy_counts(self, now: float) -> CopyCounts:
         """Returns what is held of other sites; `now` is a time of the gateway's clock."""

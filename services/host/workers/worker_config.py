@@ -49,6 +49,7 @@ def worker_config(
         is_nats_tls_first=host.is_nats_tls_first,
         process_id=worker_id,
         region=host.region,
+        region_classes=host.region_classes,
         drain_timeout_s=DRAIN_S,
         log_level=host.log_level,
         log_format=host.log_format,

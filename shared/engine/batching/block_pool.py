@@ -67,7 +67,7 @@ class BlockPool:
         self._freed: set[int] = set()
         self._private: set[int] = set()  # blocks to be cleared once they are free
         self._has_retired = False
-        self._events: list[KvEvent] = []
+        self._events: dict[str, list[KvEvent]] = {"": []}  # of each region class so far
         self._removed: list[CachedBlock] = []  # blocks removed after the last of `_events`
         self.on_event: Callable[[], None] = lambda: None  # called when `take_events` has events
 
@@ -211,6 +211,7 @@ class BlockPool:
         parent_hash: bytes,
         first_block_index: int,
         kv_quota_tokens: int = 0,
+        region_class: str = "",
     ) -> None:
         """Makes full, computed blocks of one group findable, unless they retire. A hash that is
         already known stays with its block. For `kv_quota_tokens`, see `limit`.
@@ -221,7 +222,9 @@ class BlockPool:
         for block_index, (block_id, block_hash) in enumerate(pairs, first_block_index):
             is_new = block_hash not in ids_of and self._known[block_id] is None
             if is_new and block_id < self.num_blocks:
-                block = CachedBlock(tenant_id, parent_hash, block_index, block_hash, group)
+                block = CachedBlock(
+                    tenant_id, parent_hash, block_index, block_hash, group, region_class
+                )
                 self._known[block_id] = block
                 ids_of[block_hash] = block_id
                 new.append(block)
@@ -229,7 +232,7 @@ class BlockPool:
         if new:
             self._shares.setdefault(tenant_id, TenantQuota()).num_blocks += len(new)
             self._end_removal()
-            self._events += runs_of(new)
+            self._events.setdefault(region_class, []).extend(runs_of(new))
             self.on_event()
         self.limit(tenant_id, kv_quota_tokens)
 
@@ -284,7 +287,7 @@ class BlockPool:
         for block_id, known in enumerate(self._known):
             if known is not None:
                 self._evict(block_id)
-        self._removed, self._events = [], [BlocksCleared()]
+        self._removed, self._events = [], {each: [BlocksCleared()] for each in self._events}
         self.on_event()
 
     @property
@@ -302,9 +305,17 @@ class BlockPool:
         above = range(self.num_blocks, len(self.ref_counts))
         return [block_id for block_id in above if self.ref_counts[block_id] == 0]
 
-    def take_events(self) -> list[KvEvent]:
+    @property
+    def event_classes(self) -> list[str]:
+        """The region classes of blocks since the start, and "" for those without."""
+        return list(self._events)
+
+    def take_events(self, region_class: str = "") -> list[KvEvent]:
+        """Returns what has happened since the last call to the blocks of one region class, or to
+        those without.
+        """
         self._end_removal()
-        events, self._events = self._events, []
+        events, self._events[region_class] = self._events.get(region_class, []), []
         return events
 
     def drop_tenant(self, tenant_id: str) -> int:
@@ -428,8 +439,12 @@ class BlockPool:
             self._freed.add(block_id)
 
     def _end_removal(self) -> None:
-        for group in range(len(self.reaches)) if self._removed else ():
-            hashes = [block.block_hash for block in self._removed if block.group == group]
-            if hashes:
-                self._events.append(BlocksRemoved(block_hashes=pack_hashes(hashes), group=group))
+        if not self._removed:
+            return
+        removed: dict[tuple[str, int], list[bytes]] = {}
+        for block in self._removed:
+            removed.setdefault((block.region_class, block.group), []).append(block.block_hash)
+        for (region_class, group), hashes in sorted(removed.items()):
+            event = BlocksRemoved(block_hashes=pack_hashes(hashes), group=group)
+            self._events[region_class].append(event)
         self._removed = []

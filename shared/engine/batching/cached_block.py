@@ -18,6 +18,7 @@ class CachedBlock(msgspec.Struct, frozen=True):
     block_index: int
     block_hash: bytes
     group: int = 0
+    region_class: str = ""  # that of the tenant; none of a public block
 
 
 def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:

@@ -130,6 +130,7 @@ class Sequence:
     choice_index: int = 0
     is_zero_retention: bool = False  # its own KV is findable for no other sequence
     kv_quota_tokens: int = 0  # tokens of the cache, for the whole tenant; 0: unlimited
+    region_class: str = ""  # that of the tenant
     stop_token_ids: frozenset[int] = frozenset()
     grammar: SequenceGrammar | None = None
     # number of top tokens to return at each prompt position; None: no logprobs. Also in `sampling`;
@@ -290,5 +291,6 @@ def build_sequence(
         token_ids=token_ids,
         block_hashes=unpack_hashes(message.block_hashes)[:num_blocks],
         num_public_blocks=num_public_blocks,
+        region_class=message.region_class,
         **fields,
     )

@@ -23,6 +23,7 @@ from shared.errors import ConfigError
 from shared.messages import Heartbeat
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.randomness import SystemRandomness
+from shared.regions.region_check import RegionCheck
 from tests.services.faults.test_item_faults import ERRORS
 from tests.support.world.store import MemoryStore
 
@@ -44,7 +45,7 @@ async def host(tmp_path: Path) -> AsyncIterator[HostService]:
         redis_url="redis://127.0.0.1:1",
         process_id="host-1",
     )
-    bus: Any = SimpleNamespace(process_id="host-1")
+    bus: Any = SimpleNamespace(process_id="host-1", regions=RegionCheck())
     host = HostService(
         *(config, bus, MemoryStore(), MonotonicClock(), SystemRandomness()),
         budgets={"cpu": 1 << 30},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from services.kv_index.service import KvIndexService
 from shared import subjects
 from shared.clock import Clock
@@ -22,6 +24,7 @@ from shared.messages import (
     WorkerLoad,
 )
 from shared.packing import BLOCK_HASH_BYTES, pack_hashes
+from shared.regions.region_check import RegionCheck
 from shared.transport.bus import Bus, Unsubscribe
 from tests.support.records import model_card
 from tests.support.world.bus import SimulatedBus, SimulatedNetwork
@@ -48,11 +51,21 @@ async def eventually(holds: Callable[[], bool], *, within_s: float = 20.0) -> No
 
 
 class CacheWorker:
-    """Holds a set of blocks, publishes its changes, lists the blocks in pages of PAGE_BLOCKS."""
+    """Holds a set of blocks, publishes its changes, lists the blocks in pages of PAGE_BLOCKS. All
+    are of tenants with the same region class, or without one.
+    """
 
-    def __init__(self, bus: Bus, clock: Clock, role: Role = "prefill", epoch: int = 1) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        role: Role = "prefill",
+        epoch: int = 1,
+        region_class: str = "",
+    ) -> None:
         self.bus = bus
         self.role = role
+        self.region_class = region_class
         self.epoch = epoch
         self.held: dict[int, None] = {}
         self.sequence_number = 0
@@ -91,12 +104,13 @@ class CacheWorker:
             revision="r1",
             kv_format=FORMAT,
             events=(event,),
+            region_class=self.region_class,
         )
         await self.bus.publish(subjects.kv_events(self.role, self.bus.process_id), message)
 
     def page(self, query: ListBlocks) -> BlockPage:
         self.num_listed += 1
-        numbers = sorted(self.held)
+        numbers = sorted(self.held if query.region_class == self.region_class else ())
         first = query.cursor
         rest = [number for number in numbers if number >= first]
         shown = rest[:PAGE_BLOCKS]
@@ -113,7 +127,11 @@ class CacheWorker:
 
     def _load(self) -> WorkerLoad:
         self._step += 1
-        return WorkerLoad(step=self._step, step_budget_s=1.0, num_kv_events=self.sequence_number)
+        load = WorkerLoad(step=self._step, step_budget_s=1.0)
+        if self.region_class:
+            numbers = ((self.region_class, self.sequence_number),)
+            return msgspec.structs.replace(load, num_class_kv_events=numbers)
+        return msgspec.structs.replace(load, num_kv_events=self.sequence_number)
 
 
 def _run(numbers: list[int]) -> BlocksStored:
@@ -133,13 +151,13 @@ class Rig:
         self.service = self.replica("kv_index-0")
         self.scheduler_bus: SimulatedBus = self.network.bus("scheduler-0")
 
-    def replica(self, process_id: str) -> KvIndexService:
+    def replica(self, process_id: str, regions: RegionCheck | None = None) -> KvIndexService:
         config = KvIndexConfig(
             nats_url="nats://here", process_id=process_id, redis_url="redis://here"
         )
         return KvIndexService(
             config,
-            self.network.bus(process_id),
+            self.network.bus(process_id, regions=regions),
             self.store,
             self.clock,
             SeededRandomness(7 + int(process_id[-1])),
@@ -165,7 +183,15 @@ class Rig:
                     return lengths
 
 
-async def all_matches(bus: Bus, *numbers: int) -> tuple[str, dict[str, int]]:
-    query = MatchPrefix(tenant_id="t", model="m", revision="r1", block_hashes=packed(*numbers))
+async def all_matches(
+    bus: Bus, *numbers: int, region_class: str = ""
+) -> tuple[str, dict[str, int]]:
+    query = MatchPrefix(
+        tenant_id="t",
+        model="m",
+        revision="r1",
+        block_hashes=packed(*numbers),
+        region_class=region_class,
+    )
     reply = await bus.request(subjects.MATCH, query, PrefixMatches, timeout_s=1.0)
     return reply.state, {match.worker_id: match.num_blocks for match in reply.matches}

@@ -355,7 +355,7 @@ def test_second_replica_takes_over_when_the_leader_stops() -> None:
         await rig.warm(prefix, worker)
         await asyncio.sleep(2)
         assert (rig.service._keeper._pinned_workers, second._keeper._pinned_workers) == (
-            {"prefill-0"},
+            {("prefill-0", "")},
             set(),
         )
         await rig.service.stop()

@@ -25,23 +25,23 @@ def test_take_returns_one_batch_per_gateway_with_new_tokens():
     it.add(p, (2,))
     assert it.num_waiting == 2
     assert it.take() == {
-        "gateway-1": [TokenEntry(P, 0, 5, (1, 2), None, SERVED)],
-        "gateway-2": [TokenEntry(Q, 1, 0, (7,), None, SERVED)],
+        ("gateway-1", ""): [TokenEntry(P, 0, 5, (1, 2), None, SERVED)],
+        ("gateway-2", ""): [TokenEntry(Q, 1, 0, (7,), None, SERVED)],
     }
     assert it.take() == {}
     it.add(p, (3,), STOP)
-    assert it.take() == {"gateway-1": [TokenEntry(P, 0, 7, (3,), STOP)]}
+    assert it.take() == {("gateway-1", ""): [TokenEntry(P, 0, 7, (3,), STOP)]}
 
 
 def test_take_first_returns_only_first_tokens():
     it, p, q = output_buffer()
     it.add(p, (1,))
-    assert it.take_first() == {"gateway-1": [TokenEntry(P, 0, 5, (1,), None, SERVED)]}
+    assert it.take_first() == {("gateway-1", ""): [TokenEntry(P, 0, 5, (1,), None, SERVED)]}
     it.add(p, (2,))
     it.add(q, (), STOP)
-    assert it.take_first() == {"gateway-2": [TokenEntry(Q, 1, 0, (), STOP, SERVED)]}
+    assert it.take_first() == {("gateway-2", ""): [TokenEntry(Q, 1, 0, (), STOP, SERVED)]}
     assert it.take_first() == {}
-    assert it.take() == {"gateway-1": [TokenEntry(P, 0, 6, (2,))]}
+    assert it.take() == {("gateway-1", ""): [TokenEntry(P, 0, 6, (2,))]}
     it.add(p, (3,))
     assert it.take_first() == {}
 
@@ -64,14 +64,14 @@ def test_first_token_after_resend_overdue_is_still_first():
     it, p, _ = output_buffer()
     it.resend_overdue(P)
     it.add(p, (1,))
-    assert it.take_first() == {"gateway-1": [TokenEntry(P, 0, 5, (1,), None, SERVED)]}
+    assert it.take_first() == {("gateway-1", ""): [TokenEntry(P, 0, 5, (1,), None, SERVED)]}
     assert it.take() == {}
 
 
 def test_finish_without_tokens_is_returned():
     it, p, _ = output_buffer()
     it.add(p, (), STOP)
-    assert it.take() == {"gateway-1": [TokenEntry(P, 0, 5, (), STOP, SERVED)]}
+    assert it.take() == {("gateway-1", ""): [TokenEntry(P, 0, 5, (), STOP, SERVED)]}
 
 
 @pytest.mark.parametrize("position, token_ids", [(0, (1, 2, 3)), (6, (2, 3)), (8, ()), (99, ())])
@@ -91,10 +91,10 @@ def test_logprobs_follow_tokens_and_prompt_logprobs_the_first():
     it, p, _ = output_buffer()
     it.add(p, (1,), logprobs=(L1,), prompt_logprobs=(L3, L2))
     first = TokenEntry(P, 0, 5, (1,), None, SERVED, logprobs=(L1,), prompt_logprobs=(L3, L2))
-    assert it.take() == {"gateway-1": [first]}
+    assert it.take() == {("gateway-1", ""): [first]}
     it.add(p, (2,), logprobs=(L2,))
     it.add(p, (3,), STOP, logprobs=(L3,))
-    assert it.take() == {"gateway-1": [TokenEntry(P, 0, 6, (2, 3), STOP, logprobs=(L2, L3))]}
+    assert it.take() == {("gateway-1", ""): [TokenEntry(P, 0, 6, (2, 3), STOP, logprobs=(L2, L3))]}
     again = it.resend(P, 0, 5)
     assert (again.logprobs, again.prompt_logprobs) == ((L1, L2, L3), (L3, L2))
     later = it.resend(P, 0, 7)
@@ -116,7 +116,7 @@ def test_choices_are_numbered_separately_and_dropped_together():
     it.add(first, (1,))
     it.add(other, (7, 8), STOP)
     assert it.take() == {
-        "gateway-1": [
+        ("gateway-1", ""): [
             TokenEntry(P, 0, 5, (1,), None, SERVED),
             TokenEntry(P, 2, 0, (7, 8), STOP, SERVED),
         ]

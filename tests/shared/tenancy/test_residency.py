@@ -9,7 +9,7 @@ from shared.errors import ConfigError
 from shared.regions.region_classes import MAX_CLASSES, NO_CLASSES, RegionClasses, region_classes
 from shared.tenancy.residency import may_hold, reason_against, regions_of
 from shared.tenancy.tenant import TenantRecord
-from tests.support.services.live_workers import request_of
+from tests.services.scheduler.literals import submit_of
 
 CLASSES = region_classes(["eu=fr,de", "world=fr,us", "solo=us"])
 
@@ -45,7 +45,7 @@ def test_class_and_regions_hold_together(
 
 
 def test_request_without_regions_is_open_to_all() -> None:
-    plain = request_of([1, 2])
+    plain = submit_of("r").request
     assert regions_of(plain, CLASSES) is None and may_hold(plain, "", CLASSES)
     classed = msgspec.structs.replace(plain, region_class="eu")
     assert not may_hold(classed, "us", CLASSES) and not may_hold(classed, "", CLASSES)

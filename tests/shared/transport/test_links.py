@@ -20,7 +20,8 @@ from services.local.credentials import named_credentials, nats_config_with_nkeys
 from shared import subjects
 from shared.errors import ConfigError, DependencyUnavailable, SenderMismatch
 from shared.messages import Failure, PrefillAccepted, PrefillFailed, PrefixDigest, RunPrefill
-from shared.subjects import CredentialRole, permissions
+from shared.regions.region_classes import region_classes
+from shared.subjects import CredentialRole, in_class, permissions
 from shared.transport.bus import NatsBus
 from shared.transport.nkeys import UserKey
 from tests.support.certificates import Authority
@@ -45,7 +46,7 @@ class Site:
         )
         text = nats_config_with_nkeys(
             named_credentials(PROCESSES), folder / name, host="127.0.0.1", port=self.port,
-            links=named,
+            links=named, classes=region_classes(["k=eu"]),
         )  # fmt: skip
         spied = text.replace(
             "  HEARTH {users: [\n", '  HEARTH {users: [\n{user: "spy", password: "spy"}\n', 1
@@ -158,6 +159,27 @@ async def test_sites_reach_those_they_are_linked_to_and_no_third(sites: dict[str
         await b.publish(TO_B.replace(".b.", ".a."))
         await until(lambda: from_b in a.subjects)
         assert a.subjects[2:] == [from_b]
+
+
+async def test_class_crosses_to_sites_of_its_regions_alone(sites: dict[str, Site]) -> None:
+    """The class is that of `eu`, where b is. Nobody names a region for c."""
+    start_b, start_c, arrived = (each.replace("control", "start") for each in (TO_B, TO_C, AT_B))
+    to_a, from_c = TO_B.replace(".b.", ".a."), AT_B.replace(".a.", ".c.")
+    async with spy(sites["a"].port) as a, spy(sites["b"].port) as b, spy(sites["c"].port) as c:
+        await linked(a, b, TO_B, AT_B)
+        await linked(a, c, TO_C, AT_B)
+        await linked(c, a, to_a, from_c)
+        for each in (a, b, c):
+            each.received.clear()
+        of_class = [in_class(each, "k") for each in (start_b, start_c, TO_B)]
+        await a.publish(*of_class, in_class(start_b, "other"), TO_B, TO_C)
+        await until(lambda: AT_B in b.subjects and AT_B in c.subjects)
+        assert b.subjects == [in_class(arrived, "k"), AT_B]
+        assert c.subjects == [AT_B]
+        a.received.clear()
+        await c.publish(in_class(to_a.replace("control", "start"), "k"), to_a)
+        await until(lambda: from_c in a.subjects)
+        assert a.subjects == [from_c], "c names a region for a, and a none for c"
 
 
 async def test_digest_reaches_every_scheduler_of_one_site(sites: dict[str, Site]) -> None:

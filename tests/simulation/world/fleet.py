@@ -280,7 +280,8 @@ class Fleet:
                 found += tasks_left(host)
         for index in self.indices():
             process_id = index.process.process_id
-            found += [f"{process_id}: {each}" for each in of_index(index.service.index, workers)]
+            for _, one in index.service.indexes.items():
+                found += [f"{process_id}: {each}" for each in of_index(one, workers)]
         return found
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────

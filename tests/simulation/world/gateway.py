@@ -11,6 +11,7 @@ from services.gateway.streams.early_entries import RetiredPlacements
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity, PromptTooLong
@@ -63,7 +64,8 @@ class SimulatedGateway(StreamGateway):
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []
         connection = ProcessStore(store, self.process)
-        self._api_keys = ApiKeys(connection, clock)
+        rule = RegionRule(region, self.bus.regions.classes)
+        self._api_keys = ApiKeys(connection, clock, rule=rule)
         self._limits = Limits(connection, clock)
         writer_id = f"{gateway_id}-{seed}"
         self._usage = UsageCounter(connection, clock, writer_id=writer_id, now=store.now)

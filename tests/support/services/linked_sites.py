@@ -22,6 +22,7 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerC
 from shared.engine.executors.timing_executor import StepCost, TimingExecutor
 from shared.lifecycle.process import Service
 from shared.messages import WorkerRole
+from shared.regions.region_classes import region_classes
 from shared.store import RedisStore
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import store_api_key
@@ -33,6 +34,7 @@ from tests.support.servers import RedisServer, Server, find_binary, free_port
 
 MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
 STEP_S, REGION = 0.01, "eu"
+CLASSES = region_classes(["europe=eu"])
 FAST = StepCost(base_s=STEP_S)
 ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker", "kv_index")
 
@@ -55,7 +57,13 @@ class LiveSite:
 
     def common(self, role: str) -> dict[str, Any]:
         url = f"nats://{role}:{PASSWORD}@127.0.0.1:{self.nats_port}"
-        return {"nats_url": url, "process_id": role, "region": REGION}
+        classes = CLASSES.texts()
+        return {
+            "nats_url": url,
+            "process_id": role,
+            "region": REGION,
+            "region_classes": classes,
+        }
 
     async def start(self, *, site: str) -> None:
         self.scheduler = await build_scheduler(
@@ -193,7 +201,8 @@ async def _site(stack: AsyncExitStack, folder: Path, model_dir: Path, links: Sit
     port = free_port()
     users = [NatsUser(role, role, PASSWORD, REGION) for role in ROLES]
     path = folder / f"nats-{links.site}.conf"
-    path.write_text(nats_server_config(users, host="127.0.0.1", port=port, links=links))
+    text = nats_server_config(users, host="127.0.0.1", port=port, links=links, classes=CLASSES)
+    path.write_text(text)
     nats = Server([find_binary("nats-server"), "-c", str(path)], port)
     stack.callback(nats.stop)
     redis = RedisServer()

@@ -34,6 +34,7 @@ from shared.errors import (
     SenderMismatch,
 )
 from shared.messages import Failure, Message
+from shared.regions.region_check import RegionCheck
 from shared.subjects import sender_of, sent_by
 from shared.transport.bus import Unsubscribe, error_of, hand_over, late_reply, reply_to
 from shared.transport.nats_client import LATE_REPLY_S
@@ -153,14 +154,19 @@ class SimulatedNetwork:
         self._processes: dict[str, SimulatedProcess] = {}
         self._held: list[Callable[[], object]] = []  # deliveries that a hanging server holds back
 
-    def bus(self, process_id: str, process: SimulatedProcess | None = None) -> SimulatedBus:
+    def bus(
+        self,
+        process_id: str,
+        process: SimulatedProcess | None = None,
+        regions: RegionCheck | None = None,
+    ) -> SimulatedBus:
         owner = self._process(process_id) if process is None else process
         self._processes[process_id] = owner
         former = self._connections.get(process_id)
         if former is not None and former.process is not owner and not former.process.is_dead:
             self._doubled.append(former)
         connection = self._connections[process_id] = self._by_process[owner] = _Connection(owner)
-        return SimulatedBus(self, process_id, connection)
+        return SimulatedBus(self, process_id, connection, regions)
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -446,14 +452,21 @@ class _NoReply(Enum):
 
 
 class SimulatedBus:
-    def __init__(self, network: SimulatedNetwork, process_id: str, connection: _Connection) -> None:
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        process_id: str,
+        connection: _Connection,
+        regions: RegionCheck | None = None,
+    ) -> None:
         self.process_id = process_id
+        self.regions = RegionCheck() if regions is None else regions
         self.max_payload_bytes = network.max_payload_bytes
         self.num_requests_under_way = 0
         self._network = network
         self._connection = connection
         self.process = connection.process
-        self._sender_check = SenderCheck(lambda: network.loop.time())
+        self._sender_check = SenderCheck(lambda: network.loop.time(), self.regions)
         self._rejections = RejectedMessages(lambda: network.loop.time())
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_closed = False
@@ -480,7 +493,8 @@ class SimulatedBus:
         self._network.post(self._connection, subject, parcel)
 
     async def publish(self, subject: str, message: Message) -> None:
-        self.publish_bytes(subject, self._payload(message))
+        sent_to = self.regions.subject_for(subject, message)
+        self.publish_bytes(sent_to, self._payload(message))
 
     async def request(
         self,
@@ -491,7 +505,7 @@ class SimulatedBus:
         timeout_s: float,
         on_late: Callable[[M | Failure | None], None] | None = None,
     ) -> M:
-        data = self._payload(message)
+        data, sent_to = self._payload(message), self.regions.subject_for(subject, message)
         decode = _decoder_of(reply_type | Failure).decode
         loop = asyncio.get_running_loop()
         replied: asyncio.Future[bytes | _NoReply] = loop.create_future()
@@ -520,8 +534,8 @@ class SimulatedBus:
         no_responders = partial(settle, _NoReply.NOBODY)
         self._network.send_request(
             self._connection,
-            subject,
-            Parcel(data, reply, sent_by(subject, self.process_id)),
+            sent_to,
+            Parcel(data, reply, sent_by(sent_to, self.process_id)),
             no_responders,
         )
         self.num_requests_under_way += 1
@@ -600,11 +614,16 @@ class SimulatedBus:
     def _subscribe(
         self, pattern: str, queue: str, deliver: Callable[[Parcel], None]
     ) -> Unsubscribe:
-        subscription = _Subscription(self._connection, pattern, queue, deliver)
-        self._network.add(subscription)
+        subscriptions = [
+            _Subscription(self._connection, each, queue, deliver)
+            for each in self.regions.subjects(pattern)
+        ]
+        for each in subscriptions:
+            self._network.add(each)
 
         async def unsubscribe() -> None:
-            self._network.remove(subscription)
+            for each in subscriptions:
+                self._network.remove(each)
 
         return unsubscribe
 

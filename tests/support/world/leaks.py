@@ -78,7 +78,7 @@ def of_registry(service: KvIndexService, store: MemoryStore, *, is_only_writer: 
         f"{worker_id} does not hold {block_hash.hex()}"
         for worker_id, held in registry._held_by.items()
         for block_hash in held
-        if not service.index.holds(worker_id, block_hash)
+        if not service.indexes.holds(worker_id, block_hash)
     ]
     for record in registry._records.values():
         written = store.data.get(record_key(record.tenant_id, record.block_hash), {})

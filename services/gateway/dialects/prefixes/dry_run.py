@@ -94,7 +94,11 @@ async def _run(
     prepared: PreparedRequest, tenant_id: str, prefix_store: PrefixStore, card: ModelCard
 ) -> DryRun:
     request, num_tokens = prepared.request, len(prepared.prompt_token_ids)
-    found = await prefix_store.held(tenant_id, card, request.block_hashes)
+    found = await prefix_store.held(
+        *(tenant_id, card, request.block_hashes),
+        region_class=request.region_class,
+        num_public_blocks=request.num_public_blocks,
+    )
     # the last token is never a hit: sampling needs its logits
     workers = [
         WorkerPrefix(

@@ -162,9 +162,17 @@ class PrefixStore:
         return (tenant.tenant_id, PUBLIC_TENANT_ID) if is_allowed else (PUBLIC_TENANT_ID,)
 
     async def held(
-        self, tenant_id: str, card: ModelCard, block_hashes: bytes
+        self,
+        tenant_id: str,
+        card: ModelCard,
+        block_hashes: bytes,
+        *,
+        region_class: str = "",
+        num_public_blocks: int = 0,
     ) -> PrefixMatches | None:
-        """Returns the cached blocks per worker, without counting a use. None: index unavailable."""
+        """Returns the cached blocks per worker, without counting a use. None: index unavailable.
+        `region_class` is that of the tenant; none of a public prefix.
+        """
         if not block_hashes:
             return PrefixMatches(state="exact", matches=())
         question = MatchPrefix(
@@ -173,6 +181,8 @@ class PrefixStore:
             revision=card.revision,
             block_hashes=block_hashes,
             is_counted=False,
+            region_class=region_class,
+            num_public_blocks=num_public_blocks if region_class else 0,
         )
         try:
             return await self._requests.request(
@@ -190,7 +200,10 @@ class PrefixStore:
 
     async def _stored(self, tenant: TenantRecord, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
         hashes = _hashes(prefix, card, self._root_key)
-        found = await self.held(prefix.tenant_id, card, pack_hashes(hashes))
+        region_class = "" if prefix.is_public else tenant.region_class
+        found = await self.held(
+            prefix.tenant_id, card, pack_hashes(hashes), region_class=region_class
+        )
         counts = await self._counts(prefix.tenant_id, hashes)
         matches = () if found is None else found.matches
         workers = [

@@ -16,6 +16,7 @@ from services.client import hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient
 from services.gateway.nats_api import api as api_module
 from services.gateway.nats_api import generation, listeners, served_request
+from services.gateway.tenancy.region_rule import RegionRule
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -82,12 +83,16 @@ async def test_limits_are_those_of_the_tenant(api: Api) -> None:
         assert (await api.client.request("models", {}))["data"]  # is free
 
 
-async def test_permissions_are_those_of_the_tenant(api: Api) -> None:
+async def test_permissions_are_those_of_the_tenant(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with limited(api, allowed_models=()):
         assert (await api.client.request("models", {}))["data"] == []
     async with limited(api, concurrency=0):
         check_error(await api.reply("chat", BODY), 403, "limit_is_zero", None)
     async with limited(api, allowed_regions=("eu",), is_zero_retention=True):
+        check_error(await api.reply("chat", {}), 403, "no_region_allowed", None)
+        monkeypatch.setattr(api.cluster.gateway.api_keys, "_rule", RegionRule("eu"))
         await api.reply("chat", BODY)
         submitted = api.cluster.scheduler.submitted[-1].request
         assert submitted.tenant_id == "tenant-1"

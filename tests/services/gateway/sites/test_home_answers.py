@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ async def home(*, cluster_secret: str = "secret") -> HomeTenants:
         site="a",
         gateway_id="a/gateway",
         cluster_secret=cluster_secret,
+        region_of={"b": "eu", "c": "us"}.__getitem__,
     )
 
 
@@ -59,6 +61,21 @@ def test_site_gets_the_tenants_that_name_it_and_no_others() -> None:
         assert names(await copies(tenants, "b", (name, version - 1), of_b.versions[1])) == [
             ("both", "b")
         ]
+
+    run(work())
+
+
+def test_record_goes_to_sites_in_the_regions_of_its_tenant_alone() -> None:
+    async def work() -> None:
+        tenants = await home()
+        admin = TenantAdmin(tenants._store, lambda: 0.0)
+        await admin.change("both", {"allowed_regions": ("eu",)})
+        assert [name for name, _ in names(await copies(tenants, "b"))] == ["both", "only-b"]
+        assert names(await copies(tenants, "c")) == []
+        await admin.change("only-b", {"allowed_regions": ("us",)})
+        tenants._read_at = -inf
+        of_b = await copies(tenants, "b")
+        assert [name for name, _ in of_b.versions] == ["both"], "b takes the other one away"
 
     run(work())
 

@@ -18,6 +18,8 @@ from shared.engine.executors.timing_executor import STATE_BYTES, StepCost
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import LinkLoad, WorkerLoad
 from shared.subjects import is_at_site
+from shared.tenancy.declared_classes import declared_classes
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.services.linked_sites import (
     PASSWORD,
     REGION,
@@ -63,6 +65,32 @@ async def test_model_of_another_site_is_served(sites: LinkedPair) -> None:
     assert several["choices"] == same["choices"]
     served = (await there.chat("one", 4)).json()["hearth"]
     assert served["decode_worker"].startswith("b/gateway/")
+
+
+async def in_class(site: LiveSite, region_class: str) -> None:
+    """Gives the site's tenant a region class, once its gateway has declared it."""
+    store = site.gateway.tenancy.stores.slow
+
+    async def is_declared() -> bool:
+        return bool((await declared_classes(store)).regions)
+
+    await until(is_declared)
+    await TenantAdmin(store, lambda: 0.0).change("tenant-1", {"region_class": region_class})
+    site.gateway.api_keys._known.clear()
+
+
+async def test_data_of_a_region_class_crosses_to_a_site_of_the_class(sites: LinkedPair) -> None:
+    expected = await text_of(sites.b, "three", 8)
+    pool = sites.b.workers[0]._worker.loop.engine.pool
+    assert pool.event_classes == [""]
+    await in_class(sites.a, "europe")
+    try:
+        assert await text_of(sites.a, "three", 8) == expected != ""
+        assert pool.event_classes == ["", "europe"]
+        for each in (sites.a.gateway, sites.a.scheduler, sites.b.gateway, sites.b.scheduler):
+            assert (each._bus.regions.num_refused, each._bus.regions.num_denied) == (0, 0)
+    finally:
+        await in_class(sites.a, "")
 
 
 async def test_cut_link_pauses_a_stream(sites: LinkedPair) -> None:

@@ -23,8 +23,8 @@ def test_prompt_logprobs_are_sent_once() -> None:
     receiver.on_prompt_logprobs([TokenLogprobs(logprob=-1.0)] * 4)
     for index in range(3):
         receiver.on_tokens(index, [1], [])
-    ((_, _, entries),) = placements.take(0.0)
-    assert [len(each.prompt_logprobs) for each in entries] == [4, 0, 0]
+    batches = [batch.entries for _, batch in placements.take(0.0)]
+    assert [[len(each.prompt_logprobs) for each in entries] for entries in batches] == [[4], [0, 0]]
 
 
 def test_other_sites_leave_room_for_the_requests_of_this_one() -> None:

@@ -36,31 +36,31 @@ def test_placements_of_one_request_are_different_requests_here() -> None:
 
 def test_what_this_site_could_not_serve_is_refused() -> None:
     workers = [worker(model_card(name="other")), worker(CARD)]
-    assert narrowed(request(), workers) == request()
+    assert narrowed(request(), workers, ("eu",)) == request()
     for unserved in ({"model": "third"}, {"revision": "r2"}, {"block_size": 1}):
         with pytest.raises(WorkerBusy, match="no worker of this site serves"):
-            narrowed(request(**unserved), workers)
+            narrowed(request(**unserved), workers, ("eu",))
     for unserved, reason in (
         ({"prompt_token_ids": bytes(84)}, "no worker of this site has a context"),
         ({"allowed_regions": ("us",)}, "is in the allowed regions"),
         ({"needs": ("f/1", "x/9")}, "no worker of this site has f/1, x/9"),
     ):
         with pytest.raises(WorkerBusy, match=reason):
-            narrowed(request(**unserved), workers)
+            narrowed(request(**unserved), workers, ("eu",))
 
 
 def test_conditions_that_make_no_difference_here_make_no_queue() -> None:
     """Each queue has a turn: a site must not have one for each of its requests."""
     other = msgspec.structs.replace(CARD.numerics, device="another")
     keys = {
-        QueueKey.of(narrowed(request(**fields), [worker(CARD)]))
+        QueueKey.of(narrowed(request(**fields), [worker(CARD)], ("eu",)))
         for fields in (
             {"allowed_regions": ("eu", "us"), "needs": ("f/1",), "numerics": other},
             {"allowed_regions": ("x", "eu"), "needs": ("f/1", "f/1")},
         )
     }
     assert len(keys) == 1
-    kept = narrowed(request(numerics=CARD.numerics), [worker(CARD)])
+    kept = narrowed(request(numerics=CARD.numerics), [worker(CARD)], ("eu",))
     assert kept.numerics == CARD.numerics
 
 
@@ -76,7 +76,7 @@ def test_conditions_that_make_no_difference_here_make_no_queue() -> None:
 )
 def test_what_no_gateway_sends_is_invalid(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
-        narrowed(request(**fields), [worker(CARD)])
+        narrowed(request(**fields), [worker(CARD)], ("eu",))
 
 
 def test_this_site_decides_priority_and_weight_of_the_requests_of_others() -> None:

@@ -76,7 +76,7 @@ async def add_tenant(site: LiveSite, name: str, key: str, **changes: Any) -> Non
             try:
                 await admin.add(name, changes, key)
             except ConfigError as error:
-                assert "no gateway has heard" in error.message, error
+                assert "no gateway has" in error.message, error
                 return False
             return True
 
@@ -97,14 +97,19 @@ def pass_time(site: LiveSite, key: str, seconds: float) -> None:
 
 
 async def test_key_works_at_both_sites_until_it_is_revoked(sites: LinkedPair) -> None:
-    await add_tenant(sites.a, "team", "key of team", sites=("b",))
+    bound = {"sites": ("b",), "region_class": "europe"}
+    await add_tenant(sites.a, "team", "key of team", **bound)
+    await add_tenant(sites.a, "abroad", "key of abroad", **bound, allowed_regions=("us",))
     await add_tenant(sites.a, "stays", "key of stays")
     await until_status(sites.b, "key of team", 200)
+    assert (await ask(sites.a, "key of abroad")).status_code == 403
+    assert (await ask(sites.b, "key of abroad")).status_code == 401, "b is not in its regions"
     assert (await ask(sites.a, "key of team")).status_code == 200
     assert (await ask(sites.b, "key of stays")).status_code == 401, "it names no site"
     async with store_of(sites.b) as store:
         assert list(await copied_tenants(store)) == ["a/team"]
-        assert (await copied_tenant(store, "a/team")).sites == ("b",)
+        copied = await copied_tenant(store, "a/team")
+        assert (copied.sites, copied.region_class) == (("b",), "europe")
     shown = (await sites.b.http.get("/metrics")).text
     assert 'hearth_copied_tenants{site="a"} 1.0' in shown
     assert "hearth_copied_tenants_rejected_total 0.0" in shown

@@ -9,16 +9,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
 from services.gateway.tenancy.api_keys import REFRESH_S, ApiKeys
+from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.errors import Overloaded
 from shared.messages import Request
+from shared.regions.region_classes import region_classes
 from shared.store import RedisStore
-from shared.tenancy.tenant import TENANTS, UsageRow
+from shared.tenancy.refusals import Refusals
+from shared.tenancy.tenant import TENANTS, TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.gateway.conftest import Cluster, http_client
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
@@ -282,7 +286,10 @@ async def test_only_allowed_models_are_served(acme: Acme) -> None:
     assert (await acme.post_chat()).status_code == 200
 
 
-async def test_request_carries_settings_of_its_tenant(acme: Acme) -> None:
+async def test_request_carries_settings_of_its_tenant(
+    acme: Acme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acme.cluster.gateway.api_keys, "_rule", RegionRule("ch"))
     await acme.configure(
         allowed_regions=("eu", "ch"),
         kv_quota_tokens=4096,
@@ -307,6 +314,33 @@ async def test_request_carries_settings_of_its_tenant(acme: Acme) -> None:
 async def test_empty_region_list_allows_no_region(acme: Acme) -> None:
     await acme.configure(allowed_regions=())
     check_envelope(await acme.post_chat(), 403, "no_region_allowed", None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"allowed_regions": ("us",)}, "data of this tenant may be in us alone"),
+        ({"region_class": "eu"}, "data of this tenant may be in de alone"),
+        ({"region_class": "eu", "allowed_regions": ("us",)}, "may be in no region alone"),
+        ({"region_class": "mars"}, "class 'mars' of this tenant is not declared here"),
+    ],
+)
+async def test_gateway_of_another_region_reads_no_body(
+    acme: Acme, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], reason: str
+) -> None:
+    """The bodies are no JSON, which nobody finds out."""
+    await acme.configure()
+    record = TenantRecord(tenant_id="acme", **limits)
+    await acme.store.write([("HSET", TENANTS, "acme", msgspec.json.encode(record))])
+    refusals = Refusals("fr")
+    rule = RegionRule("fr", region_classes(["eu=de"]), refusals)
+    monkeypatch.setattr(acme.cluster.gateway.api_keys, "_rule", rule)
+    acme.cluster.gateway.api_keys._known.clear()
+    paths = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+    for path in paths:
+        response = await acme.http.post(path, content=b"{")
+        assert response.status_code == 403 and reason in response.text, (path, response.text)
+    assert refusals.totals == {"gateway": len(paths)}
 
 
 async def test_no_body_field_changes_the_tenant(acme: Acme) -> None:

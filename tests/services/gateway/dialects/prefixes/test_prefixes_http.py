@@ -348,10 +348,15 @@ async def test_stored_text_follows_the_permissions_of_now(
     await store.write([("HSET", TENANTS, "tenant-2", msgspec.json.encode(changed))])
     cluster.gateway.api_keys._known.clear()
     found = [(await cluster.http.get(path, headers=headers)).status_code for path in paths]
-    assert found == [404, 403]
-    assert (await cluster.http.get(PREFIXES, headers=headers)).json()["data"] == []
+    listed = await cluster.http.get(PREFIXES, headers=headers)
+    if "allowed_regions" in change:
+        assert [*found, listed.status_code] == [403, 403, 403]
+    else:
+        assert found == [404, 403] and listed.json()["data"] == []
     await store.write([("HSET", TENANTS, "tenant-2", data)])
-    await TenantAdmin(store, lambda: 0.0).change("tenant-2", change)
+    admin = TenantAdmin(store, lambda: 0.0)
+    await admin.change("tenant-2", change)
+    await admin.change("tenant-2", {"is_zero_retention": False, "allowed_regions": None})
     for key in ("pinned_prefixes", "pinned_prefix:house", "responses:uses", "responses:sizes"):
         assert not await store.evaluate(
             "return redis.call('EXISTS', KEYS[1])", [f"hearth:tenant-2:{key}"], []
