@@ -40,6 +40,7 @@ IDLE_TASKS = frozenset(
         "HealthMonitor._beat",
         "HealthMonitor._watch",
         "HealthMonitor._measure",
+        "KvIndexService._drop_kv",
         "KvIndexService._retain_pins",
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
