@@ -23,6 +23,7 @@ MODULES = {
     "doctor": "cli.doctor.doctor_command",
     "credential": "cli.cluster.credential_commands",
     "nats-config": "cli.cluster.credential_commands",
+    "install-service": "cli.deployment.install_service_command",
     "health": "cli.fleet.status_command",
     "logs": "cli.logs.logs_command",
     "api-key": "cli.tenants.tenant_commands",

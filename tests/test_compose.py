@@ -16,6 +16,7 @@ import pytest
 import redis
 import yaml
 
+from services.cli.deployment.secret_folder import PROCESSES
 from services.client.probe import is_alive
 from services.local.state import LocalClusterState
 from shared.config import GatewayConfig
@@ -31,23 +32,15 @@ from tests.support.services.running import NoModel, complete, eventually, ready
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
+REDIS_CONF = ROOT / "services/deploy/redis.conf"
+PROMETHEUS = ROOT / "services/deploy/prometheus.yml"
 HEARTH_SERVICES = ("kv_index", "scheduler", "prefill", "decode", "gateway")
-OPERATOR_TOKEN = "operator-token"
-SECRETS = {
-    name: f"p{index}"
-    for index, name in enumerate(sorted(set(re.findall(r"HEARTH_\w+_PASSWORD", str(COMPOSE)))))
-}
-SECRETS["HEARTH_OPERATOR_TOKEN"] = OPERATOR_TOKEN
+SECRETS = "/run/secrets"
 
 
 def interpolated(text: str) -> str:
-    """Interpolates as compose does: ${NAME}, ${NAME:-default}, ${NAME:?message}; $$ is a dollar."""
-
-    def value(match: re.Match[str]) -> str:
-        name, _, default = match[1].partition(":")
-        return SECRETS.get(name) or default.removeprefix("-")
-
-    return re.sub(r"\$\{([^}]*)\}", value, text).replace("$$", "$")
+    """Interpolates as compose does without any variable set: ${NAME:-default}."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 def environment(service: str) -> dict[str, str]:
@@ -58,14 +51,6 @@ def plain_environ() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith("HEARTH_")}
 
 
-class ComposedServer(Server):
-    """A server with the environment variables of the compose file."""
-
-    def __init__(self, command: list[str], port: int, environ: dict[str, str]) -> None:
-        assignments = [f"{name}={text}" for name, text in environ.items()]
-        super().__init__(["env", *assignments, *command], port)
-
-
 class Stack:
     """The five services on this host; container names become 127.0.0.1 and a port."""
 
@@ -73,17 +58,24 @@ class Stack:
         self.logs = directory
         self.model_dir = write_chat_checkpoint(directory / "model")
         self.ports = {"nats:4222": free_port(), "redis:6379": free_port(), "0.0.0.0": free_port()}
+        self.secrets = self._make_secrets()
         self.metrics_ports: dict[str, int] = {}
         self.servers = [self._nats(), self._redis()]
         self.processes = {service: self.start(service) for service in HEARTH_SERVICES}
+
+    def _make_secrets(self) -> Path:
+        folder, redis_host = self.logs / "secrets", f"127.0.0.1:{self.ports['redis:6379']}"
+        arguments = ("credential", "--folder", str(folder), "--host", redis_host)
+        done = call_hearth(arguments, plain_environ())
+        assert done.returncode == 0, done.stderr
+        return folder
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.ports['0.0.0.0']}"
 
-    @property
-    def redis_url(self) -> str:
-        return self.local(environment("gateway")["HEARTH_REDIS_URL"])
+    def redis_url(self, role: str) -> str:
+        return (self.secrets / f"redis-{role}.url").read_text().strip()
 
     def probe(self, service: str, path: str) -> httpx.Response:
         url = f"http://127.0.0.1:{self.metrics_ports[service]}{path}"
@@ -99,23 +91,23 @@ class Stack:
 
     @property
     def state(self) -> LocalClusterState:
-        return LocalClusterState(url=self.url, api_key="", operator_token=OPERATOR_TOKEN)
+        token = (self.secrets / "operator-token").read_text().strip()
+        return LocalClusterState(url=self.url, api_key="", operator_token=token)
 
     def _nats(self) -> Server:
-        (mount,) = SERVICES["nats"]["volumes"]
-        source, target, _ = mount.split(":")
         flag, path = SERVICES["nats"]["command"]
-        assert (flag, path) == ("-c", target)
-        command = [find_binary("nats-server"), "-c", str(ROOT / source), "-a", "127.0.0.1"]
+        assert (flag, path) == ("-c", f"{SECRETS}/nats.conf")
         port = self.ports["nats:4222"]
-        return ComposedServer([*command, "-p", str(port)], port, environment("nats"))
+        command = [find_binary("nats-server"), flag, self.local(path), "-a", "127.0.0.1"]
+        return Server([*command, "-p", str(port)], port)
 
     def _redis(self) -> Server:
-        shell, flag, line = SERVICES["redis"]["command"]
+        program, path = SERVICES["redis"]["command"]
+        mounted = {each.split(":")[1]: each.split(":")[0] for each in SERVICES["redis"]["volumes"]}
         port = self.ports["redis:6379"]
-        line = interpolated(line).replace("redis-server", find_binary("redis-server"))
-        line += f" --bind 127.0.0.1 --port {port} --dir {self.logs}"
-        return ComposedServer([shell, flag, line], port, environment("redis"))
+        command = [find_binary(program), str(ROOT / mounted[path]), "--bind", "127.0.0.1"]
+        command += ["--port", str(port), "--dir", str(self.logs)]
+        return Server([*command, "--aclfile", str(self.secrets / "users.acl")], port)
 
     def start(self, service: str) -> ForkedProcess:
         command = [self.local(word) for word in SERVICES[service]["command"]]
@@ -131,6 +123,7 @@ class Stack:
     def local(self, text: str) -> str:
         for name in ("nats:4222", "redis:6379"):
             text = text.replace(f"@{name}", f"@127.0.0.1:{self.ports[name]}")
+        text = text.replace(SECRETS, str(self.secrets))
         fixed = {"0.0.0.0": "127.0.0.1", "8000": str(self.ports["0.0.0.0"])}
         fixed |= {"/model": str(self.model_dir)}
         return fixed.get(text, text)
@@ -175,7 +168,7 @@ def test_five_services_become_ready_and_answer(stack: Stack) -> None:
 
 
 def api_key(stack: Stack) -> str:
-    environ = {**plain_environ(), "HEARTH_REDIS_URL": stack.redis_url}
+    environ = {**plain_environ(), "HEARTH_REDIS_URL": stack.redis_url("operator")}
     done = call_hearth(("api-key", "default"), environ)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -215,7 +208,9 @@ def test_replica_replaces_a_service_without_a_lost_request(stack: Stack) -> None
 
 
 def test_redis_has_a_memory_limit_and_evicts_no_key(stack: Stack) -> None:
-    with redis.Redis.from_url(stack.redis_url) as client:
+    password = (stack.secrets / "redis-admin.password").read_text().strip()
+    port = stack.ports["redis:6379"]
+    with redis.Redis(port=port, password=password) as client:
         found = client.config_get("maxmemory*")
     assert (found["maxmemory"], found["maxmemory-policy"]) == (str(1 << 30), "noeviction")
 
@@ -295,7 +290,7 @@ def test_traces_reach_the_store() -> None:
 
 
 def test_health_check_fails_for_an_absent_service(stack: Stack) -> None:
-    absent = f"nats://decode-gpu:{SECRETS['HEARTH_DECODE_GPU_PASSWORD']}@nats:4222"
+    absent = environment("decode-gpu")["HEARTH_NATS_URL"]
     assert health(stack, absent, timeout_s=0.4) == 1
 
 
@@ -312,32 +307,56 @@ def test_grace_period_covers_lame_duck_drain_and_stop() -> None:
         assert float(SERVICES[service]["stop_grace_period"].removesuffix("s")) >= leave_s + 10
 
 
-def test_permissions_of_nats_are_those_of_this_release() -> None:
-    shipped = (ROOT / "services/deploy/nats.conf").read_text()
-    command = shipped.partition("\n")[0].removeprefix("# hearth ")
-    assert call_hearth(tuple(command.split()), plain_environ()).stdout == shipped
+def test_every_process_has_its_own_credential() -> None:
+    urls = {
+        name: each["environment"]["HEARTH_NATS_URL"]
+        for name, each in SERVICES.items()
+        if "HEARTH_NATS_URL" in each.get("environment", {})
+    }
+    assert len(urls) == 9
+    for service, url in urls.items():
+        name = service.replace("_", "-")
+        assert url == f"nats://{name}@nats:4222?seed={SECRETS}/{name}.nk"
+        assert f"{name}.nk" in SERVICES[service]["secrets"]
+        assert any(each.endswith(f"={name}") for each in PROCESSES)
 
 
-def test_every_service_has_its_own_credential() -> None:
-    users = [
-        re.search(r"nats://([\w-]+):\$\{(\w+)\}@", service["environment"]["HEARTH_NATS_URL"])
-        for service in SERVICES.values()
-        if "HEARTH_NATS_URL" in service.get("environment", {})
-    ]
-    names = [match[1] for match in users if match is not None]
-    assert len(names) == len(set(names)) == len(users) == 9
-    for match in users:
-        assert match is not None
-        variable = f"HEARTH_{match[1].upper().replace('-', '_')}_PASSWORD"
-        assert match[2] == variable
-        assert variable in SERVICES["nats"]["environment"]
-    text = (ROOT / "services" / "deploy" / "nats.conf").read_text()
-    assert set(re.findall(r'user: "([\w-]+)"', text)) == set(names)
+def test_secrets_are_files_of_those_that_read_them(stack: Stack) -> None:
+    for name, service in SERVICES.items():
+        values = [*service.get("environment", {}).values(), *map(str, service.get("command", ()))]
+        used = {each for text in values for each in re.findall(rf"{SECRETS}/([\w.-]+)", text)}
+        if name == "redis":
+            used |= set(re.findall(rf"{SECRETS}/([\w.-]+)", REDIS_CONF.read_text()))
+        if name == "prometheus":
+            used |= set(re.findall(rf"{SECRETS}/([\w.-]+)", PROMETHEUS.read_text()))
+        assert set(service.get("secrets", ())) == used, name
+        assert not [each for each in values if re.search(r"PASSWORD|TOKEN\}|SECRET\}", each)]
+    assert {each.name for each in stack.secrets.iterdir()} >= COMPOSE["secrets"].keys()
+    assert stack.secrets.stat().st_mode & 0o777 == 0o700
 
 
-def test_secrets_have_no_default_and_only_gateway_and_grafana_are_published() -> None:
-    for name in SECRETS:
-        assert f"${{{name}:-" not in (ROOT / "docker-compose.yml").read_text()
+def test_containers_have_no_privileges() -> None:
+    for name, service in SERVICES.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["read_only"] is True
+    assert SERVICES["redis"]["user"] == "redis"
+
+
+def test_each_gpu_worker_has_a_device_of_its_own() -> None:
+    devices = {
+        name: each["deploy"]["resources"]["reservations"]["devices"]
+        for name, each in SERVICES.items()
+        if "deploy" in each
+    }
+    ids = {
+        name: [interpolated(i) for d in each for i in d["device_ids"]]
+        for name, each in devices.items()
+    }
+    assert ids == {"prefill-gpu": ["0"], "decode-gpu": ["1"]}
+
+
+def test_only_gateway_and_boards_are_published() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published == {
         "gateway": ["${HEARTH_HTTP:-127.0.0.1:8000}:8000"],

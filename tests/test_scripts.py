@@ -258,6 +258,7 @@ def test_long_run_calls(machine: Machine) -> None:
         "python -m tests.chaos --hosts",
         "python -m tests.chaos --frames",
         "python -m tests.chaos --soak-minutes 15",
+        "python -m tests.containers",
     ]
     assert any(f"--target {oldest} triton==3.6.0" in call for call in machine.calls)
 

@@ -26,6 +26,7 @@ from shared.config import ProcessConfig
 from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.lifecycle.garbage import collect_garbage, freeze_heap
+from shared.lifecycle.notify import READY, STOPPING, Notifier
 from shared.metrics.process_report import ProcessReport
 from shared.telemetry.line_writer import replace_standard_streams
 from shared.telemetry.log import configure_service_logging
@@ -91,8 +92,14 @@ async def _live(
         freeze_heap()
         background.start_own(collect_garbage(MonotonicClock()))
         log.info("ready", after_s=round(process_age_s(), 2))
+        notifier = Notifier.of_environ(os.environ)
+        if notifier is not None:
+            notifier.send(READY)
+            background.start_own(notifier.report_progress(lambda: service.report().heartbeat))
         await stopping.wait()
         log.info("draining")
+        if notifier is not None:
+            notifier.send(STOPPING)
         async with asyncio.timeout(drain_timeout_s):
             await service.drain()
     except TimeoutError:

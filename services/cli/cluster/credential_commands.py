@@ -24,33 +24,85 @@ app = typer.Typer()
 @app.command(
     rich_help_panel=OPERATE,
     epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5  ·  "
-    "hearth credential client --tenant default",
+    "hearth credential client --tenant default  ·  hearth credential --folder secrets",
 )
-@audited("credential")
 def credential(
     role: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="gateway, scheduler, prefill, decode, kv_index, host, worker, observer, operator: "
             "commands hosts and workers, or client: an application that sends requests over NATS.",
             autocompletion=among(*get_args(CredentialRole)),
         ),
-    ],
+    ] = None,
     process_id: Annotated[
         str | None,
         typer.Option("--process-id", "--name", help="Its name (default: ROLE-<6 hex digits>)."),
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address of this machine for the other host.")
+        str | None,
+        typer.Option(
+            help="Address of this machine for the other host; with --folder, of the Redis host."
+        ),
     ] = None,
     region: Annotated[
         str, typer.Option(help="The region that the process may announce; empty: none.")
     ] = "",
     tenant: Annotated[str, typer.Option(help="The tenant of a client.")] = "",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Create all secrets of a deployment that you run yourself, one file each, or add "
+            "what the directory lacks.",
+        ),
+    ] = None,
+    is_kubernetes: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes",
+            help="Print a Kubernetes Secret for each process, of --folder or of new secrets.",
+        ),
+    ] = False,
+    process: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE=NAME[@REGION]",
+            help="A process of --folder or --kubernetes; repeatable (default: those of the "
+            "deployment files).",
+        ),
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="The namespace of --kubernetes.")] = "hearth",
+    tls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Require TLS in nats.conf of --folder, with the certificates that nats-server has "
+            "in this directory.",
+        ),
+    ] = None,
 ) -> None:
     """Create a credential for other processes of the local cluster, or for a client of its API:
     prints its NATS URL.
+
+    With --folder or --kubernetes, create the secrets of a whole deployment instead.
     """
+    if folder is None and not is_kubernetes:
+        if role is None:
+            raise ConfigError("a role, or --folder, or --kubernetes is missing")
+        _add(role, process_id, host, region, tenant)
+        return
+    if role is not None:
+        raise ConfigError("--folder and --kubernetes take no role: give --process ROLE=NAME")
+    from services.cli.deployment.write_secrets import write_secrets
+
+    write_secrets(
+        folder, process, tls=tls, redis_host=host, namespace=namespace if is_kubernetes else None
+    )
+
+
+@audited("credential")
+def _add(role: str, process_id: str | None, host: str | None, region: str, tenant: str) -> None:
     from services.local.join import add_credential
 
     if role == "client":

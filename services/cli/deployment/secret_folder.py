@@ -1,0 +1,128 @@
+"""The secrets of processes that a supervisor runs: Docker Compose, Kubernetes or systemd.
+
+    NAME.nk                       the seed of a process's NATS key
+    nats.conf                     of nats-server: public keys and permissions, no secret
+    redis-ROLE.password, .url     of the Redis user of a role
+    users.acl                     of redis-server: users, their commands, digests of passwords
+    cluster-secret, operator-token, metrics-token
+    hf-token                      yours, for models of the hub; empty at first
+
+What is there stays, so that a second call adds processes; a file that was deleted is made anew.
+`nats.conf`, `users.acl` and the URLs follow from the others and are written each time.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from services.local.credentials import (
+    Credential,
+    nats_config_with_nkeys,
+    tls_block,
+)
+from services.local.redis_acl import REDIS_ROLES, acl_line
+from shared.errors import ConfigError
+from shared.subjects import CredentialRole
+
+PROCESSES = (
+    *("gateway=gateway", "scheduler=scheduler", "kv_index=kv-index", "prefill=prefill"),
+    *("decode=decode", "prefill=prefill-gpu", "decode=decode-gpu", "host=host", "worker=worker"),
+    *("observer=observer", "operator=operator"),
+)
+TOKENS = ("cluster-secret", "operator-token", "metrics-token")
+HUB_TOKEN = "hf-token"
+REDIS_ADMIN = "redis-admin.password"
+NATS_PORT, REDIS_PORT = 4222, 6379
+TOKEN_BYTES = 32
+# What a process of a role needs beside its NATS key: the option without its dashes, and the file
+FILES_OF_ROLE: dict[CredentialRole, dict[str, str]] = {
+    "gateway": {
+        "redis-url": "redis-gateway.url",
+        **{name: name for name in (*TOKENS, HUB_TOKEN)},
+    },
+    "scheduler": {},
+    "kv_index": {"redis-url": "redis-kv_index.url", "cluster-secret": "cluster-secret"},
+    "host": {"redis-url": "redis-host.url", HUB_TOKEN: HUB_TOKEN},
+    "operator": {"redis-url": "redis-operator.url"},
+    "observer": {},
+    "prefill": {HUB_TOKEN: HUB_TOKEN},
+    "decode": {HUB_TOKEN: HUB_TOKEN},
+    "worker": {HUB_TOKEN: HUB_TOKEN},
+    "client": {},
+}
+# Containers read single files, mounted for their own user; the folder itself is closed to others
+_FILE_MODE, _FOLDER_MODE = 0o644, 0o700
+
+
+class SecretFolder(NamedTuple):
+    path: Path
+    processes: Sequence[Credential]
+
+    def text(self, name: str) -> str:
+        """Returns the text of a file. Raises ConfigError."""
+        try:
+            return (self.path / name).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"{self.path / name}: {error.strerror}") from None
+
+
+def complete_folder(
+    path: Path, processes: Sequence[Credential], *, redis_host: str, tls: str | None = None
+) -> SecretFolder:
+    """Creates what the folder lacks. `tls` is the folder of nats-server's certificates, as
+    nats-server sees it. Raises ConfigError.
+    """
+    folder = SecretFolder(path, processes)
+    try:
+        path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        for name in TOKENS:
+            _keep(path / name, secrets.token_hex(TOKEN_BYTES))
+        _keep(path / HUB_TOKEN, "")
+        _complete_nats(folder, tls)
+        _complete_redis(folder, redis_host)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or path}: {error.strerror}") from None
+    return folder
+
+
+def _complete_nats(folder: SecretFolder, tls: str | None) -> None:
+    path, named = folder.path, folder.processes
+    text = nats_config_with_nkeys(named, path, host="0.0.0.0", port=NATS_PORT)
+    for each in named:
+        (path / f"{each.process_id}.nk").chmod(_FILE_MODE)
+    _write(path / "nats.conf", text + ("" if tls is None else tls_block(tls)))
+
+
+def _complete_redis(folder: SecretFolder, host: str) -> None:
+    """`host` may have a port."""
+    path, address = folder.path, host if ":" in host else f"{host}:{REDIS_PORT}"
+    admin = _keep(path / REDIS_ADMIN, secrets.token_hex(TOKEN_BYTES))
+    lines = [f"user default on #{sha256(admin.encode()).hexdigest()} ~* &* +@all"]
+    for role in REDIS_ROLES:
+        password = _keep(path / f"redis-{role}.password", secrets.token_hex(TOKEN_BYTES))
+        _write(path / f"redis-{role}.url", f"redis://{role}:{password}@{address}/0\n")
+        lines.append(acl_line(role, password))
+    _write(path / "users.acl", "\n".join(lines) + "\n")
+
+
+def _keep(path: Path, text: str) -> str:
+    """Returns the text of the file, which is created with `text` if it is missing."""
+    if not path.exists():
+        _write(path, f"{text}\n" if text else "")
+    return path.read_text().strip()
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces the file at once: a server may read it meanwhile."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with open(new, "x", opener=partial(os.open, mode=_FILE_MODE)) as file:
+        os.fchmod(file.fileno(), _FILE_MODE)  # whatever the umask is
+        file.write(text)
+    new.replace(path)

@@ -1,0 +1,38 @@
+"""Writes the secrets of a deployment, as files and as Kubernetes Secrets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from services.cli.deployment.kubernetes_secrets import kubernetes_secrets
+from services.cli.deployment.secret_folder import PROCESSES, complete_folder
+from services.local.credentials import named_credentials
+
+REDIS_OF_COMPOSE, REDIS_OF_KUBERNETES = "redis", "hearth-redis"
+
+
+def write_secrets(
+    path: Path | None,
+    processes: Sequence[str] | None,
+    *,
+    tls: str | None,
+    redis_host: str | None,
+    namespace: str | None,
+) -> None:
+    """Completes the folder at `path`, or a temporary one, and with a namespace prints its
+    Secrets. Raises ConfigError.
+    """
+    named = named_credentials(processes or PROCESSES)
+    default_host = REDIS_OF_COMPOSE if namespace is None else REDIS_OF_KUBERNETES
+    with ExitStack() as stack:
+        if path is None:
+            path = Path(stack.enter_context(TemporaryDirectory()))
+        folder = complete_folder(path, named, redis_host=redis_host or default_host, tls=tls)
+        if namespace is not None:
+            print(kubernetes_secrets(folder, namespace), end="")
+        else:
+            print(f"{path}: secrets of {len(named)} processes; keep them private", file=sys.stderr)

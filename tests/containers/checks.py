@@ -1,0 +1,93 @@
+"""What must hold of a composed cluster that runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.containers.engine import Engine
+from tests.containers.questions import QUESTIONS, Api
+from tests.support.waiting import wait_until
+
+LIMIT_S = 120.0
+SERVICES = ("nats", "redis", "kv_index", "scheduler", "prefill", "decode", "gateway")
+SECRET_WORDS = ("PASSWORD", "TOKEN", "SECRET")
+
+
+def check_containers(engine: Engine) -> None:
+    for service in SERVICES:
+        (name,) = engine.containers(service)
+        found = engine.inspect(name)
+        host = found["HostConfig"]
+        assert host["ReadonlyRootfs"] is True, name
+        assert not found.get("EffectiveCaps"), (name, found.get("EffectiveCaps"))
+        assert any("no-new-privileges" in each for each in host["SecurityOpt"]), name
+        assert found["Config"]["User"] not in ("", "0", "root"), name
+        for variable in found["Config"]["Env"]:
+            option, _, value = variable.partition("=")
+            is_secret = any(word in option for word in SECRET_WORDS)
+            assert not is_secret or value.startswith("/run/secrets/"), (name, option)
+        processes = Path(f"/proc/{found['State']['Pid']}/status").read_text()
+        assert "NoNewPrivs:\t1" in processes and "CapEff:\t0000000000000000" in processes, name
+
+
+def check_access(engine: Engine, api: Api, secrets: Path) -> None:
+    operator, metrics = text_of(secrets, "operator-token"), text_of(secrets, "metrics-token")
+    assert api.get("/v1/cluster").status_code in (401, 403)
+    assert len(api.get("/v1/cluster", operator).json()["processes"]) >= 5
+    assert api.get("/metrics", "wrong").status_code in (401, 403)
+    assert "hearth_process_live" in api.get("/metrics", metrics).text
+    assert api.get("/").status_code == 200
+    shown = engine.compose("run", "--rm", "--no-deps", "-T", "observer", "status", "--once")
+    assert "decode" in shown and "prefill" in shown, shown
+
+
+def ready_workers(api: Api, secrets: Path, role: str) -> list[str]:
+    try:
+        found: dict[str, Any] = api.get("/ready", text_of(secrets, "operator-token")).json()
+    except (httpx.HTTPError, ValueError):
+        return []
+    workers: list[str] = found.get("workers", {}).get(role, [])
+    return workers
+
+
+def check_killed_worker(engine: Engine, api: Api, secrets: Path) -> None:
+    """Kills the process of each decode container in turn: one of them has the stream."""
+    expected = "".join(api.stream())
+    for container in engine.containers("decode"):
+        pieces = api.stream()
+        received = next(pieces)
+        os.kill(engine.inspect(container)["State"]["Pid"], signal.SIGKILL)
+        assert received + "".join(pieces) == expected, "a stream was altered"
+        wait_until(
+            lambda: len(ready_workers(api, secrets, "decode")) == 2,
+            timeout_s=LIMIT_S,
+            poll_s=0.2,
+            seen=lambda: engine.run("ps", "--all"),
+        )
+
+
+def check_upgrade(engine: Engine, api: Api, service: str) -> None:
+    """Replaces the container of a service, as for another image, and asks again."""
+    before = set(engine.containers(service))
+    ids = {each: engine.inspect(each)["Id"] for each in before}
+    engine.compose("up", "--detach", "--no-build", "--no-deps", "--force-recreate", service)
+    wait_until(lambda: bool(_answers(api)), timeout_s=LIMIT_S, poll_s=0.2)
+    for each in engine.containers(service):
+        assert engine.inspect(each)["Id"] != ids.get(each), f"{each} was not replaced"
+
+
+def _answers(api: Api) -> Iterator[object] | None:
+    try:
+        return iter([api.ask(QUESTIONS[0])])
+    except httpx.HTTPError:
+        return None
+
+
+def text_of(secrets: Path, name: str) -> str:
+    return (secrets / name).read_text().strip()

@@ -1,0 +1,27 @@
+"""Where pip gets packages on this machine, for builds of images on it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_LINE = re.compile(r"^(?:global|install|:env:)\.([a-z-]+)='(.*)'$", re.MULTILINE)
+_PATH = re.compile(r"(?:file://)?(/[^\s']+)")
+
+
+def build_options(folder: Path) -> list[str]:
+    """Returns options of `podman build` that mount pip's settings, which are written to `folder`,
+    and the local files that they name.
+    """
+    found = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    settings = dict(_LINE.findall(found))
+    conf = folder / "pip.conf"
+    conf.write_text("[global]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()))
+    named = {each for text in settings.values() for each in _PATH.findall(text)}
+    paths = {"/etc/pip.conf": conf} | {each: Path(each) for each in named if Path(each).exists()}
+    volumes = [f"--volume={source}:{target}:ro" for target, source in paths.items()]
+    return ["--network=host", *volumes]

@@ -1,0 +1,190 @@
+"""services/deploy/kubernetes without a cluster: it is valid, and what it names exists."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+import yaml
+
+from services.__main__ import app
+from shared.config import GatewayConfig
+from tests.deploy.kubernetes import prometheus_rule
+from tests.deploy.kubernetes.manifests import (
+    BUILDS,
+    VERSIONS,
+    built,
+    everything,
+    named,
+    pod_specs,
+    problem,
+)
+from tests.services.cli.in_process import call_hearth
+
+SECRETS = "/run/secrets/hearth/"
+OF_OTHERS = {"hearth-tls"}  # made by who has the certificates
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_built_object_is_valid(version: str) -> None:
+    things = everything()
+    assert {each["kind"] for each in things} > {"Deployment", "ServiceMonitor", "ScaledObject"}
+    problems = {
+        f"{each['kind']} {each['metadata']['name']}": found
+        for each in things
+        if (found := problem(each, version)) is not None
+    }
+    assert problems == {}
+
+
+def test_typo_in_each_kind_is_found() -> None:
+    for kind, thing in {each["kind"]: each for each in everything()}.items():
+        changed = copy.deepcopy(thing)
+        place = changed.get("spec") or (changed if "data" in changed else changed["metadata"])
+        first = next(each for each in place if each not in ("apiVersion", "kind", "metadata"))
+        place[f"{first}s"] = place.pop(first)
+        found = problem(changed, VERSIONS[-1])
+        assert found is not None and "no schema" not in found, (kind, first)
+
+
+def test_kind_without_a_schema_is_found() -> None:
+    thing = {"apiVersion": "example.com/v1", "kind": "Unknown", "metadata": {"name": "x"}}
+    assert "no schema" in str(problem(thing, VERSIONS[-1]))
+
+
+def test_wrong_value_is_found_with_its_path() -> None:
+    changed = copy.deepcopy(named("hearth-gateway", "Deployment"))
+    changed["spec"]["replicas"] = "two"
+    assert str(problem(changed, VERSIONS[0])).startswith("spec.replicas")
+
+
+def test_rule_has_the_alerts() -> None:
+    command = "python -m tests.deploy.kubernetes.prometheus_rule"
+    assert prometheus_rule.PATH.read_text() == prometheus_rule.written(), command
+
+
+def containers(build: str) -> dict[str, dict[str, Any]]:
+    specs = pod_specs(list(built(build))).items()
+    return {name: container for name, spec in specs for container in spec["containers"]}
+
+
+def hearth_containers(build: str) -> dict[str, dict[str, Any]]:
+    found = containers(build).items()
+    return {name: each for name, each in found if each["image"].startswith("hearth:")}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_arguments_and_variables_are_options_of_the_command(build: str) -> None:
+    group = typer.main.get_command(app)
+    for name, container in hearth_containers(build).items():
+        if "command" in container:  # of operators: each of their commands takes these two
+            continue
+        command, *arguments = container["args"]
+        context = group.commands[command].make_context(None, [], resilient_parsing=True)
+        context.resilient_parsing = False
+        group.commands[command].make_parser(context).parse_args(list(arguments))
+        known = {each.envvar for each in group.commands[command].params}
+        given = {each["name"].removesuffix("_FILE") for each in container["env"]}
+        assert {each for each in given if each.startswith("HEARTH_")} <= known, name
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_settings_are_options_of_some_command(build: str) -> None:
+    commands = typer.main.get_command(app).commands
+    names = [
+        container["args"][0]
+        for container in hearth_containers(build).values()
+        if "args" in container
+    ]
+    known = {each.envvar for name in names for each in commands[name].params}
+    assert set(named("hearth", "ConfigMap", build)["data"]) <= known
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_secrets_are_those_of_the_command(build: str) -> None:
+    done = call_hearth(("credential", "--kubernetes"), {})
+    made = {each["metadata"]["name"]: each for each in yaml.safe_load_all(done.stdout)}
+    for each in made.values():
+        assert problem(each, VERSIONS[-1]) is None
+    for name, spec in pod_specs(list(built(build))).items():
+        mounted = {v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v} - OF_OTHERS
+        assert mounted <= made.keys(), name
+        (container,) = spec["containers"]
+        files = re.findall(rf"{SECRETS}([\w.-]+)", str(container))
+        assert set(files) <= made[min(mounted)]["stringData"].keys()
+        assert files or name == "hearth-redis"
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_pod_is_restricted(build: str) -> None:
+    for name, spec in pod_specs(list(built(build))).items():
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_grace_period_covers_pre_stop_lame_duck_drain_and_stop() -> None:
+    defaults = {each.name: each.default for each in msgspec.structs.fields(GatewayConfig)}
+    drain_s = float(named("hearth", "ConfigMap")["data"]["HEARTH_DRAIN_TIMEOUT_S"])
+    for name, spec in pod_specs(list(built("base"))).items():
+        if name.removeprefix("hearth-") in ("nats", "redis", "operator"):
+            continue
+        hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {})
+        pre_stop_s = hook.get("sleep", {}).get("seconds", 0)
+        lame_duck_s = defaults["lame_duck_s"] if "gateway" in name else 0
+        assert spec["terminationGracePeriodSeconds"] >= pre_stop_s + lame_duck_s + drain_s + 10
+
+
+def test_probes_are_those_of_the_processes() -> None:
+    probed = {
+        name: {
+            kind: container[kind]["httpGet"]["path"] for kind in ("readinessProbe", "livenessProbe")
+        }
+        for name, container in hearth_containers("base").items()
+        if "operator" not in name
+    }
+    gateway = probed.pop("hearth-gateway")
+    assert gateway == {"readinessProbe": "/ready", "livenessProbe": "/health"}
+    others = {"readinessProbe": "/ready", "livenessProbe": "/healthz"}
+    assert probed == dict.fromkeys(probed, others) and len(probed) == 4
+
+
+def test_ports_of_policies_are_those_that_processes_listen_on() -> None:
+    pods = containers("base")
+    listening = {p["containerPort"] for each in pods.values() for p in each.get("ports", ())}
+    policies = [each["spec"] for each in built("base") if each["kind"] == "NetworkPolicy"]
+    open_ports = {
+        port["port"]
+        for each in policies
+        for rule in each.get("ingress", ())
+        for port in rule.get("ports", ())
+    }
+    assert open_ports == listening
+    decode = {e["name"]: e.get("value") for e in pods["hearth-decode"]["env"]}
+    assert int(decode["HEARTH_DATA_PLANE_PORT"]) in open_ports
+
+
+@pytest.mark.parametrize("server", ["hearth-nats", "hearth-redis"])
+def test_servers_are_open_to_processes_of_the_namespace_alone(server: str) -> None:
+    rules = named(server, "NetworkPolicy")["spec"]["ingress"]
+    assert [set(peer) for rule in rules for peer in rule["from"]] == [{"podSelector"}]
+
+
+def test_wanted_workers_are_the_replicas() -> None:
+    for build, least in (("overlays/monitored", 1), ("overlays/scale-to-zero", 0)):
+        for role in ("prefill", "decode"):
+            spec = named(f"hearth-{role}", "HorizontalPodAutoscaler", build)["spec"]
+            (metric,) = spec["metrics"]
+            assert spec["minReplicas"] == least
+            assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
+            assert metric["external"]["metric"]["selector"]["matchLabels"]["role"] == role

@@ -1,0 +1,130 @@
+"""The units of `hearth install-service`: checked by systemd, and run as they are written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from services.cli.deployment.service_files import COMMANDS
+from tests.deploy.systemd.supervisor import Supervisor
+from tests.services.cli.in_process import call_hearth
+from tests.support.servers import Server, find_binary, free_port
+from tests.support.waiting import wait_until
+
+MAX_EXPOSURE = 3.0  # of 10, as `systemd-analyze security` counts
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+def install(root: Path, *arguments: str) -> None:
+    done = call_hearth(("install-service", *arguments, "--root", str(root)), {})
+    assert done.returncode == 0, done.stderr
+
+
+def unit_of(root: Path, name: str) -> Path:
+    """Returns a path by which systemd finds the drop-in of the instance, too."""
+    path = root / "etc/systemd/system" / f"hearth@{name}.service"
+    path.symlink_to("hearth@.service")
+    return path
+
+
+def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = ["systemd-analyze", "--no-pager", "--man=no", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@needs_systemd
+def test_units_have_no_unknown_key(tmp_path: Path) -> None:
+    for role in COMMANDS:
+        install(tmp_path, role, f"{role}-1")
+    install(tmp_path, "decode", "decode-gpu", "--gpu", "--tls", "/etc/hearth/tls")
+    names = [*(f"{role}-1" for role in COMMANDS), "decode-gpu"]
+    units = [unit_of(tmp_path, each) for each in names]
+    done = analyze("verify", *units, tmp_path / "etc/systemd/system/hearth.target")
+    assert (done.returncode, done.stderr) == (0, "")
+    with (tmp_path / "etc/systemd/system/hearth@decode-gpu.service.d/process.conf").open(
+        "a"
+    ) as file:
+        file.write("LoadCredentials=x:/y\n")
+    assert "LoadCredentials" in analyze("verify", units[-1]).stderr
+
+
+@needs_systemd
+@pytest.mark.parametrize("options", [(), ("--gpu",)])
+def test_exposure_of_each_unit_is_low(tmp_path: Path, options: tuple[str, ...]) -> None:
+    install(tmp_path, "decode", *options)
+    unit = unit_of(tmp_path, "decode")
+    threshold = f"--threshold={MAX_EXPOSURE * 10:g}"
+    done = analyze("security", "--offline=true", threshold, unit)
+    assert done.returncode == 0, done.stdout.splitlines()[-2:]
+
+
+def test_options_of_a_process_are_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        install(tmp_path, "decode", "decode-1")
+        with (tmp_path / "etc/hearth/decode-1.env").open("a") as file:
+            file.write("HEARTH_REGION=eu\n")
+    assert (tmp_path / "etc/hearth/decode-1.env").read_text().count("HEARTH_REGION") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("observer",), "role 'observer' is no service"),
+        (("decode", "a b"), "may have letters, digits, - and _ only"),
+        (("scheduler", "--gpu"), "role 'scheduler' uses no GPU"),
+        (("decode", "--nats", "nats://10.0.0.1:4222"), "is not HOST or HOST:PORT"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = call_hearth(("install-service", *arguments, "--root", str(tmp_path)), {})
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def nats(tmp_path: Path) -> Server:
+    folder = tmp_path / "secrets"
+    assert call_hearth(("credential", "--folder", str(folder)), {}).returncode == 0
+    port = free_port()
+    command = [find_binary("nats-server"), "-c", str(folder / "nats.conf"), "-a", "127.0.0.1"]
+    server = Server([*command, "-p", str(port)], port)
+    yield server
+    server.stop()
+
+
+def supervise(root: Path, nats: Server, role: str, **options: str) -> Supervisor:
+    address = f"127.0.0.1:{nats.port}"
+    install(root, role, "--nats", address, "--secrets", str(root / "secrets"))
+    lines = [f"HEARTH_{name.upper()}={value}\n" for name, value in options.items()]
+    (root / f"etc/hearth/{role}.env").write_text("".join(lines))
+    return Supervisor(root, role, watchdog_s=2.0)
+
+
+def restarted_after_a_freeze(supervisor: Supervisor) -> None:
+    with supervisor:
+        wait_until(lambda: supervisor.pids, seen=lambda: supervisor.states)
+        frozen = supervisor.pids[0]
+        os.kill(frozen, signal.SIGSTOP)
+        wait_until(lambda: len(supervisor.pids) == 2, seen=lambda: supervisor.states)
+    assert supervisor.pids[1] != frozen
+    assert supervisor.statuses == [-signal.SIGKILL, 0]
+    assert supervisor.states[-1] == "STOPPING=1"
+
+
+def test_frozen_process_is_restarted_by_its_watchdog(tmp_path: Path, nats: Server) -> None:
+    restarted_after_a_freeze(supervise(tmp_path, nats, "scheduler"))
+
+
+@pytest.mark.long
+def test_frozen_worker_is_restarted_by_its_watchdog(tmp_path: Path, nats: Server) -> None:
+    restarted_after_a_freeze(supervise(tmp_path, nats, "decode"))

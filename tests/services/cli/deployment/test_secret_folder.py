@@ -1,0 +1,107 @@
+"""`hearth credential --folder` and `--kubernetes`."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.cli.deployment.secret_folder import FILES_OF_ROLE, HUB_TOKEN, PROCESSES
+from services.local.credentials import named_credentials
+from shared.transport.nkeys import UserKey
+from tests.services.cli.in_process import call_hearth
+
+
+def make(folder: Path, *arguments: str) -> str:
+    done = call_hearth(("credential", "--folder", str(folder), *arguments), {})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def texts(folder: Path) -> dict[str, str]:
+    return {each.name: each.read_text() for each in folder.iterdir()}
+
+
+def test_every_process_has_a_key_that_nats_knows(tmp_path: Path) -> None:
+    make(tmp_path)
+    config = (tmp_path / "nats.conf").read_text()
+    for each in named_credentials(PROCESSES):
+        key = UserKey.of_file(tmp_path / f"{each.process_id}.nk")
+        assert key.public in config
+        assert key.seed not in config
+
+
+def test_redis_has_digests_of_the_passwords(tmp_path: Path) -> None:
+    make(tmp_path, "--host", "redis.internal:6380")
+    users = (tmp_path / "users.acl").read_text()
+    password = (tmp_path / "redis-gateway.password").read_text().strip()
+    assert f"user gateway reset on #{sha256(password.encode()).hexdigest()} " in users
+    assert password not in users
+    url = (tmp_path / "redis-gateway.url").read_text()
+    assert url == f"redis://gateway:{password}@redis.internal:6380/0\n"
+
+
+def test_second_call_adds_and_changes_nothing(tmp_path: Path) -> None:
+    make(tmp_path, "--process", "decode=decode-1")
+    (tmp_path / HUB_TOKEN).write_text("hf_mine\n")
+    before = texts(tmp_path)
+    make(tmp_path, "--process", "decode=decode-1", "--process", "decode=decode-2@eu")
+    after = texts(tmp_path)
+    assert after.keys() - before.keys() == {"decode-2.nk"}
+    assert {name for name in before if before[name] != after[name]} == {"nats.conf"}
+
+
+def test_deleted_file_is_made_anew(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = texts(tmp_path)
+    (tmp_path / "redis-host.password").unlink()
+    make(tmp_path)
+    changed = {name for name, text in texts(tmp_path).items() if before[name] != text}
+    assert changed == {"redis-host.password", "redis-host.url", "users.acl"}
+
+
+def test_folder_is_closed_and_containers_may_read_its_files(tmp_path: Path) -> None:
+    make(tmp_path / "secrets")
+    assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
+    modes = {each.stat().st_mode & 0o777 for each in (tmp_path / "secrets").iterdir()}
+    assert modes == {0o644}
+
+
+def test_tls_of_nats_names_the_certificates(tmp_path: Path) -> None:
+    make(tmp_path, "--tls", "/etc/nats/tls")
+    assert 'cert_file: "/etc/nats/tls/server.crt"' in (tmp_path / "nats.conf").read_text()
+
+
+def test_kubernetes_has_a_secret_for_each_process(tmp_path: Path) -> None:
+    secrets = list(yaml.safe_load_all(make(tmp_path, "--kubernetes", "--namespace", "x")))
+    by_name = {each["metadata"]["name"]: each["stringData"] for each in secrets}
+    assert {each["metadata"]["namespace"] for each in secrets} == {"x"}
+    for each in named_credentials(PROCESSES):
+        keys = {"nats.nk", *FILES_OF_ROLE[each.role]}
+        assert by_name.pop(f"hearth-{each.process_id}").keys() == keys
+    assert by_name.keys() == {"hearth-nats", "hearth-redis", "hearth-metrics"}
+    assert by_name["hearth-nats"]["nats.conf"] == (tmp_path / "nats.conf").read_text().strip()
+    again = list(yaml.safe_load_all(make(tmp_path, "--kubernetes", "--namespace", "x")))
+    assert again == secrets
+
+
+def test_without_a_folder_secrets_are_printed_alone() -> None:
+    done = call_hearth(("credential", "--kubernetes"), {})
+    assert "hearth-redis:6379" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "a role, or --folder, or --kubernetes is missing"),
+        (("decode", "--kubernetes"), "take no role"),
+        (("--folder", "/proc/no"), "/proc/no: "),
+        (("--kubernetes", "--process", "decode"), "is not ROLE=NAME"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = call_hearth(("credential", *arguments), {})
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
