@@ -35,6 +35,7 @@ MODULES = {
     "warm": "cli.cluster.warm_command",
     "models": "cli.checkpoints.plan_command",
     "plan": "cli.checkpoints.plan_command",
+    "drain": "cli.deployment.drain_command",
     "role": "cli.cluster.role_command",
     "profile": "cli.profile.profile_command",
     "redis-acl": "cli.operators.redis_commands",

@@ -32,6 +32,7 @@ The life of a model on a host:
 
     scheduler ──WakeModel────▶ host           ModelWaking, or a Failure; also ParkModel
     host ──ParkWorker────────▶ worker         Done in standby; WakeWorker, ResizeKv, ChangeRoles
+    operator ──DrainWorker───▶ worker         DrainState
 """
 
 from __future__ import annotations
@@ -1187,6 +1188,28 @@ class ChangeRoles(Message, frozen=True, kw_only=True):
 
     roles: Annotated[tuple[WorkerRole, ...], Meta(min_length=1, max_length=2)]
     min_s: Duration = 0.0
+
+
+class DrainWorker(Message, frozen=True, kw_only=True):
+    """Accept no more requests; a further one asks how far it is. The reply is DrainState.
+
+    With `hand_over_s`, what still runs after that time is returned to its gateways, which continue
+    it on other workers; without, it ends here. `is_undone`: serve again.
+    """
+
+    hand_over_s: Duration | None = None
+    is_undone: bool = False
+
+
+class DrainState(Message, frozen=True, kw_only=True):
+    """What a worker still holds for others: with neither, it is safe to stop."""
+
+    num_running: Count  # requests, also ended ones that their gateway has not acknowledged
+    num_pushes: Count  # prompts whose KV no decode worker has in full
+
+    @property
+    def is_safe(self) -> bool:
+        return not self.num_running and not self.num_pushes
 
 
 MAX_PROFILED_STEPS = 200

@@ -117,6 +117,31 @@ class DecodeService:
         """Placements that run, or whose gateway has not acknowledged the finish."""
         return max(len(self._placements), len(self._output_buffer))
 
+    @property
+    def num_pushes(self) -> int:
+        return 0
+
+    def hand_over(self) -> None:
+        """Ends all placements here. Each gateway continues its own at the same token, elsewhere."""
+        error = WorkerBusy(f"{self._worker.worker_id} is drained")
+        for placement in list(self._placements.values()):
+            with failing_alone("not_handed_over", placement_id=placement.placement_id.hex()):
+                self._return(placement, error)
+        self._token_flusher.flush()
+        self._worker.loop.wake()
+
+    def _return(self, placement: RunningRequest, error: WorkerBusy) -> None:
+        """Fails every choice with a retryable error, and frees the placement's blocks."""
+        now, in_engine, handoff = self._worker.clock.now(), placement.in_engine, placement.handoff
+        for sequence in list(placement.choices.values()):
+            failed = StepProgress(sequence, finish_reason="failed", error=error)
+            self._emit(*self._unfinished[sequence], failed, now)
+        if handoff is not None:
+            handoff.cancel()
+            return
+        for sequence in in_engine:
+            self._engine.abort(sequence)
+
     async def drain(self) -> None:
         """Returns once every placement has ended and its gateway has acknowledged the finish."""
         while self.num_unfinished:

@@ -71,6 +71,13 @@ class PrefillService:
         """Prefills that are computed or pushed."""
         return len(self._prefills)
 
+    @property
+    def num_pushes(self) -> int:
+        return len(self._prefills)
+
+    def hand_over(self) -> None:
+        """Does nothing: a decode worker that is sent less KV computes the prompt again, later."""
+
     async def drain(self) -> None:
         """Waits for all prefills, so that decode still receives their KV."""
         await self._pushing.idle()

@@ -6,22 +6,25 @@ Changes its roles, as `shared/lifecycle/worker_roles.py` allows.
                 │ └──────────────────────────WakeWorker──────────────────────┘
                 └─ResizeKv─┘
 
-A worker that leaves the fleet stays draining, from any state.
+A worker that leaves the fleet stays draining, from any state. One that DrainWorker drains
+(`drained_worker.py`) does so until that is undone.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
 
 import structlog
 
+from services.worker.drained_worker import DrainedWorker, Handler
 from shared.engine.worker import EngineWorker
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import (
     ChangeRoles,
     Done,
+    DrainState,
+    DrainWorker,
     KvResized,
     ParkWorker,
     ProcessState,
@@ -35,19 +38,13 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.02
 
 
-class Handler(Protocol):
-    """The service of a role: it runs prefills, or placements."""
-
-    @property
-    def num_unfinished(self) -> int: ...
-
-
 class RoleAndStandby:
     def __init__(self, worker: EngineWorker, handlers: Sequence[Handler]) -> None:
         self._worker = worker
         self._handlers = handlers
         self._changing = asyncio.Lock()
         self._is_leaving = False
+        self._drained = DrainedWorker(worker.clock, handlers)
 
     @property
     def _state(self) -> ProcessState:
@@ -62,7 +59,7 @@ class RoleAndStandby:
         for role in self._worker.roles.handled:  # peers know the worker by one of them
             await self._worker.bus.serve(
                 lifecycle(role, self._worker.worker_id),
-                ParkWorker | WakeWorker | ResizeKv | ChangeRoles,
+                ParkWorker | WakeWorker | ResizeKv | ChangeRoles | DrainWorker,
                 self._on_command,
             )
         await self._worker.health_monitor.transition_to(self._resting_state)
@@ -73,10 +70,12 @@ class RoleAndStandby:
         await self._worker.health_monitor.transition_to("draining")
 
     async def _on_command(
-        self, command: ParkWorker | WakeWorker | ResizeKv | ChangeRoles
-    ) -> Done | KvResized:
+        self, command: ParkWorker | WakeWorker | ResizeKv | ChangeRoles | DrainWorker
+    ) -> Done | KvResized | DrainState:
         if isinstance(command, ChangeRoles):
             return await self._change_roles(command)
+        if isinstance(command, DrainWorker):
+            return await self._drain(command)
         async with self._changing:
             self._check_staying()
             match command:
@@ -96,9 +95,19 @@ class RoleAndStandby:
         await self._worker.change_roles(command)
         return Done()
 
+    async def _drain(self, command: DrainWorker) -> DrainState:
+        """Begins, goes on with or undoes a drain. A worker that leaves stays as it is."""
+        state = self._drained.drain(command)
+        expected = self._resting_state if command.is_undone else "draining"
+        if not self._is_leaving and self._state != expected:
+            await self._worker.health_monitor.transition_to(expected)
+        return state
+
     def _check_staying(self) -> None:
         if self._is_leaving:
             raise WorkerBusy(f"{self._worker.worker_id} is stopping")
+        if self._drained.is_draining:
+            raise WorkerBusy(f"{self._worker.worker_id} is drained: `hearth drain --undo` ends it")
 
     async def _park(self, drain_s: float) -> Done:
         """Parks the worker. Raises WorkerBusy if a request still runs after `drain_s`."""
@@ -109,7 +118,7 @@ class RoleAndStandby:
             await self._end_requests(drain_s)
             await self._worker.drop_cache()
         except BaseException:
-            if not self._is_leaving:
+            if not self._is_leaving and not self._drained.is_draining:
                 await self._worker.health_monitor.transition_to(self._resting_state)
             raise
         return await self._announce("standby")

@@ -35,9 +35,12 @@ KEY = re.compile(r"^\S{20,}$", re.MULTILINE)
 
 @contextmanager
 def step(text: str) -> Iterator[None]:
+    """Prints how long a step took, whether it holds or not."""
     began_at = time.monotonic()
-    yield
-    print(f"{time.monotonic() - began_at:7.1f} s  {text}", flush=True)
+    try:
+        yield
+    finally:
+        print(f"{time.monotonic() - began_at:7.1f} s  {text}", flush=True)
 
 
 def main() -> int:

@@ -97,17 +97,15 @@ def _podman_settings(state: Path) -> dict[str, str]:
     the next call.
     """
     state.mkdir(parents=True, exist_ok=True)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limits = f'"nofile={files}:{files}"'
-    if processes > 0:
-        limits += f', "nproc={processes}:{processes}"'
+    limits = ", ".join(f'"{each}"' for each in own_limits())
     runtime = 'runtime = "runc"\n' if shutil.which("runc") else ""
     (state / "containers.conf").write_text(
         f"[containers]\ndefault_ulimits = [{limits}]\n"
         f'[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n{runtime}'
+        '[network]\nnetwork_backend = "netavark"\n'
     )
-    driver = os.environ.get("STORAGE_DRIVER", "vfs")
+    has_overlay = "\toverlay\n" in Path("/proc/filesystems").read_text()
+    driver = os.environ.get("STORAGE_DRIVER", "overlay" if has_overlay else "vfs")
     (state / "storage.conf").write_text(
         f'[storage]\ndriver = "{driver}"\nrunroot = "{state}/run"\ngraphroot = "{state}/images"\n'
     )
@@ -119,6 +117,14 @@ def _podman_settings(state: Path) -> dict[str, str]:
         "STORAGE_DRIVER": driver,
         "BUILDAH_FORMAT": "docker",  # OCI's has no HEALTHCHECK
     }
+
+
+def own_limits() -> list[str]:
+    """Returns the limits of this process, which containers may not raise, as podman writes them."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    found = [f"nofile={files}:{files}"]
+    return found if processes < 0 else [*found, f"nproc={processes}:{processes}"]
 
 
 @contextlib.contextmanager

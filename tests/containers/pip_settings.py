@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.containers.engine import own_limits
+
 _LINE = re.compile(r"^(?:global|install|:env:)\.([a-z-]+)='(.*)'$", re.MULTILINE)
 _PATH = re.compile(r"(?:file://)?(/[^\s']+)")
 
@@ -24,4 +26,5 @@ def build_options(folder: Path) -> list[str]:
     named = {each for text in settings.values() for each in _PATH.findall(text)}
     paths = {"/etc/pip.conf": conf} | {each: Path(each) for each in named if Path(each).exists()}
     volumes = [f"--volume={source}:{target}:ro" for target, source in paths.items()]
-    return ["--network=host", *volumes]
+    limits = [f"--ulimit={each}" for each in own_limits()]
+    return ["--network=host", *limits, *volumes]

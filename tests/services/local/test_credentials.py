@@ -1,5 +1,4 @@
 import re
-from pathlib import Path
 
 import pytest
 
@@ -81,17 +80,6 @@ def test_invalid_role_argument_is_rejected(argument: str) -> None:
 def test_invalid_or_duplicate_names_are_rejected(arguments: list[str]) -> None:
     with pytest.raises(ConfigError):
         named_credentials(arguments)
-
-
-def test_nats_conf_equals_output_of_the_command_in_line_1() -> None:
-    path = Path(__file__).parents[3] / "services" / "deploy" / "nats.conf"
-    header, _, rest = path.read_text().partition("\n")
-    words = header.removeprefix("# hearth nats-config ").split()
-    processes, options = words[: words.index("--host")], words[words.index("--host") :]
-    assert options == ["--host", "0.0.0.0", "--port", "4222"]
-    assert rest == nats_config_with_variables(
-        named_credentials(processes), host="0.0.0.0", port=4222
-    )
 
 
 def test_tls_block_follows_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:

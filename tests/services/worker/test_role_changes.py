@@ -19,6 +19,7 @@ from shared.errors import ConfigError, InvalidRequest, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.worker_roles import BOTH
 from shared.messages import (
+    AckFinished,
     Alive,
     ChangeRoles,
     DecodeStarted,
@@ -30,7 +31,7 @@ from shared.messages import (
     WorkerRole,
 )
 from shared.randomness import SystemRandomness
-from shared.subjects import alive, start_decode, tokens
+from shared.subjects import alive, control, start_decode, tokens
 from shared.transport.bus import NatsBus
 from tests.support.servers import NatsServer
 from tests.support.services.live_workers import (
@@ -97,6 +98,10 @@ class Rig:
         )
         self.outputs[placement_id] = {}
         return placement_id
+
+    async def acknowledge(self, worker_id: str, placement_id: bytes) -> None:
+        message = AckFinished(placement_ids=(placement_id,))
+        await self.buses["gateway-1"].publish(control("decode", worker_id), message)
 
     async def until_tokens(self, count: int) -> None:
         """Of each stream."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from shared.lifecycle.notify import PROGRESS, READY, Notifier, StepWatch
 from shared.messages import Heartbeat, WorkerLoad
+from shared.telemetry.notify import PROGRESS, READY, Notifier, StepWatch
 
 HEARTBEAT = Heartbeat(
     process_id="decode-1",

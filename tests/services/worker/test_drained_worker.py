@@ -1,0 +1,113 @@
+"""`hearth drain` of workers on a real NATS server, while they stream."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.cli.deployment.drain import DrainOptions, drain
+from shared.clock import MonotonicClock
+from shared.errors import ConfigError, WorkerBusy
+from shared.messages import ChangeRoles, Done
+from shared.subjects import lifecycle
+from tests.services.worker.test_role_changes import (
+    BOTH,
+    DEADLINE_S,
+    NUM_STREAMS,
+    NUM_TOKENS,
+    Rig,
+    rig,
+)
+
+__all__ = ["rig"]  # a fixture
+
+
+async def drained(rig: Rig, target: str, **options: object) -> tuple[bool, list[str]]:
+    given = {"hand_over_s": 60.0, "timeout_s": DEADLINE_S, "is_undone": False, "is_forced": False}
+    lines: list[str] = []
+    done = await drain(
+        rig.buses["operator-1"],
+        MonotonicClock(),
+        DrainOptions(target=target, **(given | options)),  # type: ignore[arg-type]
+        lines.append,
+    )
+    return done, lines
+
+
+async def test_drained_worker_ends_its_streams_and_takes_no_more(rig: Rig) -> None:
+    await rig.start("worker-1", BOTH, "decode")
+    await rig.start("worker-2", BOTH)
+    streams = [await rig.place("worker-1", n) for n in range(NUM_STREAMS)]
+    await rig.until_tokens(3)
+    draining = asyncio.create_task(drained(rig, "worker-1"))
+    await rig.until_tokens(NUM_TOKENS)
+    assert {rig.finishes[each].reason for each in streams} == {"length"}
+    with pytest.raises(WorkerBusy):
+        await rig.place("worker-1", 100)
+    for placement_id in streams:
+        await rig.acknowledge("worker-1", placement_id)
+    done, lines = await draining
+    assert done
+    assert lines[0].startswith(f"worker-1: {NUM_STREAMS} requests run, 0 prompts")
+    assert lines[-1] == "worker-1: safe to stop"
+
+
+async def test_streams_are_handed_over_at_once_and_nothing_is_left(rig: Rig) -> None:
+    await rig.start("worker-1", BOTH, "decode")
+    await rig.start("worker-2", BOTH)
+    streams = [await rig.place("worker-1", n) for n in range(NUM_STREAMS)]
+    await rig.until_tokens(3)
+    draining = asyncio.create_task(drained(rig, "worker-1", hand_over_s=0.0))
+    async with asyncio.timeout(DEADLINE_S):
+        while len(rig.finishes) < NUM_STREAMS:
+            await asyncio.sleep(0.01)
+    failures = [rig.finishes[each].failure for each in streams]
+    assert {each and each.code for each in failures} == {WorkerBusy.code}  # gateways retry it
+    assert all(len(rig.outputs[each]) < NUM_TOKENS for each in streams)
+    for placement_id in streams:
+        await rig.acknowledge("worker-1", placement_id)
+    assert (await draining)[0]
+    engine = rig.processes["worker-1"]._worker.loop.engine
+    async with asyncio.timeout(DEADLINE_S):
+        while not engine.is_idle:
+            await asyncio.sleep(0.01)
+
+
+async def test_undone_drain_serves_again(rig: Rig) -> None:
+    await rig.start("worker-1", BOTH, "decode")
+    await rig.start("worker-2", BOTH)
+    assert await drained(rig, "worker-1") == (True, ["worker-1: safe to stop"])
+    change = ChangeRoles(roles=("prefill",))
+    with pytest.raises(WorkerBusy, match="is draining"):
+        await rig.buses["operator-1"].request(
+            lifecycle("decode", "worker-1"), change, Done, timeout_s=DEADLINE_S
+        )
+    assert await drained(rig, "worker-1", is_undone=True) == (True, ["worker-1: serves again"])
+    await rig.place("worker-1", 1)
+    await rig.until_tokens(NUM_TOKENS)
+
+
+async def test_last_worker_and_unknown_names_are_refused(rig: Rig) -> None:
+    await rig.start("worker-1", BOTH)
+    with pytest.raises(ConfigError, match="worker-1 is the last worker that decodes timing"):
+        await drained(rig, "worker-1")
+    with pytest.raises(ConfigError, match=r"no worker and no machine 'nobody', of .*worker-1"):
+        await drained(rig, "nobody")
+    assert (await drained(rig, "worker-1", is_forced=True))[0]
+
+
+async def test_machine_is_drained_with_all_its_workers(rig: Rig) -> None:
+    await rig.start("worker-1", BOTH)
+    await rig.start("worker-2", BOTH)
+    machine = rig.processes["worker-1"]._worker.health_monitor.describe().host_name
+    done, lines = await drained(rig, machine, is_forced=True)
+    assert done
+    assert sorted(lines) == ["worker-1: safe to stop", "worker-2: safe to stop"]
+
+
+async def test_time_that_is_over_is_told(rig: Rig) -> None:
+    await rig.start("worker-1", BOTH, "decode")
+    await rig.start("worker-2", BOTH)
+    await rig.place("worker-1", 1)
+    assert not (await drained(rig, "worker-1", timeout_s=0.0))[0]
