@@ -110,7 +110,7 @@ class Stack:
         return Server([*command, "--aclfile", str(self.secrets / "users.acl")], port)
 
     def start(self, service: str) -> ForkedProcess:
-        command = [self.local(word) for word in SERVICES[service]["command"]]
+        command = [self.local(interpolated(each)) for each in SERVICES[service]["command"]]
         environ = self.local_environment(service)
         if service == "scheduler":  # otherwise decode workers compute these short prompts
             environ["HEARTH_MAX_LOCAL_PREFILL_TOKENS"] = "4"
@@ -236,7 +236,9 @@ def test_frozen_worker_is_not_live_in_the_metrics_of_the_gateway(stack: Stack) -
     """Its own port, on a frozen thread, does not answer, so its probes fail too."""
 
     def is_live(value: float) -> bool:
-        metrics = httpx.get(f"{stack.url}/metrics", trust_env=False).text
+        token = (stack.secrets / "metrics-token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}"}
+        metrics = httpx.get(f"{stack.url}/metrics", headers=headers, trust_env=False).text
         line = rf'hearth_process_live{{process="decode\.\w+",role="decode"}} {value}'
         return re.search(line, metrics) is not None
 

@@ -27,9 +27,9 @@ from shared.errors import HearthError
 from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.lifecycle.garbage import collect_garbage, freeze_heap
 from shared.metrics.process_report import ProcessReport
+from shared.metrics.supervisor_notifier import READY, STOPPING, Notifier
 from shared.telemetry.line_writer import replace_standard_streams
 from shared.telemetry.log import configure_service_logging
-from shared.telemetry.notify import READY, STOPPING, Notifier
 
 log = structlog.get_logger(__name__)
 

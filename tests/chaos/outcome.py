@@ -12,9 +12,9 @@ from tests.chaos.rows import Fault, Row
 from tests.chaos.sites.matrix import site_bars
 from tests.chaos.sites.rows import SiteRow
 
-FAULTS: tuple[Fault, ...] = ("kill", "freeze", "device")
-MAX_DETECT_S = {"kill": 0.5, "freeze": 1.5, "device": 0.5}
-MAX_EXCESS_S = {"kill": 1.0, "freeze": 2.0, "device": 1.0}
+FAULTS: tuple[Fault, ...] = ("kill", "freeze", "device", "drain")
+MAX_DETECT_S = {"kill": 0.5, "freeze": 1.5, "device": 0.5, "drain": 0.5}
+MAX_EXCESS_S = {"kill": 1.0, "freeze": 2.0, "device": 1.0, "drain": 2.0}
 
 
 @dataclass

@@ -18,16 +18,19 @@ from typing import Literal
 import msgspec
 
 from services.worker.worker import DEVICE_LOST_STATUS
-from shared.messages import AbortRequest, CancelQueued, Placed
+from shared.messages import AbortRequest, CancelQueued, DrainState, DrainWorker, Placed
+from shared.subjects import lifecycle
+from shared.transport.bus import NatsBus
 from tests.chaos.chaos import Call, Chaos
 from tests.chaos.checks.logs import given_up, suspicions
 from tests.chaos.checks.metrics import MetricWatch, runbook_metrics
 from tests.chaos.checks.phases import Phase, reach
-from tests.support.cluster.chaos_cluster import SERVERS, ChaosCluster
+from tests.support.cluster.chaos_cluster import MONITOR, SERVERS, ChaosCluster
 from tests.support.cluster.clients import Exchange
 from tests.support.waiting import NotReached, until
 
-Fault = Literal["kill", "freeze", "device"]  # device: each step of a worker raises
+# device: each step of a worker raises; drain: it hands over at once, and is then stopped
+Fault = Literal["kill", "freeze", "device", "drain"]
 
 VICTIMS = (
     "decode-1",
@@ -143,7 +146,7 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
     await reach(phase, chaos.monitor, sent, victim)
     strike = Strike(fault, victim, rank, phase, sent, chaos.nats is not None)
     if rank is None:
-        _strike(cluster, fault, victim)
+        await _strike(cluster, fault, victim)
         repair = asyncio.create_task(_repair(chaos, strike, watch))
     else:  # its group ends by itself
         number_of = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
@@ -156,6 +159,9 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
     outage_s = await repair
     if fault == "device" or rank is not None:
         assert await cluster.ended(victim, EXIT_TIMEOUT_S) == DEVICE_LOST_STATUS
+    if fault == "drain":
+        cluster.terminate(victim)
+        assert await cluster.ended(victim, EXIT_TIMEOUT_S) == 0
     if (fault != "freeze" or rank is not None) and victim not in SERVERS:
         await cluster.restart(victim)
     await cluster.wait_until_ready()
@@ -174,10 +180,11 @@ async def _nothing() -> None:
 
 def can_befall(fault: Fault, victim: str) -> bool:
     """Ranks belong to a model, whose device does not fail on request."""
-    return fault != "device" or (victim.startswith(("prefill", "decode")) and ":" not in victim)
+    is_worker = victim.startswith(("prefill", "decode")) and ":" not in victim
+    return is_worker or fault in ("kill", "freeze")
 
 
-def _strike(cluster: ChaosCluster, fault: Fault, victim: str) -> None:
+async def _strike(cluster: ChaosCluster, fault: Fault, victim: str) -> None:
     match fault:
         case "kill":
             cluster.kill(victim)
@@ -185,6 +192,18 @@ def _strike(cluster: ChaosCluster, fault: Fault, victim: str) -> None:
             cluster.freeze(victim)
         case "device":
             cluster.break_device(victim)
+        case "drain":
+            await _drain(cluster.nats_url, victim)
+
+
+async def _drain(nats_url: str, victim: str) -> None:
+    bus = await NatsBus.connect(nats_url, process_id=MONITOR)
+    try:
+        subject = lifecycle(victim.partition("-")[0], victim)  # type: ignore[arg-type]
+        command = DrainWorker(hand_over_s=0.0)
+        await bus.request(subject, command, DrainState, timeout_s=EXIT_TIMEOUT_S)
+    finally:
+        await bus.close()
 
 
 async def _send_late(chaos: Chaos, victim: str) -> tuple[list[Call], list[asyncio.Task[None]]]:

@@ -51,6 +51,8 @@ def repeated(*row: str) -> Any:
         repeated("kill", "nats-server", "finishing"),
         repeated("freeze", "redis-server", "placed"),
         repeated("device", "decode-1", "decoding"),
+        repeated("drain", "decode-1", "decoding"),
+        repeated("drain", "prefill-1", "transferring"),
     ],
 )
 async def test_responses_equal_the_undisturbed_run(
@@ -63,7 +65,7 @@ async def test_responses_equal_the_undisturbed_run(
     assert row.unmoved == [], row
     if victim.startswith("decode"):
         assert row.resubmitted > 0, row
-        assert row.detect_s is not None or fault == "device"
+        assert row.detect_s is not None or fault in ("device", "drain")
     if fault == "device":
         assert "device_lost" in chaos.cluster.log_of(victim)
 

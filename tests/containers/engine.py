@@ -22,6 +22,7 @@ NEEDED = (
 )
 LIMIT_S = 900.0
 CHECK_EVERY_S = 2.0
+MAX_PROCESSES = 32768  # podman's default is above what a process without CAP_SYS_RESOURCE may ask
 HAS_SYSTEMD = Path("/run/systemd/system").exists()
 
 
@@ -123,8 +124,8 @@ def own_limits() -> list[str]:
     """Returns the limits of this process, which containers may not raise, as podman writes them."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    found = [f"nofile={files}:{files}"]
-    return found if processes < 0 else [*found, f"nproc={processes}:{processes}"]
+    processes = MAX_PROCESSES if processes < 0 else min(processes, MAX_PROCESSES)
+    return [f"nofile={files}:{files}", f"nproc={processes}:{processes}"]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,13 @@ def build_options(folder: Path) -> list[str]:
     conf = folder / "pip.conf"
     conf.write_text("[global]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()))
     named = {each for text in settings.values() for each in _PATH.findall(text)}
-    paths = {"/etc/pip.conf": conf} | {each: Path(each) for each in named if Path(each).exists()}
+    found_paths = {_mounted(Path(each)) for each in named if Path(each).exists()}
+    paths = {"/etc/pip.conf": conf} | {str(each): each for each in found_paths}
     volumes = [f"--volume={source}:{target}:ro" for target, source in paths.items()]
     limits = [f"--ulimit={each}" for each in own_limits()]
     return ["--network=host", *limits, *volumes]
+
+
+def _mounted(path: Path) -> Path:
+    """Returns a file itself, and the parent of a folder: an index's files may be beside it."""
+    return path.parent if path.is_dir() and path.parent != Path("/") else path

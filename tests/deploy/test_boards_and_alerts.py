@@ -27,7 +27,7 @@ VLLM = Path(__file__).with_name("vllm_expressions.txt")
 BY_HAND = {
     *("HearthKvMismatch", "HearthModelFailed", "HearthRedisRejectsWrites"),
     *("HearthCertificateExpires", "HearthGpuFault", "HearthGpuThrottled"),
-    *("HearthLinkCut", "HearthSpillOver"),
+    *("HearthLinkCut", "HearthSpillOver", "HearthDrainLong"),
 }
 VARIABLES = {
     **{"$__rate_interval": "5m", "$__range": "1h"},

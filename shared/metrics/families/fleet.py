@@ -50,6 +50,11 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
     ready = GaugeMetricFamily(
         "hearth_process_ready", "1: live, and takes work.", labels=["process", "role"]
     )
+    draining = GaugeMetricFamily(
+        "hearth_process_draining",
+        "1: takes no work, and ends what it has; then it stops, or `hearth drain` is undone.",
+        labels=["process", "role"],
+    )
     uptime = GaugeMetricFamily(
         "hearth_process_uptime_seconds", "Since a process's start.", labels=["process"]
     )
@@ -79,10 +84,14 @@ def process_families(members: Iterable[Member]) -> Iterator[Metric]:
         for role in heartbeat.roles:
             live.add_metric([process_id, role], is_live)
             ready.add_metric([process_id, role], is_live and heartbeat.state == "ready")
+            draining.add_metric([process_id, role], heartbeat.state == "draining")
         uptime.add_metric([process_id], heartbeat.uptime_s)
         mismatches.add_metric([process_id], heartbeat.num_impostors)
         reconnects.add_metric([process_id], heartbeat.num_bus_reconnects)
         failed_items.add_metric([process_id], heartbeat.num_failed_items)
         for check, count in heartbeat.num_refusals:
             refusals.add_metric([process_id, check], count)
-    yield from (info, live, ready, uptime, mismatches, reconnects, failed_items, refusals)
+    yield from (
+        *(info, live, ready, draining, uptime),
+        *(mismatches, reconnects, failed_items, refusals),
+    )

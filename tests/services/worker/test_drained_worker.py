@@ -19,8 +19,10 @@ from tests.services.worker.test_role_changes import (
     Rig,
     rig,
 )
+from tests.support.waiting import until
 
 __all__ = ["rig"]  # a fixture
+LONG_TOKENS = 400  # steps of 10 ms: longer than `hearth drain` listens first
 
 
 async def drained(rig: Rig, target: str, **options: object) -> tuple[bool, list[str]]:
@@ -35,43 +37,47 @@ async def drained(rig: Rig, target: str, **options: object) -> tuple[bool, list[
     return done, lines
 
 
-async def test_drained_worker_ends_its_streams_and_takes_no_more(rig: Rig) -> None:
+async def streams_on_a_draining_worker(
+    rig: Rig, **options: object
+) -> tuple[list[bytes], asyncio.Task[tuple[bool, list[str]]]]:
     await rig.start("worker-1", BOTH, "decode")
     await rig.start("worker-2", BOTH)
-    streams = [await rig.place("worker-1", n) for n in range(NUM_STREAMS)]
+    streams = [await rig.place("worker-1", n, num_tokens=LONG_TOKENS) for n in range(NUM_STREAMS)]
     await rig.until_tokens(3)
-    draining = asyncio.create_task(drained(rig, "worker-1"))
-    await rig.until_tokens(NUM_TOKENS)
-    assert {rig.finishes[each].reason for each in streams} == {"length"}
-    with pytest.raises(WorkerBusy):
-        await rig.place("worker-1", 100)
+    draining = asyncio.create_task(drained(rig, "worker-1", **options))
+    monitor = rig.processes["worker-1"]._worker.health_monitor
+    await until(lambda: monitor.state == "draining")
+    return streams, draining
+
+
+async def acknowledge(rig: Rig, streams: list[bytes]) -> None:
     for placement_id in streams:
         await rig.acknowledge("worker-1", placement_id)
+
+
+async def test_drained_worker_ends_its_streams_and_takes_no_more(rig: Rig) -> None:
+    streams, draining = await streams_on_a_draining_worker(rig)
+    with pytest.raises(WorkerBusy):
+        await rig.place("worker-1", 100)
+    await until(lambda: len(rig.finishes) == NUM_STREAMS)
+    assert {rig.finishes[each].reason for each in streams} == {"length"}
+    await acknowledge(rig, streams)
     done, lines = await draining
     assert done
-    assert lines[0].startswith(f"worker-1: {NUM_STREAMS} requests run, 0 prompts")
+    assert lines[0] == f"worker-1: {NUM_STREAMS} requests run, 0 prompts are pushed"
     assert lines[-1] == "worker-1: safe to stop"
 
 
 async def test_streams_are_handed_over_at_once_and_nothing_is_left(rig: Rig) -> None:
-    await rig.start("worker-1", BOTH, "decode")
-    await rig.start("worker-2", BOTH)
-    streams = [await rig.place("worker-1", n) for n in range(NUM_STREAMS)]
-    await rig.until_tokens(3)
-    draining = asyncio.create_task(drained(rig, "worker-1", hand_over_s=0.0))
-    async with asyncio.timeout(DEADLINE_S):
-        while len(rig.finishes) < NUM_STREAMS:
-            await asyncio.sleep(0.01)
+    streams, draining = await streams_on_a_draining_worker(rig, hand_over_s=0.0)
+    await until(lambda: len(rig.finishes) == NUM_STREAMS)
     failures = [rig.finishes[each].failure for each in streams]
     assert {each and each.code for each in failures} == {WorkerBusy.code}  # gateways retry it
-    assert all(len(rig.outputs[each]) < NUM_TOKENS for each in streams)
-    for placement_id in streams:
-        await rig.acknowledge("worker-1", placement_id)
+    assert all(len(rig.outputs[each]) < LONG_TOKENS for each in streams)
+    await acknowledge(rig, streams)
     assert (await draining)[0]
     engine = rig.processes["worker-1"]._worker.loop.engine
-    async with asyncio.timeout(DEADLINE_S):
-        while not engine.is_idle:
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.is_idle)
 
 
 async def test_undone_drain_serves_again(rig: Rig) -> None:

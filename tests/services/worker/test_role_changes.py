@@ -84,9 +84,11 @@ class Rig:
         command, bus = ChangeRoles(roles=roles, min_s=min_s), self.buses["operator-1"]
         return await change_roles(bus, worker_id, command, is_forced=is_forced)
 
-    async def place(self, worker_id: str, number: int, *candidates: str) -> bytes:
+    async def place(
+        self, worker_id: str, number: int, *candidates: str, num_tokens: int = NUM_TOKENS
+    ) -> bytes:
         request = request_of(prompt_of(number))
-        sampling = msgspec.structs.replace(request.sampling, max_tokens=NUM_TOKENS)
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=num_tokens)
         placement_id = number.to_bytes(16, "big")
         command = StartDecode(
             placement_id=placement_id,

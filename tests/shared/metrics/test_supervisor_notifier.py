@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from shared.messages import Heartbeat, WorkerLoad
-from shared.telemetry.notify import PROGRESS, READY, Notifier, StepWatch
+from shared.metrics.supervisor_notifier import PROGRESS, READY, Notifier, StepWatch
 
 HEARTBEAT = Heartbeat(
     process_id="decode-1",
