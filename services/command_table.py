@@ -41,6 +41,7 @@ MODULES = {
     "redis-acl": "cli.operators.redis_commands",
     "audit": "cli.operators.redis_commands",
     "trace": "cli.trace.trace_command",
+    "verify": "cli.verify.verify_command",
     "version": "cli.version_command",
     "model": "cli.models.model_commands:model_app",
     "prefix": "cli.tenants.prefix_commands:prefix_app",

@@ -201,6 +201,8 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     kv_networks: tuple[str, ...] = ()
     # seconds for which tenants of other sites are served after their last confirmation
     stale_s: float = 300.0
+    receipt_ttl_s: float = 3600.0  # life of receipts; 0: there are none
+    max_receipt_bytes: int = 64 * 1024 * 1024  # memory of the receipts of all tenants
 
     @property
     def served_name(self) -> str:
@@ -230,7 +232,10 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
             *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),
             *("default_max_tokens", "write_timeout_s", "keep_alive_s", "max_loaded_models"),
             *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s", "stale_s"),
+            "max_receipt_bytes",
         )
+        if not 0 <= self.receipt_ttl_s < inf:
+            yield f"receipt_ttl_s {self.receipt_ttl_s} is not a duration of at least 0"
         for name in ("max_stored_response_bytes", "max_stored_prefix_bytes"):
             if getattr(self, name) < 0:
                 yield f"{name} {getattr(self, name)} is negative"

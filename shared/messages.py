@@ -357,6 +357,13 @@ class DecodePhases(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PrefillPhases | None = None  # None: computed here, or not yet known
 
 
+class KvPush(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens whose KV a prefill worker pushed, of a prompt that it did not complete."""
+
+    worker_id: ProcessId
+    num_tokens: Count
+
+
 class Served(Message, frozen=True, kw_only=True):
     """The worker that did the prefill, and the cost of the request, for usage records and
     operators.
@@ -365,6 +372,8 @@ class Served(Message, frozen=True, kw_only=True):
     num_cached_tokens: Count  # prompt tokens whose KV did not have to be computed
     prefill_worker_id: ProcessId | None  # None: the decode worker computed the prompt
     num_pushed_tokens: Count = 0  # tokens whose KV arrived over the data plane
+    # those of them that came from workers which failed before the prompt was complete
+    partial_pushes: Annotated[tuple[KvPush, ...], Meta(max_length=16)] = ()
     num_preemptions: Count = 0
     numerics: Numerics | None = None  # the decode worker's
     phases: DecodePhases | None = None

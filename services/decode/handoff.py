@@ -18,6 +18,7 @@ from shared.background import start_awaited
 from shared.engine.batching.sequence import Sequence
 from shared.engine.kv.ports import Receipt, ReceivePort
 from shared.errors import HearthError
+from shared.messages import KvPush
 from shared.randomness import Randomness
 
 log = structlog.get_logger(__name__)
@@ -25,12 +26,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HandoffResult:
-    """The number of tokens whose KV is held, and the prefill worker that sent it."""
+    """The number of tokens whose KV is held, and the prefill worker that sent it, after those of
+    `partial_pushes` had failed.
+    """
 
     num_held_tokens: int
     prefill_worker_id: str | None = None
     num_pushed_tokens: int = 0
     num_cached_tokens: int = 0
+    partial_pushes: tuple[KvPush, ...] = ()
 
 
 class Handoff:
@@ -74,6 +78,7 @@ class Handoff:
 
     async def run(self) -> HandoffResult:
         num_cached = num_held = self._sequence.num_computed_tokens
+        partial: list[KvPush] = []
         for worker_id in self._candidates:
             if self.is_cancelled:
                 break
@@ -81,10 +86,15 @@ class Handoff:
             if receipt.is_complete:
                 pushed = receipt.num_held_tokens - num_cached
                 return HandoffResult(
-                    receipt.num_held_tokens, worker_id, pushed, receipt.num_cached_tokens
+                    *(receipt.num_held_tokens, worker_id, pushed, receipt.num_cached_tokens),
+                    partial_pushes=tuple(partial),
                 )
-            num_held = self._full_blocks(receipt.num_held_tokens)
-        return HandoffResult(num_held, num_pushed_tokens=num_held - num_cached)
+            before, num_held = num_held, self._full_blocks(receipt.num_held_tokens)
+            if num_held > before:
+                partial.append(KvPush(worker_id, num_held - before))
+        return HandoffResult(
+            num_held, num_pushed_tokens=num_held - num_cached, partial_pushes=tuple(partial)
+        )
 
     async def _try(self, worker_id: str, num_held_tokens: int) -> Receipt:
         placement_id = self._randomness.bytes(16)

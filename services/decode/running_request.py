@@ -64,6 +64,7 @@ class RunningRequest:
             num_cached_tokens=min(num_cached, self.prompt.num_prompt_tokens),
             prefill_worker_id=delivery.prefill_worker_id,
             num_pushed_tokens=delivery.num_pushed_tokens,
+            partial_pushes=delivery.partial_pushes,
             num_preemptions=sequence.num_preemptions,
             numerics=self.numerics,
             phases=self.times.phases(

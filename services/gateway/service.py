@@ -23,6 +23,8 @@ from services.gateway.observability.metrics.gateway_metrics import GatewayMetric
 from services.gateway.observability.metrics.rejection_log import RejectionLog
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.operator_routes import OperatorRoutes
+from services.gateway.receipts.places import Places
+from services.gateway.receipts.receipts import Receipts
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.submission import Submission
 from services.gateway.sites.site_service import SiteService
@@ -110,9 +112,16 @@ class GatewayService:
             on_report=partial(self._on_report, linked),
             num_free=lambda: self.capacity.num_free,
         )
-        self.telemetry = RequestTelemetry.of(
-            config.process_id, clock, wall_clock, randomness, metrics, self._region_of
+        self._places = Places(
+            config.process_id,
+            config.site,
+            config.region,
+            lambda site: "" if linked is None else linked.region_of(site),
         )
+        self.telemetry = RequestTelemetry.of(
+            config.process_id, clock, wall_clock, randomness, metrics, self._places.region_of
+        )
+        self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
         self.preparer = Preparer.of(
             config,
             pools.requests,
@@ -152,6 +161,8 @@ class GatewayService:
             preparer=self.preparer,
             health_monitor=self._health_monitor,
             metrics=self.metrics,
+            telemetry=self.telemetry,
+            receipts=self.receipts,
             clock=self._clock,
             wall_clock=self._wall_clock,
             randomness=self._randomness,
@@ -167,8 +178,10 @@ class GatewayService:
             metrics=self.metrics,
             telemetry=self.telemetry,
             states=self.dialects.states,
+            receipts=self.receipts,
             clock=self._clock,
             wall_clock=self._wall_clock,
+            randomness=self._randomness,
         )
 
     def _operator_routes(self) -> OperatorRoutes:
@@ -239,6 +252,7 @@ class GatewayService:
 
     async def start(self) -> None:
         await self._driver.start()
+        self._health_monitor.on_heartbeat(self._places.observe)
         self._health_monitor.on_heartbeat(self._models.live.observe)
         self._health_monitor.on_heartbeat(self.metrics.stopped_workers.observe)
         self._health_monitor.on_lost(lambda process_id, _: self._models.live.lost(process_id))
@@ -257,6 +271,7 @@ class GatewayService:
         self._background.start_own(self.tenancy.redis_memory.run())
         self._background.start_own(self.tenancy.declare_regions())
         self._background.start_own(self._rejection_log.run())
+        self._background.start_own(self.receipts.run())
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:
             self._background.start_own(self._operator.history.run())
@@ -317,12 +332,6 @@ class GatewayService:
     def _num_gateways(self) -> int:
         live = {each.process_id for each in self._health_monitor.fleet.live("gateway")}
         return len(live | {self._config.process_id})
-
-    def _region_of(self, process_id: str) -> str:
-        if process_id == self._config.process_id:
-            return self._config.region
-        heartbeat = self._health_monitor.fleet.heartbeat_of(process_id)
-        return "" if heartbeat is None else heartbeat.region
 
     def new_request_id(self) -> str:
         return self._randomness.bytes(12).hex()

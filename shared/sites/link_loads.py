@@ -44,6 +44,11 @@ class LinkLoads:
         self._sent_to_all = 0
         self._judged_from = now
 
+    def region_of(self, site: str) -> str:
+        """Returns "" for a site that has never been heard."""
+        link = self._links.get(site)
+        return "" if link is None else link.region
+
     def heard(self, site: str, region: str, now: float) -> None:
         """Counts a state."""
         link = self._links.get(site)

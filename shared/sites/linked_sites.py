@@ -65,6 +65,10 @@ class LinkedSites:
         if site is not None:
             self._links.count(site, name)
 
+    def region_of(self, site: str) -> str:
+        """Returns the region that the site has stated, or ""."""
+        return self._links.region_of(site)
+
     def loads(self) -> tuple[LinkLoad, ...]:
         monitor, now = self._health_monitor, self._clock.now()
         if monitor is None:

@@ -11,6 +11,7 @@ _HEX_ID = re.compile(r"\b((?:[a-z]+[-_])*)[0-9a-f]{16,36}(i\d{4})?\b")
 _TIMES = "created|created_at|completed_at|expires_at|p"
 _TIME = re.compile(rf'("(?:{_TIMES})": ?)(?:\d[\d.]*|"[^"]*")')
 _SECONDS = re.compile(r'("[a-z_]+_(?:s|ms)": ?)[\d.e-]+')
+_RECEIPT = re.compile(r"(receipt:? )[A-Za-z0-9_-]{43}")
 _WORKER = re.compile(r"decode-\d")
 
 
@@ -30,4 +31,5 @@ def _fixed(text: str, names: dict[str, str]) -> str:
         return names.setdefault(match.group(), f"{start}id{len(names)}{end}")
 
     text = _TIME.sub(r"\g<1>0", _HEX_ID.sub(named, text))
-    return _WORKER.sub("decode-n", _SECONDS.sub(r"\g<1>0", text))
+    text = _RECEIPT.sub(r"\g<1>hash", _SECONDS.sub(r"\g<1>0", text))
+    return _WORKER.sub("decode-n", text)

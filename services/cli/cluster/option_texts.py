@@ -52,7 +52,8 @@ PANELS = {
     "Secrets": ("operator_token", "metrics_token", "cluster_secret", "fault_token"),
     "Limits": (
         *("default_max_tokens", "max_requests", "preparations_per_tenant", "max_body_bytes"),
-        *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s"),
+        *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s", "receipt_ttl_s"),
+        "max_receipt_bytes",
         *("max_stored_response_bytes", "max_stored_prefix_bytes", "max_queued_requests"),
         *("max_queued_tokens", "max_prefixes_per_tenant", "prefix_ttl_s", "max_context_tokens"),
         *("max_batch_tokens", "max_sequences"),
@@ -150,6 +151,8 @@ HELP = {
     "lame_duck_s": "Seconds after SIGTERM in which /ready is 503 and requests are still served.",
     "write_timeout_s": "Seconds that a client may take no byte of its response.",
     "response_ttl_s": "Seconds for which responses of the Responses API are stored.",
+    "receipt_ttl_s": "Seconds for which receipts of responses are held; 0: there are none.",
+    "max_receipt_bytes": "Maximum memory for the receipts of all tenants.",
     "max_stored_response_bytes": "Maximum memory of Redis for stored responses of all tenants; 0: "
     "half of its maxmemory.",
     "max_stored_prefix_bytes": "The same for named prefixes; 0: a quarter of its maxmemory.",

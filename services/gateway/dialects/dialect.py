@@ -11,6 +11,8 @@ from litestar.handlers import HTTPRouteHandler
 from services.gateway.dialects.http_parts import HttpParts
 from services.gateway.models.gateway_models import GatewayModels
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.observability.telemetry.telemetry import RequestTelemetry
+from services.gateway.receipts.receipts import Receipts
 from services.gateway.request.endpoint import Endpoint, EndpointState
 from services.gateway.request.preparer import Preparer
 from services.gateway.tenancy.tenancy import Tenancy
@@ -45,6 +47,8 @@ class DialectParts:
     preparer: Preparer
     health_monitor: HealthMonitor
     metrics: GatewayMetrics
+    telemetry: RequestTelemetry
+    receipts: Receipts
     clock: Clock
     wall_clock: Callable[[], float]
     randomness: Randomness

@@ -8,6 +8,7 @@ from services.gateway.dialects.model_list import dialect as model_list
 from services.gateway.dialects.openai import dialect as openai
 from services.gateway.dialects.prefixes import dialect as prefixes
 from services.gateway.dialects.ranking import dialect as ranking
+from services.gateway.dialects.receipts import dialect as receipts
 from services.gateway.dialects.responses import dialect as responses
 from services.gateway.dialects.tokenization import dialect as tokenization
 from services.gateway.dialects.workers_ai import dialect as workers_ai
@@ -22,6 +23,7 @@ DIALECTS: tuple[Dialect, ...] = tuple(
         responses,
         tokenization,
         prefixes,
+        receipts,
         workers_ai,
         model_list,
     )

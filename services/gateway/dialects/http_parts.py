@@ -11,6 +11,7 @@ from litestar import Request
 
 from services.gateway.http.affinity import AFFINITY_HEADER, session_key_of
 from services.gateway.http.response import GenerationResponse
+from services.gateway.receipts.options import RECEIPT, REPLAY, receipt_options
 from services.gateway.request.endpoint import GeneratingEndpoint
 from services.gateway.request.submission import Submission
 from shared.clock import Clock
@@ -54,6 +55,7 @@ class HttpParts:
             prompts=request.state.prompts,
             affinity_key=affinity_key,
             session_key=session_key,
+            receipt=receipt_options(request.headers.get(RECEIPT), request.headers.get(REPLAY)),
         )
         ids = dict.fromkeys(request_id_headers, request.state.request_id)
         opened = dataclasses.replace(opened, headers={**opened.headers, **ids})

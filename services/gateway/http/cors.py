@@ -12,6 +12,8 @@ from litestar.config.cors import CORSConfig
 EXPOSED = (
     "retry-after",
     "request-id",
+    "x-hearth-receipt",
+    "x-hearth-receipt-url",
     "x-request-id",
     *(
         f"x-ratelimit-{state}-{kind}"

@@ -19,6 +19,7 @@ from litestar.types import Receive, Scope, Send
 from services.gateway.http.connection import ClientConnection, connection_of
 from services.gateway.output.events import TextDelta
 from services.gateway.output.results import Results
+from services.gateway.receipts.options import RECEIPT
 from services.gateway.request.request_output import ClientDisconnected, ClientSlow
 from services.gateway.request.submission import OpenResponse
 from services.gateway.tenancy.errors import RateLimited
@@ -53,7 +54,8 @@ def error_headers(error: HearthError) -> dict[str, str]:
 class GenerationResponse:
     """An ASGI application that sends one response and cancels the request when the response ends.
     `keep_alive_s` is the silence after which a stream sends a keep-alive event. If `shows_moves`, a
-    stream has a comment `: moved {…}` before the tokens with which another worker continues it.
+    stream has a comment `: moved {…}` before the tokens with which another worker continues it. The
+    hash of the receipt is a header of a body; a stream that shows it ends with `: receipt …`.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class GenerationResponse:
         self.is_streamed = opened.is_streamed
         self.headers = opened.headers
         self._cancel = opened.cancel
+        self._receipt_hash = opened.receipt_hash
+        self._shows_receipt = opened.shows_receipt
         self._clock = clock
         self._keep_alive_s = keep_alive_s
         self._sent_at = clock.now()
@@ -120,7 +124,8 @@ class GenerationResponse:
             await self._send_error(send, error)
             return
         following = await anext(parts, None)
-        await self._start(send, 200, (JSON,), len(part) if following is None else None)
+        headers = (JSON, *self._receipt_headers())
+        await self._start(send, 200, headers, len(part) if following is None else None)
         while following is not None and not connection.is_lost:
             await self._send(send, part, more_body=True)
             part, following = following, await anext(parts, None)
@@ -158,10 +163,18 @@ class GenerationResponse:
                     break
                 await self._send(send, last, more_body=True)
                 events = await self.merger.next()
-            ending += self.encoder.closing()
+            ending += self._receipt_comment() + self.encoder.closing()
         except HearthError as error:
             ending = self.encoder.error_event(error)
         await self._send(send, ending, more_body=False)
+
+    def _receipt_headers(self) -> Iterator[tuple[bytes, bytes]]:
+        if found := self._receipt_hash():
+            yield RECEIPT.encode(), found.encode()
+
+    def _receipt_comment(self) -> bytes:
+        found = self._receipt_hash() if self._shows_receipt else ""
+        return b": receipt %b\n\n" % found.encode() if found else b""
 
     def _moves(self) -> Iterator[bytes]:
         moves = self.merger.take_moves() if self._shows_moves else ()

@@ -20,6 +20,7 @@ from shared.model_registry.reader import RegistryReader
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.model_registry.revisions import choose_revision
 from shared.randomness import Randomness
+from shared.receipts.receipt import ServedWeights
 from shared.tenancy.tenant import TenantRecord
 
 
@@ -108,6 +109,13 @@ class ServedModels:
             return self._catalog.card(name)
         model = self._with_cards(self._model(name))
         return self._card(model, _heaviest(model))
+
+    def weights_of(self, card: ModelCard) -> ServedWeights:
+        """Returns the model, its revision in the catalogue and the digest of its weights."""
+        model = self._registry.models.get(card.name)
+        revisions = () if model is None else model.revisions
+        named = (each.name for each in revisions if each.digest == card.revision)
+        return ServedWeights(name=card.name, revision=next(named, ""), weights=card.revision)
 
     def cards(self, tenant: TenantRecord) -> list[ModelCard]:
         """Returns the cards of the models that the tenant may use and that can be served, the

@@ -49,7 +49,7 @@ async def _write_events(opened: OpenResponse, reply: NatsReply, clock: Clock) ->
     closing = encoder.closing()
     if closing:
         await _timed(reply.send(closing), merger, clock)
-    await reply.finish(reason=reason or "stop")
+    await reply.finish(reason=reason or "stop", receipt=opened.receipt_hash())
 
 
 async def _timed(sending: Awaitable[None], merger: OutputMerger, clock: Clock) -> None:
@@ -76,7 +76,7 @@ async def _write_body(
             if isinstance(event, TextDelta):
                 merger.unsent.add(event.num_bytes)
     body = await _whole(opened.encoder.body(results), max_reply_bytes)
-    await _timed(reply.finish(body), merger, clock)
+    await _timed(reply.finish(body, receipt=opened.receipt_hash()), merger, clock)
 
 
 async def _whole(parts: Iterator[bytes], max_bytes: int) -> bytes:

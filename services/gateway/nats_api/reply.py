@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 REQUEST, NUMBER, END = "Hearth-Request", "Hearth-Seq", "Hearth-End"
 GATEWAY = "Hearth-Gateway"  # the gateway to which cancellations are sent
 ERROR, ERROR_CODE = "Nats-Service-Error", "Nats-Service-Error-Code"
+RECEIPT = "Hearth-Receipt"  # the hash of the response's receipt
 FAILED = "error"  # the value of END after an error
 MAX_REASON_CHARS = 500  # an error's message may repeat what the client sent
 _encode = msgspec.json.Encoder().encode
@@ -57,11 +58,12 @@ class NatsReply:
         if not self.is_ended:
             await self._send(data, {} if self._num_sent else self.limit_headers, check)
 
-    async def finish(self, data: bytes = b"", *, reason: str = "") -> None:
-        """Sends the last message: a body, or the end reason of a stream. Raises
-        DependencyUnavailable and PayloadTooLarge.
+    async def finish(self, data: bytes = b"", *, reason: str = "", receipt: str = "") -> None:
+        """Sends the last message: a body, or the end reason of a stream, with the hash of its
+        receipt. Raises DependencyUnavailable and PayloadTooLarge.
         """
         headers = {END: reason, **self.limit_headers} if reason else self.limit_headers
+        headers = {**headers, RECEIPT: receipt} if receipt else headers
         await self._send(data, headers)
         self.is_ended = True
 

@@ -6,10 +6,12 @@ import math
 import re
 from dataclasses import dataclass
 
+from services.gateway.receipts.options import NO_OPTIONS, ReceiptOptions, receipt_options
 from shared.errors import InvalidRequest, PayloadTooLarge
 
 MAX_HEADER_BYTES = 8 * 1024
 DEADLINE, AFFINITY, CHECKS = "Hearth-Deadline-S", "Hearth-Affinity", "Hearth-Checks"
+RECEIPT, REPLAY = "Hearth-Receipt", "Hearth-Replay"
 TRACE = "traceparent"
 _FIRST_LINE = "NATS/1.0"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -25,6 +27,7 @@ class RequestHeaders:
     affinity_key: str = ""
     has_checks: bool = False
     traceparent: str = ""
+    receipt: ReceiptOptions = NO_OPTIONS
 
 
 NO_HEADERS = RequestHeaders()
@@ -45,6 +48,7 @@ def decode_headers(encoded: bytes) -> RequestHeaders:
         affinity_key=fields.get(AFFINITY.lower(), ""),
         has_checks=fields.get(CHECKS.lower(), "").lower() == "true",
         traceparent=trace if _TRACEPARENT.fullmatch(trace) else "",
+        receipt=receipt_options(fields.get(RECEIPT.lower()), fields.get(REPLAY.lower())),
     )
 
 

@@ -202,6 +202,7 @@ class ServedRequest:
             framing=LINES,
             affinity_key=headers.affinity_key,
             timeout_s=self._left_s(headers.deadline_s),
+            receipt=headers.receipt,
         )
         self._cancel_open = opened.cancel
         self.has_passed.set()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.output.choice_output import MAX_DELTA_TOKENS, ChoiceOutput
 from services.gateway.output.events import EndReason, Event, Finished, TextDelta, bytes_of_event
+from services.gateway.receipts.draft import ChoiceEnd
 from services.gateway.request.preparation import PreparedRequest
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.structured.tools.parsing.output_assembler import OutputAssembler
@@ -120,6 +121,12 @@ class RequestOutput:
         if self.end is not None and self.end.error is not None:
             return self.end.error.code
         return self._texts[0].finish_reason or "stop"
+
+    @property
+    def choice_ends(self) -> list[ChoiceEnd]:
+        return [
+            ChoiceEnd(each.assembler.num_tokens, each.finish_reason or "") for each in self._texts
+        ]
 
     @property
     def num_output_tokens(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.gateway.models.served_text import ServedModel
 from services.gateway.observability.telemetry.request_record import RequestRecord
+from services.gateway.receipts.draft import ReceiptDraft
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.tenancy.request_cost import LimitLease
 from shared.tenancy.tenant import TenantRecord, UsageKind
@@ -40,11 +41,12 @@ class Reservation:
         on_close: Callable[[Reservation], None],
     ) -> None:
         """`lease`: is replaced when the tokens are charged. `model`: is set when it is chosen, one
-        for all prompts of the response.
+        for all prompts of the response. `receipt`: is set when they are known, if there is one.
         """
         self.record = record
         self.request_id = record.request_id
         self.model: ServedModel | None = None
+        self.receipt: ReceiptDraft | None = None
         self.lease = lease
         self.num_prompts = 0  # the prompts that the gateway holds until the response has closed
         self._on_end = on_end

@@ -28,6 +28,8 @@ from services.gateway.observability.telemetry.span_attributes import span_attrib
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.output.encoder import Encoder
 from services.gateway.output.framing import SSE, Framing
+from services.gateway.receipts.options import NO_OPTIONS, NUM_SEEDS, RECEIPT_URL, ReceiptOptions
+from services.gateway.receipts.receipts import Receipts
 from services.gateway.request.endpoint import EndpointState, GeneratingEndpoint, ResponseContext
 from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
 from services.gateway.request.output_merger import OutputMerger
@@ -43,9 +45,12 @@ from services.gateway.tenancy.permissions import check_regions
 from services.gateway.tenancy.request_cost import RequestCost
 from services.gateway.tenancy.tenancy import Tenancy
 from services.gateway.text.process_jobs import PreparedBody, TokenizedPrompt
+from shared.background import failing_alone
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import HearthError, Overloaded
+from shared.messages import Request
+from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
 MAX_PROMPTS = 16_384  # prompts of a tenant's responses: each takes up to 4 KB until they close
@@ -55,7 +60,9 @@ MAX_KEY_CHARS = 256  # characters of an affinity key
 @dataclass(frozen=True, slots=True)
 class OpenResponse:
     """A submitted request and its encoder. `headers`: those of the response, whether it succeeds or
-    fails. `cancel`: ends the request; does nothing for an ended one.
+    fails. `cancel`: ends the request; does nothing for an ended one. `receipt_hash`: returns the
+    hash of the receipt once all outputs have ended; empty without one. `shows_receipt`: whether a
+    stream has it as a comment.
     """
 
     merger: OutputMerger
@@ -63,6 +70,8 @@ class OpenResponse:
     is_streamed: bool
     headers: dict[str, str]
     cancel: Callable[[HearthError | None], None]
+    receipt_hash: Callable[[], str] = lambda: ""
+    shows_receipt: bool = False
 
 
 class Submission:
@@ -79,9 +88,13 @@ class Submission:
         metrics: GatewayMetrics,
         telemetry: RequestTelemetry,
         states: Mapping[str, EndpointState],
+        receipts: Receipts,
         clock: Clock,
         wall_clock: Callable[[], float],
+        randomness: Randomness,
     ) -> None:
+        self._receipts = receipts
+        self._randomness = randomness
         self._capacity = preparer.capacity
         self._preparer = preparer
         self._limits = tenancy.limits
@@ -167,6 +180,7 @@ class Submission:
         affinity_key: str | None = None,
         session_key: str | None = None,
         timeout_s: float | None = None,
+        receipt: ReceiptOptions = NO_OPTIONS,
     ) -> OpenResponse:
         """Submits the request of a body. `model`: for a body that names none (default: the
         gateway's). `affinity_key` overrides the body's, `session_key` is for a body without one;
@@ -192,6 +206,9 @@ class Submission:
             changes["affinity_key"] = (affinity_key or session_key or "")[:MAX_KEY_CHARS]
         if changes:
             generations = [msgspec.structs.replace(each, **changes) for each in generations]
+        if len(generations) > 1 or receipt.replayed is not None:
+            generations = self._seeded(generations, receipt)
+        reservation.receipt = self._receipts.draft(reservation.tenant, endpoint.name, receipt)
         merger = await self.submit(reservation, generations, chosen)
         state = self._states.get(endpoint.name)
         context = ResponseContext(
@@ -209,8 +226,14 @@ class Submission:
             merger,
             endpoint.encoder(body, context),
             is_streamed=is_streamed,
-            headers={"x-request-id": reservation.request_id, **merger.headers},
+            headers={
+                "x-request-id": reservation.request_id,
+                **merger.headers,
+                **_receipt_headers(reservation, is_streamed=is_streamed),
+            },
             cancel=partial(self._cancel, merger.outputs),
+            receipt_hash=partial(_receipt_hash, reservation),
+            shows_receipt=bool(receipt.is_wanted),
         )
 
     async def submit(
@@ -243,7 +266,7 @@ class Submission:
         for each in prepared:
             if outputs:
                 await asyncio.sleep(0)
-            outputs[self._output_of(each, reservation)] = each
+            outputs[self._output_of(each, reservation, len(outputs))] = each
         self._send(outputs, reservation)
         reservation.close_submissions(has_response=True)
         return OutputMerger(
@@ -254,6 +277,18 @@ class Submission:
             on_close=reservation.close,
             on_send=reservation.record.record_send,
         )
+
+    def _seeded(
+        self, generations: Sequence[GenerationRequest], receipt: ReceiptOptions
+    ) -> list[GenerationRequest]:
+        """Returns the requests with consecutive seeds, unless the body has one: a replay needs the
+        first alone.
+        """
+        if receipt.replayed is None:
+            first = int.from_bytes(self._randomness.bytes(8), "little")
+        else:
+            first = receipt.replayed.seed
+        return [_with_seed(each, first + index) for index, each in enumerate(generations)]
 
     def _hold_prompts(self, reservation: Reservation, num_prompts: int) -> None:
         """Counts the prompts until the response has closed. Raises Overloaded."""
@@ -292,14 +327,20 @@ class Submission:
         """Charges tokens that are computed without an output. Raises ExceedsLimit, RateLimited."""
         reservation.lease = await self._limits.charge(reservation.lease, RequestCost(num_tokens, 0))
 
-    def _output_of(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
+    def _output_of(
+        self, prepared: PreparedRequest, reservation: Reservation, index: int
+    ) -> RequestOutput:
+        on_end: Callable[[RequestOutput], None] = reservation.ended
+        if reservation.receipt is not None:
+            stop = prepared.generation.sampling.stop_strings
+            on_end = partial(_prompt_ended, reservation, index, prepared.request, stop)
         return RequestOutput(
             prepared,
             [assembler_of(prepared, each.choice_index) for each in prepared.request.choices],
             self._metrics,
             self._clock,
             dialect=reservation.record.dialect,
-            on_end=reservation.ended,
+            on_end=on_end,
         )
 
     def _send(
@@ -329,6 +370,13 @@ class Submission:
         self._reservations.discard(reservation)
         self._count_usage(reservation)
         self._telemetry.ended(reservation.record, reservation.model_name, reservation.outputs)
+        if reservation.receipt is not None and reservation.model is not None:
+            weights = self._models.weights_of(reservation.model.card)
+            record = reservation.record
+            with failing_alone("receipt_lost", request=record.request_id):
+                self._receipts.store(
+                    reservation.receipt, record.request_id, weights, record.arrived_at
+                )
 
     def _count_usage(self, reservation: Reservation) -> None:
         if reservation.model is not None:  # else nothing was generated
@@ -343,6 +391,38 @@ class Submission:
             del self._num_prompts[tenant_id]
         self._limits.settle(reservation.lease, sum(each.num_output_tokens for each in outputs))
         self._telemetry.closed(reservation.record, reservation.model_name, outputs)
+
+
+def _prompt_ended(
+    reservation: Reservation,
+    index: int,
+    request: Request,
+    stop: tuple[str, ...],
+    output: RequestOutput,
+) -> None:
+    with failing_alone("receipt_lost", request=request.request_id):
+        if reservation.receipt is not None:
+            reservation.receipt.prompt_ended(index, request, stop, output)
+    reservation.ended(output)
+
+
+def _receipt_headers(reservation: Reservation, *, is_streamed: bool) -> dict[str, str]:
+    """Returns the headers of a stream, whose receipt is not known yet."""
+    if reservation.receipt is None or not is_streamed:
+        return {}
+    return {RECEIPT_URL: f"/v1/requests/{reservation.request_id}/receipt"}
+
+
+def _receipt_hash(reservation: Reservation) -> str:
+    return "" if reservation.receipt is None else reservation.receipt.hash
+
+
+def _with_seed(generation: GenerationRequest, seed: int) -> GenerationRequest:
+    """Returns the request with a seed in place of a random one."""
+    if generation.sampling.seed is not None:
+        return generation
+    sampling = msgspec.structs.replace(generation.sampling, seed=seed % NUM_SEEDS)
+    return msgspec.structs.replace(generation, sampling=sampling)
 
 
 def _opening(prepared: PreparedRequest, output: RequestOutput) -> Opening:

@@ -25,12 +25,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The outcome of a stream, reported once. `error` is None if every choice has finished."""
+    """The outcome of a stream, reported once. `error` is None if every choice has finished.
+    `outputs` are the tokens that arrived, of each choice: there may be some after a stop string.
+    """
 
     error: HearthError | None
     worker_id: str | None
     num_resubmissions: int
     tries: tuple[TryRecord, ...] = field(default=(), compare=False)
+    outputs: tuple[Sequence[int], ...] = field(default=(), compare=False)
 
 
 class Receiver(Protocol):

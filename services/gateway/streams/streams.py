@@ -650,8 +650,10 @@ class Streams:
         stream.transition_to(StreamState.ENDED)
         del self._by_request[stream.request_id]
         stream.tries[-1].end("finished" if error is None else error.code, now)
+        outputs = tuple(each.token_ids for each in stream.choices.values())
+        tries = tuple(stream.tries)
         stream.receiver.on_end(
-            StreamEnd(error, stream.last_worker_id, stream.num_resubmissions, tuple(stream.tries))
+            StreamEnd(error, stream.last_worker_id, stream.num_resubmissions, tries, outputs)
         )
         if error is not None:
             self._end_waiting(stream.queue.take_all(), error)

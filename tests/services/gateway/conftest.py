@@ -31,6 +31,7 @@ from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import POLL_S, until
 
 API_KEY = "key-of-tenant-1"
+SECRET = "secret of the gateways"
 ANSWER = "hello world, how are you? 😀 東京 the quick brown fox"
 PROCESSES = SharedProcesses()
 
@@ -186,6 +187,7 @@ def gateway_config(
         http_port=0,
         max_body_bytes=64 * 1024,
         lame_duck_s=0.0,
+        cluster_secret=SECRET,
     )
 
 

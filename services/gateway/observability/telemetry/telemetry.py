@@ -152,8 +152,12 @@ class RequestTelemetry:
         found = self.ring.get(request_id) or self._refused.get(request_id)
         if found is not None:
             return found
-        request_id = self._response_ids.request_id_of(request_id)
+        request_id = self.request_id_of(request_id)
         return self.ring.get(request_id) or self._refused.get(request_id)
+
+    def request_id_of(self, name: str) -> str:
+        """Returns the id of a request. `name` is that, or the id of its response."""
+        return self._response_ids.request_id_of(name)
 
     def refused(self, record: RequestRecord, error: HearthError) -> None:
         """Records the rejection of a known tenant's request that was not admitted."""

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
+import httpx
 import msgspec
 import nats
 import pytest
@@ -17,6 +18,8 @@ from services.scheduler.throughput import Speed
 from shared.engine.executors.timing_executor import STATE_BYTES, StepCost
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import LinkLoad, WorkerLoad
+from shared.receipts.jws import parsed_jws
+from shared.receipts.receipt import AnswerReceipt, IssuedReceipt, PlacedProcess, receipt_of
 from shared.subjects import is_at_site
 from shared.tenancy.declared_classes import declared_classes
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -63,8 +66,19 @@ async def test_model_of_another_site_is_served(sites: LinkedPair) -> None:
     several = (await there.chat("one", 8, n=2, temperature=1.0, seed=7)).json()
     same = (await here.chat("one", 8, n=2, temperature=1.0, seed=7)).json()
     assert several["choices"] == same["choices"]
-    served = (await there.chat("one", 4)).json()["hearth"]
+    answer = await there.chat("one", 4)
+    served = answer.json()["hearth"]
     assert served["decode_worker"].startswith("b/gateway/")
+    receipt = await receipt_of_answer(there, answer)
+    (attempt,) = receipt.prompts[0].tries
+    assert (receipt.gateway.site, receipt.gateway.id) == ("a", "gateway")
+    assert attempt.decode == PlacedProcess(id=served["decode_worker"], site="b", region=REGION)
+
+
+async def receipt_of_answer(site: LiveSite, answer: httpx.Response) -> AnswerReceipt:
+    path = f"/v1/requests/{answer.headers['x-request-id']}/receipt"
+    issued = msgspec.json.decode((await site.http.get(path)).content, type=IssuedReceipt)
+    return receipt_of(parsed_jws(issued.receipt).payload)
 
 
 async def in_class(site: LiveSite, region_class: str) -> None:
@@ -132,9 +146,14 @@ async def test_long_prompt_is_computed_at_the_other_site(sites: LinkedPair) -> N
 
     await until(is_away)
     expected = await text_of(sites.b, long_prompt(99), 8)
-    text, prefilled_by = await served(sites.a, long_prompt(99), 8)
-    assert text == expected
-    assert prefilled_by.startswith("b/gateway/")
+    answer = await sites.a.chat(long_prompt(99), 8)
+    assert answer.json()["choices"][0]["message"]["content"] == expected
+    (attempt,) = (await receipt_of_answer(sites.a, answer)).prompts[0].tries
+    assert (attempt.decode.site, attempt.decode.region) == ("a", REGION)
+    assert attempt.prefill is not None
+    assert attempt.prefill.id.startswith("b/gateway/")
+    (hop,) = attempt.kv_hops
+    assert (hop.source.site, hop.source.region, hop.num_tokens > 300) == ("b", REGION, True)
     await until(lambda: load_of(sites.a).site_pushes)
     (pushed,) = load_of(sites.a).site_pushes
     assert pushed.site == "b" and pushed.num_tokens > 300

@@ -18,7 +18,7 @@ from services.gateway.dialects.prefixes.prefix_tokenizer import Messages, Prefix
 from services.gateway.request.generation_request import scoped_affinity_key
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import Encoded
-from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash, root_key
 from shared.clock import MonotonicClock
 from shared.errors import PromptTooLong
 from shared.messages import MatchPrefix, PrefixMatch, PrefixMatches, Request
@@ -30,7 +30,7 @@ from shared.tenancy.pinned_prefix import MAX_PER_TENANT, PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
-from tests.services.gateway.conftest import API_KEY, Cluster
+from tests.services.gateway.conftest import API_KEY, SECRET, Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import CARD
 from tests.support.servers import NatsServer
@@ -39,6 +39,7 @@ from tests.support.waiting import until
 SYSTEM = "You answer the questions of the quick brown fox, who is lazy today. " * 3
 PREFIXES = "/v1/prefixes"
 CHAT = "/v1/chat/completions"
+ROOT_KEY = root_key(SECRET)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,7 +127,7 @@ async def test_prefix_tokens_start_every_prompt_with_its_system(
         assert prompt[: len(token_ids)] == token_ids
     assert info["num_tokens"] == len(token_ids) > 3 * CARD.block_size
     assert info["pinned_tokens"] == len(token_ids) // 16 * 16
-    hashes = extend_chain(root_hash("tenant-1", "r1"), token_ids, 16)
+    hashes = extend_chain(root_hash("tenant-1", "r1", key=ROOT_KEY), token_ids, 16)
     assert unpack_hashes(request.block_hashes)[: len(hashes)] == hashes
     assert (info["name"], info["model"], info["is_public"]) == ("house", "tiny", False)
 
@@ -196,7 +197,7 @@ async def test_prefix_reports_workers_and_saved_tokens(
     saved = await pinned_prefix.load(store, "tenant-1", "house")
     assert saved is not None
     token_ids = unpack_token_ids(saved.token_ids)
-    hashes = extend_chain(root_hash("tenant-1", "r1"), token_ids, 16)
+    hashes = extend_chain(root_hash("tenant-1", "r1", key=ROOT_KEY), token_ids, 16)
     record = pinned_prefix.record_key("tenant-1", hashes[-1])
     await store.write([("HSET", record, "hits", 3, "saved_tokens", 144, "last_use", 1_000)])
     async with running_index(nats_server, *hashes) as queries:
@@ -395,7 +396,7 @@ async def test_tenants_share_the_blocks_of_a_public_prefix_only(
     )
     assert response.status_code == 200
     second = cluster.scheduler.submitted[-1].request
-    public = extend_chain(public_root("house", "r1"), token_ids, 16)
+    public = extend_chain(public_root("house", "r1", key=ROOT_KEY), token_ids, 16)
     hashes, others = unpack_hashes(first.block_hashes), unpack_hashes(second.block_hashes)
     assert first.num_public_blocks == second.num_public_blocks == len(public) >= 3
     assert hashes[: len(public)] == others[: len(public)] == public
@@ -415,7 +416,7 @@ async def test_salted_or_different_prompt_has_no_public_blocks(
         request = await received(cluster, **fields)
         assert request.num_public_blocks == 0
         salt = str(fields.get("cache_salt", ""))
-        root = root_hash("tenant-1", "r1", cache_salt=salt)
+        root = root_hash("tenant-1", "r1", cache_salt=salt, key=ROOT_KEY)
         prompt = unpack_token_ids(request.prompt_token_ids)
         assert unpack_hashes(request.block_hashes) == extend_chain(root, prompt, 16)
 

@@ -1,0 +1,90 @@
+"""Answers with receipts, and with the keys that sign them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from services.gateway.http.errors import RouteNotFound
+from services.gateway.receipts.receipts import Receipts
+from shared.clock import Clock
+from shared.errors import InvalidRequest
+from shared.receipts.jws import JwkSet, jwk_of
+from shared.receipts.receipt import IssuedReceipt
+from shared.store import Store, StoreUnavailable
+from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant_copy import SITE_KEYS
+from shared.transport.wire_errors import UNREADABLE
+
+log = structlog.get_logger(__name__)
+
+READ_S = 10.0  # anybody may ask for the keys
+KEY_BYTES = 32
+
+
+class ReceiptRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`request` is the id of a request, or of its response."""
+
+    request: str
+
+
+class TenantReceipts:
+    """`request_id_of` returns the id of a request by that of its response."""
+
+    def __init__(
+        self,
+        receipts: Receipts,
+        request_id_of: Callable[[str], str],
+        store: Store,
+        clock: Clock,
+    ) -> None:
+        self._receipts = receipts
+        self._request_id_of = request_id_of
+        self._store = store
+        self._clock = clock
+        self._linked: dict[str, bytes] = {}  # keys of linked sites
+        self._read_at = -READ_S
+
+    def find(self, tenant: TenantRecord, name: str) -> IssuedReceipt:
+        """Raises RouteNotFound alike for a request without a receipt, for one that is forgotten,
+        and for one of another tenant or gateway.
+        """
+        found = self._receipts.read(tenant, name)
+        if found is None:
+            found = self._receipts.read(tenant, self._request_id_of(name))
+        if found is None:
+            raise RouteNotFound("this gateway has no receipt of such a request")
+        return found
+
+    async def answer(self, tenant: TenantRecord, body: bytes) -> bytes:
+        """Answers a request over NATS. Raises InvalidRequest and as `find` does."""
+        try:
+            request = msgspec.json.decode(body, type=ReceiptRequest)
+        except UNREADABLE as error:
+            raise InvalidRequest(f'the body must be {{"request": ID}}: {error}') from None
+        return msgspec.json.encode(self.find(tenant, request.request))
+
+    async def keys(self) -> JwkSet:
+        """Returns the key of this site, and of linked sites those that this site has pinned."""
+        own = self._receipts.public_key
+        linked = await self._linked_keys()
+        found = (jwk_of(key, site) for site, key in sorted(linked.items()))
+        return JwkSet((*(() if own is None else (own,)), *found))
+
+    async def _linked_keys(self) -> dict[str, bytes]:
+        now = self._clock.now()
+        if now - self._read_at >= READ_S:
+            self._read_at = now
+            try:
+                found = await self._store.hash_get(SITE_KEYS)
+            except StoreUnavailable as error:
+                log.warning("site_keys_not_read", error=error.message)
+            else:
+                self._linked = {
+                    site.decode(errors="replace"): key
+                    for site, key in found.items()
+                    if len(key) == KEY_BYTES
+                }
+        return self._linked
