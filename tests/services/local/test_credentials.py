@@ -102,3 +102,32 @@ def test_workers_of_two_hosts_have_other_ids() -> None:
     runs = {random_instance() for _ in range(10_000)}
     assert len(runs) == 10_000
     assert {len(bytes.fromhex(each)) for each in runs} == {6}
+
+
+def test_classes_are_in_the_head_and_in_the_permissions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["decode=d-fr@fr", "decode=d-us@us", "gateway=g@de"]
+    print_nats_config(names, host="h", port=4222, region_class=["eu=fr,de", "us=us"])
+    head, setting, *rest = capsys.readouterr().out.splitlines()
+    assert head.endswith(" --class eu=de,fr --class us=us")
+    assert setting == "# each process: HEARTH_REGION_CLASSES='eu=de,fr us=us'"
+    users = "\n".join(rest).split("user: ")[1:]
+    classes = {
+        each.split('"')[1]: set(re.findall(r"hearth\.v1\.in\.(\w+)\.", each)) for each in users
+    }
+    assert classes == {"d-fr": {"eu"}, "d-us": {"us"}, "g": {"eu"}, "g.api": set()}
+
+
+@pytest.mark.parametrize(
+    ("classes", "problem"),
+    [
+        (["eu=fr,mars"], "'mars', which is the region of no process and no link here"),
+        (["eu=fr", "eu=fr"], "region class 'eu' is declared twice"),
+        (["eu"], "region class 'eu' is not NAME=REGION"),
+    ],
+)
+def test_bad_classes_have_one_line(classes: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        print_nats_config(["decode=d@fr"], host="h", port=4222, region_class=classes)
+    assert problem in raised.value.message and "\n" not in raised.value.message

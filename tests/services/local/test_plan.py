@@ -100,7 +100,7 @@ def test_port_of_a_running_nats_is_an_error(tmp_path: Path) -> None:
 
 def test_site_and_region_are_passed_to_the_processes(tmp_path: Path) -> None:
     links = SiteLinks(site="a", links=(SiteLink(peer="b", key="U"),), port=7422)
-    chosen = options(tmp_path, region="eu", links=links)
+    chosen = options(tmp_path, region="eu", region_classes=("c=eu", "d=eu,us"), links=links)
     credentials = plan_credentials(chosen)
     specs = plan_services(chosen, credentials, ENDPOINTS, num_cores=2, environ={})
     linked = {spec.argv[3] for spec in specs if "--site a" in " ".join(spec.argv)}
@@ -110,7 +110,8 @@ def test_site_and_region_are_passed_to_the_processes(tmp_path: Path) -> None:
     elsewhere = options(tmp_path, links=links, advertise_host="10.0.0.1")
     others = plan_services(elsewhere, credentials, ENDPOINTS, num_cores=2, environ={})
     assert not any("--kv-networks" in spec.argv for spec in others), "its KV is not encrypted"
-    assert all("--region eu" in " ".join(spec.argv) for spec in specs)
+    passed = "--region eu --region-classes c=eu --region-classes d=eu,us"
+    assert all(passed in " ".join(spec.argv) for spec in specs)
     assert {each.region for each in credentials} == {"eu"}
     with pytest.raises(ConfigError, match="--link is of the NATS that is started"):
         check_options(options(tmp_path, nats_url="nats://host:4222", links=links))

@@ -18,6 +18,7 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
+from shared.tenancy.declared_classes import REGION_CLASSES
 from shared.tenancy.site_usage import usage_at
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_copy import (
@@ -99,6 +100,23 @@ def test_list_shows_all_tenants(hearth: Hearth, redis_server: RedisServer) -> No
     assert "unreadable" in c
     records = json.loads(text(hearth("tenant", "list", "--json")))
     assert list(records) == ["team-a", "team-b", "team-c"] and records["team-c"] is None
+
+
+def test_region_class_is_one_that_is_declared(hearth: Hearth, redis_server: RedisServer) -> None:
+    none = hearth("tenant", "add", "team-a", "--region-class", "eu")
+    assert none.returncode == 2 and "no gateway has declared any" in none.stderr
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.set(REGION_CLASSES, '{"eu": ["fr", "de"]}')
+    text(hearth("tenant", "add", "team-a", "--region-class", "eu"))
+    assert tenant_info(hearth, "team-a")["tenant"]["region_class"] == "eu"
+    (row,) = text(hearth("tenant", "list")).splitlines()[1:]
+    assert " eu " in row
+    other = hearth("tenant", "limits", "team-a", "--region-class", "us")
+    assert other.stderr.strip() == (
+        "hearth: no region class 'us': declared are eu=de,fr (HEARTH_REGION_CLASSES)"
+    )
+    assert "region class" in text(hearth("tenant", "limits", "team-a", "--region-class", "none"))
+    assert "region_class" not in tenant_info(hearth, "team-a")["tenant"]
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,11 @@ from shared.errors import (
     NoCapacity,
     NoResponders,
     OutOfMemory,
+    OutsideRegions,
     Overloaded,
     RequestBreaksWorkers,
     RequestTimeout,
+    SendForbidden,
     StepFailed,
     UnknownPlacement,
     WorkerBusy,
@@ -644,6 +646,16 @@ def test_request_waits_for_slow_scheduler() -> None:
     rig.tick(core.SUBMIT_BACKOFF_S)
     rig.reject(RequestTimeout("late"), rig.submit().attempt)
     assert rig.client.ends == []
+
+
+def test_forbidden_submission_ends_at_once() -> None:
+    """No scheduler would get it; what a scheduler refuses, another one may take."""
+    rig = Rig()
+    rig.reject(OutsideRegions("elsewhere"), rig.submit().attempt)
+    assert rig.client.ends == []
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    rig.reject(SendForbidden("not this class"), rig.submit().attempt)
+    assert rig.client.error is not None and rig.client.error.http_status == 403
 
 
 def test_accepted_request_waits_for_restarting_schedulers() -> None:
