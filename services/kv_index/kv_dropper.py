@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import structlog
 
-from services.kv_index.registry import PrefixRegistry, delete_records
+from services.kv_index.registry import PrefixRegistry
 from shared.background import failing_alone
 from shared.errors import HearthError
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
@@ -23,7 +23,7 @@ from shared.messages import DropTenantKv, Heartbeat, TenantKvDropped
 from shared.store import Store, StoreUnavailable
 from shared.subjects import tenant_kv
 from shared.tenancy import audit
-from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion import kv_drops, tenant_data
 from shared.tenancy.deletion.kv_drops import DropProgress, KvDrop
 
 log = structlog.get_logger(__name__)
@@ -108,7 +108,7 @@ class KvDropper:
     async def _forget(self, drop: KvDrop) -> None:
         """Forgets what the index has recorded of the tenant. Raises StoreUnavailable."""
         self._registry.drop_tenant(drop.tenant_id)
-        await delete_records(self._store, drop.tenant_id)
+        await tenant_data.delete_prefix_records(self._store, drop.tenant_id)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 

@@ -28,7 +28,8 @@ from shared.background import failing_alone
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.store import Command, Store, StoreRejected, StoreUnavailable
-from shared.tenancy.pinned_prefix import key_part, record_key
+from shared.tenancy.deletion.tenant_data import prefix_records_of
+from shared.tenancy.pinned_prefix import record_key
 
 log = structlog.get_logger(__name__)
 
@@ -37,15 +38,6 @@ MAX_PER_FLUSH = 100  # bounds one batch to a few milliseconds of Redis
 MAX_PARTS = 1000  # arguments of one command
 MAX_TENANTS = 1_000  # tenants in memory; records of others stay in Redis until they expire
 HOLDER = "holder:"
-
-# KEYS: the hashes of a tenant's records, the start of their keys. ARGV: the most to delete. Returns
-# how many were deleted.
-DELETE_SOME_LUA = """
-local names = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
-for _, name in ipairs(names) do redis.call('DEL', KEYS[2] .. name) end
-if #names > 0 then redis.call('ZREM', KEYS[1], unpack(names)) end
-return #names
-"""
 
 T = TypeVar("T")
 MayHold = Callable[[str, bytes], bool]  # arguments: a worker and a block hash
@@ -205,7 +197,7 @@ class PrefixRegistry:
             self._use(record)
 
     def drop_tenant(self, tenant_id: str) -> None:
-        """Forgets all records of a tenant, and their changes; `delete_records` deletes those in
+        """Forgets all records of a tenant, and their changes; `tenant_data` deletes those in
         Redis.
         """
         self._by_tenant.pop(tenant_id, None)
@@ -246,7 +238,7 @@ class PrefixRegistry:
                     return
 
     async def _trim(self, tenant_id: str) -> None:
-        key = _set_key(tenant_id)
+        key = prefix_records_of(tenant_id)
         num_over = await self._store.sorted_set_size(key) - self._max_per_tenant
         if num_over <= 0:
             return
@@ -268,7 +260,7 @@ class PrefixRegistry:
             tenant_id = delta.record.tenant_id
             with failing_alone("prefix_record_not_written", tenant=tenant_id):
                 commands += list(self._record_commands(delta))  # all of them, or none
-                sets[tenant_id] = ("EXPIRE", _set_key(tenant_id), self._ttl_s)
+                sets[tenant_id] = ("EXPIRE", prefix_records_of(tenant_id), self._ttl_s)
         return [*commands, *sets.values()]
 
     def _record_commands(self, delta: _Delta) -> Iterable[Command]:
@@ -294,7 +286,7 @@ class PrefixRegistry:
             yield ("HINCRBY", key, "saved_tokens", delta.saved_tokens)
         yield ("EXPIRE", key, self._ttl_s)
         member = record.block_hash.hex()
-        yield ("ZADD", _set_key(record.tenant_id), "GT", record.last_use, member)
+        yield ("ZADD", prefix_records_of(record.tenant_id), "GT", record.last_use, member)
 
     def _restore(self, batch: Sequence[_Delta]) -> None:
         """Returns an unsent batch to the pending changes, before all newer changes."""
@@ -325,7 +317,9 @@ class PrefixRegistry:
             self._to_recover.pop(tenant_id, None)
 
     async def _recover(self, tenant_id: str, may_hold: MayHold) -> None:
-        for name in await self._store.sorted_set_head(_set_key(tenant_id), self._max_per_tenant):
+        for name in await self._store.sorted_set_head(
+            prefix_records_of(tenant_id), self._max_per_tenant
+        ):
             block_hash = _hash_of(name)
             if block_hash is None:
                 continue
@@ -416,13 +410,6 @@ class PrefixRegistry:
                 log.warning("prefix_changes_dropped", num_dropped=self.num_dropped)
 
 
-async def delete_records(store: Store, tenant_id: str) -> None:
-    """Deletes all records of a tenant in Redis. Raises StoreUnavailable."""
-    start = record_key(tenant_id, b"")
-    while await store.evaluate(DELETE_SOME_LUA, [_set_key(tenant_id), start], [MAX_PER_FLUSH]):
-        pass
-
-
 def _record_of(
     tenant_id: str, block_hash: bytes, fields: Mapping[bytes, bytes]
 ) -> PrefixRecord | None:
@@ -449,10 +436,6 @@ def _hash_of(name: bytes) -> bytes | None:
     except ValueError:
         return None
     return block_hash if len(block_hash) == BLOCK_HASH_BYTES else None
-
-
-def _set_key(tenant_id: str) -> str:
-    return f"hearth:{key_part(tenant_id)}:prefixes"
 
 
 def _in_chunks(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:

@@ -35,9 +35,12 @@ class CopiedTenant:
 
 @dataclass(slots=True)
 class CopyChanges:
-    """What one reply has changed, by the tenants' names here, and why copies were rejected."""
+    """What one reply has changed, by the tenants' names here, and why copies were rejected.
+    `unretained` have zero retention, and had not before.
+    """
 
     stored: dict[str, SignedCopy] = field(default_factory=dict)
+    unretained: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
 
@@ -88,7 +91,11 @@ class CopiedTenants:
                 copy = opened_copy(signed, reply.key)
                 if named.get(copy.record.tenant_id) != copy.version:
                     raise CopyRejected(f"site {home} sent a copy that it does not name")
-                changes.stored[self._install(home, copy)] = signed
+                had_retention = self._has_retention(home, copy.record.tenant_id)
+                name = self._install(home, copy)
+                changes.stored[name] = signed
+                if had_retention and copy.record.is_zero_retention:
+                    changes.unretained.append(name)
             except CopyRejected as error:
                 changes.rejected.append(str(error))
         for name, each in self._by_home.get(home, {}).items():
@@ -96,6 +103,11 @@ class CopiedTenants:
                 each.confirmed_at = max(each.confirmed_at, asked_at)
         self.num_rejected += len(changes.rejected)
         return changes
+
+    def _has_retention(self, home: str, name: str) -> bool:
+        """Whether data of the tenant may be here; that of an unknown one is of an earlier time."""
+        held = self._by_home.get(home, {}).get(name)
+        return held is None or not held.tenant.is_zero_retention
 
     def _install(self, home: str, copy: TenantCopy) -> str:
         """Returns the tenant's name here. Raises CopyRejected."""

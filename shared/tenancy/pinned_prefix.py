@@ -218,7 +218,7 @@ _encode = msgspec.msgpack.Encoder().encode
 async def entries(store: Store, tenant_id: str) -> Mapping[str, Entry]:
     """Entries by name, without unreadable ones. Raises StoreUnavailable."""
     found = {}
-    for name, data in (await store.hash_get(_entries_key(tenant_id))).items():
+    for name, data in (await store.hash_get(entries_key(tenant_id))).items():
         entry = _decoded(data, Entry)
         if entry is not None:
             found[name.decode(errors="replace")] = entry
@@ -313,7 +313,7 @@ async def delete(store: Store, tenant_id: str, name: str, digest: str = "") -> N
 
 async def delete_all(store: Store, tenant_id: str) -> int:
     """Deletes the prefixes of one tenant. Returns how many there were. Raises StoreUnavailable."""
-    names = list(await store.hash_get(_entries_key(tenant_id)))
+    names = list(await store.hash_get(entries_key(tenant_id)))
     for name in names:
         await delete(store, tenant_id, name.decode(errors="replace"))
     return len(names)
@@ -391,12 +391,12 @@ def _digest(data: bytes) -> str:
 
 
 def _keys(tenant_id: str, name: str) -> list[str]:
-    own = [_entries_key(tenant_id), _body_key(tenant_id, name)]
+    own = [entries_key(tenant_id), _body_key(tenant_id, name)]
     shared_keys = [TENANTS_KEY, VERSION_KEY, CHANGES_KEY]
     return [*own, *shared_keys, _reasons_key(tenant_id), SIZES_KEY, ENDS_KEY]
 
 
-def _entries_key(tenant_id: str) -> str:
+def entries_key(tenant_id: str) -> str:
     return f"hearth:{key_part(tenant_id)}:pinned_prefixes"
 
 

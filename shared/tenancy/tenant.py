@@ -49,12 +49,12 @@ LIMITS = (
 # KEYS: all tenants. ARGV: a tenant id. Returns its record, as JSON.
 RECORD_LUA = "return redis.call('HGET', KEYS[1], ARGV[1])"
 
-# A writer in `region` may store. The function is also true without a record, as of the public
-# tenant.
+# A writer in `region` may store. The function is also true for the public tenant and for those of
+# other sites, whose records are elsewhere, but not for a removed one.
 MAY_STORE_LUA = """
 local function may_store(tenants_key, tenant, region)
   local data = redis.call('HGET', tenants_key, tenant)
-  if not data then return true end
+  if not data then return tenant == '' or string.find(tenant, '/', 1, true) ~= nil end
   local is_read, record = pcall(cjson.decode, data)
   if not is_read or type(record) ~= 'table' or record.is_zero_retention then return false end
   if type(record.allowed_regions) ~= 'table' then return true end

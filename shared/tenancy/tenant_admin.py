@@ -57,6 +57,7 @@ KeyStanding = Literal["unknown", "valid", "ended"]
 KEY_ID_CHARS = 12
 FORGET_S = 30 * 86_400  # retention of the record of an ended key
 MAX_SWAPS = 16
+REMOVAL_S = 10.0  # gateways end requests of a removed tenant until then
 
 # KEYS: a hash. ARGV: a field, its expected value (empty: no value), its new value.
 SWAP = """
@@ -140,6 +141,7 @@ class TenantAdmin:
 
     async def add(self, tenant_id: str, changes: Mapping[str, Any], api_key: str) -> TenantRecord:
         record = TenantRecord(tenant_id=check_tenant_id(tenant_id), created_at=self._now())
+        await self._check_removed(tenant_id)
         record = _changed(record, changes)
         await check_declared(self._store, record.region_class)
         await self._name_sites(tenant_id, record.sites)
@@ -150,6 +152,16 @@ class TenantAdmin:
             )
         await self.add_key(tenant_id, api_key)
         return record
+
+    async def _check_removed(self, tenant_id: str) -> None:
+        """Raises ConfigError while requests of a removed tenant of this name may still end."""
+        for each in await kv_drops.orders(self._store):
+            drop, is_recent = each.drop, self._now() - each.drop.ordered_at < REMOVAL_S
+            is_removed = (drop.tenant_id, drop.reason) == (tenant_id, "removed")
+            if is_removed and (is_recent or not each.is_finished):
+                raise ConfigError(
+                    f"the tenant {tenant_id!r} is being removed: add it again in {REMOVAL_S:g} s"
+                )
 
     async def all(self) -> dict[str, TenantRecord | None]:
         """Records by id, sorted; None for an unreadable record."""

@@ -188,6 +188,50 @@ def test_limits_hold_without_redis_and_usage_counts_once(site: Site) -> None:
     wait_until(lambda: site.redis.eval(open_now, 0) == 0)
 
 
+# ── removal ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def held_of(site: Site, tenant_id: str) -> dict[str, Any]:
+    """What `hearth tenant show --where` finds."""
+    nats_url = ("--nats-url", site.cluster.nats_url)
+    found = json.loads(site.hearth("tenant", "show", tenant_id, "--where", "--json", *nats_url))
+    records = {name: count for name, count in found["records"].items() if count}
+    names = ("cached_tokens", "held_tokens")
+    tokens = sum(each.get(name, 0) for each in found["workers"] for name in names)
+    assert {"prefill-1", "decode-1"} <= {each["worker"] for each in found["workers"]}
+    return {"records": records, "tokens": tokens, "unfinished": found["unfinished"]}
+
+
+def test_removed_tenant_leaves_nothing(site: Site) -> None:
+    key = site.hearth("tenant", "add", "leaving", "--output-tokens-per-min", "100000")
+    with site.client(key) as client:
+        text = "What is a token? " * 20  # some blocks
+        stored = {"model": DEMO_MODEL_NAME, "input": text, "max_output_tokens": 4}
+        assert client.post("/v1/responses", json=stored).status_code == 200
+        wait_until(lambda: site.redis.exists("hearth:leaving:prefixes"))
+        before = held_of(site, "leaving")
+        assert before["tokens"] > 0
+        assert {"API keys": 1, "stored responses": 1}.items() <= before["records"].items()
+        fields = {"max_tokens": 900, "ignore_eos": True, "stream": True}
+        with client.stream("POST", CHAT, json=body(**fields)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            site.hearth("tenant", "remove", "leaving", "--with-usage")
+            ending = [each for each in lines if "unknown_tenant" in each]
+        assert ending, "the running request ends, with the reason"
+        assert client.post(CHAT, json=body()).status_code == 401
+    # the order itself names the tenant for a day; the audit log names it
+    site.redis.delete("hearth:kv_drops", "hearth:kv_drops:progress")
+    assert b"hearth:leaving:" not in dump(site.redis)
+    lines = json.loads(site.hearth("audit", "--json", "--count", "5"))
+    own = [each for each in lines if "leaving" in each["arguments"]]
+    assert {each["kind"] for each in own} == {"command", "deletion"}
+    again = call_hearth(
+        ("tenant", "remove", "leaving", "--redis-url", site.cluster.redis_url), environ_for(Path())
+    )
+    assert again.returncode == 2 and "does not exist" in again.stderr
+
+
 # ── zero retention ───────────────────────────────────────────────────────────────────────────────
 
 CANARY = "CANARY-zq7x-Vorpal"

@@ -60,11 +60,27 @@ def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
     print_json(records) if json else show(table_of_tenants(records))
 
 
-@tenant_app.command(epilog="Example:  hearth tenant show team-a")
-def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None:
+@tenant_app.command(epilog="Examples:  hearth tenant show team-a  ·  … --where")
+def show(
+    tenant: Tenant,
+    where: Annotated[
+        bool, typer.Option("--where", help="What of it lies where: records, KV, copies.")
+    ] = False,
+    redis_url: RedisUrl = None,
+    nats_url: Annotated[
+        str | None,
+        typer.Option(envvar="HEARTH_NATS_URL", help="NATS URL (default: the local cluster's)."),
+    ] = None,
+    json: Json = False,
+) -> None:
     """Show a tenant: limits, current use, and keys by id. One of another site is SITE/TENANT; its
     home site has the use and the keys.
     """
+    if where:
+        from services.cli.tenants.tenant_where import show_where
+
+        show_where(tenant, redis_url, nats_url, is_json=json)
+        return
     from services.cli import output
     from services.cli.tenants import tenant_tables
     from shared.tenancy.rate_limit import LimitState
@@ -131,6 +147,23 @@ def revoke(
     print("\n".join(revoked))
 
 
+@tenant_app.command(epilog="Examples:  hearth tenant remove team-a  ·  … --with-usage")
+@audited("tenant remove")
+def remove(
+    tenant: Tenant,
+    with_usage: Annotated[
+        bool, typer.Option("--with-usage", help="Delete the counts of its usage, too.")
+    ] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Remove a tenant: its requests end; keys, limits, aliases, stored responses, named prefixes,
+    records and copies are deleted, and its KV on all workers.
+    """
+    from services.cli.tenants.tenant_removal import remove_tenant
+
+    remove_tenant(tenant, redis_url, with_usage=with_usage)
+
+
 @tenant_app.command(epilog="Example:  hearth tenant client team-a billing")
 @audited("tenant client")
 def client(
@@ -165,6 +198,10 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
 
     record, state = tenant_tables.with_tenant_admin(redis_url, change)
     output.show(tenant_tables.table_of_limits(record, state))
+    if changes.get("is_zero_retention"):
+        from services.cli.tenants.tenant_removal import note_dropped_kv
+
+        note_dropped_kv(tenant, redis_url)
     _note_unknown_models(redis_url, changes)
 
 

@@ -20,6 +20,7 @@ from shared.messages import ApplyLimits, LimitsApplied, ReadTenantCopies, Report
 from shared.regions.region_classes import region_classes
 from shared.store import StoreUnavailable
 from shared.subjects import at_site, from_sites
+from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
 from shared.tenancy.rate_limit import LimitCommand, LimitState
 from shared.tenancy.tenant_copy import SITES
 from shared.transport.bus import Bus
@@ -56,7 +57,10 @@ class SiteTenants:
             region_of=homes.region_of,
             classes=region_classes(config.region_classes),
         )
-        self._copies = TenantCopyReader(homes, clock, store, tenancy.copied, gateway_id=name)
+        withdrawal = TenantWithdrawal(store, wall_clock)
+        self._copies = TenantCopyReader(
+            homes, clock, store, tenancy.copied, withdrawal, gateway_id=name
+        )
         self._usage = UsageReporter(homes, clock, store, gateway_id=name)
 
     async def start(self) -> None:

@@ -18,6 +18,8 @@ from shared.messages import ReadTenantCopies, SignedCopy, TenantCopies
 from shared.store import Command, Store, StoreUnavailable, reading_reply
 from shared.telemetry.log_limit import LogLimit
 from shared.tenancy.copied_tenants import CopiedTenants, CopyChanges
+from shared.tenancy.deletion.kv_drops import DropReason
+from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
 from shared.tenancy.tenant_copy import SITE_KEYS, TENANT_COPIES, CopyRejected
 from shared.transport.wire_errors import UNREADABLE
 
@@ -42,10 +44,15 @@ class TenantCopyReader:
         clock: Clock,
         store: Store,
         copied: CopiedTenants,
+        withdrawal: TenantWithdrawal,
         *,
         gateway_id: str,
     ) -> None:
-        """`gateway_id` is `{site}/{gateway}`, the name of this gateway at other sites."""
+        """`gateway_id` is `{site}/{gateway}`, the name of this gateway at other sites. `withdrawal`
+        deletes what this site holds of tenants that it may serve no more.
+        """
+        self._withdrawal = withdrawal
+        self._due: dict[str, DropReason] = {}
         self._homes = homes
         self._clock = clock
         self._store = store
@@ -94,7 +101,11 @@ class TenantCopyReader:
             reply = await self._homes.request(site, command, TenantCopies, timeout_s=TIMEOUT_S)
             if await self._trusts(site, home, reply.key):
                 home.has_tenants = bool(reply.versions)
-                await self._apply(site, self._copied.take(site, reply, home.asked_at))
+                changes = self._copied.take(site, reply, home.asked_at)
+                self._due |= dict.fromkeys(changes.unretained, "zero_retention")
+                self._due |= dict.fromkeys(changes.removed, "removed")
+                await self._apply(site, changes)
+                await self._withdraw()
         except HearthError as error:
             log.debug("tenant_copies_not_read", site=site, error=error.message)
         finally:
@@ -131,3 +142,9 @@ class TenantCopyReader:
             commands.append(("HDEL", TENANT_COPIES, *changes.removed))
         if commands:
             await self._store.write(commands)
+
+    async def _withdraw(self) -> None:
+        """Deletes what is due; what Redis does not take now is due with the next reply."""
+        for name, reason in list(self._due.items()):
+            await self._withdrawal.order(name, reason)
+            del self._due[name]

@@ -115,6 +115,11 @@ class StreamDriver:
         self._streams.close(request_id, reason, error, self._clock.now())
         self._perform()
 
+    def close_tenant(self, tenant_id: str, error: HearthError) -> None:
+        """Ends all requests of a tenant."""
+        self._streams.close_tenant(tenant_id, error, self._clock.now())
+        self._perform()
+
     def close_all(self, error: HearthError) -> None:
         self._streams.close_all(error, self._clock.now())
         self._perform()

@@ -203,6 +203,15 @@ class Streams:
         for request_id in self.request_ids():
             self.close(request_id, "failed", error, now)
 
+    def close_tenant(self, tenant_id: str, error: HearthError, now: float) -> None:
+        """Ends all requests of a tenant, the waiting ones first."""
+        tenant = self._tenants.get(tenant_id)
+        for queue in [] if tenant is None else list(tenant.waiting):
+            self._end_waiting(queue.take_all(), error)
+        for stream in list(self._by_request.values()):
+            if stream.request.tenant_id == tenant_id:
+                self._end(stream, error, "failed", now)
+
     # ── schedulers ───────────────────────────────────────────────────────────────────────────────
 
     def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:

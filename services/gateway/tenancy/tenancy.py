@@ -9,6 +9,7 @@ from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.gateway.tenancy.region_rule import RegionRule
+from services.gateway.tenancy.removed_tenants import RemovedTenants
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.clock import Clock
@@ -56,6 +57,7 @@ class Tenancy:
         self.limits = Limits(stores.fast, clock, num_gateways)
         self._clock, self._classes = clock, classes
         self.usage = UsageCounter(stores.fast, clock, writer_id=writer_id, now=wall_clock)
+        self.removed = RemovedTenants(stores.slow, clock, wall_clock)
         self.redis_memory = RedisMemory(
             stores.slow,
             clock,

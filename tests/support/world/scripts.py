@@ -13,11 +13,11 @@ from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.redis_memory import READ_MEMORY
 from services.gateway.tenancy.usage_counter import ADD_UP
-from services.kv_index import registry
 from shared.model_registry.admin import SWAP_MODEL
 from shared.model_registry.reader import READ_REGISTRY
 from shared.store import StoreRejected
 from shared.tenancy.deletion.kv_drops import NEXT_LUA
+from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
 from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
@@ -190,7 +190,7 @@ def _swap_model(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -
 def _may_store(store: MemoryStore, tenants_key: str, tenant_id: str, region: str) -> bool:
     data = _fields(store, tenants_key).get(tenant_id.encode())
     if data is None:
-        return True
+        return tenant_id == "" or "/" in tenant_id
     record = decoded_tenant(data)
     if record is None or record.is_zero_retention:
         return False
@@ -363,7 +363,7 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     RECORD_TOTALS_LUA: _record_totals,
     UNMARK_LUA: _unmark,
     NEXT_LUA: _next_number,
-    registry.DELETE_SOME_LUA: _delete_records,
+    DELETE_RECORDS_LUA: _delete_records,
     READ_REGISTRY: _read_registry,
     SWAP_MODEL: _swap_model,
     responses.SAVE: _save_response,

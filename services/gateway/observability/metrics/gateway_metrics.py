@@ -86,6 +86,7 @@ class OwnCollector(Collector):
         self.num_loaded_models: Callable[[], int] = lambda: 0
         self.num_dropped_spans: Callable[[], int] | None = None
         self.redis: Callable[[], MemoryUse | None] = lambda: None
+        self.unfinished_deletion_s: Callable[[], float] = lambda: 0.0
         self.copied_tenants: Callable[[], CopyCounts | None] = lambda: None
         self.certificate_expires_at: Callable[[], float | None] = lambda: None
         self.preparation: Callable[[], Mapping[str, PoolLoad]] = dict
@@ -121,6 +122,11 @@ class OwnCollector(Collector):
                 "End of the certificate that HTTPS serves, in seconds since 1970.",
                 expires_at,
             )
+        yield GaugeMetricFamily(
+            "hearth_unfinished_deletion_seconds",
+            "Age of the oldest order to drop a tenant's KV that has not finished; 0: none.",
+            self.unfinished_deletion_s(),
+        )
         yield from redis_families(self.redis())
         yield from copy_families(self.copied_tenants())
         yield from own_histograms(SPECS, self.histograms)
@@ -178,6 +184,10 @@ class GatewayMetrics:
     def watch_redis(self, memory: Callable[[], MemoryUse | None]) -> None:
         """Exports Redis's memory as it was last read. `memory` returns None if it is unknown."""
         self.own.redis = memory
+
+    def watch_deletions(self, unfinished_s: Callable[[], float]) -> None:
+        """Exports the age of the oldest deletion that has not finished, in seconds; 0: none."""
+        self.own.unfinished_deletion_s = unfinished_s
 
     def watch_copied_tenants(self, counts: Callable[[], CopyCounts]) -> None:
         """Exports the tenants of other sites, which a gateway with links has."""

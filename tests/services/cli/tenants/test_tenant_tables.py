@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import redis
 
+from services.cli.tenants import tenant_removal
 from services.cli.tenants.tenant_tables import last_days
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.clock import MonotonicClock
@@ -200,3 +201,32 @@ def test_tenants_over_sites(hearth: Hearth, redis_server: RedisServer) -> None:
         text(hearth("tenant", "trust", "b"))
         assert client.hgetall(SITE_KEYS) == {}
     assert "no key of a site 'b' is known" in hearth("tenant", "trust", "b").stderr
+
+
+def test_removed_tenant_leaves_only_its_usage(
+    hearth: Hearth, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_removal, "BEGIN_S", 0.0)
+    text(hearth("tenant", "add", "gone", "--requests-per-min", "5"))
+    text(hearth("tenant", "add", "gone-too"))  # a name that begins with the other's
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.hset("hearth:gone:usage:2026-01-01", "requests:m", 3)
+        client.hset(f"hearth:gone:usage:{last_days(1, time.time())[0]}", "requests:m", 2)
+        client.zadd("hearth:gone:prefixes", {"0ff": 1})
+        client.hset("hearth:gone:prefix:0ff", "model", "m")
+        client.hset("hearth:model:aliases:gone", "fast", '{"model":"m"}')
+        removed = hearth("tenant", "remove", "gone")
+        assert removed.returncode == 0
+        assert "no index follows" in removed.stderr
+        left = {each.decode() for each in client.keys("hearth:*gone*")}
+        days = {f"hearth:gone:usage:{each}" for each in ("2026-01-01", *last_days(1, time.time()))}
+        assert left == {*days, "hearth:gone-too:keys"}
+        assert client.keys("hearth:api_key:*"), "that of the other tenant"
+        text(hearth("tenant", "remove", "gone", "--with-usage"))  # an interrupted one is repeated
+        assert not client.exists(*days)
+    early = hearth("tenant", "add", "gone")
+    assert early.returncode == 2 and "is being removed" in early.stderr
+    nobody = hearth("tenant", "remove", "nobody")
+    assert nobody.returncode == 2 and "does not exist" in nobody.stderr
+    foreign = hearth("tenant", "remove", "b/gone")
+    assert foreign.returncode == 2 and "home at site 'b'" in foreign.stderr

@@ -16,7 +16,11 @@ from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
+from shared.tenancy import pinned_prefix
 from shared.tenancy.copied_tenants import CopiedTenants
+from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
+from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.site_admin import copied_tenant, copied_tenants, forget_site_key
 from shared.tenancy.tenant import digest_of
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -139,6 +143,28 @@ async def test_tenant_of_this_site_comes_before_one_with_its_name_and_key(
     await until(lambda: copied.find(digest_of(API_KEY)) is None)
 
 
+async def test_tenant_that_a_site_may_not_serve_any_more_leaves_nothing_there(
+    sites: LinkedPair,
+) -> None:
+    await add_tenant(sites.a, "leaving", "key of leaving", sites=("b",))
+    await until_status(sites.b, "key of leaving", 200)
+    record = {"name": "rules", "tenant_id": "a/leaving", "model": "m", "messages": []}
+    async with store_of(sites.b) as store, admin_of(sites.a) as admin:
+        prefix = PinnedPrefix(**record, created_at=1)
+        await pinned_prefix.save(store, prefix, time.time())
+        await admin.change("leaving", {"is_zero_retention": True})
+        await until(lambda: has_order(store, "zero_retention"))
+        assert await pinned_prefix.entries(store, "a/leaving") == {}
+        await admin.change("leaving", {"sites": ()})
+        await until(lambda: has_order(store, "removed"))
+    await until_status(sites.b, "key of leaving", 401)
+
+
+async def has_order(store: RedisStore, reason: str) -> bool:
+    drops = [each.drop for each in await kv_drops.orders(store)]
+    return [each.tenant_id for each in drops if each.reason == reason][-1:] == ["a/leaving"]
+
+
 async def test_cut_link_holds_the_copy_for_a_while(sites: LinkedPair) -> None:
     await add_tenant(sites.a, "away", "key of away", sites=("b",))
     await until_status(sites.b, "key of away", 200)
@@ -153,7 +179,12 @@ async def test_cut_link_holds_the_copy_for_a_while(sites: LinkedPair) -> None:
         copied = CopiedTenants("b")
         gateway = sites.b.gateway
         reader = TenantCopyReader(
-            gateway._sites._over_sites.homes, gateway._clock, store, copied, gateway_id="b/new"
+            gateway._sites._over_sites.homes,
+            gateway._clock,
+            store,
+            copied,
+            TenantWithdrawal(store, time.time),
+            gateway_id="b/new",
         )
         await reader.start()
         await reader.stop()

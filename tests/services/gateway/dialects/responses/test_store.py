@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -64,6 +65,9 @@ class Stored:
         )
 
     async def save(self, tenant: TenantRecord, *records: ResponseRecord) -> None:
+        record = msgspec.json.encode(tenant)
+        with contextlib.suppress(StoreUnavailable):
+            await self.redis.write([("HSETNX", TENANTS, tenant.tenant_id, record)])
         for each in records:
             self.store.save(tenant, each)
             await asyncio.wait(set(self.store._pending.values()))

@@ -1,0 +1,137 @@
+"""`hearth tenant show --where`: what of a tenant lies where."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+
+from services.cli.fleet.find_worker import LISTEN_S
+from services.cli.nats_address import find_nats
+from services.cli.output import print_json, show, time_text, with_store
+from services.local.credentials import process_id_for
+from shared.errors import ConfigError, HearthError
+from shared.messages import CountTenantKv, Heartbeat, TenantKvCounted
+from shared.store import Store
+from shared.subjects import HEARTBEATS, tenant_kv
+from shared.telemetry.log import configure_logging
+from shared.tenancy.deletion.tenant_removal import TenantRemoval, Whereabouts
+from shared.tenancy.site_admin import copied_tenant, is_copied
+from shared.tenancy.tenant import tenant_of
+from shared.tls import TlsFiles
+from shared.transport.bus import Bus, NatsBus
+
+COUNT_TIMEOUT_S = 2.0
+
+
+class WorkerKv(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens of a tenant's KV on a worker: cached ones, and those of requests that run. `problem`
+    says why they are not known.
+    """
+
+    worker: str
+    region: str = ""
+    cached_tokens: int = 0
+    held_tokens: int = 0
+    problem: str = ""
+
+
+def show_where(
+    tenant_id: str, redis_url: str | None, nats_url: str | None, *, is_json: bool
+) -> None:
+    """Prints what of a tenant, or of a removed one, lies where. Raises ConfigError,
+    StoreUnavailable, DependencyUnavailable.
+    """
+    found = with_store(redis_url, lambda store: _whereabouts(store, tenant_id))
+    configure_logging("tenant", level="error")  # not that the connection has been closed
+    workers = asyncio.run(_workers(find_nats(nats_url, "operator"), tenant_id))
+    if is_json:
+        drops = [each.drop for each in found.drops]
+        rows = {"records": found.records, "workers": workers, "copies": found.sites}
+        print_json({"tenant": tenant_id, **rows, "unfinished": drops})
+        return
+    show(*_tables(tenant_id, found, workers))
+
+
+async def _whereabouts(store: Store, tenant_id: str) -> Whereabouts:
+    if is_copied(tenant_id):
+        await copied_tenant(store, tenant_id)
+        return await TenantRemoval(store, time.time).whereabouts(tenant_id, ())
+    record = await tenant_of(store, tenant_id)
+    sites = () if record is None else record.sites
+    found = await TenantRemoval(store, time.time).whereabouts(tenant_id, sites)
+    if record is None and not any(found.records.values()) and not found.drops:
+        raise ConfigError(f"tenant {tenant_id!r} does not exist, and nothing is recorded of it")
+    return found
+
+
+async def _workers(nats_url: str, tenant_id: str) -> list[WorkerKv]:
+    bus = await NatsBus.connect(
+        nats_url,
+        process_id=process_id_for("operator", nats_url),
+        tls=TlsFiles.of_environ("NATS", os.environ),
+    )
+    try:
+        return await count_kv(bus, tenant_id)
+    finally:
+        await bus.close()
+
+
+async def count_kv(bus: Bus, tenant_id: str) -> list[WorkerKv]:
+    """Returns what each worker that is heard within LISTEN_S holds, by its name."""
+    heard: dict[str, Heartbeat] = {}
+    leave = await bus.subscribe(HEARTBEATS, Heartbeat, lambda it: heard.update({it.process_id: it}))
+    await asyncio.sleep(LISTEN_S)
+    await leave()
+    workers = [each for _, each in sorted(heard.items()) if each.load is not None]
+    return list(await asyncio.gather(*(_count(bus, each, tenant_id) for each in workers)))
+
+
+async def _count(bus: Bus, worker: Heartbeat, tenant_id: str) -> WorkerKv:
+    name, region = worker.process_id, worker.region
+    subject = tenant_kv(worker.roles[0], name)
+    command = CountTenantKv(tenant_id=tenant_id)
+    try:
+        found = await bus.request(subject, command, TenantKvCounted, timeout_s=COUNT_TIMEOUT_S)
+    except HearthError as error:
+        return WorkerKv(worker=name, region=region, problem=error.message)
+    return WorkerKv(
+        worker=name,
+        region=region,
+        cached_tokens=found.num_cached_tokens,
+        held_tokens=found.num_held_tokens,
+    )
+
+
+def _tables(
+    tenant_id: str, found: Whereabouts, workers: Sequence[WorkerKv]
+) -> list[RenderableType]:
+    records = _table(f"{tenant_id}: in Redis", "records")
+    for kind, count in found.records.items():
+        records.add_row(kind, f"{count:,}")
+    on_workers = _table("worker", "region", "cached tokens", "tokens of running requests")
+    for each in workers:
+        counts = (f"{each.cached_tokens:,}", f"{each.held_tokens:,}")
+        on_workers.add_row(each.worker, each.region, *((each.problem,) if each.problem else counts))
+    copies = ", ".join(found.sites) or "none"
+    parts: list[RenderableType] = [
+        records,
+        "",
+        on_workers,
+        "",
+        f"sites with a copy of its record: {copies}",
+    ]
+    for order in found.drops:
+        waiting = () if order.progress is None else order.progress.waiting
+        since = time_text(order.drop.ordered_at)
+        parts.append(f"ordered to drop its KV {since}, not finished: {', '.join(waiting)}")
+    return parts
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, header_style="bold", pad_edge=False)

@@ -1,0 +1,109 @@
+"""Removal of a tenant, and of all that is held of it.
+
+    remove ──▶ KvDrop "removed" ──▶ record, keys, stored data ──▶ finish: once more, after the last
+               gateways end its requests, workers drop its KV             request has ended
+
+An interrupted removal is repeated: the order says that it has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from shared.errors import ConfigError
+from shared.store import Store
+from shared.subjects import SITE_SEPARATOR
+from shared.tenancy.deletion import kv_drops, tenant_data
+from shared.tenancy.deletion.kv_drops import DropReason, KvDrop, OrderedDrop
+from shared.tenancy.site_usage import TENANT_SITES
+from shared.tenancy.tenant import TENANTS, check_tenant_id
+
+SAME_CHANGE_S = 30.0  # gateways of one site find a change within this time
+
+
+class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
+    """What this site holds of a tenant. `records` counts those of Redis by kind, `sites` may hold
+    copies, `drops` are orders to drop its KV that have not finished.
+    """
+
+    records: dict[str, int]
+    sites: tuple[str, ...] = ()
+    drops: tuple[OrderedDrop, ...] = ()
+
+
+class TenantWithdrawal:
+    """Deletes what this site holds of a tenant of another site. `now` returns Unix seconds. Every
+    gateway of the site finds the same change: one order is enough.
+    """
+
+    def __init__(self, store: Store, now: Callable[[], float]) -> None:
+        self._store = store
+        self._now = now
+
+    async def order(self, tenant_id: str, reason: DropReason) -> None:
+        """Deletes what Redis holds, but its usage, which its home site gets, and has workers drop
+        its KV. Raises StoreUnavailable.
+        """
+        found = (each.drop for each in await kv_drops.orders(self._store))
+        own = (each for each in found if (each.tenant_id, each.reason) == (tenant_id, reason))
+        if all(self._now() - each.ordered_at > SAME_CHANGE_S for each in own):
+            await kv_drops.order(self._store, tenant_id, reason, self._now())
+        await tenant_data.delete(self._store, tenant_id, self._now(), with_usage=False)
+
+
+class TenantRemoval:
+    """`now` returns Unix seconds. Every method raises StoreUnavailable."""
+
+    def __init__(self, store: Store, now: Callable[[], float]) -> None:
+        self._store = store
+        self._now = now
+
+    async def remove(self, tenant_id: str, *, with_usage: bool) -> KvDrop:
+        """Removes a tenant and what is stored of it, its usage only `with_usage`; its requests end
+        and its KV is dropped. Raises ConfigError for one that does not exist.
+        """
+        if check_tenant_id(tenant_id).encode() not in await self._store.hash_get(TENANTS):
+            drop = await self._begun(tenant_id)
+            if drop is None:
+                raise ConfigError(f"tenant {tenant_id!r} does not exist: see `hearth tenant list`")
+        else:
+            drop = await kv_drops.order(self._store, tenant_id, "removed", self._now())
+        await self._store.write([("HDEL", TENANTS, tenant_id)])  # nothing is stored from now on
+        await self._delete(tenant_id, with_usage=with_usage)
+        return drop
+
+    async def finish(self, tenant_id: str, *, with_usage: bool) -> None:
+        """Deletes what the last requests of a removed tenant have written."""
+        if tenant_id.encode() not in await self._store.hash_get(TENANTS):
+            await self._delete(tenant_id, with_usage=with_usage)
+
+    async def whereabouts(self, tenant_id: str, sites: tuple[str, ...]) -> Whereabouts:
+        """Returns what is held of a tenant whose record names `sites`, or of a removed one."""
+        reported = await self._sites(tenant_id)
+        found = await kv_drops.orders(self._store)
+        return Whereabouts(
+            records=await tenant_data.counts(self._store, tenant_id, self._now(), reported),
+            sites=sites,
+            drops=tuple(
+                each for each in found if each.drop.tenant_id == tenant_id and not each.is_finished
+            ),
+        )
+
+    async def _begun(self, tenant_id: str) -> KvDrop | None:
+        found = [each.drop for each in await kv_drops.orders(self._store)]
+        own = [each for each in found if (each.tenant_id, each.reason) == (tenant_id, "removed")]
+        return own[-1] if own else None
+
+    async def _sites(self, tenant_id: str) -> list[str]:
+        """Returns the sites that the tenant has ever named."""
+        named = (each.decode() for each in await self._store.hash_get(TENANT_SITES))
+        parts = (each.rpartition(SITE_SEPARATOR) for each in named)
+        return sorted(site for name, _, site in parts if name == tenant_id)
+
+    async def _delete(self, tenant_id: str, *, with_usage: bool) -> None:
+        sites = await self._sites(tenant_id)
+        await tenant_data.delete(
+            self._store, tenant_id, self._now(), with_usage=with_usage, sites=sites
+        )
