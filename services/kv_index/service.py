@@ -47,7 +47,6 @@ from shared.messages import (
 from shared.metrics.process_report import ProcessReport
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import Randomness, SystemRandomness
-from shared.regions.region_classes import region_classes
 from shared.store import RedisStore, Store
 from shared.transport.bus import Bus, Unsubscribe
 
@@ -98,7 +97,7 @@ class KvIndexService:
             self._registry,
             wall_clock=wall_clock,
             root_key=root_key(config.cluster_secret),
-            classes=region_classes(config.region_classes),
+            classes=bus.regions.classes,
             own_classes=bus.regions.own_classes,
         )
         self._dropper = KvDropper(

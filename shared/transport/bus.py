@@ -40,6 +40,7 @@ from shared.messages import Failure, Message
 from shared.nats_urls import api_user, nats_servers, without_password
 from shared.regions.region_check import RegionCheck
 from shared.subjects import class_of, from_anyone, inbox_prefix, sent_by, site_addressed, site_of
+from shared.telemetry.log_limit import LogLimit
 from shared.tls import TlsFiles
 from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
@@ -48,7 +49,7 @@ from shared.transport.nkeys import API_KEY, UserKey
 from shared.transport.sender_check import SenderCheck
 from shared.transport.site_bytes import SiteBytes
 from shared.transport.untyped_messages import UntypedMessages
-from shared.transport.wire_errors import UNREADABLE, RejectedMessages
+from shared.transport.wire_errors import OUTSIDE_REGIONS, UNREADABLE, RejectedMessages
 
 log = structlog.get_logger(__name__)
 
@@ -181,7 +182,7 @@ def begin_reply(
         rejections.write("sender_mismatch", subject, error.message)
         return failure_of(error)
     except OutsideRegions as error:
-        rejections.write("outside_regions", subject, error.message)
+        rejections.write(OUTSIDE_REGIONS, subject, error.message)
         return failure_of(error)
     try:
         reply: Message | Awaitable[Message] = handler(request)
@@ -234,7 +235,7 @@ def hand_over(
         rejections.write("sender_mismatch", subject, error.message)
         return
     except OutsideRegions as error:
-        rejections.write("outside_regions", subject, error.message)
+        rejections.write(OUTSIDE_REGIONS, subject, error.message)
         return
     except Overloaded as error:
         rejections.write("message_left_out", subject, error.message)
@@ -284,6 +285,7 @@ class _ConnectionEvents:
         self.on_denied: Callable[[str, str], None] = lambda verb, subject: None
         self._client = client
         self._num_rejections = 0
+        self._lines = LogLimit()
         self.expects_gaps = False
 
     async def on_error(self, error: Exception) -> None:
@@ -292,11 +294,13 @@ class _ConnectionEvents:
 
     def _take_error(self, error: Exception) -> None:
         if self._client.is_connected:
-            log.warning("nats_error", error=str(error))
             denied = _DENIED.search(str(error))
-            if denied is not None:
-                self.denials.append(str(error).lower())
-                self.on_denied(*denied.groups())
+            if denied is None:
+                log.warning("nats_error", error=str(error))
+                return
+            self._lines.write(log.warning, "nats_error", str(error), error=str(error))
+            self.denials.append(str(error).lower())
+            self.on_denied(*denied.groups())
             return
         is_rejection = "authorization" in str(error).lower()
         self._num_rejections += is_rejection
@@ -514,9 +518,9 @@ class NatsBus:
                 on_late=None if on_late is None else take_late,
             )
         except nats.errors.NoRespondersError:
-            raise NoResponders(f"nobody serves {subject}") from None
+            raise NoResponders(f"nobody serves {sent_to}") from None
         except nats.errors.TimeoutError:
-            raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s") from None
+            raise RequestTimeout(f"no reply on {sent_to} within {timeout_s:g} s") from None
         except PublishDenied:
             reason = f"NATS does not let this process send to {sent_to}"
             kind = SendForbidden if class_of(sent_to) else DependencyUnavailable

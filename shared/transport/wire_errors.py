@@ -17,6 +17,7 @@ from shared.telemetry.log_limit import LogLimit
 
 log = structlog.get_logger(__name__)
 
+OUTSIDE_REGIONS = "outside_regions"
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -26,8 +27,9 @@ def one_line(error: Exception) -> str:
 
 
 class RejectedMessages:
-    """Logs messages that are invalid or name a wrong sender. Those of another site have one line of
-    each kind a minute: a link must not fill this site's disks.
+    """Logs messages that are invalid or name a wrong sender. Those of another site, and those that
+    may not be in this region, have one line of each kind a minute: neither a link nor a bug must
+    fill this site's disks.
     """
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
@@ -35,7 +37,9 @@ class RejectedMessages:
 
     def write(self, event: str, subject: str, error: str) -> None:
         site = site_of(subject)
-        if site is None:
+        if site is None and event == OUTSIDE_REGIONS:
+            self._limit.write(log.warning, event, error, subject=subject, error=error)
+        elif site is None:
             log.warning(event, subject=subject, error=error)
         else:
             self._limit.write(log.warning, event, site, site=site, subject=subject, error=error)
