@@ -57,7 +57,11 @@ def main() -> int:
 
 def run(folder: Path, *, is_rebuilt: bool) -> None:
     address = f"127.0.0.1:{free_port()}"
-    settings = {"HEARTH_SECRETS": str(folder / "secrets"), "HEARTH_HTTP": address}
+    settings = {
+        "HEARTH_SECRETS": str(folder / "secrets"),
+        "HEARTH_HTTP": address,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+    }
     engine = find_engine(STATE, settings)
     with without_systemd(engine):
         with step("images"):
@@ -112,6 +116,8 @@ def try_cluster(engine: Engine, url: str, secrets: Path) -> None:
         checks.check_containers(engine)
     with step("tokens of operator and metrics, page, observer"):
         checks.check_access(engine, api, secrets)
+    with step("traces and metrics, by the profile observe"):
+        checks.check_observed(engine, api)
     with step("decode scaled to 2"):
         engine.compose("up", "--detach", "--no-build", "--scale", "decode=2")
         wait_for(lambda: len(checks.ready_workers(api, secrets, "decode")) == 2)

@@ -47,6 +47,36 @@ def check_access(engine: Engine, api: Api, secrets: Path) -> None:
     assert "decode" in shown and "prefill" in shown, shown
 
 
+def check_observed(engine: Engine, api: Api) -> None:
+    """Of the profile's four services these two are asked: a trace arrives at the collector's port,
+    and Prometheus has the fleet of the gateway, and each process of its own port.
+    """
+    services = ("collector", "prometheus")
+    engine.compose("--profile", "observe", "up", "--detach", "--no-build", "--no-deps", *services)
+    (collector,), (prometheus,) = map(engine.containers, services)
+    api.ask(QUESTIONS[0])
+    wait_until(lambda: "v1/traces" in engine.run("logs", collector), timeout_s=LIMIT_S, poll_s=0.5)
+    for query, least in (("hearth_process_live", 5), ("hearth_event_loop_stall_seconds", 5)):
+        wait_until(
+            lambda query=query, least=least: num_series(engine, query) >= least,
+            timeout_s=LIMIT_S,
+            poll_s=1.0,
+        )
+    engine.run("rm", "--force", collector, prometheus)
+
+
+def num_series(engine: Engine, query: str) -> int:
+    """Asks Prometheus from inside the containers' network."""
+    code = (
+        "import sys, json, urllib.request as u; "
+        "r = u.urlopen(sys.argv[1], timeout=5); print(len(json.load(r)['data']['result']))"
+    )
+    url = f"http://prometheus:9090/api/v1/query?query={query}"
+    (gateway,) = engine.containers("gateway")
+    found = engine.run("exec", gateway, "python", "-c", code, url, is_checked=False).strip()
+    return int(found or 0)
+
+
 def ready_workers(api: Api, secrets: Path, role: str) -> list[str]:
     try:
         found: dict[str, Any] = api.get("/ready", text_of(secrets, "operator-token")).json()

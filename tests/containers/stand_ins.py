@@ -1,10 +1,12 @@
 """Images that docker-compose.yml names, made of this machine's packages where no registry answers.
 
-`python` is a minimal Debian; `nats` and `redis` are the binaries of the tests, with busybox.
+`python` is a minimal Debian; the others are binaries of this machine, with busybox. What stands in
+for the collector of traces prints which it gets.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -17,20 +19,36 @@ from tests.containers.engine import Engine
 from tests.support.servers import find_binary
 
 PYTHON, NATS, REDIS = "python:3.12-slim", "nats:2.11-alpine", "redis:7-alpine"
-REDIS_ID = 999
+PROMETHEUS, COLLECTOR = "prom/prometheus:v2.53.0", "otel/opentelemetry-collector:0.104.0"
+REDIS_ID, NOBODY_ID = 999, 65534
+TRACE_PRINTER = """\
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        print("received", len(body), "bytes at", self.path)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+ThreadingHTTPServer(("", 4318), Handler).serve_forever()
+"""
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 
 
 def make_stand_ins(engine: Engine) -> list[str]:
     """Returns the names of the images that were made."""
     made = []
-    for name, make in ((PYTHON, _python), (NATS, _nats), (REDIS, _redis)):
+    for name, make in MAKERS.items():
         if engine.has_image(name) or _is_pulled(engine, name):
             continue
         with TemporaryDirectory() as folder:
             changes = make(Path(folder))
             _import(engine, Path(folder), name, changes)
         made.append(name)
+    if not engine.has_image(COLLECTOR) and not _is_pulled(engine, COLLECTOR):
+        with TemporaryDirectory() as folder:
+            _build_collector(engine, Path(folder))
+        made.append(COLLECTOR)
     return made
 
 
@@ -86,6 +104,22 @@ def _redis(folder: Path) -> list[str]:
     return ["VOLUME /data", "WORKDIR /data", 'CMD ["redis-server"]']
 
 
+def _prometheus(folder: Path) -> list[str]:
+    _add_program(folder, find_binary("prometheus"))
+    for each in ("prometheus", "tmp"):
+        (folder / each).mkdir()
+        shutil.chown(folder / each, NOBODY_ID, NOBODY_ID)
+    options = ("--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus")
+    entry = json.dumps(["prometheus", *options])
+    return [f"ENTRYPOINT {entry}", f"USER {NOBODY_ID}", "VOLUME /prometheus"]
+
+
+def _build_collector(engine: Engine, folder: Path) -> None:
+    entry = json.dumps(["python3", "-u", "-c", TRACE_PRINTER])
+    (folder / "Dockerfile").write_text(f"FROM {PYTHON}\nENTRYPOINT {entry}\nUSER {NOBODY_ID}\n")
+    engine.run("build", "--tag", COLLECTOR, folder)
+
+
 def _add_busybox(folder: Path) -> None:
     """Adds a shell and the tools of health checks."""
     busybox = shutil.which("busybox")
@@ -106,3 +140,11 @@ def _add_program(folder: Path, program: str, where: str = "usr/local/bin") -> No
         target = folder / library.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, target)
+
+
+MAKERS = {
+    PYTHON: _python,
+    NATS: _nats,
+    REDIS: _redis,
+    PROMETHEUS: _prometheus,
+}
