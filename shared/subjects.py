@@ -247,7 +247,7 @@ def tenant_kv(role: Role, worker_id: str) -> str:
 
 
 def lifecycle(role: Role, worker_id: str) -> str:
-    """Carries ParkWorker, WakeWorker, ResizeKv and ChangeRoles."""
+    """Carries ParkWorker, WakeWorker, ResizeKv, ChangeRoles and DrainWorker."""
     return command(role, worker_id, "lifecycle")
 
 
@@ -258,7 +258,7 @@ def profile(role: Role, worker_id: str) -> str:
 
 # hosts
 def host_models(host_id: str) -> str:
-    """Carries WakeModel and ParkModel."""
+    """Carries WakeModel, ParkModel and DrainWorker."""
     return command("host", host_id, "models")
 
 

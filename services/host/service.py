@@ -40,10 +40,20 @@ from services.host.workers.workers import Worker, WorkerProcesses
 from shared.background import Background, failing_alone
 from shared.clock import Clock, MonotonicClock
 from shared.config import HostConfig, check, redis_tls_of
-from shared.errors import HearthError, NoCapacity, UnknownModel
+from shared.errors import HearthError, NoCapacity, UnknownModel, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect
-from shared.messages import Done, Heartbeat, HostLoad, ModelState, ModelWaking, ParkModel, WakeModel
+from shared.messages import (
+    Done,
+    DrainState,
+    DrainWorker,
+    Heartbeat,
+    HostLoad,
+    ModelState,
+    ModelWaking,
+    ParkModel,
+    WakeModel,
+)
 from shared.metrics.process_report import ProcessReport
 from shared.model_registry.admin import RegistryAdmin
 from shared.model_registry.reader import RegistryReader
@@ -98,6 +108,7 @@ class HostService:
         self._run = random_instance()
         self._num_starts = 0
         self._is_leaving = False
+        self._is_drained = False
         self._announced: set[tuple[ModelKey, ModelState]] = set()
         self._changed = asyncio.Event()
         self._background = Background()
@@ -115,7 +126,8 @@ class HostService:
     async def start(self) -> None:
         await self.health_monitor.start()
         await self._bus.serve(
-            host_models(self._bus.process_id), WakeModel | ParkModel, self._on_command
+            *(host_models(self._bus.process_id), WakeModel | ParkModel | DrainWorker),
+            self._on_command,
         )
         await self._workers.start(has_template="cpu" in self.states.devices)
         self._background.start_own(self._reader.run())
@@ -233,7 +245,13 @@ class HostService:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    async def _on_command(self, command: WakeModel | ParkModel) -> ModelWaking | Done:
+    async def _on_command(
+        self, command: WakeModel | ParkModel | DrainWorker
+    ) -> ModelWaking | Done | DrainState:
+        if isinstance(command, DrainWorker):
+            return await self._drain(command)
+        if self._is_drained:
+            raise WorkerBusy(f"{self._bus.process_id} is drained: `hearth drain --undo` ends it")
         hosted = self.registry.named(command.model, command.revision)
         if hosted is None:
             raise UnknownModel(
@@ -250,6 +268,25 @@ class HostService:
             await asyncio.shield(hosted.parking)
         return Done()
 
+    async def _drain(self, command: DrainWorker) -> DrainState:
+        """Starts and wakes nothing until that is undone, and drains the workers that serve. Raises
+        HearthError if one does not reply.
+        """
+        if not self._is_leaving and self._is_drained == command.is_undone:
+            self._is_drained = not command.is_undone
+            await self.health_monitor.transition_to("draining" if self._is_drained else "ready")
+            self._changed.set()
+        serving = [each for each in self._by_worker.values() if self._is_hot(each)]
+        states = await asyncio.gather(*(self._control.drain(each, command) for each in serving))
+        return DrainState(
+            num_running=sum(each.num_running for each in states),
+            num_pushes=sum(each.num_pushes for each in states),
+        )
+
+    def _is_hot(self, hosted: HostedRevision) -> bool:
+        state = self.states.find(hosted.key)
+        return state is not None and state.state == "hot"
+
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
     async def _drive(self) -> None:
@@ -261,7 +298,8 @@ class HostService:
                 self.states.stalled(stalled_s)
             ticked_at = self._clock.now()
             self._kill_silent()
-            for action in self.states.next_actions(self._clock.now()):
+            actions = () if self._is_drained else self.states.next_actions(self._clock.now())
+            for action in actions:
                 with failing_alone("action_failed", model=str(action.key)):
                     self._carry_out(action)
             await self._announce()

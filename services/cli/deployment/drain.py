@@ -13,7 +13,7 @@ from services.local.credentials import process_id_for
 from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable, NoResponders
 from shared.messages import DrainState, DrainWorker, Heartbeat
-from shared.subjects import HEARTBEATS, lifecycle
+from shared.subjects import HEARTBEATS, host_models, lifecycle
 from shared.telemetry.log import configure_logging
 from shared.tls import TlsFiles
 from shared.transport.bus import Bus, NatsBus
@@ -79,11 +79,11 @@ async def _heard(bus: Bus) -> list[Heartbeat]:
 
 
 def targets(target: str, heard: Sequence[Heartbeat]) -> list[Heartbeat]:
-    """Returns the worker with that id, or all of the machine. Raises ConfigError."""
-    workers = [each for each in heard if each.load is not None]
-    found = [each for each in workers if target in (each.process_id, each.host_name)]
+    """Returns the worker or host with that id, or all of the machine. Raises ConfigError."""
+    drainable = [each for each in heard if each.load is not None or each.host is not None]
+    found = [each for each in drainable if target in (each.process_id, each.host_name)]
     if not found:
-        names = sorted({each.process_id for each in workers} | {w.host_name for w in workers})
+        names = sorted({each.process_id for each in drainable} | {e.host_name for e in drainable})
         raise ConfigError(
             f"no worker and no machine {target!r}, of {', '.join(filter(None, names)) or 'none'}"
         )
@@ -117,10 +117,7 @@ async def _drain_one(
     show: Callable[[str], None],
 ) -> bool:
     """Returns False if the worker is not safe to stop in time."""
-    subject, deadline = (
-        lifecycle(worker.roles[0], worker.process_id),
-        clock.now() + options.timeout_s,
-    )
+    subject, deadline = _subject(worker), clock.now() + options.timeout_s
     command = DrainWorker(hand_over_s=options.hand_over_s, is_undone=options.is_undone)
     shown = ""
     while True:
@@ -138,6 +135,12 @@ async def _drain_one(
             return False
         command = DrainWorker()
         await clock.sleep(POLL_S)
+
+
+def _subject(process: Heartbeat) -> str:
+    if process.host is not None:
+        return host_models(process.process_id)
+    return lifecycle(process.roles[0], process.process_id)
 
 
 def described(state: DrainState, *, is_undone: bool) -> str:

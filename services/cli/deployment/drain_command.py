@@ -22,7 +22,8 @@ def drain(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="WORKER|HOST", help="A process id, or a machine's name, as in `hearth status`."
+            metavar="WORKER|HOST",
+            help="A worker or `hearth host`, or a machine's name, as in `hearth status`.",
         ),
     ],
     hand_over_s: Annotated[

@@ -11,7 +11,15 @@ from typing import TypeVar
 
 from services.host.hosted_revisions import HostedRevision
 from shared.errors import HearthError, RequestTimeout, WorkerBusy
-from shared.messages import Done, KvResized, ParkWorker, ResizeKv, WakeWorker
+from shared.messages import (
+    Done,
+    DrainState,
+    DrainWorker,
+    KvResized,
+    ParkWorker,
+    ResizeKv,
+    WakeWorker,
+)
 from shared.subjects import lifecycle
 from shared.transport.bus import Bus
 
@@ -20,7 +28,7 @@ TRY_S, MAX_TRIES = 5.0, 4  # limits of a command: a large cache on a device take
 BYTES_PER_TRY = 5 << 30  # of weights that a park offloads: at first a second for each GiB
 
 
-M = TypeVar("M", Done, KvResized)
+M = TypeVar("M", Done, KvResized, DrainState)
 
 
 class WorkerControl:
@@ -45,10 +53,13 @@ class WorkerControl:
         reply = await self._request(hosted, ResizeKv(kv_bytes=kv_bytes), KvResized)
         return reply.kv_bytes
 
+    async def drain(self, hosted: HostedRevision, command: DrainWorker) -> DrainState:
+        return await self._request(hosted, command, DrainState, tries=1)
+
     async def _request(
         self,
         hosted: HostedRevision,
-        command: ParkWorker | WakeWorker | ResizeKv,
+        command: ParkWorker | WakeWorker | ResizeKv | DrainWorker,
         reply_type: type[M],
         tries: int = MAX_TRIES,
     ) -> M:

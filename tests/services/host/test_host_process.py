@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import NoCapacity, UnknownModel
+from shared.errors import NoCapacity, UnknownModel, WorkerBusy
 from tests.support.services.faulty_hub import ENDLESS, FAULTS, faulty_hub, hub_environ
 from tests.support.services.live_host import (
     LiveHost,
@@ -67,6 +67,22 @@ async def test_models_start_in_standby_wake_and_park(op: Operator) -> None:
     await op.until(lambda: op.kv_blocks(hot.worker_id or "") == 0)
     parked = await op.state("demo-a", "standby")
     assert parked.worker_id == hot.worker_id
+
+
+async def test_drained_host_wakes_nothing_until_that_is_undone(op: Operator) -> None:
+    await op.state("demo-b", "standby")
+    await op.state("demo-a", "standby")
+    await op.wake("demo-a")
+    hot = await op.state("demo-a", "hot")
+    assert (await op.drain()).is_safe
+    await op.until(lambda: op.newest[hot.worker_id or ""].state == "draining")
+    with pytest.raises(WorkerBusy, match="host-1 is drained"):
+        await op.wake("demo-b")
+    await op.drain(is_undone=True)
+    await op.until(lambda: op.newest[hot.worker_id or ""].state == "ready")
+    assert (await op.state("demo-a", "hot")).worker_id == hot.worker_id
+    await op.park("demo-a")
+    await op.state("demo-a", "standby")
 
 
 async def test_unknown_model_and_missing_source_are_clear_lines(

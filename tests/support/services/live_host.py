@@ -19,6 +19,8 @@ from shared.clock import MonotonicClock
 from shared.lifecycle.host_models import ReceivedModels
 from shared.messages import (
     Done,
+    DrainState,
+    DrainWorker,
     Heartbeat,
     HostedModel,
     HostLoad,
@@ -223,6 +225,10 @@ class Operator:
 
     async def park(self, name: str, revision: str = "r1") -> Done:
         return await self._command(ParkModel(model=name, revision=revision), Done)
+
+    async def drain(self, *, is_undone: bool = False) -> DrainState:
+        message = DrainWorker(hand_over_s=None if is_undone else 0.0, is_undone=is_undone)
+        return await self._command(message, DrainState)
 
     async def _command(self, message, reply_type):  # type: ignore[no-untyped-def]
         return await self.bus.request(
