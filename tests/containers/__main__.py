@@ -129,9 +129,7 @@ def try_cluster(engine: Engine, url: str, secrets: Path) -> None:
 
 
 def new_key(engine: Engine) -> str | None:
-    output = engine.compose(
-        "run", "--rm", "--no-deps", "-T", "operator", "tenant", "add", "default", is_checked=False
-    )
+    output = engine.run_tool("operator", "tenant", "add", "default", is_checked=False)
     found = KEY.search(output)
     return found[0] if found else None
 

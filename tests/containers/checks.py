@@ -43,7 +43,7 @@ def check_access(engine: Engine, api: Api, secrets: Path) -> None:
     assert api.get("/metrics", "wrong").status_code in (401, 403)
     assert "hearth_process_live" in api.get("/metrics", metrics).text
     assert api.get("/").status_code == 200
-    shown = engine.compose("run", "--rm", "--no-deps", "-T", "observer", "status", "--once")
+    shown = engine.run_tool("observer", "status", "--once")
     assert "decode" in shown and "prefill" in shown, shown
 
 

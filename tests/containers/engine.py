@@ -44,6 +44,11 @@ class Engine:
         command = [*self._compose, "--project-name", PROJECT, "--profile", "cpu", *arguments]
         return self._call(command, is_checked)
 
+    def run_tool(self, service: str, *arguments: str, is_checked: bool = True) -> str:
+        """Runs a command in a container of the profile `tools`."""
+        run = ("--profile", "tools", "run", "--rm", "--no-deps", "-T", service)
+        return self.compose(*run, *arguments, is_checked=is_checked)
+
     def has_image(self, name: str) -> bool:
         done = subprocess.run(
             [*self.command, "image", "inspect", name], env=self.environ, capture_output=True
