@@ -30,6 +30,7 @@ IMAGE = "hearth:cpu"
 FIRST_ANSWER_S = 60.0
 LIMIT_S = 180.0
 STATE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hearth-try-compose"
+DOWN = ("down", "--volumes", "--remove-orphans", "--timeout", "10")
 KEY = re.compile(r"^\S{20,}$", re.MULTILINE)
 
 
@@ -72,6 +73,8 @@ def run(folder: Path, *, is_rebuilt: bool) -> None:
                 *("run", "--rm", "--user", user, "--volume", f"{folder}:/here", IMAGE),
                 *("credential", "--folder", "/here/secrets"),
             )
+        with step("a snapshot of the hub's cache, whose files are links"):
+            checks.check_snapshot(engine, IMAGE, folder)
         try:
             try_cluster(engine, f"http://{address}", folder / "secrets")
         except BaseException:
@@ -79,7 +82,7 @@ def run(folder: Path, *, is_rebuilt: bool) -> None:
             raise
         finally:
             with step("down, with its volumes"):
-                engine.compose("down", "--volumes", "--timeout", "10", is_checked=False)
+                engine.compose(*DOWN, is_checked=False)
         assert engine.containers() == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from tests.containers.engine import Engine
 from tests.containers.questions import QUESTIONS, Api
 from tests.support.waiting import wait_until
@@ -34,6 +36,21 @@ def check_containers(engine: Engine) -> None:
             assert not is_secret or value.startswith("/run/secrets/"), (name, option)
         processes = Path(f"/proc/{found['State']['Pid']}/status").read_text()
         assert "NoNewPrivs:\t1" in processes and "CapEff:\t0000000000000000" in processes, name
+
+
+def check_snapshot(engine: Engine, image: str, folder: Path) -> None:
+    """The folder of a model in the cache of huggingface_hub is mounted as a whole."""
+    cached = folder / "models--org--demo"
+    snapshot, blobs = cached / "snapshots" / "abc", cached / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(DEMO_MODEL_DIR, blobs)
+    for each in blobs.iterdir():
+        (snapshot / each.name).symlink_to(Path("../../blobs") / each.name)
+    for each in (folder, cached):  # a temporary folder is closed to the container's user
+        each.chmod(0o755)
+    volume = ("--volume", f"{cached}:/model:ro")
+    shown = engine.run("run", "--rm", *volume, image, "plan", "--model", "/model/snapshots/abc")
+    assert "KV tokens" in shown, shown
 
 
 def check_access(engine: Engine, api: Api, secrets: Path) -> None:
