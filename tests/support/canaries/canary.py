@@ -7,6 +7,7 @@ token ids, five in msgpack, a block hash, or the KV of a simulated token: by cha
 
 from __future__ import annotations
 
+import json
 from array import array
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,9 +68,9 @@ class Canary:
 def _forms_of_text(text: str) -> Iterator[Form]:
     data = text.encode()
     yield Form("text", data, TEXT_STEP)
-    escaped = msgspec.json.encode(text)[1:-1]
-    if escaped != data:
-        yield Form("text in JSON", escaped, TEXT_STEP)
+    for escaped in (msgspec.json.encode(text)[1:-1], json.dumps(text)[1:-1].encode()):
+        if escaped != data:
+            yield Form("text in JSON", escaped, TEXT_STEP)
     yield from _base64("text", data)
 
 

@@ -29,6 +29,7 @@ from shared.tenancy.tenant_admin import store_api_key
 from shared.transport.link_config import SiteLink, SiteLinks
 from shared.transport.nkeys import UserKey
 from shared.transport.server_config import NatsUser, nats_server_config
+from tests.support.recording_relay import RecordingRelay, relay_to
 from tests.support.relay import SlowRelay
 from tests.support.servers import RedisServer, Server, find_binary, free_port
 
@@ -48,8 +49,10 @@ class LiveSite:
     name: str
     stack: AsyncExitStack
     model_dir: Path
+    region: str
     nats_port: int
     redis_url: str
+    relays: dict[str, RecordingRelay]  # where what its processes send and receive is recorded
     gateway: GatewayService = field(init=False)
     scheduler: SchedulerService = field(init=False)
     http: httpx.AsyncClient = field(init=False)
@@ -61,7 +64,7 @@ class LiveSite:
         return {
             "nats_url": url,
             "process_id": role,
-            "region": REGION,
+            "region": self.region,
             "region_classes": classes,
         }
 
@@ -124,10 +127,11 @@ class LiveSite:
         self.stack.push_async_callback(service.stop)
         await service.start()
 
-    async def chat(self, content: str, num_tokens: int, **fields: Any) -> httpx.Response:
-        return await self.http.post(
-            "/v1/chat/completions", json=_body(content, num_tokens, **fields)
-        )
+    async def chat(
+        self, content: str, num_tokens: int, *, key: str = API_KEY, **fields: Any
+    ) -> httpx.Response:
+        body, headers = _body(content, num_tokens, **fields), {"authorization": f"Bearer {key}"}
+        return await self.http.post("/v1/chat/completions", json=body, headers=headers)
 
     async def stream(self, content: str, num_tokens: int) -> AsyncIterator[str]:
         """Yields the text of a streamed answer, piece by piece."""
@@ -156,6 +160,7 @@ class LinkedPair:
     b: LiveSite
     relay: SlowRelay
     leaf_port: int
+    recorded: RecordingRelay | None  # what crosses the link
     third: UserKey  # of site c's link
 
     def cut(self) -> None:
@@ -173,33 +178,58 @@ class LinkedPair:
             address = f"127.0.0.1:{self.leaf_port}"
             link = SiteLink(peer="a", region=REGION, address=address, seed=self.third.seed)
             links = SiteLinks(site="c", links=(link,), port=free_port())
-            site = await _site(stack, folder, self.a.model_dir, links)
+            site = await _site(stack, folder, self.a.model_dir, links, REGION)
             await site.start(site="c")
             yield site
 
 
 @asynccontextmanager
-async def linked_pair(folder: Path, model_dir: Path) -> AsyncIterator[LinkedPair]:
+async def linked_pair(
+    folder: Path,
+    model_dir: Path,
+    *,
+    regions: tuple[str, str] = (REGION, REGION),
+    is_recorded: bool = False,
+) -> AsyncIterator[LinkedPair]:
+    """`regions` are those of sites a and b. If it is recorded, NATS, Redis and the link are reached
+    through relays that record all bytes.
+    """
     async with AsyncExitStack() as stack:
         key, third, leaf_port = UserKey.create(), UserKey.create(), free_port()
-        relay = SlowRelay(lambda: ("127.0.0.1", leaf_port), latency_s=0.0)
+        recorded, target_port = None, leaf_port
+        if is_recorded:
+            recorded, target_port = await stack.enter_async_context(relay_to(leaf_port))
+        relay = SlowRelay(lambda: ("127.0.0.1", target_port), latency_s=0.0)
         accepts = tuple(
-            SiteLink(peer=name, region=REGION, key=each.public)
+            SiteLink(peer=name, region=regions[1], key=each.public)
             for name, each in (("b", key), ("c", third))
         )
-        opens = SiteLink(peer="a", region=REGION, address=f"127.0.0.1:{relay.port}", seed=key.seed)
+        address = f"127.0.0.1:{relay.port}"
+        opens = SiteLink(peer="a", region=regions[0], address=address, seed=key.seed)
+        links = (
+            SiteLinks(site="a", links=accepts, port=leaf_port),
+            SiteLinks(site="b", links=(opens,), port=free_port()),
+        )
         sites = [
-            await _site(stack, folder, model_dir, SiteLinks(site=name, links=links, port=port))
-            for name, links, port in (("a", accepts, leaf_port), ("b", (opens,), free_port()))
+            await _site(stack, folder, model_dir, each, region, is_recorded=is_recorded)
+            for each, region in zip(links, regions, strict=True)
         ]
-        pair = LinkedPair(*sites, relay, leaf_port, third)
+        pair = LinkedPair(*sites, relay, leaf_port, recorded, third)
         stack.callback(lambda: pair.relay.close())
         yield pair
 
 
-async def _site(stack: AsyncExitStack, folder: Path, model_dir: Path, links: SiteLinks) -> LiveSite:
+async def _site(
+    stack: AsyncExitStack,
+    folder: Path,
+    model_dir: Path,
+    links: SiteLinks,
+    region: str,
+    *,
+    is_recorded: bool = False,
+) -> LiveSite:
     port = free_port()
-    users = [NatsUser(role, role, PASSWORD, REGION) for role in ROLES]
+    users = [NatsUser(role, role, PASSWORD, region) for role in ROLES]
     path = folder / f"nats-{links.site}.conf"
     text = nats_server_config(users, host="127.0.0.1", port=port, links=links, classes=CLASSES)
     path.write_text(text)
@@ -210,4 +240,9 @@ async def _site(stack: AsyncExitStack, folder: Path, model_dir: Path, links: Sit
     store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
     await store_api_key(store, API_KEY, "tenant-1")
     await store.close()
-    return LiveSite(links.site, stack, model_dir, port, redis.url)
+    ports, relays = {"nats": port, "redis": redis.port}, dict[str, RecordingRelay]()
+    if is_recorded:
+        for name, each in ports.items():
+            relays[name], ports[name] = await stack.enter_async_context(relay_to(each))
+    redis_url = f"redis://127.0.0.1:{ports['redis']}/0"
+    return LiveSite(links.site, stack, model_dir, region, ports["nats"], redis_url, relays)
