@@ -17,12 +17,9 @@ from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.observability.telemetry.trace_context import TraceContext
 from services.gateway.observability.telemetry.traced_request import AttributeValue, TracedRequest
 from services.gateway.streams.receiver import StreamEnd
-from services.gateway.tenancy.errors import NoRegionAllowed
 from services.gateway.tenancy.request_cost import LimitLease
 from shared.telemetry.timeline import Timeline
-from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant import TenantRecord
-from tests.simulation.residency.plan import CLASSES
 from tests.simulation.world.client import Client
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.support.world.bus import SimulatedNetwork
@@ -117,10 +114,6 @@ class RegionGateway(SimulatedGateway):
             count=lambda outcome: None,
             max_all_bytes=lambda: MAX_STORED_BYTES,
         )
-
-    def check_tenant(self, record: TenantRecord) -> None:
-        if not may_hold(record, self._region, CLASSES):
-            raise NoRegionAllowed("this gateway is in none of the tenant's regions")
 
     def _close(self, lease: LimitLease, client: Client) -> None:
         super()._close(lease, client)

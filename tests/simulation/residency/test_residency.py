@@ -14,21 +14,13 @@ import pytest
 from services.scheduler.worker_table import WorkerTable
 from tests.simulation.residency.borders import WITHDRAWN_S, Borders, Place
 from tests.simulation.residency.drawing import residency_plan_of
-from tests.simulation.residency.plan import Limits, ResidencyPlan, TenantPlan, all_tenants
+from tests.simulation.residency.plan import Limits, ResidencyPlan, all_tenants
 from tests.simulation.residency.simulation import run_residency
 from tests.support.canaries.search import Sighting
 
 
 def _plan(seed: int, num_requests: int) -> ResidencyPlan:
-    plan = residency_plan_of(seed, num_requests)
-    tenants = {name: _without_class(each) for name, each in plan.tenants.items()}
-    return replace(plan, tenants=tenants, changes=())
-
-
-def _without_class(tenant: TenantPlan) -> TenantPlan:
-    regions = tenant.limits.regions
-    allowed = None if regions is None else tuple(sorted(regions))
-    return replace(tenant, limits=Limits("", allowed))
+    return replace(residency_plan_of(seed, num_requests), changes=())
 
 
 def test_nothing_of_a_tenant_crosses_its_borders() -> None:

@@ -10,6 +10,7 @@ from services.gateway.tenancy.permissions import may_store
 from shared.packing import pack_token_ids
 from shared.store import Command
 from shared.tenancy import pinned_prefix
+from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant import TenantRecord
@@ -60,6 +61,7 @@ class RegionFleet(Fleet):
     """One site of a plan."""
 
     gateway_type = RegionGateway
+    classes = CLASSES
 
     def __init__(self, plan: Plan, of: ResidencyFleets, *, site: str, region: str) -> None:
         super().__init__(plan, site=site, region=region)
@@ -71,6 +73,7 @@ class RegionFleet(Fleet):
 
     async def store_tenants(self) -> None:
         """Of this site, as its operator does."""
+        await declare_classes(self.store, CLASSES)
         admin = TenantAdmin(self.store, self.store.now)
         for each in self._of.of_tenants.tenants.values():
             if each.home == self.site:
@@ -118,6 +121,8 @@ def cached_kv(worker: SimulatedWorker) -> bytes:
 
 
 class ResidencyFleets(LinkedFleets):
+    classes = CLASSES
+
     def __init__(self, plan: ResidencyPlan) -> None:
         self.of_tenants = plan
         self.borders = Borders()

@@ -10,7 +10,15 @@ from typing import cast
 import msgspec
 
 from shared.messages import ModelCard, StartDecode
-from shared.subjects import CredentialRole, credential_of, permissions, sender_of, sent_by
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
+from shared.subjects import (
+    CredentialRole,
+    credential_of,
+    permissions,
+    sender_of,
+    sent_by,
+    without_class,
+)
 from tests.simulation.checks.excuses import Trouble
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.sites.liar import LyingSite
@@ -25,6 +33,8 @@ _decode_start = msgspec.msgpack.Decoder(StartDecode).decode
 
 
 class LinkedFleets:
+    classes: RegionClasses = NO_CLASSES
+
     def __init__(self, plan: SitesPlan) -> None:
         self.plan = plan
         self.fleets = {
@@ -35,7 +45,9 @@ class LinkedFleets:
         if plan.lie is not None:
             networks[LIAR] = SimulatedNetwork(seed=plan.seed)
         self.regions = {**plan.regions, LIAR: next(iter(plan.regions.values()))}
-        self.linked = LinkedNetworks(networks, self.regions, delay_s=plan.delay_s)
+        self.linked = LinkedNetworks(
+            networks, self.regions, delay_s=plan.delay_s, classes=self.classes
+        )
         self.linked.taps.append(self._check_arrival)
         self.wrongs: dict[str, None] = {}
         self.num_crossed = Counter[str]()  # requests, by the site that got them
@@ -151,12 +163,12 @@ class LinkedFleets:
         """
         region = self.fleets[site].region_of(sender) if site in self.fleets else self.regions[site]
         if not sender.startswith("kv_index") and not _may_publish(
-            sender, region, sent_by(subject, sender)
+            sender, region, sent_by(subject, sender), self.classes.with_region(region)
         ):
             self.wrongs[f"{site}: {sender} may not publish {subject}"] = None
 
     def _check_arrival(self, site: str, subject: str, data: bytes) -> None:
-        parts = subject.split(".")
+        parts = without_class(subject).split(".")
         if not subject or (parts[4], parts[7]) != ("decode", "start"):
             return
         self.num_crossed[site] += 1
@@ -186,7 +198,11 @@ async def _cut(link: Link, duration_s: float) -> None:
 
 
 @lru_cache(10_000)
-def _may_publish(sender: str, region: str, wire_subject: str) -> bool:
+def _may_publish(
+    sender: str, region: str, wire_subject: str, classes: tuple[str, ...] = ()
+) -> bool:
     role = cast(CredentialRole, sender.partition("-")[0])
-    allowed = permissions(role, credential_of(sender), region, is_linked=True)
+    allowed = permissions(
+        role, credential_of(sender), region, is_linked=True, region_classes=classes
+    )
     return any(matches(each, wire_subject) for each in allowed.publish)

@@ -18,6 +18,7 @@ from shared.errors import HearthError
 from shared.kv_wire.link import FrameHeader
 from shared.messages import ChangeRoles, Done, Role
 from shared.packing import pack_token_ids
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import lifecycle
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
@@ -66,6 +67,7 @@ AMPLE = {"requests_per_min": 10**6, "output_tokens_per_min": 10**9, "concurrency
 
 class Fleet:
     gateway_type: type[SimulatedGateway] = SimulatedGateway
+    classes: RegionClasses = NO_CLASSES  # that its processes know
 
     def __init__(self, plan: Plan, *, site: str = "", region: str = "") -> None:
         """With `site` it is one of several linked sites, in `region`."""
@@ -158,6 +160,7 @@ class Fleet:
                     on_report=self.reports.append,
                     site=self.site,
                     region=self.region,
+                    classes=self.classes,
                 )
             case "scheduler":
                 return SimulatedScheduler(
@@ -170,6 +173,7 @@ class Fleet:
                     role_change_min_s=0.3,
                     site=self.site,
                     region=self.region,
+                    classes=self.classes,
                 )
             case "host":
                 assert fleet.hosted is not None
@@ -182,7 +186,12 @@ class Fleet:
                     start_worker=self._start_hosted,
                 )
             case "kv_index":
-                index = SimulatedIndex(self.network, self.store, process_id, seed=seed)
+                index = SimulatedIndex(
+                    *(self.network, self.store, process_id),
+                    seed=seed,
+                    region=self.region if self.classes.regions else "",
+                    classes=self.classes,
+                )
                 index.is_only_writer = not self._is_doubled(process_id)
                 return index
             case _:
@@ -208,6 +217,7 @@ class Fleet:
                     is_older=fleet.is_older(process_id, num_restarts),
                     group=fleet.groups.get(process_id),
                     region=self.region_of(process_id),
+                    classes=self.classes,
                 )
                 worker.executor.poison = frozenset({POISON})
                 self._watch_roles(worker)

@@ -15,7 +15,7 @@ from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity, PromptTooLong
-from shared.tenancy.tenant import TenantRecord
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from tests.simulation.world.client import Client
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.gateway import StreamGateway
@@ -54,9 +54,15 @@ class SimulatedGateway(StreamGateway):
         on_report: Callable[[Report], None],
         site: str = "",
         region: str = "",
+        classes: RegionClasses = NO_CLASSES,
     ) -> None:
         super().__init__(
-            network, gateway_id, seed=seed, on_report=on_report, site=site, region=region
+            *(network, gateway_id),
+            seed=seed,
+            on_report=on_report,
+            site=site,
+            region=region,
+            classes=classes,
         )
         self._clock = clock = ProcessClock(self.process)
         self.catalog = Catalog(self.health_monitor.fleet, MODEL, clock)
@@ -86,7 +92,6 @@ class SimulatedGateway(StreamGateway):
         try:
             self._choose_block_size(client)
             record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
-            self.check_tenant(record)
             lease = await self._limits.admit(record, plan.request_id, cost_of(client))
             try:
                 self.check_ready()
@@ -105,9 +110,6 @@ class SimulatedGateway(StreamGateway):
             await self._clock.sleep(plan.leaves_after_s)
             client.left = client.end is None
             self.driver.close(plan.request_id, "client_gone", ClientDisconnected("gone"))
-
-    def check_tenant(self, record: TenantRecord) -> None:
-        """Raises what refuses every request of a tenant here."""
 
     def _choose_block_size(self, client: Client) -> None:
         """Of the request's hashes. Raises PromptTooLong, like `Preparation`: workers of another

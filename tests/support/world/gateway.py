@@ -10,6 +10,8 @@ from services.gateway.streams.stream_driver import StreamDriver
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.regions.region_check import RegionCheck
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.sites.linked_sites import LinkedSites
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.process import ProcessClock, SimulatedProcess
@@ -28,10 +30,11 @@ class StreamGateway:
         on_report: Callable[[Report], None] = lambda report: None,
         site: str = "",
         region: str = "",
+        classes: RegionClasses = NO_CLASSES,
     ) -> None:
         self.process = SimulatedProcess(gateway_id)
         clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
-        self.bus = network.bus(gateway_id, self.process)
+        self.bus = network.bus(gateway_id, self.process, RegionCheck(region, classes))
         linked = LinkedSites(self.bus, clock)
         self.health_monitor = HealthMonitor(
             self.bus, clock, randomness, roles=("gateway",), region=region, links=linked.loads
@@ -43,6 +46,7 @@ class StreamGateway:
             process_id=gateway_id,
             site=site,
             region=region,
+            region_classes=classes.texts(),
             cluster_secret=cluster_secret_of(site),
         )
         self.sites = SiteService(

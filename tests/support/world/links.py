@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import combinations, count, product
 from math import inf
 
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.transport.link_config import SiteLink, SiteLinks
 from tests.support.world.bus import Parcel, SimulatedNetwork, matches
 
@@ -193,11 +194,14 @@ class LinkedNetworks:
         delay_s: float,
         bytes_per_s: float = inf,
         pairs: list[tuple[str, str]] | None = None,
+        classes: RegionClasses = NO_CLASSES,
     ) -> None:
         self.networks = networks
         pairs = list(combinations(networks, 2)) if pairs is None else pairs
         self.links = {frozenset(pair): Link(*pair, delay_s, bytes_per_s) for pair in pairs}
-        self.accounts = {name: Accounts(_links_of(name, pairs, regions)) for name in networks}
+        self.accounts = {
+            name: Accounts(_links_of(name, pairs, regions, classes)) for name in networks
+        }
         # (site, subject of arrival, data) of all that arrives, replies under ""
         self.taps: list[Callable[[str, str, bytes], None]] = []
         for name, network in networks.items():
@@ -242,7 +246,9 @@ class LinkedNetworks:
             each(site, subject, data)
 
 
-def _links_of(site: str, pairs: list[tuple[str, str]], regions: dict[str, str]) -> SiteLinks:
+def _links_of(
+    site: str, pairs: list[tuple[str, str]], regions: dict[str, str], classes: RegionClasses
+) -> SiteLinks:
     """Returns the links of one site; of each pair the second connects to the first."""
     links = [
         SiteLink(peer=peer, region=regions.get(peer, ""), address="" if site == first else "h:1")
@@ -250,4 +256,4 @@ def _links_of(site: str, pairs: list[tuple[str, str]], regions: dict[str, str]) 
         for own, peer in product((site,), (first, second))
         if own in (first, second) and peer != own
     ]
-    return SiteLinks(site=site, links=tuple(links), port=1)
+    return SiteLinks(site=site, links=tuple(links), port=1, classes=classes)

@@ -7,6 +7,8 @@ from typing import Any
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
 from shared.config import KvIndexConfig, SchedulerConfig
+from shared.regions.region_check import RegionCheck
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from tests.support.world import leaks
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.process import ProcessClock, SimulatedProcess
@@ -22,15 +24,19 @@ class SimulatedScheduler:
         *,
         seed: int,
         max_queued_requests: int,
+        region: str = "",
+        classes: RegionClasses = NO_CLASSES,
         **options: Any,
     ) -> None:
         """`options` are further fields of the scheduler's configuration."""
         self.process = SimulatedProcess(process_id)
-        self.bus = network.bus(process_id, self.process)
+        self.bus = network.bus(process_id, self.process, RegionCheck(region, classes))
         config = SchedulerConfig(
             nats_url="nats://here",
             process_id=process_id,
             max_queued_requests=max_queued_requests,
+            region=region,
+            region_classes=classes.texts(),
             **options,
         )
         clock = ProcessClock(self.process)
@@ -55,14 +61,25 @@ class SimulatedScheduler:
 
 class SimulatedIndex:
     def __init__(
-        self, network: SimulatedNetwork, store: MemoryStore, process_id: str, *, seed: int
+        self,
+        network: SimulatedNetwork,
+        store: MemoryStore,
+        process_id: str,
+        *,
+        seed: int,
+        region: str = "",
+        classes: RegionClasses = NO_CLASSES,
     ) -> None:
         self.process = SimulatedProcess(process_id)
-        self.bus = network.bus(process_id, self.process)
+        self.bus = network.bus(process_id, self.process, RegionCheck(region, classes))
         self._redis = store
         self.is_only_writer = True  # false where a second process of its id has been
         config = KvIndexConfig(
-            nats_url="nats://here", process_id=process_id, redis_url="redis://here"
+            nats_url="nats://here",
+            process_id=process_id,
+            redis_url="redis://here",
+            region=region,
+            region_classes=classes.texts(),
         )
         clock = ProcessClock(self.process)
         self.service = KvIndexService(

@@ -44,6 +44,8 @@ from shared.messages import (
 )
 from shared.numerics import Mode
 from shared.packing import pack_hashes, pack_token_ids
+from shared.regions.region_check import RegionCheck
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import control, resend, start_decode, tokens
 from tests.support.world import leaks
 from tests.support.world.bus import SimulatedNetwork
@@ -125,6 +127,7 @@ class SimulatedWorker:
         announced: tuple[Role, ...] = (),
         model: str = MODEL,
         region: str = "",
+        classes: RegionClasses = NO_CLASSES,
         max_blocks: int | None = None,
         num_floor_blocks: int | None = None,
     ) -> None:
@@ -137,7 +140,7 @@ class SimulatedWorker:
         clock = ProcessClock(self.process)
         randomness = SeededRandomness(sum(worker_id.encode()) if seed is None else seed)
         self.worker_id, self.variant = worker_id, variant
-        self.bus = network.bus(worker_id, self.process)
+        self.bus = network.bus(worker_id, self.process, RegionCheck(region, classes))
         depth, num_stages = group or (1, 1)
         self.executor = executor_type(
             ProcessClock(self.process, is_engine=True),
