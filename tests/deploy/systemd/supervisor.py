@@ -46,13 +46,23 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Supervisor:
+        self._prepare()
+        self._thread.start()
+        return self
+
+    def try_once(self) -> subprocess.CompletedProcess[str]:
+        """Runs the command, which is expected to fail at its start."""
+        self._prepare()
+        command, environ = self._command(self._root / "notify")
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+    def _prepare(self) -> None:
+        """Makes the folders, and loads the credentials."""
         for folder in FOLDERS.values():
             (self._root / folder / "hearth").mkdir(parents=True, exist_ok=True)
         for each in self._settings["LoadCredential"]:
             name, _, source = each.partition(":")
             (self._root / "credentials" / name).write_bytes(Path(source).read_bytes())
-        self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._is_stopping = True
@@ -72,17 +82,22 @@ class Supervisor:
             assignments += [each for each in lines if not each.startswith("#")]
         return environ | dict(self._resolved(each).split("=", 1) for each in assignments)
 
+    def _command(self, address: Path) -> tuple[list[str], dict[str, str]]:
+        environ = self._environ(address)
+        (line,) = self._settings["ExecStart"]
+        return shlex.split(Template(line).substitute(environ)), environ
+
     def _run(self) -> None:
         address = self._root / "notify"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(address))
             notified.settimeout(POLL_S)
             while not self._is_stopping:
-                self._run_once(notified, self._environ(address))
+                self._run_once(notified, *self._command(address))
 
-    def _run_once(self, notified: socket.socket, environ: dict[str, str]) -> None:
-        (line,) = self._settings["ExecStart"]
-        command = shlex.split(Template(line).substitute(environ))
+    def _run_once(
+        self, notified: socket.socket, command: list[str], environ: dict[str, str]
+    ) -> None:
         log = (self._root / "log").open("ab")
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         last_at: float | None = None  # of READY=1 or WATCHDOG=1

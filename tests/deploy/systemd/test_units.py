@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.deployment.service_files import COMMANDS
+from shared.transport.nkeys import UserKey
 from tests.deploy.systemd.supervisor import Supervisor
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import Server, find_binary, free_port
@@ -108,6 +109,37 @@ def supervise(root: Path, nats: Server, role: str, **options: str) -> Supervisor
     lines = [f"HEARTH_{name.upper()}={value}\n" for name, value in options.items()]
     (root / f"etc/hearth/{role}.env").write_text("".join(lines))
     return Supervisor(root, role, watchdog_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "message"),
+    [
+        (
+            "scheduler",
+            {"metrics_port": "{port}"},
+            "metrics_port: cannot listen on 127.0.0.1:{port}",
+        ),
+        ("decode", {"model_dir": "/nowhere"}, "model_dir /nowhere is not a directory"),
+        ("scheduler", {"cluster_secret_file": "/nowhere"}, "No such file or directory"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(
+    tmp_path: Path, nats: Server, role: str, options: dict[str, str], message: str
+) -> None:
+    given = {name: text.format(port=nats.port) for name, text in options.items()}
+    done = supervise(tmp_path, nats, role, **given).try_once()
+    assert done.returncode == 2
+    assert message.format(port=nats.port) in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_key_is_one_line_and_status_2(tmp_path: Path, nats: Server) -> None:
+    supervisor = supervise(tmp_path, nats, "scheduler")
+    (tmp_path / "secrets/scheduler.nk").write_text(UserKey.create().seed)
+    done = supervisor.try_once()
+    assert done.returncode == 2
+    assert "'Authorization Violation'" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def restarted_after_a_freeze(supervisor: Supervisor) -> None:
