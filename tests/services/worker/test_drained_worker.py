@@ -78,6 +78,7 @@ async def test_streams_are_handed_over_at_once_and_nothing_is_left(rig: Rig) -> 
     assert (await draining)[0]
     engine = rig.processes["worker-1"]._worker.loop.engine
     await until(lambda: engine.is_idle)
+    assert engine.num_generated_tokens < NUM_STREAMS * LONG_TOKENS
 
 
 async def test_undone_drain_serves_again(rig: Rig) -> None:
