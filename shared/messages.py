@@ -14,6 +14,8 @@ The life of a request, by message:
     gateway ◀──Placed──────── scheduler       or PlacementFailed
     decode ────RunPrefill────▶ prefill        PrefillAccepted; RenewLease, AbortRequest
     decode ◀═══ KV frames ════ prefill        shared/kv_wire/; PrefillFailed, PrefillPhases on NATS
+    prefill ───FetchPixels───▶ gateway        where an image has to be encoded; decode does the same
+    prefill ◀══ pixel frames ═ gateway        shared/pixels/
     gateway ◀──TokenBatch──── decode          ResendTokens fills gaps
     gateway ──AckFinished────▶ decode         the last tokens arrived; or AbortRequest
 
@@ -92,6 +94,7 @@ MAX_COPY_BYTES = 32 * 1024
 MAX_DROPPED_TENANTS = 1000  # in one command
 FINGERPRINT_BYTES = 4
 MAX_DIGEST_FINGERPRINTS = 8192
+MAX_IMAGES = 64  # of one request
 
 PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
@@ -113,6 +116,8 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Traceparent = Annotated[bytes, Meta(min_length=25, max_length=25)]
 BlockSize = Annotated[int, Meta(ge=1, le=2**20)]  # tokens
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+TileCount = Annotated[int, Meta(ge=0, le=64)]
+PixelCount = Annotated[int, Meta(ge=1, le=2**20)]  # along one dimension
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is invalid
 NumRanks = Annotated[int, Meta(ge=1, le=1024)]
 Ratio = Annotated[float, Meta(ge=0, le=1e6)]
@@ -179,6 +184,29 @@ class SamplingParams(Message, frozen=True, kw_only=True):
         return self.repetition_penalty != 1 or bool(self.frequency_penalty or self.presence_penalty)
 
 
+class ImagePart(Message, frozen=True, kw_only=True):
+    """The tokens of one image, from its first image token to its last one. Tokens between them may
+    be other ones, such as those that separate tiles.
+
+    `image_hash` covers the processed pixels, the grid, the processor's configuration and the
+    encoder's weights. An image is split into `grid` rows and columns of tiles, or (0, 0) if it is
+    not, and the complete image follows as one more tile.
+    """
+
+    first_token: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)]
+    num_tokens: NumTokens
+    image_hash: Digest
+    grid: tuple[TileCount, TileCount]
+
+    @property
+    def num_tiles(self) -> int:
+        rows, columns = self.grid
+        return rows * columns + 1
+
+
+ImageParts = Annotated[tuple[ImagePart, ...], Meta(max_length=MAX_IMAGES)]
+
+
 class Choice(Message, frozen=True, kw_only=True):
     """One unfinished choice. `output_token_ids` are the tokens that the gateway has received."""
 
@@ -216,6 +244,7 @@ class Request(Message, frozen=True, kw_only=True):
     traceparent: Traceparent | None = None  # the gateway's span; None: not traced
     origin_site: Name = ""  # the site that it came from over a link; it is not sent on to another
     region_class: Name = ""  # that of its tenant, which its subjects name; empty: none
+    images: ImageParts = ()  # in the order of the prompt; `gateway_id` holds their pixels
 
     @property
     def queue_id(self) -> str:
@@ -536,6 +565,8 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     request_id: Name  # copied from the request: another try has another placement id
     needs: FeatureNames = ()  # copied from the request
     traceparent: Traceparent | None = None  # copied from the request
+    images: ImageParts = ()  # those that begin within `token_ids`
+    gateway_id: Name = ""  # holds the pixels of `images`
     region_class: Name = ""  # that of the tenant
 
     @property
@@ -565,6 +596,30 @@ class PrefillFailed(Message, frozen=True, kw_only=True):
     @property
     def sender_id(self) -> str:
         return self.prefill_worker_id
+
+
+# ── pixels ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class FetchPixels(Message, frozen=True, kw_only=True):
+    """Asks the gateway of a request for the pixels of one of its images. The gateway pushes them to
+    `target` as frames of `transfer_id`. The reply is Done, or InvalidRequest if it does not hold
+    them.
+    """
+
+    worker_id: ProcessId
+    tenant_id: Name
+    request_id: Name
+    image_hash: Digest
+    shape: Annotated[tuple[PixelCount, ...], Meta(min_length=1, max_length=8)]  # uint8
+    transfer_id: PlacementId
+    target: DataPlaneAddress
+    link_key: LinkKey | None = None  # None: pixels over TCP are not sealed
+    deadline_s: Duration
+
+    @property
+    def sender_id(self) -> str:
+        return self.worker_id
 
 
 # ── prefix index ─────────────────────────────────────────────────────────────────────────────────
@@ -914,6 +969,11 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     num_failed_steps: Count = 0  # steps that raised, however many rows did
     num_failed_zeroings: Count = 0
     num_out_of_memory: Count = 0  # operations of the device that had too little, not failed ones
+    # images since its start: encoded, and those that were encoded already when they were wanted
+    num_encoded_images: Count = 0
+    num_reused_images: Count = 0
+    num_encoded_tiles: Count = 0
+    encode_s: TotalSeconds = 0.0  # with a tile in the encoder
     max_step_tokens: Count = 0  # of a step at most, since one had too little memory; 0: no change
     num_handoffs_in_flight: Count = 0  # now: a decode worker's prefills at other workers
     num_handoffs: Count = 0  # prefills handed to another worker, and the wait for its reply

@@ -169,6 +169,11 @@ def placement(gateway_id: str) -> str:
     return command("gateway", gateway_id, "placement")
 
 
+def pixels(gateway_id: str) -> str:
+    """Carries FetchPixels."""
+    return command("gateway", gateway_id, "pixels")
+
+
 def trace(gateway_id: str) -> str:
     """Carries ReadTimeline."""
     return command("gateway", gateway_id, "trace")
@@ -414,6 +419,7 @@ _TRACE = f"{PREFIX}.gateway.*.*.trace"
 _FLEET = f"{PREFIX}.gateway.*.*.fleet"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
 _LIST_MODELS = f"{PREFIX}.host.*.*.list_models"
+_PIXELS = f"{PREFIX}.gateway.*.*.pixels"
 _TO_PREFILLS = (f"{PREFIX}.prefill.*.*.run", f"{PREFIX}.prefill.*.*.control")
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
@@ -434,8 +440,8 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         _HOST_MODELS,
         _LIST_MODELS,
     ),
-    "decode": (*_TO_PREFILLS, f"{PREFIX}.gateway.*.*.tokens"),
-    "prefill": (f"{PREFIX}.decode.*.*.control",),
+    "decode": (*_TO_PREFILLS, f"{PREFIX}.gateway.*.*.tokens", _PIXELS),
+    "prefill": (f"{PREFIX}.decode.*.*.control", _PIXELS),
     "kv_index": tuple(f"{PREFIX}.*.*.*.{verb}" for verb in ("list_blocks", "pins", "tenant_kv")),
     "host": _LIFECYCLE,
 }

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from shared.lifecycle.health import Fleet
 from shared.messages import (
@@ -25,6 +26,7 @@ from shared.messages import (
     WorkerLoad,
     WorkerRole,
 )
+from shared.pixels.pixel_frames import IMAGES_FEATURE
 from shared.subjects import SITE_SEPARATOR, is_at_site, site_in
 
 MAX_STATE_MODELS = 1024
@@ -80,7 +82,8 @@ def site_models(fleet: Fleet, *, offers_prefill: bool = False) -> tuple[ModelSta
             num_gateways=gateways,
         )
         counters = _counted([*loads[key], *prefills.get(key, ())])
-        found.append(ModelState(SiteModel(_longest(cards[key])), load, counters))
+        card = _without_images(_longest(cards[key]))
+        found.append(ModelState(SiteModel(card), load, counters))
         found += _prefill(offers.get(key, ()))
     return tuple(found)[:MAX_STATE_MODELS]
 
@@ -114,7 +117,7 @@ def _prefill(workers: Iterable[Heartbeat]) -> Iterator[ModelState]:
     if by_card:
         card, loads = max(by_card.items(), key=lambda item: (len(item[1]), _encode(item[0])))
         load = _summed(loads, (), num_queued=0, num_gateways=1)
-        yield ModelState(SiteModel(card, "prefill"), load, _counted(loads))
+        yield ModelState(SiteModel(_without_images(card), "prefill"), load, _counted(loads))
 
 
 def models_of_sites(fleet: Fleet) -> dict[str, list[str]]:
@@ -142,6 +145,12 @@ def served_by(card: ModelCard) -> Served:
 
 def _longest(cards: Iterable[ModelCard]) -> ModelCard:
     return max(cards, key=lambda card: (card.max_context_tokens, len(card.features), _encode(card)))
+
+
+def _without_images(card: ModelCard) -> ModelCard:
+    """Returns the card as other sites see it: pixels do not cross links."""
+    features = tuple(each for each in card.features if each != IMAGES_FEATURE)
+    return card if features == card.features else structs.replace(card, features=features)
 
 
 def _queued_requests(fleet: Fleet) -> dict[str, int]:

@@ -31,6 +31,7 @@ Check = Literal[
     "pin",
     "kv_push",
     "kv_receive",
+    "pixels",
     "responses",
     "prefixes",
     "site",

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from shared.block_hash import (
     extend_chain,
+    image_extras,
     prompt_chain,
     public_root,
     root_after_public,
     root_hash,
     root_key,
 )
+from shared.messages import ImagePart
 from shared.packing import pack_token_ids
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -106,3 +108,74 @@ def test_token_changes_hashes_from_its_block_on(token_ids: list[int], at: int) -
 def test_two_tenants_share_no_hash() -> None:
     chains = [extend_chain(root_hash(tenant, "w"), range(64), 16) for tenant in ("a", "b")]
     assert not set(chains[0]) & set(chains[1])
+
+
+IMAGE = 9  # the token id of all image tokens
+# A text, or an image: its pixels, and the tokens of each of its tiles, which token 8 separates
+texts = st.lists(st.integers(0, 9), min_size=1, max_size=3)
+pictures = st.tuples(st.sampled_from("ab"), st.lists(st.integers(1, 3), min_size=1, max_size=2))
+prompts_with_images = st.lists(st.one_of(texts, pictures), max_size=4)
+
+
+def laid_out(
+    parts: list[list[int] | tuple[str, list[int]]],
+) -> tuple[list[int], list[tuple[object, ...]], list[ImagePart]]:
+    """Returns token ids, what each token stands for, and the images."""
+    token_ids: list[int] = []
+    content: list[tuple[object, ...]] = []
+    images: list[ImagePart] = []
+    for part in parts:
+        if isinstance(part, list):
+            token_ids += part
+            content += [(each,) for each in part]
+            continue
+        pixels, tiles = part
+        first = len(token_ids)
+        for index, num_tokens in enumerate(tiles):
+            separator = [8] if index else []
+            token_ids += [*separator, *[IMAGE] * num_tokens]
+            content += [(8,)] * len(separator)
+            content += [(pixels, tuple(tiles), index, at) for at in range(num_tokens)]
+        digest = f"{pixels}{tiles}".encode().ljust(16, b"-")[:16]
+        images.append(
+            ImagePart(
+                first_token=first,
+                num_tokens=len(token_ids) - first,
+                image_hash=digest,
+                grid=(0, 0),
+            )
+        )
+    return token_ids, content, images
+
+
+@given(prompts_with_images, prompts_with_images, st.integers(1, 4), st.sampled_from("tu"))
+def test_prompts_share_a_block_iff_tenant_tokens_and_pixels_are_equal(
+    parts: list[list[int] | tuple[str, list[int]]],
+    others: list[list[int] | tuple[str, list[int]]],
+    block_size: int,
+    tenant: str,
+) -> None:
+    chains, contents = [], []
+    for name, each in (("t", parts), (tenant, others)):
+        token_ids, content, images = laid_out(each)
+        extras = image_extras(images, block_size)
+        chains.append(extend_chain(root_hash(name, "w"), token_ids, block_size, extras))
+        contents.append(content)
+    for index, hashes in enumerate(zip(*chains, strict=False)):
+        end = (index + 1) * block_size
+        is_equal = tenant == "t" and contents[0][:end] == contents[1][:end]
+        assert (hashes[0] == hashes[1]) == is_equal
+
+
+@given(prompts_with_images, st.integers(1, 4), st.integers(0, 5))
+def test_chain_with_images_can_be_extended_in_steps(
+    parts: list[list[int] | tuple[str, list[int]]], block_size: int, num_blocks: int
+) -> None:
+    token_ids, _, images = laid_out(parts)
+    root, extras = root_hash("t", "w"), image_extras(images, block_size)
+    full = extend_chain(root, token_ids, block_size, extras)
+    cut = min(num_blocks, len(full))
+    head = extend_chain(root, token_ids[: cut * block_size], block_size, extras)
+    rest = token_ids[cut * block_size :]
+    tail = extend_chain([root, *head][-1], rest, block_size, extras, first_block=cut)
+    assert head + tail == full
