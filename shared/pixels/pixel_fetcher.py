@@ -1,0 +1,141 @@
+"""A worker's end of the pixel plane: fetches the pixels of one image of a request.
+
+    FetchPixels ──▶ gateway            with a new transfer id
+    frames      ◀── gateway            checked, and in order: the next bytes of the image
+    complete, or an error              the transfer is forgotten: late frames are rejected
+
+A fetch whose link or frames are lost is tried again until its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shared.clock import Clock
+from shared.errors import DependencyUnavailable, HearthError, LinkLost, Overloaded
+from shared.kv_wire.link import FrameHeader, KvReceiver
+from shared.kv_wire.sealing.link_keys import LinkKeys
+from shared.messages import PLACEMENT_ID_BYTES, Done, FetchPixels
+from shared.pixels.pixel_frames import check_pixel_header, image_bytes
+from shared.randomness import Randomness
+from shared.subjects import pixels
+from shared.transport.timed_requests import TimedRequests
+
+ACK_S = 0.5  # plus the round trip
+RETRY_S = 0.1
+STALL_S = 5.0  # without a frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelRequest:
+    """What a worker needs to fetch an image."""
+
+    gateway_id: str
+    tenant_id: str
+    request_id: str
+    image_hash: bytes
+    shape: tuple[int, ...]
+
+
+class PixelTransfer:
+    """The `FrameSink` of one try."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._bytes = memoryview(bytearray(num_bytes))
+        self._num_received = 0
+        self._changed = asyncio.Event()
+        self._error: HearthError | None = None
+
+    async def frame(self, header: FrameHeader, payload: memoryview) -> None:
+        check_pixel_header(header, self._num_received, len(self._bytes))
+        end = self._num_received + len(payload)
+        self._bytes[self._num_received : end] = payload
+        self._num_received = end
+        self._changed.set()
+
+    def corrupt(self, header: FrameHeader) -> None:
+        self._fail(LinkLost(f"frame {header.sequence_number} of an image failed its checksum"))
+
+    def link_lost(self) -> None:
+        self._fail(LinkLost("the link to the gateway was lost"))
+
+    async def complete(self) -> memoryview:
+        """Returns the pixels. Raises LinkLost if the frames stop before."""
+        while self._num_received < len(self._bytes) and self._error is None:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(STALL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._fail(LinkLost(f"no pixels came for {STALL_S:g} s"))
+        if self._error is not None:
+            raise self._error
+        return self._bytes
+
+    def _fail(self, error: HearthError) -> None:
+        if self._num_received < len(self._bytes):
+            self._error = error
+        self._changed.set()
+
+
+class PixelFetcher:
+    def __init__(
+        self,
+        requests: TimedRequests,
+        worker_id: str,
+        receiver: KvReceiver,
+        link_keys: LinkKeys | None,
+        clock: Clock,
+        randomness: Randomness,
+    ) -> None:
+        """`receiver` listens for frames; `link_keys` seal links over TCP, unless None."""
+        self._requests = requests
+        self._worker_id = worker_id
+        self._receiver = receiver
+        self._link_keys = link_keys
+        self._clock = clock
+        self._randomness = randomness
+
+    async def fetch(self, request: PixelRequest, deadline_s: float) -> memoryview:
+        """Returns the pixels, in memory that nothing else uses. Raises InvalidRequest if the
+        gateway does not hold them, DependencyUnavailable if they have not come by the deadline.
+        """
+        until = self._clock.now() + deadline_s
+        while True:
+            try:
+                return await self._try(request, max(0.0, until - self._clock.now()))
+            except (DependencyUnavailable, Overloaded) as error:
+                if self._clock.now() + RETRY_S >= until:
+                    raise DependencyUnavailable(
+                        f"the pixels of an image have not come: {error.message}"
+                    ) from error
+            await self._clock.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        await self._receiver.close()
+
+    async def _try(self, request: PixelRequest, deadline_s: float) -> memoryview:
+        transfer_id = self._randomness.bytes(PLACEMENT_ID_BYTES)
+        transfer = PixelTransfer(image_bytes(request.shape))
+        self._receiver.expect(transfer_id, transfer)
+        try:
+            await self._ask(request, transfer_id, deadline_s)
+            return await transfer.complete()
+        finally:
+            self._receiver.forget(transfer_id)
+
+    async def _ask(self, request: PixelRequest, transfer_id: bytes, deadline_s: float) -> None:
+        gateway_id, keys = request.gateway_id, self._link_keys
+        command = FetchPixels(
+            worker_id=self._worker_id,
+            tenant_id=request.tenant_id,
+            request_id=request.request_id,
+            image_hash=request.image_hash,
+            shape=request.shape,
+            transfer_id=transfer_id,
+            target=self._receiver.address,
+            link_key=None if keys is None else keys.key_for(gateway_id),
+            deadline_s=deadline_s,
+        )
+        await self._requests.request(gateway_id, pixels(gateway_id), command, Done, base_s=ACK_S)

@@ -1,0 +1,196 @@
+"""The gateway's end of the pixel plane: holds the pixels of open requests, pushes them to workers.
+
+An image is held once for all open requests of a tenant that have it. Memory is bounded: an image
+that does not fit is rejected, and its request with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from shared.background import Background, item_error
+from shared.clock import Clock
+from shared.errors import HearthError, InvalidRequest, LinkLost, Overloaded
+from shared.kv_wire.link import KvDialer, PushLink
+from shared.messages import Done, FetchPixels
+from shared.pixels.pixel_frames import MAX_IMAGE_BYTES, image_bytes, pixel_header
+from shared.subjects import pixels
+from shared.transport.bus import Bus
+
+log = structlog.get_logger(__name__)
+
+MAX_HELD_BYTES = 1 << 30
+MAX_PUSHES = 256  # at a time
+RETRY_AFTER_S = 1.0
+
+Regions = frozenset[str] | None  # that may hold pixels of a request; None: all
+# Raises a HearthError if the worker of a fetch may not have pixels that are for these regions.
+CheckFetch = Callable[[FetchPixels, Regions], None]
+
+
+@dataclass(slots=True)
+class HeldImage:
+    pixels: bytearray
+    shape: tuple[int, ...]
+    is_zeroed_at_end: bool = False
+    requests: dict[str, Regions] = field(default_factory=dict)
+
+
+class PixelHolder:
+    def __init__(
+        self,
+        bus: Bus,
+        dialer: KvDialer,
+        clock: Clock,
+        check_fetch: CheckFetch,
+        *,
+        max_bytes: int = MAX_HELD_BYTES,
+        max_tenant_bytes: int = MAX_HELD_BYTES,
+    ) -> None:
+        """`check_fetch` decides which workers may fetch what, besides the rules of this class: the
+        request is open here, belongs to the tenant and has the image.
+        """
+        self._bus = bus
+        self._dialer = dialer
+        self._clock = clock
+        self._check_fetch = check_fetch
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_tenant_bytes
+        self._of_tenant: Counter[str] = Counter()  # bytes
+        self._images: dict[tuple[str, bytes], HeldImage] = {}
+        self._of_request: dict[str, list[tuple[str, bytes]]] = {}
+        self._pushes = Background()
+        self.num_bytes = 0  # held now
+        self.num_pushed_bytes = 0  # since the start
+        self.num_fetches = 0
+
+    async def start(self) -> None:
+        await self._bus.serve(pixels(self._bus.process_id), FetchPixels, self._fetch)
+
+    async def close(self) -> None:
+        await self._pushes.stop()
+        await self._dialer.close()
+
+    def put(
+        self,
+        request_id: str,
+        tenant_id: str,
+        image_hash: bytes,
+        pixels: bytearray,
+        shape: tuple[int, ...],
+        *,
+        regions: Regions = None,
+        is_zeroed_at_end: bool = False,
+    ) -> None:
+        """Holds an image, uint8 of `shape`, until `forget` of its last request; workers in
+        `regions` may fetch it. The holder owns `pixels` from now on.
+
+        With `is_zeroed_at_end` its memory is then zeroed. Raises Overloaded if all images would
+        take more than the limit, InvalidRequest for one that is too large for any worker.
+        """
+        key = tenant_id, image_hash
+        held = self._images.get(key)
+        if held is None:
+            held = self._hold(key, pixels, shape)
+        elif is_zeroed_at_end:
+            pixels[:] = bytes(len(pixels))  # those of an earlier request are held
+        held.is_zeroed_at_end |= is_zeroed_at_end
+        held.requests[request_id] = regions
+        self._of_request.setdefault(request_id, []).append(key)
+
+    def forget(self, request_id: str) -> None:
+        """Releases the images of a request that has ended. Idempotent."""
+        for key in self._of_request.pop(request_id, ()):
+            held = self._images.get(key)
+            if held is None:
+                continue
+            held.requests.pop(request_id, None)
+            if not held.requests:
+                self._release(key, held)
+
+    def _hold(self, key: tuple[str, bytes], pixels: bytearray, shape: tuple[int, ...]) -> HeldImage:
+        num_bytes = len(pixels)
+        if num_bytes != image_bytes(shape):
+            raise ValueError(f"{num_bytes} bytes of pixels do not have the shape {shape}")
+        if num_bytes > MAX_IMAGE_BYTES:
+            raise InvalidRequest(
+                f"an image has {num_bytes} bytes of pixels, more than {MAX_IMAGE_BYTES}"
+            )
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise Overloaded(
+                f"the gateway holds {self.num_bytes} bytes of images, its limit is "
+                f"{self._max_bytes}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        of_tenant = self._of_tenant[key[0]]
+        if of_tenant + num_bytes > self._max_tenant_bytes:
+            raise Overloaded(
+                f"the open requests of this tenant hold {of_tenant} bytes of images, the limit is "
+                f"{self._max_tenant_bytes}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        held = self._images[key] = HeldImage(pixels, shape)
+        self.num_bytes += num_bytes
+        self._of_tenant[key[0]] += num_bytes
+        return held
+
+    def _release(self, key: tuple[str, bytes], held: HeldImage) -> None:
+        del self._images[key]
+        self.num_bytes -= len(held.pixels)
+        self._of_tenant[key[0]] -= len(held.pixels)
+        if not self._of_tenant[key[0]]:
+            del self._of_tenant[key[0]]
+        if held.is_zeroed_at_end:
+            held.pixels[:] = bytes(len(held.pixels))
+
+    def _fetch(self, command: FetchPixels) -> Done:
+        key = command.tenant_id, command.image_hash
+        held = self._images.get(key)
+        if held is None or command.request_id not in held.requests:
+            raise InvalidRequest("this gateway holds no such image", param="image_hash")
+        if held.shape != command.shape:
+            raise InvalidRequest(
+                f"the image has the shape {held.shape}, not {command.shape}", param="shape"
+            )
+        self._check_fetch(command, held.requests[command.request_id])
+        if len(self._pushes) >= MAX_PUSHES:
+            raise Overloaded("this gateway pushes too many images", retry_after_s=RETRY_AFTER_S)
+        self.num_fetches += 1
+        self._pushes.start_item(self._push(command, key, held), lambda _: None)
+        return Done()
+
+    async def _push(self, command: FetchPixels, key: tuple[str, bytes], held: HeldImage) -> None:
+        """Pushes the image until it is complete, forgotten or past the fetch's deadline: the worker
+        sees the end of each.
+        """
+        until = self._clock.now() + command.deadline_s
+        try:
+            link = await self._dialer.link(command.target, command.link_key)
+            source = memoryview(held.pixels)
+            for number, first in enumerate(range(0, len(source), link.frame_bytes)):
+                if self._images.get(key) is not held or self._clock.now() > until:
+                    return
+                part = source[first : first + link.frame_bytes]
+                await _send(link, command, number, first, part)
+                self.num_pushed_bytes += len(part)
+        except HearthError as error:
+            is_lost = isinstance(error, LinkLost)
+            event = "pixel_link_lost" if is_lost else "pixels_refused"
+            log.info(event, worker=command.worker_id, reason=error.message)
+        except BaseException as raised:  # outermost handler
+            item_error(raised)
+            log.exception("pixel_push_failed", worker=command.worker_id)
+
+
+async def _send(
+    link: PushLink, command: FetchPixels, number: int, first: int, part: memoryview
+) -> None:
+    async def fill(slot: memoryview) -> None:
+        slot[:] = part
+
+    header = pixel_header(command.transfer_id, number, first, len(part))
+    await link.send(header, fill, command.tenant_id)
