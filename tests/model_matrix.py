@@ -15,8 +15,9 @@ from benchmarks.readme_table import replaced
 from services.gateway.structured.tools import family_choice
 from services.gateway.structured.tools.families import FAMILIES as TOOL_FAMILIES
 from shared.engine.model_config.quantization_config import checkpoint_formats
-from shared.engine.models import BY_MODEL_TYPE, FAMILIES
+from shared.engine.models import BY_MODEL_TYPE, FAMILIES, Configure
 from shared.engine.models.rope_config import ROPE_TYPES
+from shared.engine.models.vision import smolvlm
 from shared.errors import CheckpointError
 
 PAGE = Path(__file__).resolve().parents[1] / "services/guides/models.md"
@@ -34,6 +35,8 @@ MODELS = {
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
     "KimiK25ForConditionalGeneration": "Kimi K2.5",
     "Kimi_K25ForConditionalGeneration": "Kimi K2.5, by its other name",
+    "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2",
+    "Idefics3ForConditionalGeneration": "Idefics3 8B",
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
     "Qwen3MoeForCausalLM": "Qwen3 30B-A3B, 235B-A22B",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6",
@@ -82,11 +85,16 @@ def architectures() -> str:
         types.setdefault(architecture, []).append(f"`{model_type}`")
     rows = []
     for architecture, configure in FAMILIES.items():
-        is_text_part = configure.__name__ == "configure_text_part"
-        parts = "text part; images are refused" if is_text_part else "all"
         named = ", ".join(types.get(architecture, []))
-        rows.append((f"`{architecture}`", named, MODELS[architecture], parts))
+        rows.append((f"`{architecture}`", named, MODELS[architecture], _parts(configure)))
     return _table(("architecture", "`model_type`", "such as", "served"), rows)
+
+
+def _parts(configure: Configure) -> str:
+    if configure is smolvlm.configure:
+        return "text and images; no video"
+    is_text_part = configure.__name__ == "configure_text_part"
+    return "text part; images are refused" if is_text_part else "all"
 
 
 def formats() -> str:

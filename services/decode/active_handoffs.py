@@ -21,6 +21,7 @@ from shared.errors import HearthError, WorkerBusy
 from shared.messages import (
     AbortRequest,
     Done,
+    ImageParts,
     PrefillAccepted,
     PrefillPhases,
     RenewLease,
@@ -37,6 +38,11 @@ log = structlog.get_logger(__name__)
 PREFILL_ACK_S = 0.25  # plus the round trip
 PREFILL_LEASE_S = 3.0
 SITE_REPLY_S = 0.5  # of a gateway of another site, plus the round trip
+
+
+def images_within(images: ImageParts, num_tokens: int) -> ImageParts:
+    """Returns the images that begin within the first `num_tokens` of a prompt."""
+    return tuple(each for each in images if each.first_token < num_tokens)
 
 
 class ActiveHandoffs:
@@ -247,6 +253,8 @@ class ActiveHandoffs:
             request_id=request.request_id,
             needs=request.needs,
             traceparent=request.traceparent,
+            images=images_within(request.images, prompt.num_prefill_tokens),
+            gateway_id=request.gateway_id,
             region_class=request.region_class,
         )
         self.forget(placement)

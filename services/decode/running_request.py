@@ -19,6 +19,7 @@ import msgspec
 from services.decode.handoff import Handoff, HandoffResult
 from services.decode.phase_times import PhaseTimes
 from shared.engine.batching.sequence import Sequence, SequenceState, build_sequence
+from shared.engine.vision.sequence_images import WantedImages
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
 from shared.numerics import Numerics
@@ -45,6 +46,12 @@ class RunningRequest:
     prefill_id: bytes | None = None  # placement id of the prefill at another worker
     handoff: Handoff | None = None
     delivery: HandoffResult | None = None
+    images: tuple[WantedImages, ...] = ()
+
+    def close_images(self) -> None:
+        """Gives up what its sequences wait for. Idempotent."""
+        for each in self.images:
+            each.close()
 
     @property
     def is_forked(self) -> bool:

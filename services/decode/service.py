@@ -181,6 +181,8 @@ class DecodeService:
         )
         self._worker.check_tokens(*choices.values())
         self._worker.check_hashes(request, request.prompt_token_ids)
+        sequences = dict.fromkeys((prompt, *choices.values()))  # the prompt may be a choice
+        images = self._worker.attach_images(request, request.prompt_token_ids, sequences)
         for sequence in choices.values():
             self._engine.accept(sequence)
         self._grammars.attach(request, choices)
@@ -194,6 +196,7 @@ class DecodeService:
             deadline_at=now + request.deadline_s,
             flushed_at=now,
             times=PhaseTimes(started_at=now),
+            images=images,
         )
         self._placements[placement_id] = placement
         try:
@@ -355,6 +358,7 @@ class DecodeService:
         if placement.choices:
             return
         del self._placements[placement.placement_id]
+        placement.close_images()
         self._active_handoffs.forget(placement)
         self._grammars.request_ended(placement.request)
         now = self._worker.clock.now()
@@ -382,6 +386,7 @@ class DecodeService:
         placement = self._placements.pop(placement_id, None)
         if placement is None:
             return
+        placement.close_images()
         self._active_handoffs.forget(placement)
         self._grammars.request_ended(placement.request)
         for sequence in placement.choices.values():

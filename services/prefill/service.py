@@ -16,6 +16,7 @@ from shared.background import Background, failing_alone, is_logged, item_error
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import StepProgress
 from shared.engine.kv.ports import Push, PushPort
+from shared.engine.vision.sequence_images import WantedImages
 from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
 from shared.messages import (
@@ -42,6 +43,7 @@ class Prefill:
     request: RunPrefill
     sequence: Sequence
     push: Push
+    images: tuple[WantedImages, ...]
     lease_until: float
     deadline_at: float
     accepted_at: float
@@ -97,6 +99,7 @@ class PrefillService:
         sequence = _sequence_of(request, self._worker.served.card.block_size)
         self._worker.check_tokens(sequence)
         self._worker.check_hashes(request, request.token_ids)
+        images = self._worker.attach_images(request, request.token_ids, (sequence,))
         self._worker.loop.engine.add(sequence)
         try:
             push = self._port.start(
@@ -115,6 +118,7 @@ class PrefillService:
             request,
             sequence,
             push,
+            images,
             lease_until=now + request.lease_s,
             deadline_at=now + request.deadline_s,
             accepted_at=now,
@@ -144,8 +148,10 @@ class PrefillService:
             log.exception("push_link_lost", decode=request.decode_worker_id)
             self._send_failed(request.decode_worker_id, request.placement_id, failure)
         finally:
-            del self._prefills[request.placement_id]
+            prefill = self._prefills.pop(request.placement_id)
             self._worker.loop.engine.release(sequence)
+            for each in prefill.images:
+                each.close()
             self._worker.loop.wake()
 
     def _on_step(self, progress: list[StepProgress]) -> None:

@@ -140,20 +140,25 @@ async def receive_kv(
     codec: FrameCodec | None,
     link_keys: LinkKeys | None,
     page_lock: PageLock | None = None,
+    *,
+    port: int | None = None,
 ) -> KvServer:
-    """Listens for KV. Raises ConfigError for an address that is not this host's."""
+    """Listens for KV, or for pixels at another `port`. Raises ConfigError for an address that is
+    not this host's.
+    """
+    port = config.data_plane_port if port is None else port
     try:
         return await KvServer.start(
             instance_id=instance_id,
             bind_host=config.data_plane_host,
-            bind_port=config.data_plane_port,
+            bind_port=port,
             advertised_host=_advertised_host(config),
             codec=codec,
             link_keys=link_keys,
             page_lock=page_lock,
         )
     except OSError as error:
-        at = f"{config.data_plane_host!r}, port {config.data_plane_port or 'any'}"
+        at = f"{config.data_plane_host!r}, port {port or 'any'}"
         reason = f"cannot receive KV on {at}: {error}"
         raise ConfigError(f"data_plane_host: {reason}") from error
 

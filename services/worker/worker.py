@@ -15,6 +15,7 @@ from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from services.worker.data_plane import CodecLoading, DataPlane, GroupDataPlane, ProcessDataPlane
 from services.worker.gpu_health import watch_gpu
+from services.worker.image_port import load_image_encoder, open_images, vision_of
 from services.worker.rank_leader import listening_for_ranks
 from services.worker.role_and_standby import RoleAndStandby
 from services.worker.step_profiles import StepProfiles
@@ -186,6 +187,10 @@ async def build_worker(
                 executor = await _loaded(config, bus, load or _loading(heartbeats, times))
             with times.stage("grammars"):
                 grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
+            encoder = None
+            if load is None and (vision := vision_of(config)) is not None:
+                with times.stage("encoder"):
+                    encoder = await load_image_encoder(config, vision, executor)
     except BaseException:
         await heartbeats.leave()
         await bus.close()
@@ -215,6 +220,7 @@ async def build_worker(
             features_of(
                 has_vocabulary=grammars is not None or "decode" not in roles,
                 takes_kv_from_sites=bool(site),
+                takes_images=encoder is not None,
             ),
         ),
         roles=worker_roles,
@@ -225,6 +231,8 @@ async def build_worker(
         max_pinned_share=config.max_pinned_share,
         numbers=numbers,
     )
+    if encoder is not None:
+        worker.use_images(await open_images(config, encoder, worker, clock, randomness))
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
         with times.stage("push_port"):

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.block_hash import PUBLIC_TENANT_ID, extend_chain
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, image_extras
 from shared.engine.batching.batcher import Batcher, ScheduledSequence
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
@@ -143,6 +143,8 @@ class Engine:
         """
         self.check_fits(sequence.num_tokens)
         check_samplable(sequence)
+        if sequence.image_parts:
+            sequence.block_extras = image_extras(sequence.image_parts, self.pool.block_size)
         full = sequence.num_tokens // self.pool.block_size
         if len(sequence.block_hashes) > full:
             raise InvalidRequest(
@@ -455,12 +457,17 @@ class Engine:
             self.pool.release([source for source, _ in row.block_copies])
 
     def _end_failed(self) -> list[StepProgress]:
-        """Ends the sequences whose grammar failed, whether they run or wait."""
+        """Ends the sequences whose grammar or images failed, whether they run or wait. A prefill
+        holds its blocks until `release`.
+        """
         progress = []
         for sequence in [*self.batcher.running, *self.batcher.waiting]:
-            error = None if sequence.grammar is None else sequence.grammar.error
+            error = sequence.error
+            if error is not None and sequence.is_prefill_only and sequence.in_flight:
+                continue
             if error is not None:
-                self._finish(sequence)
+                end = self._hold if sequence.is_prefill_only else self._finish
+                end(sequence)
                 progress.append(StepProgress(sequence, finish_reason="failed", error=error))
         return progress
 
@@ -559,7 +566,9 @@ class Engine:
             return
         size = self.pool.block_size
         tokens = sequence.token_ids[known * size : num_blocks * size]
-        sequence.block_hashes += extend_chain(sequence.parent_hash_of(known), tokens, size)
+        sequence.block_hashes += extend_chain(
+            sequence.parent_hash_of(known), tokens, size, sequence.block_extras, first_block=known
+        )
 
 
 def _may_stop(sequence: Sequence, params: SamplingParams) -> bool:

@@ -123,6 +123,13 @@ class PoolingInputs(msgspec.Struct, frozen=True):
     before: NDArray[np.float64] | None  # `StepOutput.pooled` of the previous chunk
 
 
+class EmbeddedTokens(msgspec.Struct, frozen=True):
+    """Vectors that N tokens of a step have in place of the embeddings of their ids."""
+
+    rows: NDArray[np.int64]  # [N] of the flat batch
+    vectors: bytes  # [N, hidden_size] in the model's dtype
+
+
 class StepInputs(msgspec.Struct, frozen=True):
     """One engine step over S sequences with T new tokens in all, flat in batch order, for a model
     whose layers form G groups. Sequences with a single new token come first.
@@ -142,6 +149,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     # sequence -> the tokens whose logprobs to return
     prompt_logprobs: Mapping[int, PromptSuccessors] = {}
     pooling: Mapping[int, PoolingInputs] = {}  # key: sequence
+    embedded: EmbeddedTokens | None = None  # tokens of images
 
 
 class StepOutput(msgspec.Struct, frozen=True):

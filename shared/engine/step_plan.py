@@ -70,6 +70,14 @@ class PooledBefore(msgspec.Struct, frozen=True, array_like=True):
     sum: bytes  # FP64
 
 
+class Embedded(msgspec.Struct, frozen=True, array_like=True):
+    """Vectors of a row's image tokens."""
+
+    row: int
+    offsets: bytes  # of these tokens, after the first one that the row computes
+    vectors: bytes  # [N, hidden_size] in the model's dtype
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step over S rows. `ended` applies first, then `new`, then `grown`."""
 
@@ -87,6 +95,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     pooled: tuple[PooledBefore, ...] = ()
     masked: bytes = b""  # rows that sample under a token mask; the masks follow in this order
     bans_stop: bytes = b""  # rows whose grammar bans the stop tokens without a mask
+    embedded: tuple[Embedded, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -16,7 +16,7 @@ from operator import itemgetter
 import msgspec
 
 from shared.background import Background
-from shared.block_hash import prompt_chain
+from shared.block_hash import image_extras, prompt_chain
 from shared.clock import Clock
 from shared.engine.batching.block_pool import KvEvent
 from shared.engine.batching.cached_block import CachedBlock, runs_of
@@ -24,6 +24,8 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.loop import EngineLoop
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.engine.tenant_kv import TenantKv
+from shared.engine.vision.sequence_images import WantedImages
+from shared.engine.vision.worker_images import WorkerImages
 from shared.errors import InvalidRequest, WorkerBusy, WorkerUnfit
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -111,6 +113,7 @@ class EngineWorker:
             kv_targets=kv_targets,
             numbers=numbers,
         )
+        self.images: WorkerImages | None = None  # None: the model takes no images
         self._on_device_lost = on_device_lost
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
         self._releases: list[Callable[[], None]] = []
@@ -224,9 +227,30 @@ class EngineWorker:
             cache_root=message.cache_root,
             public_root=message.public_root,
             num_public_blocks=num_public,
+            extras=image_extras(message.images, block_size),
         )
         if pack_hashes(expected) != given:
             raise InvalidRequest("block_hashes are not those of the tokens", param="block_hashes")
+
+    def attach_images(
+        self, message: Request | RunPrefill, packed_ids: bytes, sequences: Iterable[Sequence]
+    ) -> tuple[WantedImages, ...]:
+        """Gives a request's images to its sequences; the caller closes what is returned. Raises
+        WorkerUnfit if this worker encodes no images, and InvalidRequest if they are not those of
+        the tokens.
+        """
+        if not message.images:
+            return ()
+        if self.images is None:
+            raise WorkerUnfit(f"{self.worker_id} takes no images")
+        return self.images.attach(message, packed_ids, sequences)
+
+    def use_images(self, images: WorkerImages) -> None:
+        """Encodes the images of requests from now on."""
+        self.images = images
+        self.count(images.counted)
+        self.on_dropped(images.drop_tenant)
+        self.on_parked(images.clear_cache)
 
     async def start(self) -> None:
         self.outbox.start()
@@ -255,6 +279,8 @@ class EngineWorker:
         await self._background.stop()
         self.pins.stop()
         await self.loop.stop()
+        if self.images is not None:
+            await self.images.close()
         await self.outbox.stop()
         await self.health_monitor.stop()
 

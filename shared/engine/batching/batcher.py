@@ -13,6 +13,9 @@ tokens than there are sequences that lack one, these take turns.
 When a running sequence needs a block and none is free, the newest running sequence is preempted: it
 releases all blocks and is computed again later (its blocks may still be in the cache).
 
+A sequence computes its tokens up to the first image that is not encoded yet, and keeps its row and
+blocks while it waits for that image.
+
 A stalled sequence waits for its grammar. It computes all its tokens but the last, which would
 sample, and keeps its row and blocks unless it is preempted.
 
@@ -193,6 +196,10 @@ class Batcher:
             )
             for each in self.running
         ]
+        if any(each.images is not None for each in self.running):
+            computable = [
+                (each, each.num_ready(each.next_position, count)) for each, count in computable
+            ]
         ones = [each for each in computable if each[1] == 1]
         if self.limit.is_lowered and len(ones) > self.limit.tokens:
             ones = self._rotated(ones)
@@ -316,9 +323,10 @@ class Batcher:
                 continue
             sequence.transition_to(SequenceState.RUNNING)
             self.running.append(sequence)
+            start = sequence.num_computed_tokens
             count = min(num_uncomputed - sequence.is_stalled, budget)
+            count = sequence.num_ready(start, count)
             if count:
-                start = sequence.num_computed_tokens
                 completes = start + count == len(sequence.token_ids)
                 rows.append(ScheduledSequence(sequence, count, start, completes))
                 budget -= count

@@ -19,15 +19,16 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.block_hash import root_after_public
+from shared.block_hash import NO_EXTRAS, BlockExtras, root_after_public
 from shared.engine.step import TokenMask
 from shared.errors import HearthError
 from shared.messages import (
+    ImageParts,
     PinPrefix,
     Pooling,
     Request,
@@ -101,6 +102,32 @@ class SequenceGrammar(Protocol):
         ...
 
 
+class ImageVectors(NamedTuple):
+    """Vectors of N image tokens, which take the place of their embeddings."""
+
+    offsets: NDArray[np.int64]  # [N] after the first token asked for
+    vectors: bytes  # [N, hidden_size] in the model's dtype
+
+
+class SequenceImages(Protocol):
+    """The images of one request's prompt. Used on the event loop's thread alone."""
+
+    @property
+    def error(self) -> HearthError | None:
+        """The reason that an image which a sequence waits for cannot be encoded; None: it can."""
+        ...
+
+    def num_ready(self, num_computed: int, start: int, count: int) -> int:
+        """Returns how many of `count` tokens from `start` on have their vectors, and asks for those
+        of the next images. Of the tokens before `num_computed` none is computed again soon.
+        """
+        ...
+
+    def vectors(self, start: int, count: int) -> ImageVectors | None:
+        """Returns the vectors of `count` tokens that are ready; None: no image is among them."""
+        ...
+
+
 class RowInFlight(Protocol):
     @property
     def num_scheduled_tokens(self) -> int: ...
@@ -133,6 +160,11 @@ class Sequence:
     region_class: str = ""  # that of the tenant
     stop_token_ids: frozenset[int] = frozenset()
     grammar: SequenceGrammar | None = None
+    image_parts: ImageParts = ()
+    images: SequenceImages | None = None  # their vectors; None: it has no images
+    block_extras: BlockExtras = field(
+        default_factory=lambda: NO_EXTRAS
+    )  # what the hashes of blocks with images also cover
     # number of top tokens to return at each prompt position; None: no logprobs. Also in `sampling`;
     # a prefill may collect logprobs for its children, including that of their next token
     num_prompt_logprobs: int | None = None
@@ -248,6 +280,21 @@ class Sequence:
         """Whether no token can be sampled for it yet: it waits for its grammar."""
         return self.grammar is not None and self.grammar.is_stalled
 
+    def num_ready(self, start: int, count: int) -> int:
+        """Returns how many of `count` tokens from `start` on can be computed: those before the
+        first image that is not encoded.
+        """
+        if self.images is None or count <= 0:
+            return count
+        return self.images.num_ready(self.num_computed_tokens, start, count)
+
+    @property
+    def error(self) -> HearthError | None:
+        """The reason that it cannot continue; None: it can."""
+        if self.grammar is not None and self.grammar.error is not None:
+            return self.grammar.error
+        return None if self.images is None else self.images.error
+
     @property
     def is_prefill_only(self) -> bool:
         return self.sampling is None and self.pooling is None
@@ -280,6 +327,8 @@ def build_sequence(
     """
     fields = {"num_prompt_tokens": len(token_ids), **fields}
     num_public_blocks = message.num_public_blocks
+    if not isinstance(message, PinPrefix):
+        fields["image_parts"] = message.images
     if num_blocks is not None:
         num_public_blocks = min(num_public_blocks, num_blocks)
     return Sequence(

@@ -16,6 +16,7 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.step import TokenMask
 from shared.engine.step_plan import (
+    Embedded,
     Fed,
     Grown,
     NewRow,
@@ -99,6 +100,7 @@ class PlanBuilder:
         grown: list[Grown] = []
         fed: list[Fed] = []
         pooled: list[PooledBefore] = []
+        embedded: list[Embedded] = []
         for each in scheduled:
             sequence, count, start = each.sequence, each.num_scheduled_tokens, each.start
             row = self._rows.get(id(sequence))
@@ -112,6 +114,10 @@ class PlanBuilder:
                 fed.append(Fed(row.number, pack(token_ids)))
                 if sequence.pooled is not None and start and start == sequence.num_computed_tokens:
                     pooled.append(PooledBefore(row.number, sequence.pooled.tobytes()))
+            if sequence.images is not None:
+                vectors = sequence.images.vectors(start, count)
+                if vectors is not None:
+                    embedded.append(Embedded(row.number, pack(vectors.offsets), vectors.vectors))
             holds_sample = each.completes and not self._feeds_sampled
             row.sampled_at = start + count if holds_sample else NOT_SAMPLED
             rows.append(row.number)
@@ -132,6 +138,7 @@ class PlanBuilder:
             pooled=tuple(pooled),
             masked=pack([rows[index] for index, mask in grammars if mask is not None]),
             bans_stop=pack([rows[index] for index, mask in grammars if mask is None]),
+            embedded=tuple(embedded),
         )
         self._ended = []
         return made

@@ -22,6 +22,7 @@ from shared.engine.executors.special_rows import (
 )
 from shared.engine.step import (
     SAMPLING_ROW,
+    EmbeddedTokens,
     PoolingInputs,
     PromptSuccessors,
     SamplingInputs,
@@ -221,6 +222,7 @@ class RankState:
             block_copies=plan.copies,
             prompt_logprobs=_prompt_logprobs(plan, rows),
             pooling=self._pooling(plan, rows, starts, context_lens),
+            embedded=_embedded(plan, rows, ends - query_lens),
         )
 
     def _tables_of(self, rows: Integers) -> Integers:
@@ -335,6 +337,16 @@ def _prompt_logprobs(plan: StepPlan, rows: Integers) -> dict[int, PromptSuccesso
         index_of[each.row]: PromptSuccessors(unpack(each.token_ids), each.num_top_logprobs)
         for each in plan.successors
     }
+
+
+def _embedded(plan: StepPlan, rows: Integers, firsts: Integers) -> EmbeddedTokens | None:
+    """`firsts` [S] is the place of each row's first token in the flat batch."""
+    if not plan.embedded:
+        return None
+    first_of = dict(zip(rows.tolist(), firsts.tolist(), strict=True))
+    places = [first_of[each.row] + unpack(each.offsets) for each in plan.embedded]
+    vectors = b"".join(each.vectors for each in plan.embedded)
+    return EmbeddedTokens(np.concatenate(places), vectors)
 
 
 def _unread_ids(kept: NDArray[np.void], rows: Integers, sampled: Integers) -> Integers:

@@ -102,6 +102,7 @@ class StepComputer(KvCopies):
             *(inputs, self._device, *kinds),
             samples_on_device=samples_on_device,
             last_tokens=self.last_tokens,
+            dtype=self.model.dtype,
         )
 
     def kv_slots(self) -> list[Tensor]:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import add_rms_norm, rms_norm
+from kernels.ops import add_rms_norm, layer_norm, rms_norm
+from shared.engine.layers.linear import unset_parameter
 from shared.engine.model_config.model_config import ModelConfig
 
 
@@ -35,3 +36,19 @@ class RMSNorm(nn.Module):
         if update is None:
             return self(x), x
         return add_rms_norm(x, update, self.weight, self.eps, has_unit_offset=self.has_unit_offset)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with weight and bias."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = unset_parameter(size, dtype=dtype)
+        self.bias = unset_parameter(size, dtype=dtype)
+        self.eps = eps
+
+    def destinations(self) -> dict[str, Tensor]:
+        return {"weight": self.weight, "bias": self.bias}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)

@@ -72,6 +72,16 @@ TEXT_PART = CheckpointForm(
     dropped=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
 )
 
+# The same for SmolVLM and Idefics 3, and the part that TEXT_OF_IDEFICS leaves out.
+_IDEFICS_VISION = r"(model\.)?(vision_model|connector)\."
+TEXT_OF_IDEFICS = CheckpointForm(
+    renames=((r"^model\.text_model\.", "model."), (r"^text_model\.", "model.")),
+    dropped=(_IDEFICS_VISION,),
+)
+VISION_OF_IDEFICS = CheckpointForm(
+    renames=((r"^model\.", ""),), dropped=(rf"(?!{_IDEFICS_VISION})",)
+)
+
 
 # A base model has the tensors of the decoder by their names in it, whatever its family.
 _BASE_MODEL = re.compile(r"^(?:language_model\.)?(?=(?:embed_tokens|layers\.\d+|norm)\.)")

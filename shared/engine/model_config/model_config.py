@@ -7,6 +7,7 @@ import msgspec
 from shared.engine.model_config.checkpoint_form import CheckpointForm
 from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.model_config.quantization import LayerFormats
+from shared.engine.model_config.vision_config import VisionConfig
 from shared.kv_layout import Reach
 
 
@@ -120,6 +121,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     has_head: bool = True
     latent: LatentConfig | None = None  # then head_dim is of queries, and num_kv_heads 1
     declares_fp8_kv: bool = False  # the checkpoint is made for a cache in FP8
+    vision: VisionConfig | None = None  # its image encoder; None: it takes no images
 
     @property
     def output_dim(self) -> int:

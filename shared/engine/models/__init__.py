@@ -22,6 +22,7 @@ from shared.engine.models import (
     qwen3,
 )
 from shared.engine.models.moe import glm4_moe, llama4, mixtral, qwen3_moe
+from shared.engine.models.vision import smolvlm
 from shared.errors import CheckpointError
 
 Configure = Callable[[Mapping[str, Any]], ModelConfig]
@@ -39,6 +40,8 @@ FAMILIES: dict[str, Configure] = {
     "DeepseekV3ForCausalLM": deepseek.configure,
     "KimiK25ForConditionalGeneration": deepseek.configure_text_part,
     "Kimi_K25ForConditionalGeneration": deepseek.configure_text_part,
+    "SmolVLMForConditionalGeneration": smolvlm.configure,
+    "Idefics3ForConditionalGeneration": smolvlm.configure,
     "MixtralForCausalLM": mixtral.configure,
     "Qwen3MoeForCausalLM": qwen3_moe.configure,
     "Glm4MoeForCausalLM": glm4_moe.configure,
@@ -61,6 +64,8 @@ BY_MODEL_TYPE = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "kimi_k25": "KimiK25ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",

@@ -45,6 +45,8 @@ class DeviceStepInputs:
     # knows all tokens.
     last_tokens: Tensor | None = None
     token_sources: Tensor | None = None  # [T] places in `last_tokens` and `token_ids`, joined
+    # [N] rows of the batch and [N, hidden_size] their vectors, in place of their ids' embeddings
+    embedded: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def build(
@@ -56,9 +58,10 @@ class DeviceStepInputs:
         *,
         samples_on_device: bool,
         last_tokens: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Copies `inputs` to the device. `samples_on_device` requires that nothing else changes the
-        logits.
+        logits. `dtype` is the model's.
         """
         sampling, columns = inputs.sampling, None
         if samples_on_device and not sampling.is_plain_greedy:
@@ -74,6 +77,7 @@ class DeviceStepInputs:
             sampling=columns,
             last_tokens=last_tokens,
             token_sources=_sources_on(device, inputs, last_tokens),
+            embedded=_embedded_on(device, inputs, dtype),
         )
 
 
@@ -84,6 +88,16 @@ def _sources_on(
     if last_tokens is None or (inputs.input_ids >= 0).all():
         return None
     return to_device(token_sources(inputs.input_ids, len(last_tokens)), device)
+
+
+def _embedded_on(
+    device: torch.device, inputs: StepInputs, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    found = inputs.embedded
+    if found is None:
+        return None
+    vectors = torch.frombuffer(bytearray(found.vectors), dtype=dtype).view(len(found.rows), -1)
+    return to_device(found.rows, device), vectors.to(device)
 
 
 def token_sources(input_ids: NDArray[np.int64], num_last: int) -> NDArray[np.int64]:
@@ -143,8 +157,14 @@ def hidden_states(
 
     `entering` has those of an earlier stage, in the same shape; None: the tokens are embedded here.
     """
-    x = model.embed(_token_ids(inputs)) if entering is None else entering
+    x = _embedding(model, inputs) if entering is None else entering
     return model.run_layers(x, inputs.positions, kv_slots, inputs.attention)
+
+
+def _embedding(model: Model, inputs: DeviceStepInputs) -> Tensor:
+    """[T, hidden_size]."""
+    x = model.embed(_token_ids(inputs))
+    return x if inputs.embedded is None else x.index_copy_(0, *inputs.embedded)
 
 
 def _token_ids(inputs: DeviceStepInputs) -> Tensor:

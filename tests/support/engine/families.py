@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.support.engine.checkpoints import LLAMA3_ROPE, write_model
+from tests.support.engine.vision_models import write_smolvlm
 
 # 3 query heads share one KV head; windows end within a block and within a tile
 SHAPE = {
@@ -133,6 +134,13 @@ class MultimodalLlama4(Family):
         )
         text_model: PreTrainedModel = written.language_model
         return text_model
+
+
+class WithImages(Family):
+    """A SigLIP encoder beside a Llama; compared here without images."""
+
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        return write_smolvlm(folder, self.architecture, text={**SHAPE, **self.fields}, **options)
 
 
 class MultimodalGemma3(Family):
@@ -266,6 +274,8 @@ FAMILIES = {
         {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
     ),
     "kimi, text": KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "q_lora_rank": None}),
+    "smolvlm": WithImages("SmolVLMForConditionalGeneration", {}),
+    "idefics3": WithImages("Idefics3ForConditionalGeneration", {}),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 24},

@@ -139,7 +139,8 @@ class DecodeGraphs:
     def shape_of(self, inputs: StepInputs) -> DecodeShape | None:
         """Returns None unless each row is one token that is sampled, and a graph can hold it."""
         num_rows, sampling = len(inputs.query_lens), inputs.sampling
-        if inputs.prompt_logprobs or inputs.pooling or sampling.num_rows != num_rows:
+        is_special = inputs.prompt_logprobs or inputs.pooling or inputs.embedded is not None
+        if is_special or sampling.num_rows != num_rows:
             return None
         if len(inputs.input_ids) != num_rows or not num_rows or num_rows > self._rows[-1]:
             return None

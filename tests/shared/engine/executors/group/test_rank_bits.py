@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.parallel.mesh import Mesh
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.step import StepInputs
+from shared.engine.step import EmbeddedTokens, StepInputs
 from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_model
 from tests.support.engine.steps import Blocks, step_of
@@ -77,8 +79,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def steps(num_groups: int) -> list[StepInputs]:
-    """Chunks of two prompts in a batch, then the last token of each; all tokens have logits."""
+def steps(num_groups: int, hidden_size: int, dtype: str) -> list[StepInputs]:
+    """Chunks of two prompts in a batch, then the last token of each; all tokens have logits. Some
+    tokens of the first chunk have vectors of images.
+    """
     blocks = Blocks(NUM_BLOCKS)
     long, short = (blocks.line(each) for each in PROMPTS)
     found = []
@@ -86,7 +90,14 @@ def steps(num_groups: int) -> list[StepInputs]:
         found.append(step_of(work, num_groups=num_groups))
         for line, num_new in work:
             line.num_computed += num_new
-    return found
+    return [with_vectors(found[0], hidden_size, dtype), *found[1:]]
+
+
+def with_vectors(step: StepInputs, hidden_size: int, dtype: str) -> StepInputs:
+    rows = np.array([4, 5, 6, 21])
+    vectors = torch.randn(len(rows), hidden_size, generator=torch.Generator().manual_seed(0))
+    raw = vectors.to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+    return msgspec.structs.replace(step, embedded=EmbeddedTokens(rows, raw))
 
 
 @pytest.mark.each_value
@@ -94,7 +105,8 @@ def steps(num_groups: int) -> list[StepInputs]:
 def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str) -> None:
     executor = load_executor(folder, dtype=dtype, kv_cache_bytes=8 << 20)
     num_groups = len(executor.kv_layout.groups)
-    expected = [executor.step_logits(step) for step in steps(num_groups)]
+    shape = num_groups, executor.computer.model.config.hidden_size, dtype
+    expected = [executor.step_logits(step) for step in steps(*shape)]
     setup = RankSetup(
         model_dir=str(folder),
         options=LoadOptions(dtype=dtype),
@@ -106,7 +118,7 @@ def test_logits_are_bit_equal_at_every_number_of_ranks(folder: Path, dtype: str)
 
     def logits(mesh: Mesh) -> list[Tensor]:
         computer = load_rank(setup, mesh).computer
-        return [computer.step_logits(step) for step in steps(num_groups)]
+        return [computer.step_logits(step) for step in steps(*shape)]
 
     for tp in (2, 4, 8):
         for found in run_ranks(MeshShape(tp), logits):

@@ -1,0 +1,126 @@
+"""Loads the image encoder of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.device import IS_INTERPRETED
+from shared.engine.layers.linear import MatmulModule, weights_unset_on
+from shared.engine.model_config.checkpoint_form import VISION_OF_IDEFICS
+from shared.engine.model_config.vision_config import VisionConfig
+from shared.engine.models.vision.siglip import SiglipEncoder
+from shared.engine.weights.checkpoint_files import Reading
+from shared.engine.weights.checkpoint_tensors import FormedTensors
+from shared.engine.weights.dummy_weights import DummyTensors
+from shared.engine.weights.load import load_weights, open_checkpoint
+from shared.engine.weights.reading.digest_cache import digest_cache
+from shared.engine.weights.reading.staging import LocalStaging
+from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
+from shared.engine.weights.weight_source import WeightSource
+from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
+
+PROCESSOR = "preprocessor_config.json"
+_LEVELS = 256
+
+
+class PixelFields(msgspec.Struct, frozen=True):
+    rescale_factor: float = 1 / 255
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+class LoadedEncoder:
+    """A `TileEncoder`: a model, and the values of its pixels."""
+
+    def __init__(
+        self,
+        model: SiglipEncoder,
+        pixels: PixelFields,
+        device: torch.device,
+        num_threads: int | None = None,
+    ) -> None:
+        """`num_threads`: of the CPU, for each tile; None: torch's number at present."""
+        self.config = model.config
+        self.vector_bytes = model.config.output_size * model.dtype.itemsize
+        self._model = model
+        self._device = device
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._values = _values_of_levels(pixels).to(device)
+        # on CUDA one beside that of the steps, so that these do not wait for a tile
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def init_thread(self) -> None:
+        """Sets the number of threads of the calling thread: steps change that of their own."""
+        torch.set_num_threads(self._num_threads)
+
+    @torch.inference_mode()
+    def encode_tile(self, tile: NDArray[np.uint8]) -> bytes:
+        with torch.cuda.stream(self._stream):  # None: no other stream
+            vectors = self._model(self.normalized(tile).unsqueeze(0))
+            raw: bytes = vectors.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return raw
+
+    def normalized(self, tile: NDArray[np.uint8]) -> Tensor:
+        """tile [3, H, W] -> its values in FP32."""
+        levels = torch.from_numpy(tile.astype(np.int64)).to(self._device)
+        return torch.stack([own[at] for own, at in zip(self._values, levels, strict=True)])
+
+
+def load_encoder(
+    model_dir: Path,
+    config: VisionConfig,
+    dtype: str,
+    *,
+    device: str = "cpu",
+    load_format: str = "auto",
+    num_threads: int | None = None,
+) -> LoadedEncoder:
+    """Raises CheckpointError."""
+    target = torch.device(device)
+    with target, weights_unset_on(target):
+        model = SiglipEncoder(config, dtype=getattr(torch, dtype)).eval()
+    destinations = model.weight_destinations()
+    described = msgspec.json.encode([config, dtype, "vision"])
+    if load_format == "dummy":
+        _fill(model, DummyTensors(model_dir, destinations), destinations, described, target)
+    else:
+        with open_checkpoint(model_dir, Reading(LocalStaging(), digest_cache())) as tensors:
+            formed = FormedTensors(tensors, VISION_OF_IDEFICS)
+            _fill(model, formed, destinations, described, target)
+    for module in model.modules():
+        if isinstance(module, MatmulModule):
+            module.pack()
+    return LoadedEncoder(model, _pixel_fields(model_dir), target, num_threads)
+
+
+def _fill(
+    model: SiglipEncoder,
+    tensors: WeightSource,
+    destinations: dict[str, Tensor],
+    described: bytes,
+    device: torch.device,
+) -> None:
+    """Processes of a host share one copy if possible."""
+    if device.type == "cpu" and not IS_INTERPRETED:
+        place = tensors, described, lambda: "vision", weights_cache_dir()
+        if map_weights(model, destinations, *place) is not None:
+            return
+    load_weights(tensors, destinations)
+
+
+def _pixel_fields(model_dir: Path) -> PixelFields:
+    path = model_dir / PROCESSOR
+    return read_checkpoint_json(path, PixelFields) if exists(path) else PixelFields()
+
+
+def _values_of_levels(pixels: PixelFields) -> Tensor:
+    """[3, 256] FP32: the value of each level of a channel."""
+    levels = torch.arange(_LEVELS, dtype=torch.float32) * pixels.rescale_factor
+    mean, std = (torch.tensor(each)[:, None] for each in (pixels.image_mean, pixels.image_std))
+    return (levels - mean) / std
