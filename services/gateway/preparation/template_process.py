@@ -27,6 +27,7 @@ from services.gateway.text.process_jobs import (
     BodyJob,
     CheckJob,
     EncodeJob,
+    ImageChatJob,
     Job,
     JobFinished,
     JobRejected,
@@ -41,6 +42,7 @@ from services.gateway.text.process_jobs import (
     frame,
     limit_s,
     template_values,
+    without_pixels,
 )
 from shared.errors import ConfigError, HearthError
 
@@ -50,11 +52,13 @@ MAX_TOKENIZERS = 4
 MAX_PROMPT_CHARS = 4 << 20  # characters of a small conversation; a large one has more for each byte
 MAX_CHARS_PER_BYTE = 4
 
-BodyHandler = Callable[[BodyJob | EncodeJob], Reply]
+FileJob = BodyJob | ImageChatJob | EncodeJob  # those that need a model's files
+BodyHandler = Callable[[FileJob], Reply]
 # Called with the setup and the template when the first body of a model arrives.
 MakeBodyHandler = Callable[[ProcessSetup, ChatTemplate | None], BodyHandler]
 Message = ProcessSetup | SelectModel | Job
 
+_FRAMES = sys.stdout.buffer
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
@@ -126,6 +130,7 @@ def loading() -> Iterator[None]:
 def main(make_body_handler: MakeBodyHandler | None = None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, most))
+    sys.stdout = sys.stderr  # a line of the log among the frames would be read as one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
     models = _Models(make_body_handler)
     while (data := read_frame()) is not None:
@@ -137,16 +142,20 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
             case SelectModel(key):
                 models.select(key)
             case job:
-                write_frame(_answered(models, job))
+                reply, *pixels = _answered(models, job)
+                write_frame(reply)
+                for each in pixels:
+                    write_frame(each)
+                    each[:] = bytes(len(each))  # nothing of an image stays here
 
 
-def _answered(models: _Models, job: Job | JobRejected) -> bytearray:
+def _answered(models: _Models, job: Job | JobRejected) -> list[bytearray]:
     try:
-        is_tokenized = isinstance(job, BodyJob | EncodeJob)
+        is_tokenized = isinstance(job, FileJob)
         handle_body = models.body_handler() if is_tokenized else None
         template = models.template
     except ConfigError as error:
-        return frame(JobFinished(Unavailable(error.message), 0.0))
+        return [frame(JobFinished(Unavailable(error.message), 0.0))]
     signal.setitimer(signal.ITIMER_PROF, limit_s(job))
     reply = encoded_reply(template, job, handle_body)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -163,16 +172,16 @@ def decoded(data: bytes) -> Message | JobRejected:
 
 def encoded_reply(
     template: ChatTemplate | None, job: Job | JobRejected, handle_body: BodyHandler | None = None
-) -> bytearray:
-    """Returns the frame of a `JobFinished`. Rejects a job on any error: an end of the process would
-    delay the jobs of other clients.
+) -> list[bytearray]:
+    """Returns the frame of a `JobFinished`, and the pixels of images that follow it. Rejects a job
+    on any error: an end of the process would delay the jobs of other clients.
     """
     began_s = time.process_time()
     try:
-        reply = _reply_to(template, job, handle_body)
-        return frame(JobFinished(reply, time.process_time() - began_s))
+        reply, pixels = without_pixels(_reply_to(template, job, handle_body))
+        return [frame(JobFinished(reply, time.process_time() - began_s)), *pixels]
     except BaseException as error:  # a template, a panic of a tokenizer, a client's data
-        return frame(JobFinished(_failed(job, error), time.process_time() - began_s))
+        return [frame(JobFinished(_failed(job, error), time.process_time() - began_s))]
 
 
 def _reply_to(
@@ -188,7 +197,7 @@ def _reply_to(
         case BodyJob(body=body):
             job = msgspec.structs.replace(job, body=without_lone_surrogates(body))
             return _body(handle_body, job)
-        case EncodeJob():
+        case EncodeJob() | ImageChatJob():
             return _body(handle_body, job)
         case CheckJob():
             return JobRejected("this process checks no grammars", None)
@@ -198,7 +207,7 @@ def _failed(job: Job | JobRejected, error: BaseException) -> JobRejected:
     name = type(error).__name__
     if isinstance(job, EncodeJob):
         return JobRejected(f"the tokenizer fails on this text: {name}", None)
-    if isinstance(job, BodyJob | NameJob):
+    if isinstance(job, BodyJob | NameJob | ImageChatJob):
         return JobRejected(f"the body cannot be prepared: {name}", None)
     return JobRejected(f"the chat template fails on these messages: {name}")
 
@@ -206,7 +215,7 @@ def _failed(job: Job | JobRejected, error: BaseException) -> JobRejected:
 def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
     if template is None:
         return JobRejected(NO_TEMPLATE)
-    given = template_values(job)
+    given = template_values(job.values)
     try:
         parts = template.render(
             given.messages,
@@ -222,7 +231,7 @@ def _rendered(template: ChatTemplate | None, job: RenderJob) -> Reply:
     return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])
 
 
-def _body(handle: BodyHandler | None, job: BodyJob | EncodeJob) -> Reply:
+def _body(handle: BodyHandler | None, job: FileJob) -> Reply:
     try:
         if handle is not None:
             return handle(job)
@@ -237,8 +246,9 @@ def read_frame() -> bytes | None:
 
 
 def write_frame(data: bytearray) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+    """Writes a frame, or pixels."""
+    _FRAMES.write(data)
+    _FRAMES.flush()
 
 
 if __name__ == "__main__":
