@@ -165,6 +165,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     http_key: str = ""
     request_timeout_s: float = 600.0
     max_body_bytes: int = 4 * 1024 * 1024
+    max_image_body_bytes: int = 32 * 1024 * 1024  # of a body with images, where a model takes some
+    max_images: int = 20  # of one request
+    max_image_pixels: int = 50_000_000  # of one image, before it is resized
     max_requests: int = 4096  # open at once; a request above the limit gets 429
     preparations_per_tenant: int = 2  # requests that are rendered and tokenized at once
     default_max_tokens: int = 1024
@@ -201,6 +204,10 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     kv_networks: tuple[str, ...] = ()
     # seconds for which tenants of other sites are served after their last confirmation
     stale_s: float = 300.0
+    max_pixel_bytes: int = 1024**3  # processed images of open requests, in memory
+    max_tenant_pixel_bytes: int = 256 * 1024 * 1024  # of one tenant
+    # the least security of links over which workers get pixels
+    data_plane_security: str = "aead"
     receipt_ttl_s: float = 3600.0  # life of receipts; 0: there are none
     max_receipt_bytes: int = 64 * 1024 * 1024  # memory of the receipts of all tenants
 
@@ -230,10 +237,16 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(
             self,
             *("request_timeout_s", "max_body_bytes", "max_requests", "preparations_per_tenant"),
+            *("max_image_body_bytes", "max_images", "max_image_pixels"),
             *("default_max_tokens", "write_timeout_s", "keep_alive_s", "max_loaded_models"),
             *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s", "stale_s"),
-            "max_receipt_bytes",
+            *("max_pixel_bytes", "max_tenant_pixel_bytes", "max_receipt_bytes"),
         )
+        if self.data_plane_security not in DATA_PLANE_SECURITIES:
+            yield (
+                f"data_plane_security {self.data_plane_security!r} is none of "
+                f"{', '.join(DATA_PLANE_SECURITIES)}"
+            )
         if not 0 <= self.receipt_ttl_s < inf:
             yield f"receipt_ttl_s {self.receipt_ttl_s} is not a duration of at least 0"
         for name in ("max_stored_response_bytes", "max_stored_prefix_bytes"):
@@ -427,7 +440,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     zero_freed_blocks: bool = False
     max_pinned_share: float = 0.25  # share of the cache for pinned prefixes
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
-    data_plane_port: int = 0  # of the first rank, the others have the next ones; 0: free ports
+    # of the first rank, the others have the next ones, then come pixels; 0: free ports
+    data_plane_port: int = 0
     data_plane_advertised_host: str = ""  # address that prefill workers dial; default: the same
     kv_compression: str = (
         "auto"  # auto: compresses BF16 KV to other hosts if it is faster; or "off"
@@ -435,8 +449,14 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     # KV over TCP is encrypted and authenticated (aead), only authenticated (mac), or neither
     # (none).
     data_plane_security: str = "aead"
+    image_cache_bytes: int = 256 * 1024 * 1024  # encoded images of all tenants, in host memory
     # the name of this worker's site, to which other sites may push KV; empty: none may
     site: str = ""
+
+    @property
+    def pixel_port(self) -> int:
+        """The port at which pixels arrive; 0: a free one."""
+        return self.data_plane_port and self.data_plane_port + self.tp * self.pp
 
     @property
     def is_on_loopback(self) -> bool:

@@ -35,20 +35,20 @@ def _size(given: str | int) -> int:
         raise typer.BadParameter(error.message) from None
 
 
-def read_given_file(path: Path, *, what: str) -> bytes:
-    """Reads a file that an operator names, up to MAX_BYTES. It may be a pipe; `-` is standard
+def read_given_file(path: Path, *, what: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """Reads a file that an operator names, up to `max_bytes`. It may be a pipe; `-` is standard
     input.
 
     `what` begins the error messages, such as the option's name. Raises ConfigError.
     """
     try:
         if str(path) == "-":
-            data = sys.stdin.buffer.read(MAX_BYTES + 1)
+            data = sys.stdin.buffer.read(max_bytes + 1)
         else:
             with path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
+                data = file.read(max_bytes + 1)
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"{what} {path} has more than {MAX_BYTES} bytes")
+    if len(data) > max_bytes:
+        raise ConfigError(f"{what} {path} has more than {max_bytes} bytes")
     return data

@@ -131,7 +131,7 @@ class HearthClient:
     ) -> None:
         data = json.dumps(body).encode()
         if len(data) > min(self._connection.max_payload, MAX_BODY_BYTES):
-            raise ApiError(413, f"the request has {len(data)} bytes, more than NATS accepts")
+            raise ApiError(413, f"the request has {len(data)} bytes: use HTTP, not NATS")
         name = f"hearth.v1.api.{endpoint}.{self._client_id}" + (gateway and f".{gateway}")
         await self._connection.publish(name, data, reply=inbox, headers=headers or None)
 

@@ -15,6 +15,7 @@ from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.dialects.open_dialects import OpenDialects
 from services.gateway.dialects.transport_parts import TransportParts
 from services.gateway.http.server import WebServer
+from services.gateway.images.pixel_access import open_pixel_holder
 from services.gateway.models.gateway_models import GatewayModels
 from services.gateway.models.live_models import Readiness
 from services.gateway.models.preparation_pools import PreparationPools
@@ -41,6 +42,7 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import connect, connect_to_clients
 from shared.metrics.families.member import Member
 from shared.metrics.process_report import ProcessReport
+from shared.pixels.pixel_frames import IMAGES_FEATURE
 from shared.randomness import Randomness, SystemRandomness
 from shared.sites.linked_sites import LinkedSites
 from shared.subjects import is_at_site
@@ -91,6 +93,7 @@ class GatewayService:
             store=stores.fast.load,
             links=tuple if linked is None else linked.loads,
         )
+        self.pixels = open_pixel_holder(config, bus, self._health_monitor, clock)
         self.tenancy = Tenancy(
             config,
             stores,
@@ -140,6 +143,7 @@ class GatewayService:
             api_keys=self.api_keys,
             metrics=metrics,
             max_body_bytes=config.max_body_bytes,
+            max_image_body_bytes=self._max_image_body_bytes,
             clock=clock,
             new_request_id=self.new_request_id,
         )
@@ -177,12 +181,18 @@ class GatewayService:
             self._driver,
             metrics=self.metrics,
             telemetry=self.telemetry,
+            pixels=self.pixels,
             states=self.dialects.states,
             receipts=self.receipts,
             clock=self._clock,
             wall_clock=self._wall_clock,
             randomness=self._randomness,
         )
+
+    def _max_image_body_bytes(self) -> int:
+        """Returns the limit of bodies with images; 0 while no model takes any."""
+        has_images = self._models.live.has_feature(IMAGES_FEATURE)
+        return self._config.max_image_body_bytes if has_images else 0
 
     def _operator_routes(self) -> OperatorRoutes:
         return OperatorRoutes(
@@ -253,6 +263,7 @@ class GatewayService:
 
     async def start(self) -> None:
         await self._driver.start()
+        await self.pixels.start()
         self._health_monitor.on_heartbeat(self._places.observe)
         self._health_monitor.on_heartbeat(self._models.live.observe)
         self._health_monitor.on_heartbeat(self.metrics.stopped_workers.observe)
@@ -318,6 +329,7 @@ class GatewayService:
         if self._sites is not None:
             await self._sites.stop()
         await self._driver.stop()
+        await self.pixels.close()
         self._rejection_log.log_new()
         await self.dialects.stop()
         await self._usage.stop()  # waits for a Redis that is away

@@ -6,6 +6,8 @@ Answers go to standard output, all else to standard error.
 from __future__ import annotations
 
 import asyncio
+import base64
+import mimetypes
 import re
 import sys
 from collections.abc import Sequence
@@ -36,6 +38,8 @@ from shared.transport.wire_errors import UNREADABLE
 HINT = "/new starts a new conversation, /quit or Ctrl-D ends"
 UNKNOWN = "no such command: {}; " + HINT
 COMMAND = re.compile(r"/[a-z]+")
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp", "image/gif")
+MAX_IMAGE_BYTES = 24 << 20
 MAX_ROUNDS = 8  # rounds of calls, before an answer must come
 
 
@@ -69,7 +73,7 @@ class ChatOptions:
 
     `question` is that of a single answer; None means a conversation. `model` None means the first
     of the cluster. `tools` are names of local tools that the model may call. `schema` is a file
-    with the JSON Schema that answers match.
+    with the JSON Schema that answers match. `images` are files that the first question shows.
     """
 
     question: str | None = None
@@ -77,6 +81,7 @@ class ChatOptions:
     system: str = ""
     tools: str = ""
     schema: Path | None = None
+    images: tuple[Path, ...] = ()
     is_quiet: bool = False
 
 
@@ -86,6 +91,7 @@ def run_chat(url: str | None, api_key: str | None, options: ChatOptions) -> None
     """
     tools = find_tools(options.tools) if options.tools else ()
     fields = {} if options.schema is None else {"response_format": response_format(options.schema)}
+    images = [image_part(each) for each in options.images]
     found = find_gateway(url, api_key)
     with asyncio.Runner() as runner:
         client = gateway_client(found.url, found.api_key, found.certificate)
@@ -95,7 +101,7 @@ def run_chat(url: str | None, api_key: str | None, options: ChatOptions) -> None
             else:
                 model = runner.run(named_model(client, options.model)).id
             conversation = TerminalChat(client, model, tools, fields, Terminal(options.is_quiet))
-            conversation.system = options.system
+            conversation.system, conversation.images = options.system, images
             if options.question is None:
                 _converse(runner, conversation)
             else:
@@ -135,6 +141,19 @@ def response_format(path: Path) -> dict[str, Any]:
     }
 
 
+def image_part(path: Path) -> dict[str, Any]:
+    """Returns the part of a message that shows the image in a file. Raises ConfigError for a file
+    that cannot be read or is no image by its name.
+    """
+    media_type, _ = mimetypes.guess_type(path.name)
+    if media_type not in IMAGE_TYPES:
+        raise ConfigError(f"--image {path} must be a JPEG, PNG, WebP or GIF")
+    text = base64.b64encode(
+        read_given_file(path, what="--image", max_bytes=MAX_IMAGE_BYTES)
+    ).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{text}"}}
+
+
 class TerminalChat:
     """The messages so far, and the requests that continue them."""
 
@@ -149,6 +168,7 @@ class TerminalChat:
         self.terminal = terminal
         self.title = f"{model} at {client.base_url}"
         self.system = ""
+        self.images: list[dict[str, Any]] = []  # of the first question
         self._client, self._model, self._clock = client, model, MonotonicClock()
         self._tools = {each.name: each for each in tools}
         if tools:
@@ -166,7 +186,7 @@ class TerminalChat:
         """
         begun = [{"role": "system", "content": self.system}] if self.system else []
         history = self._history or begun
-        messages = [*history, {"role": "user", "content": question}]
+        messages = [*history, {"role": "user", "content": self._content(question)}]
         for _ in range(MAX_ROUNDS):
             reply = await self._request(messages)
             if not reply.calls:
@@ -178,6 +198,11 @@ class TerminalChat:
             )
             messages += [self._run(each) for each in reply.calls]
         raise HearthError(f"no answer after {MAX_ROUNDS} rounds of calls")
+
+    def _content(self, question: str) -> str | list[dict[str, Any]]:
+        if not self.images or self._history:
+            return question
+        return [*self.images, {"type": "text", "text": question}]
 
     async def _request(self, messages: list[dict[str, Any]]) -> ChatReply:
         printer = text_printer(self.terminal.answers)

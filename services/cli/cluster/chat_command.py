@@ -16,7 +16,8 @@ app = typer.Typer()
     rich_help_panel=START,
     epilog='Examples:  hearth chat  ·  hearth chat "What is the KV cache?" > answer.txt  ·  '
     "hearth chat --url http://site-a:8000 --api-key KEY"
-    "  ·  hearth chat --tools clock,dice  ·  hearth chat --json SCHEMA.json",
+    "  ·  hearth chat --tools clock,dice  ·  hearth chat --json SCHEMA.json"
+    '  ·  hearth chat --image photo.jpg "What is in it?"',
 )
 def chat(
     question: Annotated[
@@ -42,6 +43,10 @@ def chat(
         Path | None,
         typer.Option(metavar="FILE", help="JSON Schema of the answers (default: free text)."),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Image of the first question; repeat it for several."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print answers and errors alone.")] = False,
 ) -> None:
     """Chat with a model in this terminal, or print its answer to one question.
@@ -51,6 +56,12 @@ def chat(
     from services.cli.cluster.chat import ChatOptions, run_chat
 
     options = ChatOptions(
-        question=question, model=model, system=system, tools=tools, schema=json, is_quiet=quiet
+        question=question,
+        model=model,
+        system=system,
+        tools=tools,
+        schema=json,
+        images=tuple(image or ()),
+        is_quiet=quiet,
     )
     run_chat(url, api_key, options)

@@ -52,8 +52,9 @@ PANELS = {
     "Secrets": ("operator_token", "metrics_token", "cluster_secret", "fault_token"),
     "Limits": (
         *("default_max_tokens", "max_requests", "preparations_per_tenant", "max_body_bytes"),
-        *("max_unsent_bytes", "max_tenant_unsent_bytes", "response_ttl_s", "receipt_ttl_s"),
-        "max_receipt_bytes",
+        *("max_image_body_bytes", "max_images", "max_image_pixels", "max_pixel_bytes"),
+        *("max_tenant_pixel_bytes", "max_unsent_bytes", "max_tenant_unsent_bytes"),
+        *("response_ttl_s", "receipt_ttl_s", "max_receipt_bytes"),
         *("max_stored_response_bytes", "max_stored_prefix_bytes", "max_queued_requests"),
         *("max_queued_tokens", "max_prefixes_per_tenant", "prefix_ttl_s", "max_context_tokens"),
         *("max_batch_tokens", "max_sequences"),
@@ -65,7 +66,7 @@ PANELS = {
     ),
     "KV cache": (
         *("kv_cache_bytes", "kv_floor_bytes", "kv_ceiling_bytes", "block_size", "gpu_memory"),
-        *("max_reserved_share", "max_pinned_share", "zero_freed_blocks"),
+        *("max_reserved_share", "max_pinned_share", "zero_freed_blocks", "image_cache_bytes"),
     ),
     "KV data plane": (
         *("data_plane_host", "data_plane_port", "data_plane_advertised_host"),
@@ -144,6 +145,12 @@ HELP = {
     "http_key": "PEM file of its private key.",
     "request_timeout_s": "Maximum duration of a request, in seconds.",
     "max_body_bytes": "Maximum size of a request body.",
+    "max_image_body_bytes": "Maximum size of a body with images, for models that take images; the "
+    "rest of the body is limited as others are.",
+    "max_images": "Maximum images of a request.",
+    "max_image_pixels": "Maximum pixels of an image, width times height, before it is decoded.",
+    "max_pixel_bytes": "Maximum pixels of open requests in memory, until their answers end.",
+    "max_tenant_pixel_bytes": "Maximum of those of one tenant.",
     "preparations_per_tenant": "Requests of a tenant that are decoded, rendered and tokenized at "
     "once; its further requests wait.",
     "max_requests": "Maximum concurrent requests; further requests are rejected with 429.",
@@ -259,11 +266,13 @@ HELP = {
     "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
     "zero_freed_blocks": "Zero the KV of blocks that are no longer cached or in use.",
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
+    "image_cache_bytes": "Memory of this host for encoded images of all tenants.",
     "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
-    "data_plane_security": "KV over TCP: aead (encrypted and authenticated), mac (authenticated) "
-    "or none.",
+    "data_plane_security": "KV and pixels over TCP: aead (encrypted and authenticated), mac "
+    "(authenticated) or none; a gateway refuses workers with less.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
-    "data_plane_port": "Its TCP port; further ranks take the next ones (default: free ports).",
+    "data_plane_port": "Its TCP port; further ranks take the next ones, then pixels of images "
+    "(default: free ports).",
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",
 }

@@ -17,7 +17,13 @@ from typing import Any
 from litestar.types import ASGIApp, Empty, Receive, Scope, Send
 from litestar.utils.scope.state import ScopeState
 
-from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF, RAW
+from services.gateway.dialects.route_options import (
+    BODY_KIND,
+    IS_FREE,
+    MODEL_OF,
+    RAW,
+    TAKES_IMAGES,
+)
 from services.gateway.dialects.transport_parts import TransportParts
 from services.gateway.http.body_budget import BodyBytes
 from services.gateway.http.body_encoding import BodyEncoding
@@ -42,7 +48,7 @@ class Admission:
         self._submission = parts.submission
         self._api_keys = parts.api_keys
         self._new_request_id = parts.new_request_id
-        self._max_body_bytes = parts.max_body_bytes
+        self._body_limit = parts.body_limit
         self._budget = parts.budget
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
@@ -95,7 +101,8 @@ class Admission:
         options: Mapping[str, Any],
     ) -> Receive:
         """Returns a `receive` with the body, or with what remains of a large one."""
-        data = decodable(await self._read(scope, receive, body))
+        limit = self._body_limit(takes_images=bool(options.get(TAKES_IMAGES)))
+        data = decodable(await self._read(scope, receive, body, limit))
         kind = options[BODY_KIND]
         if kind == RAW:
             return _replayed(data, receive, body)
@@ -104,13 +111,13 @@ class Admission:
         scope["state"]["prompts"] = read.prompts
         return _replayed(read.body, receive, body)
 
-    async def _read(self, scope: Scope, receive: Receive, body: BodyBytes) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, body: BodyBytes, limit: int) -> bytes:
         """Returns the body. Raises PayloadTooLarge, UnsupportedMediaType, Overloaded and
         ClientDisconnected.
         """
         announced = header_of(scope["headers"], b"content-length")
-        if announced is not None and announced.isdigit() and int(announced) > self._max_body_bytes:
-            raise self._too_large()
+        if announced is not None and announced.isdigit() and int(announced) > limit:
+            raise _too_large(limit)
         kind = header_of(scope["headers"], b"content-type")
         encoding = BodyEncoding(header_of(scope["headers"], b"content-encoding"), kind)
         parts, num_bytes, num_sent = [], 0, 0  # a compressed body may become nothing
@@ -120,19 +127,20 @@ class Admission:
                 raise ClientDisconnected("the client closed the connection")
             chunk = event.get("body", b"")
             num_sent += len(chunk)
-            if num_sent > self._max_body_bytes:
-                raise self._too_large()
+            if num_sent > limit:
+                raise _too_large(limit)
             for part in encoding.parts(chunk):
                 num_bytes += len(part)
-                if num_bytes > self._max_body_bytes:
-                    raise self._too_large()
+                if num_bytes > limit:
+                    raise _too_large(limit)
                 body.add(len(part))
                 parts.append(part)
             if not event.get("more_body", False):
                 return encoding.text(b"".join(parts))
 
-    def _too_large(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the request body is larger than {self._max_body_bytes} bytes")
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is larger than {limit} bytes")
 
 
 def _replayed(data: bytes, receive: Receive, body: BodyBytes) -> Receive:

@@ -14,7 +14,7 @@ from litestar.types import Receive, Scope, Send
 from services.gateway.dialects.dialect import Answer, Dialect, Handlers, OpenDialect
 from services.gateway.dialects.http_parts import HttpParts, HttpRequest
 from services.gateway.dialects.paths import check_account
-from services.gateway.dialects.route_options import BODY_KIND, RAW
+from services.gateway.dialects.route_options import BODY_KIND, RAW, TAKES_IMAGES
 from services.gateway.http.body import RawBody, StrictBody
 from services.gateway.http.openapi import ENDPOINT, described
 from services.gateway.http.response import GenerationResponse
@@ -65,7 +65,8 @@ def _handler(
     route = post(
         list(endpoint.paths),
         dto=dto,
-        opt={BODY_KIND: kind, ENDPOINT: endpoint},
+        opt={BODY_KIND: kind, ENDPOINT: endpoint, TAKES_IMAGES: endpoint.takes_images},
+        request_max_body_size=None,  # the admission has limited it
         summary=endpoint.summary or None,
         responses=described(endpoint.response, dialect.error, *endpoint.errors),
         guards=[check_account],

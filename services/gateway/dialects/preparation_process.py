@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.gateway.preparation.template_process import BodyHandler, loading, main
+from services.gateway.preparation.template_process import BodyHandler, FileJob, loading, main
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.process_jobs import (
-    BodyJob,
     Encoded,
     EncodeJob,
+    ImageChatJob,
     PreparedBody,
     ProcessSetup,
 )
@@ -45,7 +45,7 @@ def body_handler(
 ) -> BodyHandler:
     """Loads the tokenizer. Returns a function that prepares the bodies of the dialects."""
     from services.gateway.request.endpoint import GeneratingEndpoint
-    from services.gateway.request.prepared_bodies import prepare_body
+    from services.gateway.request.prepared_bodies import prepare_body, prepare_image_chat
     from services.gateway.text.model_files import ModelFiles
     from services.gateway.text.tokenizer import encoded
 
@@ -54,9 +54,11 @@ def body_handler(
     with loading():
         files = ModelFiles(Path(setup.model_dir), setup.template_file)
 
-    def prepare(job: BodyJob | EncodeJob) -> PreparedBody | Encoded:
+    def prepare(job: FileJob) -> PreparedBody | Encoded:
         if isinstance(job, EncodeJob):
             return encoded(job, files.tokenizer)
+        if isinstance(job, ImageChatJob):
+            return prepare_image_chat(job, files, template)
         if job.kind in jobs:
             return jobs[job.kind](job, files, template)
         endpoint = endpoints[job.kind]

@@ -15,7 +15,9 @@ from shared.clock import Clock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportParts:
-    """`budget`: counts the bytes of bodies. `max_body_bytes`: of one body."""
+    """`budget`: counts the bytes of bodies. `max_body_bytes`: of one body. `max_image_body_bytes`:
+    returns that of bodies with images; 0 while no model takes any.
+    """
 
     dialects: OpenDialects
     submission: Submission
@@ -25,3 +27,8 @@ class TransportParts:
     clock: Clock
     new_request_id: Callable[[], str]
     budget: BodyBudget = field(default_factory=BodyBudget)
+    max_image_body_bytes: Callable[[], int] = lambda: 0
+
+    def body_limit(self, *, takes_images: bool) -> int:
+        """Returns the limit of a body of an endpoint."""
+        return max(self.max_body_bytes, self.max_image_body_bytes() if takes_images else 0)

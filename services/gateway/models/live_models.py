@@ -210,6 +210,12 @@ class Catalog:
         live = self._fleet.live("decode")
         return [each for each in live if not self.name or _serves(each, self.name)]
 
+    def has_feature(self, feature: str) -> bool:
+        """Returns whether a live decode worker has the feature, or a host a model with it."""
+        cards = [each.model for each in self._fleet.live("decode")]
+        cards += [card for hosted in self._hosts.values() for card in hosted.values()]
+        return any(card is not None and feature in card.features for card in cards)
+
     def _has_free_blocks(self) -> bool:
         loads = (heartbeat.load for heartbeat in self._decodes())
         return any(load is not None and load.num_free_blocks > 0 for load in loads)

@@ -164,7 +164,7 @@ class ServedRequest:
         body = self._transport.budget.body(tenant.tenant_id)
         try:
             self._reply.limit_headers = reservation.headers
-            self._check_size()
+            self._check_size(endpoint)
             body.add(len(self.message.data))
             self.message.data = decodable(self.message.data)
             held.release()
@@ -221,10 +221,10 @@ class ServedRequest:
             raise DeadlineExceeded(f"the request was not submitted within {longest:g} s")
         return left_s
 
-    def _check_size(self) -> None:
+    def _check_size(self, endpoint: Endpoint) -> None:
         """Raises PayloadTooLarge for too large a body, and InvalidRequest for an empty one."""
-        if len(self.message.data) > self._transport.max_body_bytes:
-            limit = self._transport.max_body_bytes
+        limit = self._transport.body_limit(takes_images=endpoint.takes_images)
+        if len(self.message.data) > limit:
             raise PayloadTooLarge(f"the request body is larger than {limit} bytes")
         if not self.message.data:
             raise InvalidRequest("the body is empty: send a JSON object")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from services.gateway.preparation.template_process import BodyHandler, loading, main
+from services.gateway.preparation.template_process import BodyHandler, FileJob, loading, main
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.model_files import prompt_tokenizer
-from services.gateway.text.process_jobs import BodyJob, EncodeJob, JobRejected, ProcessSetup, Reply
+from services.gateway.text.process_jobs import EncodeJob, JobRejected, ProcessSetup, Reply
 from services.gateway.text.tokenizer import PromptTokenizer, encoded
 
 
@@ -22,7 +22,7 @@ def make_encoder(setup: ProcessSetup, _: ChatTemplate | None) -> BodyHandler:
     return partial(_answer, tokenizer)
 
 
-def _answer(tokenizer: PromptTokenizer, job: BodyJob | EncodeJob) -> Reply:
+def _answer(tokenizer: PromptTokenizer, job: FileJob) -> Reply:
     if isinstance(job, EncodeJob):
         return encoded(job, tokenizer)
     return JobRejected("this process prepares no bodies", None)

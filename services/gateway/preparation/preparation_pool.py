@@ -43,6 +43,7 @@ from services.gateway.text.process_jobs import (
     frame,
     limit_s,
     over_limit,
+    with_pixels,
 )
 from shared.background import Background, is_logged, item_error
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
@@ -56,6 +57,7 @@ from shared.lifecycle.piped_child import PipedChild, start_piped
 MAX_WAIT_S = 5.0  # seconds until a turn; a job that has started is not timed out by this
 MAX_BATCH = 16
 MAX_SMALL_BYTES = 4096  # or characters, of a job that shares a turn: a pipe holds all of them
+PART_BYTES = 64 << 10
 HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
 SUSPECT_S = 0.5  # twice without progress, and the process of a job counts as frozen
 SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
@@ -121,7 +123,17 @@ class _PoolProcess:
 
     async def finished(self) -> JobFinished:
         (size,) = SIZE.unpack(await self.process.stdout.readexactly(SIZE.size))
-        return _decoder.decode(await self.process.stdout.readexactly(size))
+        finished = _decoder.decode(await self.process.stdout.readexactly(size))
+        reply = await with_pixels(finished.reply, self._read)
+        return JobFinished(reply, finished.cpu_s)
+
+    async def _read(self, num_bytes: int) -> bytearray:
+        """Reads in parts: a copy of megabytes at once would hold up running streams."""
+        data = bytearray(num_bytes)
+        for start in range(0, num_bytes, PART_BYTES):
+            end = min(start + PART_BYTES, num_bytes)
+            data[start:end] = await self.process.stdout.readexactly(end - start)
+        return data
 
     def kill(self) -> None:
         self.process.kill()

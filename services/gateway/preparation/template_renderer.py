@@ -15,6 +15,7 @@ from services.gateway.text.process_jobs import (
     BodyJob,
     Encoded,
     EncodeJob,
+    ImageChatJob,
     JobRejected,
     Named,
     NameJob,
@@ -22,6 +23,7 @@ from services.gateway.text.process_jobs import (
     ProcessSetup,
     Rendered,
     Reply,
+    TokenizedPrompt,
     Unavailable,
     render_job,
 )
@@ -80,6 +82,13 @@ class Renderer:
         _check(reply)
         assert isinstance(reply, PreparedBody), "the reply to a BodyJob"
         return reply
+
+    async def prepare_image_chat(self, job: ImageChatJob, *, tenant_id: str) -> TokenizedPrompt:
+        """Renders and tokenizes a conversation with images. Raises as `prepare_body` does."""
+        reply = await self._pool.run(tenant_id, self._setup, job)
+        _check(reply)
+        assert isinstance(reply, PreparedBody), "the reply to an ImageChatJob"
+        return reply.prompts[0]
 
     async def encode(
         self,

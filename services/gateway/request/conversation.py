@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.images.input_image import InputImage
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.structured.tools.call_fields import CallField, name_and_arguments
 from services.gateway.structured.tools.tool import ToolOptions, template_tool
@@ -22,8 +23,7 @@ class TextPart(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class ImagePart(msgspec.Struct, frozen=True, tag=True):
-    url: str  # may be a data URL
+ShownPart = TextPart | InputImage
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag=True):
@@ -36,14 +36,15 @@ class ToolCall(msgspec.Struct, frozen=True, tag=True):
 
 class ToolResult(msgspec.Struct, frozen=True, tag=True):
     call_id: str
-    text: str
+    parts: tuple[ShownPart, ...]
 
 
 class Reasoning(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Part = TextPart | ImagePart | ToolCall | ToolResult | Reasoning
+Part = TextPart | InputImage | ToolCall | ToolResult | Reasoning
+Content = str | list[dict[str, str]]  # as chat templates read it
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -75,7 +76,8 @@ def chat_prompt(
     variables: Mapping[str, Any] | None = None,
     param: str = "messages",
 ) -> ChatPrompt:
-    """Converts the turns to the dicts of chat templates, and joins the texts of each with newlines.
+    """Converts the turns to the dicts of chat templates, and joins texts of one that follow each
+    other with newlines. A content with images is a list of texts and of their places.
     `variables`: of the client, for the chat template, such as `enable_thinking`. `param`: the
     request field that holds the turns. Raises InvalidRequest for a result without a call before it,
     and for what no model can be given yet.
@@ -87,10 +89,34 @@ def chat_prompt(
     shown = () if tools is None else tools.shown_tools
     return ChatPrompt(
         tuple(messages),
+        images=tuple(images_of(turns)),
         tools=tuple(map(template_tool, shown)),
         variables=template_variables(variables or {}, effort),
         param=param,
     )
+
+
+def images_of(turns: Sequence[Turn]) -> Iterator[InputImage]:
+    """Yields the images in the order of the prompt."""
+    for turn in turns:
+        for part in turn.parts:
+            inner = part.parts if isinstance(part, ToolResult) else (part,)
+            yield from (each for each in inner if isinstance(each, InputImage))
+
+
+def content_of(parts: Sequence[ShownPart]) -> Content:
+    """Returns a text, or with images the list of texts and images that templates loop over."""
+    if not any(isinstance(each, InputImage) for each in parts):
+        return "\n".join(each.text for each in parts if isinstance(each, TextPart))
+    content: list[dict[str, str]] = []
+    for part in parts:
+        if isinstance(part, InputImage):
+            content.append({"type": "image"})
+        elif content and content[-1]["type"] == "text":
+            content[-1]["text"] += "\n" + part.text
+        else:
+            content.append({"type": "text", "text": part.text})
+    return content
 
 
 def template_variables(variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
@@ -129,11 +155,12 @@ def _messages(index: int, turn: Turn, names: dict[str, str]) -> list[dict[str, A
     """Converts one turn, and adds its calls to `names`."""
     if any(isinstance(part, ToolResult) for part in turn.parts):
         return [_result(index, turn, part, names) for part in turn.parts]
-    texts, calls, reasoning = [], [], []
+    shown: list[ShownPart] = []
+    calls, reasoning = [], []
     for part in turn.parts:
         match part:
-            case TextPart():
-                texts.append(part.text)
+            case TextPart() | InputImage():
+                shown.append(part)
             case ToolCall():
                 names[part.id] = part.name
                 function = {"name": part.name, "arguments": part.arguments}
@@ -142,7 +169,7 @@ def _messages(index: int, turn: Turn, names: dict[str, str]) -> list[dict[str, A
                 reasoning.append(part.text)
             case _:
                 raise _unsupported(index, part)
-    message: dict[str, Any] = {"role": turn.role, "content": "\n".join(texts)}
+    message: dict[str, Any] = {"role": turn.role, "content": content_of(shown)}
     if turn.name is not None:
         message["name"] = turn.name
     if reasoning:
@@ -156,7 +183,7 @@ def _result(index: int, turn: Turn, part: Part, names: Mapping[str, str]) -> dic
     """Converts a result. One without an id belongs to no known call."""
     if not isinstance(part, ToolResult):
         raise _unsupported(index, part)
-    message: dict[str, Any] = {"role": "tool", "content": part.text}
+    message: dict[str, Any] = {"role": "tool", "content": content_of(part.parts)}
     name = turn.name
     if part.call_id:
         if part.call_id not in names:

@@ -77,7 +77,8 @@ class Endpoint:
     the dialect has a handler of its own. `operation`, `summary`, `description`: in the OpenAPI
     document. `example`: a body that it shows.
     `event`: the type of a streamed event, or several types. `errors`: the statuses of rejections
-    over HTTP. `is_free`: a request costs nothing.
+    over HTTP. `is_free`: a request costs nothing. `takes_images`: its bodies may be as large as
+    images are.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Endpoint:
     errors: tuple[int, ...] = ERRORS
     is_on_nats: bool = True
     is_free: bool = False
+    takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

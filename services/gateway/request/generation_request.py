@@ -14,12 +14,13 @@ from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.tools.tool import ToolOptions
 from services.gateway.tenancy.errors import ExceedsLimit
 from services.gateway.tenancy.permissions import priority_of
-from shared.block_hash import extend_chain, root_hash
+from shared.block_hash import extend_chain, image_extras, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.grammar.spec import GRAMMAR_FEATURE
 from shared.grammar.thinking import THINKING_FEATURE
-from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
+from shared.messages import Choice, ImagePart, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
+from shared.pixels.pixel_frames import IMAGES_FEATURE
 from shared.tenancy.tenant import TenantRecord
 
 # Bytes of a message besides tokens, hashes and sampling: ids, the scheduler's additions.
@@ -211,14 +212,15 @@ def build_request(
     origin: RequestContext,
     public: PublicPrefixes | None = None,
 ) -> Request:
-    tenant = origin.tenant
+    tenant, images = origin.tenant, images_of(generation.prompt)
     root = root_hash(
         tenant.tenant_id, card.revision, cache_salt=generation.cache_salt, key=origin.root_key
     )
+    extras = image_extras(images, card.block_size)
     if public is None or generation.cache_salt:  # salted prompts are never shared
-        chain = PromptChain(extend_chain(root, prompt_token_ids, card.block_size))
+        chain = PromptChain(extend_chain(root, prompt_token_ids, card.block_size, extras))
     else:
-        chain = public.chain(root, prompt_token_ids, card)
+        chain = public.chain(root, prompt_token_ids, card, extras)
     return Request(
         request_id=origin.request_id,
         tenant_id=tenant.tenant_id,
@@ -242,10 +244,16 @@ def build_request(
         block_size=card.block_size,
         public_root=chain.public_root,
         needs=_needs(generation, sampling),
+        images=images,
     )
+
+
+def images_of(prompt: Prompt) -> tuple[ImagePart, ...]:
+    return tuple(each.part for each in prompt.images) if isinstance(prompt, PackedPrompt) else ()
 
 
 def _needs(generation: GenerationRequest, sampling: SamplingParams) -> tuple[str, ...]:
     of_grammar = () if sampling.grammar is None else (GRAMMAR_FEATURE,)
     of_thinking = () if sampling.thinking is None else (THINKING_FEATURE,)
-    return tuple(dict.fromkeys((*generation.needs, *of_grammar, *of_thinking)))
+    of_images = (IMAGES_FEATURE,) if images_of(generation.prompt) else ()
+    return tuple(dict.fromkeys((*generation.needs, *of_grammar, *of_thinking, *of_images)))

@@ -18,6 +18,11 @@ from services.gateway.request.generation_request import (
     check_min_tokens,
     prompt_too_long,
 )
+from services.gateway.request.images.image_prompts import (
+    check_images,
+    check_text_bytes,
+    tokenized_with_images,
+)
 from services.gateway.request.prompt import (
     ChatPrompt,
     Echo,
@@ -32,7 +37,14 @@ from services.gateway.request.prompt import (
 from services.gateway.text.chat_template import NO_TEMPLATE, ChatTemplate
 from services.gateway.text.lone_surrogates import without_lone_surrogates
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.text.process_jobs import BodyJob, PreparedBody, TokenizedPrompt
+from services.gateway.text.process_jobs import (
+    BodyJob,
+    ImageChatJob,
+    PreparedBody,
+    TokenizedImage,
+    TokenizedPrompt,
+    template_values,
+)
 from services.gateway.text.tokenizer import bad_word_texts
 from shared.errors import InvalidRequest
 from shared.packing import pack_token_ids, unpack_token_ids
@@ -78,9 +90,19 @@ def prepare_body(
     if generations[0].model != (job.model or ""):
         raise InvalidRequest("`model` is given more than once", param="model")
     generations = endpoint.for_model(body, generations, files)
+    _check_body(job, [each.prompt for each in generations], files)
     prompts = [_tokenized(each, job, files, template) for each in generations]
     short = endpoint.without_prompts(body, len(prompts))
     return PreparedBody(msgspec.json.encode(short), prompts)
+
+
+def _check_body(job: BodyJob, prompts: Sequence[Prompt], files: ModelFiles) -> None:
+    """Raises InvalidRequest for images that the model does not take, or for too many of them, and
+    PayloadTooLarge for too much text beside them.
+    """
+    images = [n for each in prompts if isinstance(each, ChatPrompt) for n in each.images]
+    check_images(images, files, job.images.max_images)
+    check_text_bytes(job.body, images, job.images)
 
 
 def with_prompts(
@@ -88,7 +110,7 @@ def with_prompts(
 ) -> list[GenerationRequest]:
     """Replaces the empty prompts by the tokens that `prepare_body` returned."""
     pairs = zip(generations, prompts, strict=True)
-    return [msgspec.structs.replace(each, prompt=_packed(prompt)) for each, prompt in pairs]
+    return [msgspec.structs.replace(each, prompt=packed_prompt(prompt)) for each, prompt in pairs]
 
 
 def _tokenized(
@@ -103,8 +125,8 @@ def _tokenized(
         max_context_tokens=job.max_context_tokens,
         max_input_tokens=job.max_input_tokens,
     )
-    prompt = _rendered(generation.prompt, template)
-    token_ids = encoded_prompt(prompt, files)
+    prompt = _rendered_prompt(generation.prompt, template)
+    token_ids, images = _encoded(prompt, files, job)
     most = job.max_context_tokens
     if most is not None and len(token_ids) > most:
         raise prompt_too_long(prompt.param, f"{len(token_ids)} tokens", most)
@@ -115,20 +137,88 @@ def _tokenized(
         is_chat=isinstance(prompt, ChatPrompt),
         echo=None if echo is None else (echo.text, echo.offsets),
         num_calls=prompt.num_calls if isinstance(prompt, ChatPrompt) else 0,
+        images=images,
     )
 
 
-def _rendered(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
-    if not isinstance(prompt, ChatPrompt):
-        return prompt
+def _encoded(
+    prompt: Prompt, files: ModelFiles, job: BodyJob
+) -> tuple[list[int], list[TokenizedImage]]:
+    if not isinstance(prompt, ChatPrompt) or not prompt.images:
+        return encoded_prompt(prompt, files), []
+    return tokenized_with_images(
+        prompt,
+        files,
+        job.images,
+        max_context_tokens=job.max_context_tokens,
+        has_pixels=job.has_pixels,
+    )
+
+
+def tokens_of_chat(
+    prompt: ChatPrompt,
+    job: BodyJob,
+    files: ModelFiles,
+    template: ChatTemplate | None,
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Returns the tokens of a conversation in a large body. Raises InvalidRequest and its
+    subclasses.
+    """
+    _check_body(job, [prompt], files)
+    rendered = _rendered(prompt, template, add_generation_prompt=add_generation_prompt)
+    return _encoded(rendered, files, job)[0]
+
+
+def prepare_image_chat(
+    job: ImageChatJob, files: ModelFiles, template: ChatTemplate | None
+) -> PreparedBody:
+    """Renders and tokenizes a conversation with images. Returns its prompt, without a body. Raises
+    InvalidRequest and its subclasses.
+    """
+    check_images(job.given, files, job.images.max_images)
+    given = template_values(job.values)
+    prompt = ChatPrompt(
+        tuple(given.messages),
+        tools=tuple(given.tools),
+        variables=given.variables,
+        images=tuple(job.given),
+        param=job.param,
+    )
+    rendered = _rendered(prompt, template, add_generation_prompt=given.add_generation_prompt)
+    token_ids, images = tokenized_with_images(
+        rendered,
+        files,
+        job.images,
+        max_context_tokens=job.max_context_tokens,
+        has_pixels=job.has_pixels,
+    )
+    packed, calls = pack_token_ids(token_ids), prompt.num_calls
+    found = TokenizedPrompt(job.param, packed, is_chat=True, num_calls=calls, images=images)
+    return PreparedBody(b"", [found])
+
+
+def _rendered_prompt(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
+    return _rendered(prompt, template) if isinstance(prompt, ChatPrompt) else prompt
+
+
+def _rendered(
+    prompt: ChatPrompt, template: ChatTemplate | None, *, add_generation_prompt: bool = True
+) -> ChatPrompt:
     if template is None:
         raise InvalidRequest(NO_TEMPLATE, param=prompt.param)
     with naming_field_of(prompt):
-        parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
+        parts = template.render(
+            prompt.messages,
+            prompt.tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=prompt.variables,
+        )
     return msgspec.structs.replace(prompt, parts=tuple(parts))
 
 
-def _packed(prompt: TokenizedPrompt) -> PackedPrompt:
+def packed_prompt(prompt: TokenizedPrompt) -> PackedPrompt:
     echo = None
     if prompt.echo is not None:
         text, offsets = prompt.echo
@@ -139,6 +229,7 @@ def _packed(prompt: TokenizedPrompt) -> PackedPrompt:
         is_chat=prompt.is_chat,
         echo=echo,
         num_calls=prompt.num_calls,
+        images=tuple(prompt.images),
     )
 
 

@@ -23,6 +23,7 @@ from services.gateway.request.generation_request import (
     check_constrained,
     check_dimensions,
 )
+from services.gateway.request.images.image_preparation import ImagePreparation, has_images
 from services.gateway.request.preparation import (
     Preparation,
     PreparedRequest,
@@ -33,7 +34,7 @@ from services.gateway.request.preparation_slots import (
     RecentTenants,
     RequestCapacity,
 )
-from services.gateway.request.prepared_bodies import tokenized
+from services.gateway.request.prepared_bodies import packed_prompt, tokenized
 from services.gateway.request.prompt import (
     ChatPrompt,
     PackedPrompt,
@@ -43,10 +44,14 @@ from services.gateway.request.prompt import (
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.structured.grammars.grammar_request import CheckedPlan
 from services.gateway.text.named_model import model_at_an_edge, named_model
-from services.gateway.text.process_jobs import BodyJob, PreparedBody
+from services.gateway.text.process_jobs import (
+    BodyJob,
+    PreparedBody,
+)
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.config import GatewayConfig
+from shared.packing import unpack_token_ids
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
@@ -70,11 +75,13 @@ class Preparer:
         clock: Clock,
         *,
         max_payload_bytes: Callable[[], int],
+        images: ImagePreparation,
         slots_per_tenant: int,
         max_waiting: int,
         max_wait_s: float,
     ) -> None:
         self._preparation = preparation
+        self._images = images
         self._pool = pool
         self.capacity = capacity
         self._clock = clock
@@ -112,6 +119,7 @@ class Preparer:
             RequestCapacity(config.max_requests, num_open),
             clock,
             max_payload_bytes=max_payload_bytes,
+            images=ImagePreparation.of(config),
             slots_per_tenant=config.preparations_per_tenant,
             max_waiting=config.max_requests // 2,  # others find room
             max_wait_s=config.request_timeout_s,
@@ -129,11 +137,12 @@ class Preparer:
         check_dimensions(generation, model.text.files.limits.hidden_size)
         check_min_tokens_of(generation, tenant, model)
         check_constrained(generation)
+        self._images.check(generation.prompt, model.text)
         async with self._preparing(tenant.tenant_id, self._slots_of(generation)):
             if record is not None:
                 record.begin("render", self._clock.now())
             generation, checked = await self._rendered_and_checked(
-                generation, tenant.tenant_id, model.text
+                generation, tenant.tenant_id, model
             )
             if record is not None:
                 record.begin("tokenize", self._clock.now())
@@ -170,10 +179,13 @@ class Preparer:
         read: Callable[[], Awaitable[bytes]] | None = None,
         *,
         named: str | None = None,
+        has_pixels: bool = True,
+        max_text_bytes: int | None = None,
     ) -> PreparedBody:
         """Decodes, renders and tokenizes a large body in a preparation process. `read`: reads the
         stored state that the body refers to, once the tenant has a slot. `named`: the model that
-        the body was found to name.
+        the body was found to name. `has_pixels`: whether the prompts get the pixels of images.
+        `max_text_bytes`: of the body without its images, where it is less than that of others.
         """
         card = model.card
         async with self._preparing(tenant.tenant_id):
@@ -181,9 +193,40 @@ class Preparer:
             job = BodyJob(
                 *(kind, body, card.max_context_tokens, tenant.input_tokens_per_min),
                 *(card.vocab_size, stored, named),
+                images=self._images.of_body(model, max_text_bytes),
+                has_pixels=has_pixels,
             )
             del stored
             return await model.text.renderer.prepare_body(job, tenant_id=tenant.tenant_id)
+
+    async def tokenize_chat(
+        self,
+        model: ServedModel,
+        tenant_id: str,
+        prompt: ChatPrompt,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Renders and tokenizes a conversation, also with images. Raises as `tokenize` does."""
+        if not prompt.images:
+            return await self.tokenize(
+                model.text,
+                tenant_id,
+                prompt.messages,
+                prompt.tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=prompt.variables,
+            )
+        self._images.check(prompt, model.text)
+        async with self._preparing(tenant_id):
+            found = await self._images.tokenized(
+                prompt,
+                tenant_id,
+                model,
+                add_generation_prompt=add_generation_prompt,
+                has_pixels=False,
+            )
+            return unpack_token_ids(found.token_ids)
 
     async def tokenize(
         self,
@@ -223,13 +266,13 @@ class Preparer:
         self.capacity.check()
 
     async def _rendered_and_checked(
-        self, generation: GenerationRequest, tenant_id: str, text: ServedText
+        self, generation: GenerationRequest, tenant_id: str, model: ServedModel
     ) -> tuple[GenerationRequest, CheckedPlan | None]:
         """Checks the grammar while the conversation is rendered."""
         if generation.output is None and generation.tools is None:
-            return await self._rendered(generation, tenant_id, text), None
+            return await self._rendered(generation, tenant_id, model), None
         check = start_awaited(
-            text.grammars.checked_plan(
+            model.text.grammars.checked_plan(
                 generation.output,
                 generation.tools,
                 tenant_id,
@@ -237,19 +280,23 @@ class Preparer:
             )
         )
         try:
-            return await self._rendered(generation, tenant_id, text), await check
+            return await self._rendered(generation, tenant_id, model), await check
         finally:
             check.cancel()
             await asyncio.gather(check, return_exceptions=True)  # its error was raised, or another
 
     async def _rendered(
-        self, generation: GenerationRequest, tenant_id: str, text: ServedText
+        self, generation: GenerationRequest, tenant_id: str, model: ServedModel
     ) -> GenerationRequest:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
+        if prompt.images:
+            found = await self._images.tokenized(prompt, tenant_id, model)
+            self.capacity.check_draining()
+            return msgspec.structs.replace(generation, prompt=packed_prompt(found))
         with naming_field_of(prompt):
-            parts = await text.renderer.render(
+            parts = await model.text.renderer.render(
                 prompt.messages, prompt.tools, tenant_id=tenant_id, variables=prompt.variables
             )
         self.capacity.check_draining()
@@ -270,7 +317,8 @@ class Preparer:
 
     def _slots_of(self, generation: GenerationRequest) -> PreparationSlots:
         is_checked = generation.output is not None or generation.tools is not None
-        return self._small if _is_short(generation) and not is_checked else self._slots
+        needs_process = is_checked or has_images(generation.prompt)
+        return self._small if _is_short(generation) and not needs_process else self._slots
 
 
 def _is_short(generation: GenerationRequest) -> bool:

@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.images.input_image import InputImage
 from services.gateway.text.decoding.detokenizer import decode_with_offsets
 from services.gateway.text.decoding.token_table import TokenTable
+from services.gateway.text.history.contents import num_chars, texts_of
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.process_jobs import TokenizedImage
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
 from shared.packing import TOKEN_ID_BYTES, unpack_token_ids
@@ -30,8 +33,8 @@ MESSAGES = "messages"  # the field that errors of a rendering name
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """`tools`, `variables`: the template's inputs besides the messages. `parts`: the rendered
-    prompt.
+    """`tools`, `variables`: the template's inputs besides the messages. `images`: those of the
+    messages, in their order. `parts`: the rendered prompt.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -39,6 +42,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
     param: str = MESSAGES  # the request field that holds them
+    images: tuple[InputImage, ...] = ()
 
     @property
     def num_chars(self) -> int:
@@ -57,7 +61,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         reasoning.
         """
         sent = (each["content"] for each in self.messages if each["role"] != "assistant")
-        return sum(len(content.strip()) for content in sent)
+        return sum(len(text.strip()) for content in sent for text in texts_of(content))
 
 
 @contextmanager
@@ -100,6 +104,7 @@ class PackedPrompt(msgspec.Struct, frozen=True):
     is_chat: bool = False
     echo: Echo | None = None
     num_calls: int = 0  # tool calls in the conversation
+    images: tuple[TokenizedImage, ...] = ()
 
     @property
     def num_chars(self) -> int:
@@ -111,8 +116,9 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt | PackedPrompt
 
 def _num_chars(message: Mapping[str, Any]) -> int:
     calls = message.get("tool_calls")
-    num_chars = MESSAGE_CHARS + len(message["content"]) + len(message.get("reasoning_content", ""))
-    return num_chars + len(msgspec.json.encode(calls)) if calls else num_chars
+    count = MESSAGE_CHARS + num_chars(message["content"])
+    count += len(message.get("reasoning_content", ""))
+    return count + len(msgspec.json.encode(calls)) if calls else count
 
 
 def min_tokens(prompt: Prompt, longest_token_chars: int | None) -> int:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.block_hash import extend_chain, extend_packed, public_root, root_after_public
+from shared.block_hash import (
+    NO_EXTRAS,
+    BlockExtras,
+    extend_chain,
+    extend_packed,
+    public_root,
+    root_after_public,
+)
 from shared.messages import ModelCard
 from shared.packing import TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix
@@ -49,18 +56,33 @@ class PublicPrefixes:
         self._prefixes = tuple(prefixes)
         self._chains = {}
 
-    def chain(self, root: bytes, token_ids: list[int], card: ModelCard) -> PromptChain:
-        """Returns the hashes of a prompt. `root`: the tenant's root hash."""
+    def chain(
+        self,
+        root: bytes,
+        token_ids: list[int],
+        card: ModelCard,
+        extras: BlockExtras = NO_EXTRAS,
+    ) -> PromptChain:
+        """Returns the hashes of a prompt. `root`: the tenant's root hash; `extras`: of its images.
+        A prefix is not public for a prompt that has an image within it.
+        """
+        num_before_images = min(extras, default=len(token_ids))  # blocks
         if not self._prefixes:
-            return PromptChain(extend_chain(root, token_ids, card.block_size))
+            return PromptChain(extend_chain(root, token_ids, card.block_size, extras))
         packed = pack_token_ids(token_ids)
         for public in self._public_chains(card):
-            if packed.startswith(public.packed):
+            num_public = len(public.hashes)
+            if num_public <= num_before_images and packed.startswith(public.packed):
                 after = root_after_public(root, public.hashes[-1])
-                rest = token_ids[len(public.hashes) * card.block_size :]
-                hashes = [*public.hashes, *extend_chain(after, rest, card.block_size)]
-                return PromptChain(hashes, len(public.hashes), public.root)
-        return PromptChain(extend_chain(root, token_ids, card.block_size))
+                rest = extend_chain(
+                    after,
+                    token_ids[num_public * card.block_size :],
+                    card.block_size,
+                    extras,
+                    first_block=num_public,
+                )
+                return PromptChain([*public.hashes, *rest], num_public, public.root)
+        return PromptChain(extend_chain(root, token_ids, card.block_size, extras))
 
     def _public_chains(self, card: ModelCard) -> list[_PublicChain]:
         """Returns the chains of a model, the longest first, then by name."""

@@ -32,6 +32,7 @@ from services.gateway.receipts.options import NO_OPTIONS, NUM_SEEDS, RECEIPT_URL
 from services.gateway.receipts.receipts import Receipts
 from services.gateway.request.endpoint import EndpointState, GeneratingEndpoint, ResponseContext
 from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
+from services.gateway.request.images.open_pixels import OpenPixels
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.preparation import PreparedRequest, assembler_of, check_logprobs
 from services.gateway.request.prepared_bodies import is_small, with_prompts
@@ -50,6 +51,7 @@ from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import HearthError, Overloaded
 from shared.messages import Request
+from shared.pixels.pixel_holder import PixelHolder
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
@@ -87,6 +89,7 @@ class Submission:
         *,
         metrics: GatewayMetrics,
         telemetry: RequestTelemetry,
+        pixels: PixelHolder,
         states: Mapping[str, EndpointState],
         receipts: Receipts,
         clock: Clock,
@@ -105,6 +108,7 @@ class Submission:
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
+        self._pixels = OpenPixels(pixels)
         self._unsent = UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes)
         self._telemetry = telemetry
         self.begin = telemetry.begin  # call when a request arrives
@@ -262,12 +266,18 @@ class Submission:
         prepared = _traced(reservation.record, prepared)
         check_logprobs(prepared)
         await self._charge(reservation, prepared)
+        self._pixels.hold(prepared)
         outputs: dict[RequestOutput, PreparedRequest] = {}
         for each in prepared:
             if outputs:
                 await asyncio.sleep(0)
             outputs[self._output_of(each, reservation, len(outputs))] = each
-        self._send(outputs, reservation)
+        try:
+            self._send(outputs, reservation)
+        except BaseException:
+            for each in prepared:
+                self._pixels.forget(each.request.request_id)
+            raise
         reservation.close_submissions(has_response=True)
         return OutputMerger(
             tuple(outputs),
@@ -340,8 +350,12 @@ class Submission:
             self._metrics,
             self._clock,
             dialect=reservation.record.dialect,
-            on_end=on_end,
+            on_end=partial(self._end, on_end),
         )
+
+    def _end(self, on_end: Callable[[RequestOutput], None], output: RequestOutput) -> None:
+        self._pixels.forget(output.request_id)
+        on_end(output)
 
     def _send(
         self, outputs: Mapping[RequestOutput, PreparedRequest], reservation: Reservation

@@ -121,7 +121,6 @@ HARMLESS_FIELDS = frozenset(
     }
 )
 IMAGES = frozenset({"image", "image_b64", "images"})
-NO_IMAGES = "this model takes no images"  # in all dialects
 
 # msgspec appends the path to a message that may repeat text of the client.
 _AT = " - at "
@@ -248,7 +247,7 @@ def _names(raw: msgspec.Raw) -> list[str]:
 
 def _unsupported(name: str, neutral: tuple[Any, ...]) -> str:
     if name in IMAGES:
-        return f"{name}: {NO_IMAGES}"
+        return f"{name}: send images as parts of messages"
     values = [each for each in neutral if each is not None and each not in ([], {}, "")]
     if not values:
         return f"{name} is not supported"

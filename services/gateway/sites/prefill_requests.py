@@ -63,6 +63,7 @@ def _may_push(card: ModelCard, command: RunPrefill) -> bool:
         card.kv_format == command.kv_format
         and card.numerics.may_share_kv(command.numerics)
         and set(command.needs) <= set(card.features)
+        and not command.images  # pixels do not cross links
         and num_tokens_of(command) <= card.max_context_tokens
     )
 

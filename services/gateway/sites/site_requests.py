@@ -24,6 +24,8 @@ def narrowed(request: Request, workers: Iterable[Heartbeat], regions: Iterable[s
     with other conditions have a queue of their own, and a turn. Raises WorkerBusy for a request
     that no worker here may decode, and InvalidRequest.
     """
+    if request.images:
+        raise WorkerBusy("pixels do not cross links: no site computes images of another")
     asked = request.model, request.revision, request.block_size
     found = [each for each in workers if each.model is not None and _served(each.model) == asked]
     if not found:

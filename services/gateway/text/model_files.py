@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from services.gateway.images.config import ImageConfig, read_image_config
 from services.gateway.text.chat_template import TemplateSource
 from services.gateway.text.checkpoint.template_files import Templates, read_templates
 from services.gateway.text.decoding.token_table import TokenTable
@@ -91,7 +92,7 @@ class ModelText:
     ours has compiled. `token_texts`: of special tokens, by names such as eos_token.
     `end_token_ids`: of answers. `longest_token_chars`: None if there is no bound.
     `max_known_chars`: as of `PromptTokenizer`. `template_file`: an operator's, in place of the
-    folder's chat templates; empty: none.
+    folder's chat templates; empty: none. `images`: None for a model that takes none.
     """
 
     model_dir: str
@@ -106,6 +107,7 @@ class ModelText:
     chat_template: TemplateSource | None
     longest_token_chars: int | None
     max_known_chars: int
+    images: ImageConfig | None
 
 
 class ModelFiles(ModelText):
@@ -132,6 +134,7 @@ class ModelFiles(ModelText):
             chat_template=_template(templates, special.texts, self.tokenizer),
             longest_token_chars=self.tokenizer.longest_token_chars,
             max_known_chars=self.tokenizer.max_known_chars,
+            images=_images(model_dir),
         )
         self._report_excess()
         if self.chat_template is None:
@@ -145,6 +148,15 @@ class ModelFiles(ModelText):
             effect = "prompts with them are rejected"
             tokens = sorted(excess)[:MAX_SHOWN_TOKENS]
             _warn("tokens_beyond_the_model", tokens=tokens, vocab_size=most, effect=effect)
+
+
+def _images(model_dir: Path) -> ImageConfig | None:
+    """Returns how the model takes images; None if it takes none, or in no way that is supported."""
+    try:
+        return read_image_config(model_dir)
+    except ConfigError as error:
+        _warn("images_refused", model=str(model_dir), reason=error.message)
+        return None
 
 
 def _warn(event: str, **fields: object) -> None:

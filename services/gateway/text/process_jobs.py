@@ -11,17 +11,22 @@ gateway knows which ones a process has.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import msgspec
 
+from services.gateway.images.input_image import ImageContext, InputImage
 from services.gateway.text.chat_template import TemplateSource
 from shared.errors import GrammarTooComplex
+from shared.messages import ImagePart
 
 LIMIT_S = 2.0  # CPU time of a template, so that a busy or frozen machine does not matter
 CHECK_LIMIT_S = 1.0  # CPU seconds of a grammar's check
 LIMIT_S_PER_MIB = 1.0  # added for a body, whose decoding and tokenizing are linear in its size
+MAX_PIXEL_BYTES = 512 << 20  # of one reply
+IMAGES_LIMIT_S = 10.0  # added for images: one of 13 tiles takes 0.2 s
 MAX_SETUPS = 32  # setups of one process; it has fewer tokenizers and vocabularies
 SIZE = struct.Struct("!I")
 MIB = 1 << 20
@@ -82,6 +87,7 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     `kind`: the name of the body's type. `max_context_tokens`, `max_input_tokens`: prompts that
     cannot fit are rejected before they are rendered; None: no limit is known. `stored`: the encoded
     state that the body refers to, if any. `model`: that the body is taken to name; None: none.
+    `has_pixels`: whether the reply has those of the images.
     """
 
     kind: str
@@ -91,6 +97,25 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     vocab_size: int | None = None
     stored: bytes = b""
     model: str | None = None
+    images: ImageContext = ImageContext()
+    has_pixels: bool = True
+
+
+class ImageChatJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A conversation with images, to render and tokenize. `values`: as of a RenderJob; the other
+    fields as of a BodyJob.
+    """
+
+    values: bytes
+    given: list[InputImage]
+    images: ImageContext
+    max_context_tokens: int | None = None
+    has_pixels: bool = True
+    param: str = "messages"
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.values) + sum(len(each.data) for each in self.given)
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -114,6 +139,16 @@ class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request: bytes
 
 
+class TokenizedImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt. `num_bytes`: of its pixels, which follow the reply unless those of the
+    same image do; `pixels`: uint8, [tiles, 3, size, size].
+    """
+
+    part: ImagePart
+    num_bytes: int
+    pixels: bytearray = msgspec.field(default_factory=bytearray)
+
+
 class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
     """`token_ids`: packed. `echo`: the prompt's text and the start of each token, if requested.
     `num_calls`: tool calls in the conversation.
@@ -124,6 +159,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, array_like=True):
     is_chat: bool = False
     echo: tuple[str, list[int]] | None = None
     num_calls: int = 0
+    images: list[TokenizedImage] = []
 
 
 class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -174,7 +210,7 @@ class Unavailable(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-Job = NameJob | RenderJob | BodyJob | EncodeJob | CheckJob
+Job = NameJob | RenderJob | BodyJob | ImageChatJob | EncodeJob | CheckJob
 Reply = Named | Rendered | PreparedBody | Encoded | Checked | JobRejected | Unavailable
 
 
@@ -191,11 +227,15 @@ _values_decoder = msgspec.json.Decoder(TemplateValues)
 
 def render_job(*values: Any) -> RenderJob:
     """Returns a job with the fields of TemplateValues."""
-    return RenderJob(msgspec.json.encode(TemplateValues(*values)))
+    return RenderJob(encoded_values(*values))
 
 
-def template_values(job: RenderJob) -> TemplateValues:
-    return _values_decoder.decode(job.values)
+def encoded_values(*values: Any) -> bytes:
+    return msgspec.json.encode(TemplateValues(*values))
+
+
+def template_values(values: bytes) -> TemplateValues:
+    return _values_decoder.decode(values)
 
 
 def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
@@ -204,7 +244,10 @@ def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
         case EncodeJob():
             return LIMIT_S + job.num_chars / MIB * LIMIT_S_PER_MIB
         case BodyJob():
-            return LIMIT_S + (len(job.body) + len(job.stored)) / MIB * LIMIT_S_PER_MIB
+            of_images = IMAGES_LIMIT_S if job.images.max_images else 0.0
+            return LIMIT_S + of_images + (len(job.body) + len(job.stored)) / MIB * LIMIT_S_PER_MIB
+        case ImageChatJob():
+            return LIMIT_S + IMAGES_LIMIT_S + job.num_bytes / MIB * LIMIT_S_PER_MIB
         case NameJob():
             return LIMIT_S + len(job.body) / MIB * LIMIT_S_PER_MIB
         case CheckJob():
@@ -216,7 +259,7 @@ def limit_s(job: Job | ProcessSetup | JobRejected) -> float:
 def over_limit(job: Job) -> JobRejected:
     """Returns the reply to a job whose process exceeded a limit."""
     match job:
-        case BodyJob() | NameJob():
+        case BodyJob() | NameJob() | ImageChatJob():
             return JobRejected(BODY_TIMEOUT, None)
         case EncodeJob():
             return JobRejected(ENCODE_TIMEOUT, None)
@@ -224,6 +267,40 @@ def over_limit(job: Job) -> JobRejected:
             return JobRejected(CHECK_TIMEOUT, None, GrammarTooComplex.code)
         case RenderJob():
             return JobRejected(RENDER_TIMEOUT)
+
+
+def without_pixels(reply: Reply) -> tuple[Reply, list[bytearray]]:
+    """Returns the reply without the pixels of its images, and these, in their order."""
+    if not isinstance(reply, PreparedBody):
+        return reply, []
+    pixels = [each.pixels for prompt in reply.prompts for each in prompt.images if each.pixels]
+    return (_with_pixels(reply, repeat(bytearray())), pixels) if pixels else (reply, [])
+
+
+async def with_pixels(reply: Reply, read: Callable[[int], Awaitable[bytearray]]) -> Reply:
+    """Returns the reply with the pixels that follow it. `read`: reads a number of bytes. Raises
+    DecodeError for too many.
+    """
+    if not isinstance(reply, PreparedBody):
+        return reply
+    sizes = [each.num_bytes for prompt in reply.prompts for each in prompt.images]
+    if sum(sizes) > MAX_PIXEL_BYTES:
+        raise msgspec.DecodeError("the pixels of the images take too many bytes")
+    pixels = [await read(each) for each in sizes if each]
+    return _with_pixels(reply, iter(pixels)) if pixels else reply
+
+
+def _with_pixels(reply: PreparedBody, pixels: Iterator[bytearray]) -> PreparedBody:
+    """Puts the next of `pixels` in each image that has some."""
+
+    def image(given: TokenizedImage) -> TokenizedImage:
+        return msgspec.structs.replace(given, pixels=next(pixels)) if given.num_bytes else given
+
+    prompts = [
+        msgspec.structs.replace(each, images=[image(given) for given in each.images])
+        for each in reply.prompts
+    ]
+    return msgspec.structs.replace(reply, prompts=prompts)
 
 
 def frame(message: ProcessSetup | SelectModel | Job | JobFinished) -> bytearray:

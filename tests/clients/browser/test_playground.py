@@ -10,6 +10,14 @@ import pytest
 from tests.support.account import EXPIRED, Account
 from tests.support.hearth_page import HearthPage
 
+# Drops a picture of one pixel on the composer.
+DROP = """() => {
+  const data = "R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs=";
+  const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt());
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([bytes], "dot.gif", { type: "image/gif" }));
+  document.querySelector("#composer").dispatchEvent(new DragEvent("drop", { dataTransfer }));
+}"""
 TOOL_CHOICE = '{"tool_choice": "required", "temperature": 0}'
 
 
@@ -26,6 +34,20 @@ def test_answer_streams_with_its_figures(tab: HearthPage) -> None:
     workers = tab.page.locator(".workers").inner_text()
     assert re.search(r"decode decode-\d", workers), workers
     assert tab.page.locator(".workers a").get_attribute("href").startswith("#request/")
+
+
+def test_dropped_picture_goes_with_the_question(tab: HearthPage) -> None:
+    tab.open()
+    tab.page.evaluate(DROP)
+    tab.page.locator("#play-status img").wait_for()
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        tab.ask("What is it?")
+    image, text = json.loads(sent.value.post_data or "")["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/gif;base64,R0lGOD")
+    assert text == {"type": "text", "text": "What is it?"}
+    tab.page.get_by_text("this model takes no images").wait_for()
+    assert tab.page.input_value("#prompt") == "What is it?"
+    tab.problems.clear()  # the browser logs the 400
 
 
 def test_finished_sentences_are_spoken(tab: HearthPage) -> None:

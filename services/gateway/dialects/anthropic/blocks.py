@@ -17,11 +17,20 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """The text."""
 
 
-class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
-    """Always rejected: no model has vision yet."""
+class ImageSource(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    """`base64`; `url` and `file` are refused: nothing is fetched, and no files are kept."""
+    media_type: str | None = None
+    """`image/jpeg`, `image/png`, `image/webp` or `image/gif`."""
+    data: str | None = None
+    """The image in base64."""
 
-    source: Any = None
-    """The image; every one is rejected, since no model takes images."""
+
+class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    """An image, for a model that takes some."""
+
+    source: ImageSource
+    """The image."""
 
 
 class AnthropicSource(msgspec.Struct, frozen=True, kw_only=True):

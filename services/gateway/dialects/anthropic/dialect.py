@@ -39,6 +39,7 @@ MESSAGES = GeneratingEndpoint(
     response=MessageResponse,
     event=StreamEvent,
     errors=(*ERRORS, 529),
+    takes_images=True,
     fields=MESSAGES_FIELDS,
     generations=to_generation_requests,
     is_streamed=lambda body: bool(body.stream),
@@ -57,6 +58,7 @@ COUNT = Endpoint(
     },
     paths=(f"{PATH}/count_tokens",),
     request=PromptFields,
+    takes_images=True,
     response=TokenCount,
     errors=(*ERRORS, 529),
     is_on_nats=False,
@@ -83,6 +85,6 @@ DIALECT = Dialect(
     error=AnthropicErrorEnvelope,
     owns=lambda path: path == PATH or path.startswith(f"{PATH}/"),
     request_id_headers=(REQUEST_ID, "request-id"),  # the second is where its clients look
-    jobs={COUNT_TOKENS: lambda job, files, template: count_large(job, files.tokenizer, template)},
+    jobs={COUNT_TOKENS: count_large},
     open=_open,
 )

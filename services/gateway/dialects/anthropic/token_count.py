@@ -12,13 +12,12 @@ import msgspec
 from services.gateway.dialects.anthropic.request import COUNT_FIELDS, PromptFields, request_of
 from services.gateway.dialects.anthropic.response_types import TokenCount
 from services.gateway.models.model_names import ModelNames
-from services.gateway.request.prepared_bodies import is_small
+from services.gateway.request.prepared_bodies import is_small, tokens_of_chat
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.prompt import ChatPrompt
-from services.gateway.text.chat_template import NO_TEMPLATE, ChatTemplate
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import BodyJob, PreparedBody
-from services.gateway.text.tokenizer import PromptTokenizer
-from shared.errors import InvalidRequest
 from shared.tenancy.tenant import TenantRecord
 
 COUNT_TOKENS = "count_tokens"  # the kind of a large body
@@ -36,18 +35,14 @@ class TokenCounter:
         if not is_small(data):
             named = await self._preparer.named_model(tenant.tenant_id, COUNT_TOKENS, data)
             model = await self._names.main(tenant, named or "")
-            prepared = await self._preparer.prepare_body(tenant, model, COUNT_TOKENS, data)
+            prepared = await self._preparer.prepare_body(
+                tenant, model, COUNT_TOKENS, data, has_pixels=False
+            )
             return prepared.body
         body: PromptFields = COUNT_FIELDS.decode(data)
         prompt = _prompt_of(body)
         model = await self._names.main(tenant, body.model)
-        token_ids = await self._preparer.tokenize(
-            model.text,
-            tenant.tenant_id,
-            prompt.messages,
-            prompt.tools,
-            variables=prompt.variables,
-        )
+        token_ids = await self._preparer.tokenize_chat(model, tenant.tenant_id, prompt)
         return msgspec.json.encode(TokenCount(len(token_ids)))
 
 
@@ -57,16 +52,10 @@ def _prompt_of(body: PromptFields) -> ChatPrompt:
     return prompt
 
 
-def count_large(
-    job: BodyJob, tokenizer: PromptTokenizer, template: ChatTemplate | None
-) -> PreparedBody:
+def count_large(job: BodyJob, files: ModelFiles, template: ChatTemplate | None) -> PreparedBody:
     """Counts in a preparation process. Returns the body of the response. Raises InvalidRequest and
     its subclasses.
     """
     body: PromptFields = COUNT_FIELDS.decode(job.body)
-    prompt = _prompt_of(body)
-    if template is None:
-        raise InvalidRequest(NO_TEMPLATE, param="messages")
-    parts = template.render(prompt.messages, prompt.tools, variables=prompt.variables)
-    count = TokenCount(len(tokenizer.encode(parts)))
-    return PreparedBody(msgspec.json.encode(count), [])
+    token_ids = tokens_of_chat(_prompt_of(body), job, files, template)
+    return PreparedBody(msgspec.json.encode(TokenCount(len(token_ids))), [])

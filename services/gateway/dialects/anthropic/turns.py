@@ -17,6 +17,7 @@ from services.gateway.dialects.anthropic.blocks import (
     CompactionBlock,
     DocumentBlock,
     ImageBlock,
+    ImageSource,
     RedactedThinkingBlock,
     ResultBlock,
     ResultContent,
@@ -28,16 +29,18 @@ from services.gateway.dialects.anthropic.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from services.gateway.images.input_image import InputImage, bad_image, image_of_base64
 from services.gateway.request.conversation import (
     Part,
     Reasoning,
     Role,
+    ShownPart,
     TextPart,
     ToolCall,
     ToolResult,
     Turn,
 )
-from services.gateway.request.supported_fields import NO_IMAGES, check_count
+from services.gateway.request.supported_fields import check_count
 from services.gateway.structured.tools.value_bounds import check_values
 from shared.errors import InvalidRequest
 
@@ -46,6 +49,7 @@ MAX_BLOCKS = 1024  # blocks of one message
 # Claude Code's first line of the system prompt. It has a hash of the request: with it, no two
 # requests would share a cached block.
 BILLING_HEADER = "x-anthropic-billing-header:"
+ERROR = "Error: "
 OWN_ID, EXTERNAL_ID = "call_", "toolu_"  # the start of a call's id, here and in this dialect
 
 
@@ -103,8 +107,7 @@ class _Conversion:
                 return TextPart(block.content) if block.content else None
             case ToolUseBlock() | ToolResultBlock() | ThinkingBlock() | RedactedThinkingBlock():
                 return self._of_role(role, block, place)
-        text = _text_of(block, place)
-        return None if text is None else TextPart(text)
+        return _shown(block, place)
 
     def _of_role(self, role: Role, block: Block, place: str) -> Part | None:
         match block:
@@ -137,8 +140,8 @@ class _Conversion:
                 f"{param}: no tool_use before this result has the id {block.tool_use_id!r}",
                 param=param,
             )
-        text = _result_text(block.content, f"{place}.content")
-        return ToolResult(_own_id(block.tool_use_id), f"Error: {text}" if block.is_error else text)
+        parts = _result_parts(block.content, f"{place}.content")
+        return ToolResult(_own_id(block.tool_use_id), _as_error(parts) if block.is_error else parts)
 
 
 def _own_id(call_id: str) -> str:
@@ -154,12 +157,36 @@ def _system_texts(system: SystemField | None) -> tuple[TextPart, ...]:
     return tuple(TextPart(each) for each in texts if each)
 
 
-def _result_text(content: ResultContent | None, place: str) -> str:
+def _result_parts(content: ResultContent | None, place: str) -> tuple[ShownPart, ...]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return (TextPart(content or ""),)
     check_count(place, len(content), MAX_BLOCKS)
-    texts = (_text_of(block, f"{place}[{index}]") for index, block in enumerate(content))
-    return "\n".join(each for each in texts if each is not None)
+    parts = (_shown(block, f"{place}[{index}]") for index, block in enumerate(content))
+    return tuple(each for each in parts if each is not None)
+
+
+def _as_error(parts: tuple[ShownPart, ...]) -> tuple[ShownPart, ...]:
+    match parts:
+        case (TextPart(text=text), *others):
+            return (TextPart(f"{ERROR}{text}"), *others)
+    return (TextPart(ERROR), *parts)
+
+
+def _shown(block: ResultBlock, place: str) -> ShownPart | None:
+    """Returns None for a block that says nothing to this model. Raises InvalidRequest."""
+    if isinstance(block, ImageBlock):
+        return _image(block.source, place)
+    text = _text_of(block, place)
+    return None if text is None else TextPart(text)
+
+
+def _image(source: ImageSource, place: str) -> InputImage:
+    if source.type != "base64":
+        kind = source.type[:64]
+        raise bad_image(place, f"a source of type {kind!r} is not supported: send base64")
+    if source.data is None:
+        raise bad_image(place, "a source of type 'base64' needs data")
+    return image_of_base64(place, source.data, source.media_type or "")
 
 
 def _text_of(block: ResultBlock, place: str) -> str | None:
@@ -174,8 +201,6 @@ def _text_of(block: ResultBlock, place: str) -> str | None:
             return "\n".join((block.title, block.source, *texts))
         case ToolReferenceBlock():
             return block.tool_name
-        case ImageBlock():
-            raise InvalidRequest(f"{place}: {NO_IMAGES}", param=place)
     return None
 
 

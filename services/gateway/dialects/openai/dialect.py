@@ -38,6 +38,7 @@ CHAT = GeneratingEndpoint(
     request=chat.ChatCompletionRequest,
     response=chat.ChatCompletion,
     event=chat.ChatCompletionChunk,
+    takes_images=True,
     fields=chat.CHAT_FIELDS,
     generations=lambda body, model: [chat.to_generation_request(body, model)],
     is_streamed=lambda body: bool(body.stream),

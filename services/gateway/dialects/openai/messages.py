@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.dialects.openai.content_parts import ContentPart, text_part
+from services.gateway.dialects.openai.content_parts import ContentPart, shown_part
 from services.gateway.request.conversation import (
     Part,
     Reasoning,
+    ShownPart,
     TextPart,
     ToolCall,
     ToolResult,
@@ -39,7 +40,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     """Who speaks; `developer` is `system`, and `function` the older form of `tool`."""
     content: str | list[ContentPart] | None = None
-    """A text, or parts of text; null beside calls."""
+    """A text, or parts: texts and images; null beside calls."""
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     """The name of the participant, or of the function in the role `function`."""
     tool_calls: CallFields | None = None
@@ -65,20 +66,18 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 def _turn(index: int, message: ChatMessage) -> Turn:
     place = f"messages[{index}]"
     _check_role(place, message)
-    texts = _texts(place, message)
+    parts = _parts(place, message)
     match message.role:
         case "tool":
             assert message.tool_call_id is not None, "checked before"
-            text = "\n".join(each.text for each in texts)
-            return Turn("tool", (ToolResult(message.tool_call_id, text),), message.name)
+            return Turn("tool", (ToolResult(message.tool_call_id, parts),), message.name)
         case "function":
-            text = "\n".join(each.text for each in texts)
-            return Turn("tool", (ToolResult(_function_id(message.name or ""), text),))
+            return Turn("tool", (ToolResult(_function_id(message.name or ""), parts),))
         case "assistant":
-            return Turn("assistant", _answer(index, message, texts), message.name)
+            return Turn("assistant", _answer(index, message, parts), message.name)
         case "developer":
-            return Turn("system", texts, message.name)
-    return Turn(message.role, texts, message.name)
+            return Turn("system", parts, message.name)
+    return Turn(message.role, parts, message.name)
 
 
 def _check_role(place: str, message: ChatMessage) -> None:
@@ -100,7 +99,7 @@ def _check_role(place: str, message: ChatMessage) -> None:
         raise InvalidRequest(f"{param}: only a message of role 'tool' has it", param=param)
 
 
-def _answer(index: int, message: ChatMessage, texts: tuple[TextPart, ...]) -> tuple[Part, ...]:
+def _answer(index: int, message: ChatMessage, shown: tuple[ShownPart, ...]) -> tuple[Part, ...]:
     for position, call in enumerate(message.tool_calls or ()):
         if call.id is None:
             param = f"messages[{index}].tool_calls[{position}].id"
@@ -113,7 +112,7 @@ def _answer(index: int, message: ChatMessage, texts: tuple[TextPart, ...]) -> tu
         place = f"messages[{index}].function_call"
         name, arguments = name_and_arguments(CallField(function=message.function_call), place)
         calls += (ToolCall(_function_id(name), name, arguments),)
-    return (*reasoning, *texts, *refusal, *calls)
+    return (*reasoning, *shown, *refusal, *calls)
 
 
 def _function_id(name: str) -> str:
@@ -121,11 +120,11 @@ def _function_id(name: str) -> str:
     return f"call_{name}"
 
 
-def _texts(place: str, message: ChatMessage) -> tuple[TextPart, ...]:
+def _parts(place: str, message: ChatMessage) -> tuple[ShownPart, ...]:
     content = message.content
     if isinstance(content, list):
         check_count(f"{place}.content", len(content), MAX_PARTS)
         return tuple(
-            text_part(f"{place}.content[{index}]", part) for index, part in enumerate(content)
+            shown_part(f"{place}.content[{index}]", part) for index, part in enumerate(content)
         )
     return () if content is None else (TextPart(content),)

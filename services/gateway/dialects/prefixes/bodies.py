@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from services.gateway.dialects.openai.messages import ChatMessage, turns_of
 from services.gateway.http.body import StrictBody
+from services.gateway.images.input_image import bad_image
 from services.gateway.request.conversation import chat_prompt
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.supported_fields import SupportedFields
@@ -174,4 +175,7 @@ def prompt_of(body: PrefixRequest) -> ChatPrompt:
     turns = turns_of([*system, *(body.messages or [])])
     if not turns:
         raise InvalidRequest("a prefix needs `system` or `messages`", param="system")
-    return chat_prompt(turns, tool_options(body.tools, None, None))
+    prompt = chat_prompt(turns, tool_options(body.tools, None, None))
+    if prompt.images:
+        raise bad_image(prompt.images[0].place, "a named prefix holds no images")
+    return prompt

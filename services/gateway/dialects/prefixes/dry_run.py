@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,7 +23,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import PreparedRequest
 from services.gateway.text.decoding.token_table import TokenTable
 from shared.errors import InvalidRequest
-from shared.messages import ModelCard
+from shared.messages import ImagePart, ModelCard
 from shared.transport.wire_errors import UNREADABLE
 
 CONTEXT_TOKENS = 8  # returned as text before the divergence
@@ -71,7 +72,7 @@ async def dry_run(
     for generation in generations.values():
         prepared = await prepare(generation, model)
         runs.append(await _run(prepared, tenant_id, prefix_store, model.card))
-        prompts.append(prepared.prompt_token_ids)
+        prompts.append(_Prompt(prepared.prompt_token_ids, prepared.request.images))
     if len(runs) == 1:
         return DryRunReport(request=runs[0])
     tokens = model.text.files.tokens
@@ -117,12 +118,27 @@ async def _run(
     )
 
 
+class _Prompt(NamedTuple):
+    token_ids: list[int]
+    images: Sequence[ImagePart]
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """What two prompts share: of an image, its pixels."""
+        keys: list[Hashable] = [*self.token_ids]
+        for image in self.images:
+            places = slice(image.first_token, image.first_token + image.num_tokens)
+            keys[places] = [(image.image_hash, each) for each in keys[places]]
+        return keys
+
+
 def _divergence(
-    first: Sequence[int], second: Sequence[int], tokens: TokenTable, block_size: int
+    one: _Prompt, other: _Prompt, tokens: TokenTable, block_size: int
 ) -> Divergence | None:
-    if first == second:
+    if one.keys == other.keys:
         return None
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    first, second = one.token_ids, other.token_ids
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one.keys, other.keys, strict=False))
     index = sum(1 for _ in same)
 
     def text(token_ids: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.dialects.openai.content_parts import ImageUrl
 from services.gateway.request.conversation import Effort
 from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS, SamplingFields
 from services.gateway.request.supported_fields import (
@@ -55,13 +56,19 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 
 class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str = ""
-    """The kind of the part: `input_text`, `output_text`, `refusal`, `reasoning_text` and others
-    with text.
+    """The kind of the part: `input_text`, `input_image`, `output_text`, `refusal`,
+    `reasoning_text` and others with text.
     """
     text: str | None = None
     """The text of the part."""
     refusal: str | None = None
     """The text of a part of the type `refusal`."""
+    image_url: ImageUrl | str | None = None
+    """The image of a part of the type `input_image`: a data URL, `data:image/png;base64,…`."""
+    detail: str | None = None
+    """Of an image: `low`, one tile of few tokens; `auto` or `high`."""
+    file_id: str | None = None
+    """Refused: no files are kept."""
 
 
 Content = str | list[InputPart]
@@ -92,7 +99,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: str | None = None
     """Who speaks, of a message."""
     content: Content | None = None
-    """A text, or parts of text."""
+    """A text, or parts: texts and images."""
     text: str | None = None
     """The text of kinds that have no `content`."""
     call_id: CallId | None = None
@@ -106,7 +113,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     input: str | None = None
     """The input of a custom call."""
     output: Content | dict[str, Any] | None = None
-    """The result of a call: a text, or parts of text."""
+    """The result of a call: a text, or parts: texts and images."""
     summary: list[InputPart] | None = None
     """The summary of reasoning."""
     encrypted_content: str | None = None

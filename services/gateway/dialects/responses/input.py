@@ -11,13 +11,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.gateway.dialects.openai.content_parts import unreadable_part
+from services.gateway.dialects.openai.content_parts import (
+    IMAGE_KINDS,
+    image_part,
+    unreadable_part,
+)
 from services.gateway.dialects.responses.fields import PREVIOUS, Content, InputItem, InputPart
 from services.gateway.dialects.responses.tool_names import flat_name
+from services.gateway.images.input_image import bad_image
 from services.gateway.request.conversation import (
     Part,
     Reasoning,
     Role,
+    ShownPart,
     TextPart,
     ToolCall,
     ToolResult,
@@ -63,19 +69,19 @@ class _Turns:
         self._end_answer()
         return tuple(self._turns)
 
-    def add_message(self, role: Role, texts: tuple[TextPart, ...]) -> None:
+    def add_message(self, role: Role, parts: tuple[ShownPart, ...]) -> None:
         if role != "assistant":
             self._end_answer()
-            self._turns.append(Turn(role, texts))
+            self._turns.append(Turn(role, parts))
             return
         if any(not isinstance(part, Reasoning) for part in self._answer):
             self._end_answer()
-        self._answer += texts
+        self._answer += parts
 
     def add(self, place: str, item: InputItem) -> None:
         match item.type:
             case "message":
-                self.add_message(_role(place, item), _message_texts(place, item))
+                self.add_message(_role(place, item), _message_parts(place, item))
             case "function_call" | "custom_tool_call":
                 self._answer.append(self._call(place, item))
             case "function_call_output" | "custom_tool_call_output":
@@ -90,7 +96,8 @@ class _Turns:
 
     def _add_reasoning(self, place: str, item: InputItem) -> None:
         """Adds reasoning that has a text; that of another server may be encrypted."""
-        text = "".join(each.text for each in _texts(f"{place}.content", item.content or ""))
+        shown = _parts(f"{place}.content", item.content or "")
+        text = "".join(each.text for each in shown if isinstance(each, TextPart))
         if not text:
             return
         if any(not isinstance(part, Reasoning) for part in self._answer):
@@ -132,10 +139,10 @@ class _Turns:
             raise InvalidRequest(f"{param}: {reason}", param=param)
         param = f"{place}.output"
         if isinstance(item.output, dict):
-            raise InvalidRequest(f"{param}: a text or a list of texts is needed", param=param)
-        text = "\n".join(each.text for each in _texts(param, item.output or ""))
+            raise InvalidRequest(f"{param}: a text or a list of parts is needed", param=param)
+        parts = _parts(param, item.output or "")
         self._end_answer()
-        self._turns.append(Turn("tool", (ToolResult(call_id, text),)))
+        self._turns.append(Turn("tool", (ToolResult(call_id, parts),)))
 
     def _end_answer(self) -> None:
         if self._answer:
@@ -161,30 +168,34 @@ def _call_id(place: str, item: InputItem) -> str:
     return item.call_id
 
 
-def _message_texts(place: str, item: InputItem) -> tuple[TextPart, ...]:
+def _message_parts(place: str, item: InputItem) -> tuple[ShownPart, ...]:
     if item.content is None and item.role != "assistant":
         param = f"{place}.content"
         raise InvalidRequest(f"{param}: a message needs a content", param=param)
-    return _texts(f"{place}.content", item.content or "")
+    return _parts(f"{place}.content", item.content or "")
 
 
 def _known_texts(item: InputItem) -> tuple[TextPart, ...]:
     """Returns the texts of an item of an unknown kind, without its other parts."""
     content = item.text if item.content is None else item.content
     if content is None or isinstance(content, str):
-        return _texts("", content or "")
+        return (TextPart(content),) if content else ()
     texts = (part.refusal if part.text is None else part.text for part in content[:MAX_PARTS])
     return tuple(TextPart(each) for each in texts if each is not None)
 
 
-def _texts(place: str, content: Content) -> tuple[TextPart, ...]:
+def _parts(place: str, content: Content) -> tuple[ShownPart, ...]:
     if isinstance(content, str):
         return (TextPart(content),) if content else ()
     check_count(place, len(content), MAX_PARTS)
-    return tuple(_text(f"{place}[{index}]", part) for index, part in enumerate(content))
+    return tuple(_shown(f"{place}[{index}]", part) for index, part in enumerate(content))
 
 
-def _text(place: str, part: InputPart) -> TextPart:
+def _shown(place: str, part: InputPart) -> ShownPart:
+    if part.type in IMAGE_KINDS:
+        if part.file_id is not None:
+            raise bad_image(place, "file_id: no files are kept: send an `image_url`")
+        return image_part(place, part.image_url, part.detail)
     text = part.refusal if part.text is None else part.text
     if text is None:
         raise unreadable_part(place, part.type)

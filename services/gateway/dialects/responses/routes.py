@@ -23,7 +23,7 @@ from services.gateway.dialects.responses.storage.record import (
     input_items_of,
 )
 from services.gateway.dialects.responses.storage.store import ResponseStore
-from services.gateway.dialects.route_options import BODY_KIND
+from services.gateway.dialects.route_options import BODY_KIND, TAKES_IMAGES
 from services.gateway.http.body import StrictBody
 from services.gateway.http.openapi import QUERY, described
 from services.gateway.models.gateway_models import GatewayModels
@@ -80,7 +80,8 @@ class ResponsesRoutes:
         count = post(
             openai_paths("/responses/input_tokens"),
             dto=ResponsesBody,
-            opt={BODY_KIND: CREATE.name},
+            opt={BODY_KIND: CREATE.name, TAKES_IMAGES: True},
+            request_max_body_size=None,  # the admission has limited it
             status_code=200,
             summary="Counts the tokens of a prompt",
             responses=described(InputTokens, ErrorEnvelope, *CREATE.errors),
@@ -131,13 +132,7 @@ class ResponsesRoutes:
         model = await self._models.names.main(tenant, generation.model)
         prompt = generation.prompt
         assert isinstance(prompt, ChatPrompt), "of a conversation"
-        token_ids = await self._preparer.tokenize(
-            model.text,
-            tenant.tenant_id,
-            prompt.messages,
-            prompt.tools,
-            variables=prompt.variables,
-        )
+        token_ids = await self._preparer.tokenize_chat(model, tenant.tenant_id, prompt)
         return self._response(request, InputTokens(input_tokens=len(token_ids)))
 
     async def get(self, request: Request[Any, Any, Any]) -> Response[bytes]:

@@ -10,9 +10,12 @@ from services.gateway.dialects.tokenization.bodies import (
     check_tokenize,
     prompt_of,
 )
-from services.gateway.text.chat_template import NO_TEMPLATE, ChatTemplate
+from services.gateway.request.images.image_prompts import check_text_bytes
+from services.gateway.request.prepared_bodies import tokens_of_chat
+from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.decoding.token_table import TokenTable
-from services.gateway.text.tokenizer import PromptTokenizer
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.process_jobs import BodyJob
 from shared.errors import InvalidRequest
 
 
@@ -46,7 +49,7 @@ def detokenize(
 
 
 def encoded_body(
-    body: TokenizeRequest, template: ChatTemplate | None, tokenizer: PromptTokenizer
+    body: TokenizeRequest, job: BodyJob, files: ModelFiles, template: ChatTemplate | None
 ) -> list[int]:
     """Tokenizes the prompt or the rendered messages in a preparation process. Raises InvalidRequest
     and PayloadTooLarge.
@@ -54,14 +57,7 @@ def encoded_body(
     check_tokenize(body)
     if body.messages is None:
         add = body.add_special_tokens is not False
-        return tokenizer.encode_text(body.prompt or "", add_special_tokens=add)
-    if template is None:
-        raise InvalidRequest(NO_TEMPLATE, param="messages")
-    prompt = prompt_of(body)
-    parts = template.render(
-        prompt.messages,
-        prompt.tools,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=prompt.variables,
-    )
-    return tokenizer.encode(parts)
+        check_text_bytes(job.body, (), job.images)
+        return files.tokenizer.encode_text(body.prompt or "", add_special_tokens=add)
+    adds = body.add_generation_prompt is not False
+    return tokens_of_chat(prompt_of(body), job, files, template, add_generation_prompt=adds)

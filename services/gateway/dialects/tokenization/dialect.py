@@ -39,6 +39,7 @@ DIALECT = Dialect(
             ),
             paths=("/tokenize", "/v1/tokenize"),
             request=TokenizeRequest,
+            takes_images=True,
             response=TokenizeResponse,
         ),
         Endpoint(

@@ -20,7 +20,7 @@ def answer(job: BodyJob, files: ModelFiles, template: ChatTemplate | None) -> Pr
         response = detokenize(tokens, files.tokens, vocab_size=job.vocab_size or 0)
         return PreparedBody(msgspec.json.encode(response), [])
     body = TOKENIZE_FIELDS.decode(job.body)
-    token_ids = encoded_body(body, template, files.tokenizer)
+    token_ids = encoded_body(body, job, files, template)
     most = job.max_context_tokens or 0
     tokenized = tokenize(body, token_ids, files.tokens, max_model_len=most)
     return PreparedBody(msgspec.json.encode(tokenized), [])

@@ -21,7 +21,7 @@ from services.gateway.dialects.tokenization.bodies import (
 from services.gateway.dialects.tokenization.conversion import detokenize, tokenize
 from services.gateway.dialects.tokenization.large_bodies import DETOKENIZE, TOKENIZE
 from services.gateway.models.model_names import ModelNames
-from services.gateway.models.served_text import ServedText
+from services.gateway.models.served_text import ServedModel
 from services.gateway.request.preparer import Preparer
 from shared.errors import PayloadTooLarge
 from shared.tenancy.tenant import TenantRecord
@@ -46,7 +46,7 @@ class Tokenization:
             return await self._answer_large(tenant, TOKENIZE, data)
         body: TokenizeRequest = TOKENIZE_FIELDS.decode(data)
         model = await self._names.main(tenant, body.model or None)
-        token_ids = await self._token_ids(tenant, model.text, body)
+        token_ids = await self._token_ids(tenant, model, body)
         most = model.card.max_context_tokens
         response = tokenize(body, token_ids, model.text.files.tokens, max_model_len=most)
         return msgspec.json.encode(response)
@@ -73,29 +73,30 @@ class Tokenization:
         )
 
     async def _token_ids(
-        self, tenant: TenantRecord, text: ServedText, body: TokenizeRequest
+        self, tenant: TenantRecord, model: ServedModel, body: TokenizeRequest
     ) -> list[int]:
         check_tokenize(body)
         if body.messages is None:
             return await self._preparer.tokenize_text(
-                text,
+                model.text,
                 tenant.tenant_id,
                 body.prompt or "",
                 adds_special_tokens=body.add_special_tokens is not False,
             )
-        prompt = prompt_of(body)
-        return await self._preparer.tokenize(
-            text,
+        return await self._preparer.tokenize_chat(
+            model,
             tenant.tenant_id,
-            prompt.messages,
-            prompt.tools,
+            prompt_of(body),
             add_generation_prompt=body.add_generation_prompt is not False,
-            variables=prompt.variables,
         )
 
     async def _answer_large(self, tenant: TenantRecord, kind: str, data: bytes) -> bytes:
-        if len(data) > MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
         named = await self._preparer.named_model(tenant.tenant_id, kind, data)
         model = await self._names.main(tenant, named or None)
-        return (await self._preparer.prepare_body(tenant, model, kind, data)).body
+        may_be_larger = kind == TOKENIZE and model.text.files.images is not None
+        if len(data) > MAX_BODY_BYTES and not may_be_larger:
+            raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
+        prepared = await self._preparer.prepare_body(
+            *(tenant, model, kind, data), has_pixels=False, max_text_bytes=MAX_BODY_BYTES
+        )
+        return prepared.body

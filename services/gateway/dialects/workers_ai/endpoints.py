@@ -71,6 +71,7 @@ RUN = GeneratingEndpoint(
     request=RunRequest,
     response=Success,
     is_on_nats=False,
+    takes_images=True,
     fields=RUN_FIELDS,
     generations=to_generation_requests,
     is_streamed=lambda body: body.is_streamed,

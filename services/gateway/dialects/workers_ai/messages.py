@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.dialects.openai.content_parts import ContentPart, text_part
+from services.gateway.dialects.openai.content_parts import ContentPart, shown_part
 from services.gateway.request.conversation import (
     Reasoning,
+    ShownPart,
     TextPart,
     ToolCall,
     ToolResult,
@@ -32,7 +33,7 @@ class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks."""
     content: str | ContentPart | list[ContentPart] | None = None
-    """A text, or parts of text; null beside calls."""
+    """A text, or parts: texts and images; null beside calls."""
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     """The name of the participant, or of the called function in the role `tool`."""
     tool_calls: CallFields | None = None
@@ -54,21 +55,20 @@ def _turn(index: int, message: RunMessage, open_calls: list[ToolCall]) -> Turn:
     """Converts a message. Adds its calls to the open ones, and removes the call that it answers."""
     place = f"messages[{index}]"
     _check_role(place, message)
-    texts = _texts(place, message.content)
+    parts = _parts(place, message.content)
     match message.role:
         case "tool":
-            text = "\n".join(each.text for each in texts)
             call_id = _answered(message, open_calls)
-            return Turn("tool", (ToolResult(call_id, text),), message.name)
+            return Turn("tool", (ToolResult(call_id, parts),), message.name)
         case "assistant":
             calls = tool_calls(message.tool_calls, index)
             open_calls += calls
             thought = message.reasoning_content
             reasoning = (Reasoning(thought),) if thought else ()
-            return Turn("assistant", (*reasoning, *texts, *calls), message.name)
+            return Turn("assistant", (*reasoning, *parts, *calls), message.name)
         case "developer":
-            return Turn("system", texts, message.name)
-    return Turn(message.role, texts, message.name)
+            return Turn("system", parts, message.name)
+    return Turn(message.role, parts, message.name)
 
 
 def _check_role(place: str, message: RunMessage) -> None:
@@ -93,15 +93,16 @@ def _answered(message: RunMessage, open_calls: list[ToolCall]) -> str:
     return ""
 
 
-def _texts(
+def _parts(
     place: str, content: str | ContentPart | list[ContentPart] | None
-) -> tuple[TextPart, ...]:
+) -> tuple[ShownPart, ...]:
     match content:
         case None:
             return ()
         case str():
             return (TextPart(content),)
         case ContentPart():
-            return (text_part(f"{place}.content", content),)
+            return (shown_part(f"{place}.content", content),)
     check_count(f"{place}.content", len(content), MAX_PARTS)
-    return tuple(text_part(f"{place}.content[{index}]", each) for index, each in enumerate(content))
+    places = ((f"{place}.content[{index}]", each) for index, each in enumerate(content))
+    return tuple(shown_part(*each) for each in places)

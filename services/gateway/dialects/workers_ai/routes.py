@@ -11,7 +11,12 @@ from litestar import HttpMethod, Request, Response, post, route
 from services.gateway.dialects.dialect import Handlers
 from services.gateway.dialects.http_parts import HttpParts
 from services.gateway.dialects.paths import ACCOUNT_ROOTS, check_account
-from services.gateway.dialects.route_options import BODY_KIND, IS_FREE, MODEL_OF
+from services.gateway.dialects.route_options import (
+    BODY_KIND,
+    IS_FREE,
+    MODEL_OF,
+    TAKES_IMAGES,
+)
 from services.gateway.dialects.workers_ai.catalog_search import (
     SearchQuery,
     WorkersAIModel,
@@ -59,7 +64,13 @@ class WorkersAIRoutes:
             _paths("/run", "/run/{model:path}"),
             status_code=200,
             summary="Runs a model",
-            opt={BODY_KIND: RUN.name, MODEL_OF: run_model, ENDPOINT: RUN},
+            opt={
+                BODY_KIND: RUN.name,
+                MODEL_OF: run_model,
+                ENDPOINT: RUN,
+                TAKES_IMAGES: RUN.takes_images,
+            },
+            request_max_body_size=None,  # the admission has limited it
             responses=described(Success, WorkersAIErrorEnvelope, *RUN.errors),
             **options,
         )

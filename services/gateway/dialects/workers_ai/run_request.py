@@ -28,6 +28,11 @@ from services.gateway.dialects.responses.input import turns_of as turns_of_items
 from services.gateway.dialects.workers_ai.errors import LoraNotSupported
 from services.gateway.dialects.workers_ai.messages import RunMessage, turns_of
 from services.gateway.http.text_fields import TextFields
+from services.gateway.images.input_image import (
+    image_of_base64,
+    image_of_numbers,
+    image_of_url,
+)
 from services.gateway.request.conversation import (
     Effort,
     ReasoningOptions,
@@ -59,7 +64,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, True),
     "best_of": (None, 1),
     "echo": (None, False),
-    "image": (None,),
     "include_reasoning": (None, True),
     "image_b64": (None,),
     "input_text": (None,),
@@ -91,6 +95,7 @@ class RankedContext(msgspec.Struct, frozen=True):
 RankedContexts = Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
+Byte = Annotated[int, Meta(ge=0, le=255)]
 EmbeddedText = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
@@ -101,6 +106,9 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
     """A conversation, which the model's chat template renders."""
     prompt: str | None = None
     """A text to answer; with `raw` to continue."""
+    image: str | list[Byte] | None = None
+    """An image that the last message of the user begins with: in base64, or its bytes as numbers.
+    """
     raw: bool | None = None
     """Whether `prompt` goes to the model without the chat template."""
     input: str | list[InputItem] | None = None
@@ -229,7 +237,8 @@ def without_prompts(body: RunRequest, count: int) -> RunRequest:
         return msgspec.structs.replace(body, prompt="")
     if body.input is not None:
         return msgspec.structs.replace(body, input="")
-    return msgspec.structs.replace(body, messages=[RunMessage(role="user", content="")])
+    short = [RunMessage(role="user", content="")]
+    return msgspec.structs.replace(body, messages=short, image=None)
 
 
 def _check_keys(body: RunRequest) -> None:
@@ -243,6 +252,8 @@ def _check_keys(body: RunRequest) -> None:
     if body.instructions and given != ["input"]:
         raise InvalidRequest("instructions is for an input", param="instructions")
     _check_ranking(body)
+    if body.image is not None and (given[0] not in ("messages", "prompt") or body.raw):
+        raise InvalidRequest("image is for messages, or a prompt without raw", param="image")
     is_templated = given[0] in ("messages", "input", "prompt") and not body.raw
     for name in ("tools", "chat_template_kwargs", "thinking_token_budget"):
         if getattr(body, name) not in (None, [], {}) and not is_templated:
@@ -268,8 +279,27 @@ def _turns(body: RunRequest) -> tuple[Turn, ...]:
         items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
         return turns_of_items(body.instructions, (), items)
     if body.prompt is not None:
-        return (Turn("user", (TextPart(body.prompt),)),)
-    return turns_of(body.messages or ())
+        return _with_image(body.image, (Turn("user", (TextPart(body.prompt),)),))
+    return _with_image(body.image, turns_of(body.messages or ()))
+
+
+def _with_image(image: str | list[int] | None, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Puts the image before the last text of the user. Raises InvalidRequest."""
+    if image is None:
+        return tuple(turns)
+    of_user = [index for index, each in enumerate(turns) if each.role == "user"]
+    if not of_user:
+        raise InvalidRequest("image: there is no message of the user", param="image")
+    if isinstance(image, list):
+        part = image_of_numbers("image", image)
+    elif image.startswith("data:"):
+        part = image_of_url("image", image)
+    else:
+        part = image_of_base64("image", image)
+    last = of_user[-1]
+    turn = turns[last]
+    changed = msgspec.structs.replace(turn, parts=(part, *turn.parts))
+    return (*turns[:last], changed, *turns[last + 1 :])
 
 
 def _prompt(

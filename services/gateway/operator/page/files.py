@@ -19,7 +19,9 @@ TYPES = {  # the response appends the charset to text
     ".svg": "image/svg+xml",
 }
 _INDENTS = re.compile(rb"^[ \t]+", re.MULTILINE)
-_COMMENTS = re.compile(rb"^//.*", re.MULTILINE)
+# a line of its own, or behind code: without quotes, so that no string ends in it
+_COMMENTS = re.compile(rb"^//.*|(?<=[;,{(\])]) // [^\"'`\n]*$", re.MULTILINE)
+_EMPTY_LINES = re.compile(rb"\n{2,}")
 _CSS_SPACES = re.compile(rb" ?([{};,]|:(?= )) ?")
 
 
@@ -46,8 +48,10 @@ def compact(suffix: str, data: bytes) -> bytes:
     """
     data = _INDENTS.sub(b"", data)
     if suffix == ".js":
-        return _COMMENTS.sub(b"", data)
-    return _CSS_SPACES.sub(rb"\1", data) if suffix == ".css" else data
+        data = _COMMENTS.sub(b"", data)
+    elif suffix == ".css":
+        data = _CSS_SPACES.sub(rb"\1", data)
+    return _EMPTY_LINES.sub(b"\n", data)
 
 
 def _file(path: Path) -> PageFile:

@@ -9,12 +9,13 @@ import { askForKeys } from "./keys.js";
 import { drawQuestions, listModels } from "./model_list.js";
 import { BadSettings, markRejected, readColumns, restoreSettings, saveSettings, setUpSettings } from "./settings.js";
 import { asCurl, asJavaScript, asPython } from "./snippets.js";
-import { addAnswers, addTool, addUser, dropFrom, holds, isLast, lastTurn, messagesOf, restore, save } from "./turns.js";
+import { addAnswers, addTool, addUser, dropFrom, holds, isLast, lastTurn, messagesOf, restore, save, userMessage } from "./turns.js";
 
 const NAMES = ["Answer A", "Answer B"];
 const LOST = "The gateway was lost; send again.";
 let running = null; // the AbortController of the answers that stream
 let countdown = 0;
+let picture; // the data URL of the image of the next question
 
 const status = (...parts) => byId("play-status").replaceChildren(...parts);
 const button = (name, onclick, kind = "quiet") => make("button", { type: "button", class: kind, onclick }, name);
@@ -32,6 +33,12 @@ export function setUpPlay() {
       send();
     }
   });
+  on("composer", "dragover", (event) => event.preventDefault());
+  on("composer", "drop", (event) => {
+    event.preventDefault();
+    readPicture(event.dataTransfer.files[0]);
+  });
+  on("prompt", "paste", (event) => readPicture(event.clipboardData.files[0]));
   addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !byId("keys").open && !byId("play").hidden) running?.abort();
   });
@@ -55,6 +62,19 @@ const offerQuestions = () => drawQuestions((text) => {
   byId("prompt").value = text;
   send();
 });
+
+function readPicture(file) {
+  if (!file?.type.startsWith("image/")) return;
+  const reader = new FileReader();
+  reader.onload = () => attach(reader.result);
+  reader.readAsDataURL(file);
+}
+
+function attach(url) {
+  picture = url;
+  if (url) status(make("img", { src: url, alt: "Picture" }), button("Remove", () => attach()));
+  else status();
+}
 
 export async function loadModels(wanted = "") {
   if (!keyOf("tenant")) return status("Enter an API key under Keys to begin.");
@@ -85,7 +105,10 @@ function send() {
   if (!keyOf("tenant")) return askForKeys();
   const columns = settingsOrNull();
   if (!columns) return;
-  if (text.trim()) addUser(text, edit);
+  if (text.trim()) {
+    addUser(text, edit, picture);
+    picture = undefined;
+  }
   byId("prompt").value = "";
   stream(bodiesOf(columns));
 }
@@ -120,6 +143,7 @@ function bodyOf({ model, system, ...others }, column = 0) {
 function edit(turn) {
   running?.abort();
   compose(turn.user);
+  if (turn.image) attach(turn.image);
   dropFrom(turn);
 }
 
@@ -276,7 +300,7 @@ function draftBody() {
   const body = bodyOf(columns[0]);
   const draft = byId("prompt").value.trim();
   if (draft && body.messages.at(-1)?.role === "user") body.messages.pop();
-  if (draft) body.messages.push({ role: "user", content: draft });
+  if (draft) body.messages.push(userMessage(draft, picture));
   return body;
 }
 

@@ -6,15 +6,16 @@ import { byId, make } from "./dom.js";
 
 const KEY = "hearth.conversation";
 const MAX_CHARS = 500_000; // of what is stored: the oldest turns are left out
-let turns = []; // {element} and `user`: a text; or `tool`: {id, name, text, column}; or `answers`: of each column, or one
+let turns = []; // {element} and `user`: a text, with the data URL of its `image` if it has one; or `tool`: {id, name, text, column}; or `answers`: of each column, or one
 
 export const isLast = (turn) => turns.at(-1) === turn;
 export const lastTurn = () => turns.at(-1);
 export const holds = (turn) => turns.includes(turn);
 
-export function addUser(text, onEdit) {
+export function addUser(text, onEdit, image) {
   const edit = make("button", { type: "button", class: "quiet", onclick: () => onEdit(turn) }, "Edit");
-  const turn = { user: text, element: box("user", "You", text, edit) };
+  const turn = { user: text, image, element: box("user", "You", text, edit) };
+  if (image) turn.element.append(make("img", { src: image, alt: "Picture" }));
   return add(turn);
 }
 
@@ -62,26 +63,29 @@ export function messagesOf(column) {
   return messages;
 }
 
-function messageOf({ user, tool, answers }, column) {
+export const userMessage = (text, image) => ({ role: "user", content: image
+  ? [{ type: "image_url", image_url: { url: image } }, { type: "text", text }] : text });
+
+function messageOf({ user, image, tool, answers }, column) {
   if (answers) return (answers.length > 1 ? answers[column] : answers[0])?.message;
-  if (user !== undefined) return { role: "user", content: user };
+  if (user !== undefined) return userMessage(user, image);
   const isHere = tool.column === null || tool.column === column;
   return isHere ? { role: "tool", tool_call_id: tool.id, content: tool.text } : undefined;
 }
 
 export function save() {
-  const parts = turns.map(({ user, tool, answers }) => (
-    JSON.stringify({ user, tool, answers: answers?.map((each) => each?.stored ?? null) })));
+  const parts = turns.map(({ user, image, tool, answers }) => (
+    JSON.stringify({ user, image, tool, answers: answers?.map((each) => each?.stored ?? null) })));
   let size = parts.reduce((sum, part) => sum + part.length, 0);
   while (parts.length && (size > MAX_CHARS || !parts[0].startsWith('{"user"'))) size -= parts.shift().length;
   store(KEY, `[${parts.join()}]`);
 }
 
 export function restore(onEdit) {
-  for (const { user, tool, answers } of JSON.parse(sessionStorage.getItem(KEY) || "[]")) {
+  for (const { user, image, tool, answers } of JSON.parse(sessionStorage.getItem(KEY) || "[]")) {
     if (answers) addAnswers(answers.map((each) => each && Answer.of(each)));
     else if (tool) addTool(tool);
-    else addUser(user, onEdit);
+    else addUser(user, onEdit, image);
   }
   return turns;
 }

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
+
+from services.gateway.text.history.contents import enclosed, joined
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -36,20 +39,20 @@ def in_hermes_format(messages: Messages, tools: Messages) -> list[dict[str, Any]
     block = _INSTRUCTIONS.format(tools="\n".join(_json(each) for each in tools))
     if converted and converted[0]["role"] == "system":
         system, *others = converted
-        text = f"{system['content']}\n\n{block}" if system["content"] else block
-        return [{**system, "content": text}, *others]
+        content = joined(system["content"], block, "\n\n") if system["content"] else block
+        return [{**system, "content": content}, *others]
     return [{"role": "system", "content": block}, *converted]
 
 
 def _converted(message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Returns the message, and whether it is a result."""
     if message["role"] == "tool":
-        text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        return {"role": "user", "content": text}, True
+        content = enclosed("<tool_response>\n", message["content"], "\n</tool_response>")
+        return {"role": "user", "content": content}, True
     calls = message.get("tool_calls") or ()
-    texts = [message["content"], *map(_call, calls)]
+    contents = [*filter(None, [message["content"], *map(_call, calls)])] or [""]
     others = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**others, "content": "\n".join(filter(None, texts))}, False
+    return {**others, "content": reduce(joined, contents)}, False
 
 
 def _merged(messages: Iterator[tuple[dict[str, Any], bool]]) -> Iterator[dict[str, Any]]:
@@ -57,7 +60,7 @@ def _merged(messages: Iterator[tuple[dict[str, Any], bool]]) -> Iterator[dict[st
     last: dict[str, Any] | None = None
     for message, is_result in messages:
         if is_result and last is not None:
-            last["content"] += "\n" + message["content"]
+            last["content"] = joined(last["content"], message["content"])
             continue
         if last is not None:
             yield last

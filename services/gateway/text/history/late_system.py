@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from services.gateway.text.history.contents import joined
+
 Messages = Sequence[Mapping[str, Any]]
 
 _PROBE = tuple(
@@ -44,7 +46,7 @@ def with_late_system_as_user(messages: Messages) -> list[Mapping[str, Any]]:
             and last["role"] == "user"
             and (is_late or (is_open and role == "user"))
         ):
-            content = f"{last['content']}\n{message['content']}"
+            content = joined(last["content"], message["content"])
             converted[-1] = {**last, "content": content}
         elif is_late:
             converted.append({"role": "user", "content": message["content"]})

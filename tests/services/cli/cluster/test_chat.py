@@ -20,6 +20,7 @@ from services.cli.cluster.chat import (
     ChatOptions,
     Terminal,
     TerminalChat,
+    image_part,
     response_format,
     run_chat,
 )
@@ -116,6 +117,30 @@ def test_a_file_without_a_schema_is_named(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ConfigError, match=r"bad\.json is not a JSON Schema"):
             response_format(tmp_path / "bad.json")
+
+
+async def test_first_question_shows_the_images(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"abc")
+    gateway = Gateway([TEXT], [TEXT])
+    chat, _ = gateway.chat()
+    chat.images = [image_part(path)]
+    await chat.ask("What is it?")
+    await chat.ask("And now?")
+    content = gateway.bodies[0]["messages"][0]["content"]
+    url = {"url": "data:image/png;base64,YWJj"}
+    assert content == [
+        {"type": "image_url", "image_url": url},
+        {"type": "text", "text": "What is it?"},
+    ]
+    assert gateway.bodies[1]["messages"][-1]["content"] == "And now?"
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.png: No such file"):
+        image_part(tmp_path / "no.png")
+    with pytest.raises(ConfigError, match=r"a\.svg must be a JPEG, PNG, WebP or GIF"):
+        image_part(tmp_path / "a.svg")
 
 
 @pytest.fixture

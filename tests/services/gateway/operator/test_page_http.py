@@ -115,7 +115,8 @@ def test_page_is_small_and_names_no_other_origin() -> None:
 
 def test_lines_of_files_are_kept_without_indentation_and_comments() -> None:
     script = b"// Of a file.\nlet a = `b`; // c\n  // d\n  a = 'e  f';\n"
-    assert compact(".js", script) == b"\nlet a = `b`; // c\n\na = 'e  f';\n"
+    assert compact(".js", script) == b"\nlet a = `b`;\na = 'e  f';\n"
+    assert compact(".js", b"a(); // `b` is kept\n") == b"a(); // `b` is kept\n"
     css = b"a > b, c:not(d) { margin: calc(1px + 2px) 0; }\n"
     assert compact(".css", css) == b"a > b,c:not(d){margin:calc(1px + 2px) 0;}\n"
     for path in FOLDER.glob("*.js"):  # no string goes on in the next line

@@ -71,7 +71,7 @@ def test_names_of_a_large_body_are_not_collected() -> None:
     [
         ("audio", "audio is not supported"),
         ("modalities", 'modalities is not supported, except as ["text"]'),
-        ("image", "image: this model takes no images"),
+        ("image", "image: send images as parts of messages"),
     ],
 )
 def test_refusal_says_what_is_supported(name: str, message: str) -> None:

@@ -123,7 +123,7 @@ def nested(depth: int) -> Any:
     ],
 )
 def test_any_error_rejects_the_job(source: str, job: bytes) -> None:
-    (reply,) = replies_of(encoded_reply(template(source), decoded(job)))
+    (reply,) = replies_of(*encoded_reply(template(source), decoded(job)))
     assert isinstance(reply, JobRejected)
     assert "the chat template fails on these messages" in reply.reason
 
@@ -132,7 +132,7 @@ def test_any_error_rejects_a_body() -> None:
     def prepare(job: BodyJob) -> PreparedBody:
         raise ZeroDivisionError(job.kind)
 
-    (reply,) = replies_of(encoded_reply(template(), BodyJob("chat", b"{}"), prepare))
+    (reply,) = replies_of(*encoded_reply(template(), BodyJob("chat", b"{}"), prepare))
     assert reply == JobRejected("the body cannot be prepared: ZeroDivisionError", None)
 
 

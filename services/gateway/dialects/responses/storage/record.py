@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.dialects.responses.fields import Content, InputItem
+from services.gateway.dialects.openai.content_parts import IMAGE_KINDS
+from services.gateway.dialects.responses.fields import Content, InputItem, InputPart
 from services.gateway.dialects.responses.ids import item_id
 from services.gateway.dialects.responses.storage.errors import UnknownResponse
 from shared.transport.wire_errors import UNREADABLE
@@ -143,5 +144,10 @@ def _stored(item: InputItem) -> dict[str, Any]:
 def _parts(kind: str, content: Content | None) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": kind, "text": content}]
-    texts = (part.refusal if part.text is None else part.text for part in content or ())
-    return [{"type": kind, "text": text or ""} for text in texts]
+    return [_stored_part(kind, part) for part in content or ()]
+
+
+def _stored_part(kind: str, part: InputPart) -> dict[str, Any]:
+    if part.type in IMAGE_KINDS:
+        return {**msgspec.to_builtins(part), "type": "input_image"}
+    return {"type": kind, "text": (part.refusal if part.text is None else part.text) or ""}

@@ -109,11 +109,19 @@ def test_other_parts_are_refused_by_their_kind(kind: str) -> None:
     assert caught.value.param == "messages[0].content[1].type"
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
-def test_image_is_refused_as_in_other_dialects(kind: str) -> None:
-    parts = [{"type": kind, kind: {"url": "data:"}}]
-    with pytest.raises(InvalidRequest, match="this model takes no images") as caught:
-        generation(messages=[{"role": "user", "content": parts}])
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "must be a data URL"),
+        ({"type": "image_url", "image_url": "https://a/b"}, "not fetched"),
+        ({"type": "input_image"}, "needs an `image_url`"),
+        ({"type": "image", "image": "data:"}, "is a part of the type 'image_url'"),
+        ({"type": "image_url", "image_url": {"url": "data:", "detail": "fine"}}, "detail must be"),
+    ],
+)
+def test_a_part_that_shows_no_image_is_named(part: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        generation(messages=[{"role": "user", "content": [part]}])
     assert caught.value.param == "messages[0].content[0]"
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,22 +17,32 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from services.gateway.dialects.tokenization import conversion
 from services.gateway.dialects.tokenization.bodies import (
     DETOKENIZE_FIELDS,
     TOKENIZE_FIELDS,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from services.gateway.dialects.tokenization.conversion import detokenize, encoded_body, tokenize
+from services.gateway.dialects.tokenization.conversion import detokenize, tokenize
 from services.gateway.structured.tools.tool_fields import ToolField
+from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.process_jobs import BodyJob
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest, PayloadTooLarge
 from tests.support.grids import in_one_test
 
 SPECIAL = ["<|user|>", "<|end|>", "<|endoftext|>", "<|im_start|>", "<|us", "er|>"]
 PIECES = ["", " ", "  ", "\n", "\r\n", "\t", "a", "the", "é", "e\u0301", "東", "😀", "\u0000"]
+
+
+def encoded_body(
+    body: TokenizeRequest, template: ChatTemplate | None, tokenizer: PromptTokenizer
+) -> list[int]:
+    files: Any = SimpleNamespace(tokenizer=tokenizer, images=None)
+    return conversion.encoded_body(body, BodyJob("tokenize", b""), files, template)
 
 
 @pytest.fixture(scope="module", params=["trained here", "demo"])

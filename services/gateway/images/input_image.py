@@ -1,0 +1,93 @@
+"""An image as a client sent it: encoded, and not read yet."""
+
+from __future__ import annotations
+
+import binascii
+import re
+from typing import Literal
+
+import msgspec
+
+from shared.errors import InvalidRequest
+
+Detail = Literal["auto", "low", "high"]
+MEDIA_TYPES = ("image/jpeg", "image/png", "image/webp", "image/gif")
+NO_IMAGES = "this model takes no images"  # in all dialects
+_OTHER_NAMES = {"image/jpg": "image/jpeg"}
+_DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,128})(?P<options>(?:;[^;,]{0,128}){0,8}),", re.I)
+_SPACES = re.compile(rb"\s")
+_NUMBERS = "an array of numbers from 0 to 255"
+
+
+class InputImage(msgspec.Struct, frozen=True, array_like=True):
+    """`place`: of the image in the request, which errors name. `data`: as sent, in base64 unless
+    `is_decoded`. `media_type`: of MEDIA_TYPES; empty if the client names none.
+    """
+
+    place: str
+    data: bytes
+    media_type: str = ""
+    detail: Detail = "auto"
+    is_decoded: bool = False
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the image. Raises InvalidRequest for what is not base64."""
+        if self.is_decoded:
+            return self.data
+        text = _SPACES.sub(b"", self.data)  # some clients write lines
+        try:
+            return binascii.a2b_base64(text, strict_mode=True)
+        except ValueError as error:
+            raise bad_image(self.place, f"the data is not base64: {error}") from None
+
+
+class ImageContext(msgspec.Struct, frozen=True, array_like=True):
+    """What a process needs besides a model's files to read images. `revision`: the digest of the
+    model's weights. `max_images`: of a request. `max_pixels`: of an image. `max_text_bytes`: of a
+    body without its images; None: no limit.
+    """
+
+    revision: str = ""
+    max_images: int = 0
+    max_pixels: int = 0
+    max_text_bytes: int | None = None
+
+
+def bad_image(place: str, reason: str) -> InvalidRequest:
+    """Returns the error for an image that cannot be read."""
+    return InvalidRequest(f"{place}: {reason}", param=place)
+
+
+def image_of_url(place: str, url: str, detail: Detail = "auto") -> InputImage:
+    """Returns the image of a data URL. Raises InvalidRequest for any other URL."""
+    found = _DATA_URL.match(url)
+    if found is None:
+        scheme = url[:16].partition(":")[0].lower()
+        if scheme in ("http", "https"):
+            reason = "images are not fetched from addresses: send the image as a data URL"
+        else:
+            reason = "the URL of an image must be a data URL: data:image/png;base64,…"
+        raise bad_image(place, reason)
+    if not found["options"].lower().endswith(";base64"):
+        raise bad_image(place, "the data URL must be in base64: data:image/png;base64,…")
+    return image_of_base64(place, url[found.end() :], found["type"], detail)
+
+
+def image_of_base64(
+    place: str, data: str, media_type: str = "", detail: Detail = "auto"
+) -> InputImage:
+    """Returns the image of a text in base64. Raises InvalidRequest for a type that is not read."""
+    known = media_type.strip().lower()
+    known = _OTHER_NAMES.get(known, known)
+    if known and known not in MEDIA_TYPES:
+        raise bad_image(place, f"{media_type[:64]!r} is not one of {', '.join(MEDIA_TYPES)}")
+    return InputImage(place, data.encode(), known, detail)
+
+
+def image_of_numbers(place: str, numbers: list[int]) -> InputImage:
+    """Returns the image whose bytes are given as numbers. Raises InvalidRequest for others."""
+    try:
+        return InputImage(place, bytes(numbers), is_decoded=True)
+    except (TypeError, ValueError):
+        raise bad_image(place, f"the image must be in base64, or {_NUMBERS}") from None

@@ -1,0 +1,115 @@
+"""Prompts with images, in a preparation process: what stands for an image in the rendered prompt is
+replaced by the tokens of its tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from services.gateway.images.config import IMAGE_TOKEN, ImageConfig
+from services.gateway.images.input_image import NO_IMAGES, ImageContext, InputImage, bad_image
+from services.gateway.request.generation_request import prompt_too_long
+from services.gateway.request.prompt import ChatPrompt
+from services.gateway.text.chat_template import LiteralText
+from services.gateway.text.model_files import ModelFiles, ModelText
+from services.gateway.text.process_jobs import TokenizedImage
+from shared.errors import InvalidRequest, PayloadTooLarge
+from shared.messages import ImagePart
+
+
+def check_images(images: Sequence[InputImage], files: ModelText, max_images: int) -> None:
+    """Raises InvalidRequest for images that the model does not take, and for too many."""
+    if images and files.images is None:
+        raise bad_image(images[0].place, NO_IMAGES)
+    if len(images) > max_images:
+        place = images[max_images].place
+        raise bad_image(place, f"{len(images)} images are more than the limit of {max_images}")
+
+
+def check_text_bytes(body: bytes, images: Sequence[InputImage], context: ImageContext) -> None:
+    """Raises PayloadTooLarge for a body that is too large without its images."""
+    limit = context.max_text_bytes
+    num_bytes = len(body) - sum(len(each.data) for each in images)
+    if limit is not None and num_bytes > limit:
+        beside = " without its images" if images else ""
+        raise PayloadTooLarge(f"the request body is larger than {limit} bytes{beside}")
+
+
+def tokenized_with_images(
+    prompt: ChatPrompt,
+    files: ModelFiles,
+    context: ImageContext,
+    *,
+    max_context_tokens: int | None,
+    has_pixels: bool,
+) -> tuple[list[int], list[TokenizedImage]]:
+    """Returns the tokens of a rendered prompt, and its images. Raises InvalidRequest, also for a
+    template that leaves an image out, and PromptTooLong.
+    """
+    # Pillow and numpy, which the gateway's own process does not load
+    from services.gateway.images.idefics3 import num_tiles, placeholder
+    from services.gateway.images.processed import processed
+
+    config = files.images
+    assert config is not None, "checked before"
+    _check_places(prompt)
+
+    def check(num_tokens: int) -> None:
+        if max_context_tokens is not None and num_tokens >= max_context_tokens:
+            length = f"at least {num_tokens} tokens of images"
+            raise prompt_too_long(prompt.param, length, max_context_tokens)
+
+    found = [*processed(prompt.images, config, context, check)]
+    texts = iter([placeholder(each.grid, config.tokens_per_tile) for each in found])
+    token_ids = files.tokenizer.encode([*_expanded(prompt.parts, texts)])
+    spans = _spans(token_ids, config, [num_tiles(each.grid) for each in found])
+    images, sent = [], set[bytes]()
+    for each, (first, count) in zip(found, spans, strict=True):
+        is_sent = has_pixels and each.image_hash not in sent
+        sent.add(each.image_hash)
+        part = ImagePart(
+            first_token=first, num_tokens=count, image_hash=each.image_hash, grid=each.grid
+        )
+        pixels = each.pixels if is_sent else bytearray()
+        images.append(TokenizedImage(part, len(pixels), pixels))
+    return token_ids, images
+
+
+def _check_places(prompt: ChatPrompt) -> None:
+    """Raises InvalidRequest unless the template writes one place for each image."""
+    count = sum(each.count(IMAGE_TOKEN) for each in prompt.parts if not _is_literal(each))
+    if count != len(prompt.images):
+        place = prompt.images[min(count, len(prompt.images) - 1)].place
+        raise bad_image(
+            place, f"the chat template writes {count} places for {len(prompt.images)} images"
+        )
+
+
+def _expanded(parts: Sequence[str], texts: Iterator[str]) -> Iterator[str]:
+    """Yields the parts, with the next of `texts` in each place of an image."""
+    for part in parts:
+        if _is_literal(part) or IMAGE_TOKEN not in part:
+            yield part
+            continue
+        first, *others = part.split(IMAGE_TOKEN)
+        yield first + "".join(next(texts) + each for each in others)
+
+
+def _is_literal(part: str) -> bool:
+    return isinstance(part, LiteralText)
+
+
+def _spans(
+    token_ids: Sequence[int], config: ImageConfig, num_tiles: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Returns the first token of each image, and the number of tokens to its last one. Raises
+    InvalidRequest for a tokenizer that has no token for images.
+    """
+    places = [n for n, each in enumerate(token_ids) if each == config.image_token_id]
+    if len(places) != sum(num_tiles) * config.tokens_per_tile:
+        raise InvalidRequest("this model's tokenizer has no token for images")
+    spans, end = [], 0
+    for count in num_tiles:
+        begin, end = end, end + count * config.tokens_per_tile
+        spans.append((places[begin], places[end - 1] - places[begin] + 1))
+    return spans
