@@ -1,0 +1,108 @@
+"""Chats about pictures through split workers: the same answer, whoever encodes the picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from shared.messages import Heartbeat
+from tests.support.cluster.model_cluster import ModelCluster, run_model
+from tests.support.engine.vision_models import write_smolvlm
+from tests.support.services.vision_dir import PATCH, SCALE, TILE, write_vision_dir
+
+WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
+ANSWER = {"max_tokens": 48, "ignore_eos": True}
+LONG_ANSWER = {"max_tokens": 1500, "ignore_eos": True, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
+    folder = tmp_path_factory.mktemp("images")
+    model_dir = write_vision_dir(folder / "smolvlm-tiny")
+    config = msgspec.json.decode((model_dir / "config.json").read_bytes())
+    write_smolvlm(
+        model_dir,
+        image_token_id=config["image_token_id"],
+        scale_factor=SCALE,
+        text=config["text_config"],
+        vision={"image_size": TILE, "patch_size": PATCH},
+    )
+    options = {"dtype": "float32", "kv-cache-bytes": str(32 << 20)}
+    with run_model(folder, model_dir, WORKERS, options) as running:
+        yield running
+
+
+def picture(seed: int, size: tuple[int, int] = (90, 70)) -> dict:
+    """Returns a part of a chat message."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def content(*parts: dict | str) -> list[dict]:
+    return [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
+
+
+def encoded(cluster: ModelCluster) -> dict[str, int]:
+    """Returns the images that each worker has encoded, once all workers are idle again."""
+    cluster.wait_until_empty()
+    newest = cluster.wait_for_heartbeats(lambda newest: set(WORKERS) <= set(newest))
+    return {name: each.load.num_encoded_images for name, each in _workers(newest).items()}
+
+
+def _workers(newest: dict[str, Heartbeat]) -> dict[str, Heartbeat]:
+    return {name: each for name, each in newest.items() if each.load is not None}
+
+
+def decoding(cluster: ModelCluster) -> str:
+    """Returns the decode worker that generates an answer now."""
+
+    def running(newest: dict[str, Heartbeat]) -> list[str]:
+        workers = _workers(newest).items()
+        return [n for n, each in workers if n.startswith("decode") and each.load.num_running]
+
+    (found,) = running(cluster.wait_for_heartbeats(lambda newest: bool(running(newest))))
+    return found
+
+
+def text_of(chunks: Iterator[dict]) -> str:
+    return "".join(
+        choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
+    )
+
+
+def test_pictures_are_encoded_at_prefill_and_survive_their_workers(cluster: ModelCluster) -> None:
+    question = content("What is this?", picture(1), "And this?", picture(2, (40, 200)))
+    first = cluster.complete(question, **ANSWER)
+    answer = first["choices"][0]["message"]["content"]
+    before = encoded(cluster)
+    assert sum(before.values()) == 2
+    assert before["decode-1"] == before["decode-2"] == 0
+    assert first["usage"]["prompt_tokens"] > 2 * 4
+
+    again = cluster.complete(question, **ANSWER)
+    assert again["choices"][0]["message"]["content"] == answer
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    other = cluster.complete(content("What is this?", picture(3), "And this?", picture(4)))
+    assert other["choices"][0]["message"]["content"] != answer
+
+    new = content("Once more.", picture(1), picture(5), picture(6))
+    stream = cluster.stream(new, **LONG_ANSWER)
+    text = "".join(text_of(iter([next(stream)])) for _ in range(8))
+    lost = decoding(cluster)
+    for name in ("prefill-1", "prefill-2", lost):  # the other one has neither pixels nor KV
+        cluster.kill(name)
+    text += text_of(stream)
+    assert cluster.complete(new, **LONG_ANSWER)["choices"][0]["message"]["content"] == text
+    (left,) = {"decode-1", "decode-2"} - {lost}
+    load = cluster.wait_for_heartbeats(lambda newest: left in newest)[left].load
+    assert load is not None
+    assert load.num_encoded_images == 3
