@@ -1,0 +1,1 @@
+"""The parts of ``scripts/train_demo_vision.py``."""

@@ -1,0 +1,72 @@
+"""Cases as tensors, made by a pool of processes while the model learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from demo_vision_training.questions import Case, case
+from demo_vision_training.text import END, PAD, TILE, prompt_of
+
+IGNORED = -100
+
+
+class Batch(NamedTuple):
+    token_ids: Tensor  # [B, T]
+    attended: Tensor  # [B, T]
+    labels: Tensor  # [B, T] the answers' tokens, else IGNORED
+    pixels: Tensor  # [B, images, 3, TILE, TILE]; zeros where a case has fewer
+
+
+def pixels_of(image: Image.Image) -> NDArray[np.float32]:
+    """[3, TILE, TILE] as the processor makes them, normalized."""
+    resized = image.resize((TILE, TILE), Image.Resampling.LANCZOS)
+    return np.asarray(resized, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
+
+
+def batch_of(cases: list[Case], tokenizer: Tokenizer, *, has_answers: bool = True) -> Batch:
+    end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
+    prompts = [tokenizer.encode(prompt_of(each)).ids for each in cases]
+    answers = [
+        [*tokenizer.encode(f" {each.answer}").ids, end] if has_answers else [] for each in cases
+    ]
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    token_ids = torch.full((len(cases), width), pad)
+    labels = torch.full((len(cases), width), IGNORED)
+    attended = torch.zeros(len(cases), width, dtype=torch.long)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        # padding on the left, so that answers to be generated follow all prompts
+        first = width - len(prompt) - len(answer)
+        token_ids[row, first:] = torch.tensor([*prompt, *answer])
+        attended[row, first:] = 1
+        if answer:
+            labels[row, -len(answer) :] = torch.tensor(answer)
+    most = max(len(each.images) for each in cases)
+    pixels = np.zeros((len(cases), most, 3, TILE, TILE), dtype=np.float32)
+    for row, each in enumerate(cases):
+        for column, image in enumerate(each.images):
+            pixels[row, column] = pixels_of(image)
+    return Batch(token_ids, attended, labels, torch.from_numpy(pixels))
+
+
+def _made(numbers: range) -> list[Case]:
+    return [case(number) for number in numbers]
+
+
+def training_batches(tokenizer: Tokenizer, size: int, seed: int) -> Iterator[Batch]:
+    """Yields batches without end. Each case has a number of its own; `seed` moves them."""
+    first = seed << 32
+    with ProcessPoolExecutor(1) as pool:
+        made = pool.submit(_made, range(first, first + size))
+        while True:
+            first += size
+            cases, made = made.result(), pool.submit(_made, range(first, first + size))
+            yield batch_of(cases, tokenizer)
