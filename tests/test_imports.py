@@ -61,6 +61,9 @@ RULES = {
     "services/gateway": rule(
         "services.gateway shared", BASE, WEB, {"regex", "opentelemetry"}, excluded="shared.engine"
     ),
+    "services/gateway/images": rule(
+        "services.gateway shared", BASE, {"PIL", "numpy"}, excluded="shared.engine"
+    ),
     "services/guides/examples": rule("", {"openai"}),
     "services/host": rule("services.host services.local services.worker shared", BASE),
     "services/prefill": rule("services.prefill shared", BASE),
@@ -154,7 +157,7 @@ LAYERS = {
     ),
     "services/gateway": (
         "service | app nats_api | reference | dialects operator | http | request | models | "
-        "structured | output preparation tenancy | observability text | schemas streams"
+        "structured | output preparation tenancy | observability text | images schemas streams"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"

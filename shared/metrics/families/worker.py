@@ -78,6 +78,15 @@ VALUES = (
         "Tokens of a step at most, since one ran out of memory; 0: as configured.",
         lambda load: load.max_step_tokens,
     ),
+    Value("encoded_images", "Images encoded.", lambda load: load.num_encoded_images, True),
+    Value(
+        "reused_images",
+        "Images that a request wanted and that were encoded already.",
+        lambda load: load.num_reused_images,
+        True,
+    ),
+    Value("encoded_tiles", "Tiles of images encoded.", lambda load: load.num_encoded_tiles, True),
+    Value("encode_seconds", "Time with a tile in the encoder.", lambda load: load.encode_s, True),
     Value("preemptions", "Sequences preempted.", lambda load: load.num_preemptions, True),
     Value(
         "pushed_tokens", "Tokens whose KV was pushed.", lambda load: load.num_pushed_tokens, True
