@@ -72,6 +72,9 @@ class Swallow:
     def corrupt(self, header: FrameHeader) -> None:
         raise AssertionError("a frame was corrupted")
 
+    def outside(self) -> None:
+        raise AssertionError("the push has no bounds")
+
     def link_lost(self) -> None:
         pass
 

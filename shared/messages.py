@@ -340,6 +340,8 @@ class StartDecode(Message, frozen=True, kw_only=True):
     placement_id: PlacementId
     request: Request
     prefill_candidates: Annotated[tuple[ProcessId, ...], Meta(max_length=16)] = ()
+    # Of the candidates at other sites, whose heartbeats a worker does not receive: their regions
+    candidate_regions: Annotated[tuple[tuple[ProcessId, Name], ...], Meta(max_length=16)] = ()
     is_queueable: bool = True  # for another site: as of SubmitRequest
 
     @property
@@ -567,7 +569,9 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     traceparent: Traceparent | None = None  # copied from the request
     images: ImageParts = ()  # those that begin within `token_ids`
     gateway_id: Name = ""  # holds the pixels of `images`
-    region_class: Name = ""  # that of the tenant
+    allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # likewise
+    region_class: Name = ""  # likewise
+    target_region: Name = ""  # the decode worker's
 
     @property
     def sender_id(self) -> str:
@@ -705,7 +709,8 @@ class PinPrefix(Message, frozen=True, kw_only=True, omit_defaults=True):
     block_hashes: bytes  # hashes of all the tokens
     num_public_blocks: Count = 0  # all or none
     lease_s: Duration  # starts when the worker receives it; KeepPins renews it
-    region_class: Name = ""  # that of the tenant
+    allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # empty: all
+    region_class: Name = ""  # as of a request
 
 
 class PrefixPinned(Message, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ that site: the reply to each renewed lease shows that the site is alive.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import structlog
@@ -17,7 +18,7 @@ from services.decode.running_request import RunningRequest
 from shared.background import Background, is_logged, item_error
 from shared.engine.kv.ports import ReceivePort
 from shared.engine.worker import EngineWorker
-from shared.errors import HearthError, WorkerBusy
+from shared.errors import HearthError, OutsideRegions, WorkerBusy
 from shared.messages import (
     AbortRequest,
     Done,
@@ -85,7 +86,7 @@ class ActiveHandoffs:
         )
 
     def start(self, placement: RunningRequest, candidates: tuple[str, ...]) -> None:
-        usable = tuple(each for each in candidates if self._may_request(each))
+        usable = tuple(each for each in candidates if self._may_request(placement, each))
         handoff = placement.handoff = self._handoff(placement, usable)
         self._under_way[handoff] = None
         self._background.start_item(
@@ -186,6 +187,9 @@ class ActiveHandoffs:
                 placement, worker_id, placement_id, first_token
             ),
             abandon=self._abandon,
+            region_of=partial(self._region_of, placement),
+            regions=placement.regions,
+            on_outside=partial(self._count_outside, placement),
         )
 
     async def _run(self, placement: RunningRequest, handoff: Handoff) -> None:
@@ -206,9 +210,28 @@ class ActiveHandoffs:
         placement.handoff = None
         self._on_ended(placement, handoff, num_held)
 
-    def _may_request(self, worker_id: str) -> bool:
+    def _may_request(self, placement: RunningRequest, worker_id: str) -> bool:
         site, now = site_in(worker_id), self._worker.clock.now()
-        return site is None or (bool(self._site) and not self._avoided_sites.is_avoided(site, now))
+        if site is not None and (not self._site or self._avoided_sites.is_avoided(site, now)):
+            return False
+        region = self._region_of(placement, worker_id) or ""
+        try:
+            self._worker.refusals.check(
+                "decode", placement.request.tenant_id, placement.regions, region
+            )
+        except OutsideRegions:
+            return False
+        return True
+
+    def _region_of(self, placement: RunningRequest, worker_id: str) -> str | None:
+        """Returns the region of a prefill worker; None: not known."""
+        if is_at_site(worker_id):
+            return placement.site_regions.get(worker_id)
+        return self._worker.region_of(worker_id)
+
+    def _count_outside(self, placement: RunningRequest, worker_id: str) -> None:
+        region = self._region_of(placement, worker_id) or ""
+        self._worker.refusals.count("kv_receive", placement.request.tenant_id, region)
 
     def _record_sites(self, placement: RunningRequest, handoff: Handoff) -> None:
         """Records which sites have failed to compute the prompt, and which one has."""
@@ -247,7 +270,7 @@ class ActiveHandoffs:
             targets=targets,
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
-            link_key=self._port.link_key(worker_id),
+            link_key=self._port.link_key(worker_id, self._region_of(placement, worker_id)),
             public_root=request.public_root,
             numerics=worker.served.card.numerics,
             request_id=request.request_id,
@@ -255,7 +278,9 @@ class ActiveHandoffs:
             traceparent=request.traceparent,
             images=images_within(request.images, prompt.num_prefill_tokens),
             gateway_id=request.gateway_id,
+            allowed_regions=request.allowed_regions,
             region_class=request.region_class,
+            target_region=worker.refusals.region,
         )
         self.forget(placement)
         placement.prefill_id = placement_id

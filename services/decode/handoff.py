@@ -18,6 +18,7 @@ from shared.background import start_awaited
 from shared.engine.batching.sequence import Sequence
 from shared.engine.kv.ports import Receipt, ReceivePort
 from shared.errors import HearthError
+from shared.kv_wire.link import OUTSIDE_REGIONS, PushBounds
 from shared.messages import KvPush
 from shared.randomness import Randomness
 
@@ -50,10 +51,18 @@ class Handoff:
         randomness: Randomness,
         request_prefill: Callable[[str, bytes, int], Awaitable[object]],
         abandon: Callable[[str, bytes], None],
+        region_of: Callable[[str], str | None] = lambda worker_id: None,
+        regions: frozenset[str] | None = None,
+        on_outside: Callable[[str], None] = lambda worker_id: None,
     ) -> None:
         """Calls `request_prefill(worker_id, placement_id, first_token)` to send RunPrefill, which
         may raise, and `abandon(worker_id, placement_id)` to abort the prefill on a worker.
+        `regions` may have the KV; `region_of` a worker returns None if it is not known, and
+        `on_outside` is called for one whose push comes from elsewhere.
         """
+        self._region_of = region_of
+        self._regions = regions
+        self._on_outside = on_outside
         self.current: tuple[str, bytes] | None = None  # worker and placement id of this attempt
         self.lease: tuple[str, bytes] | None = None  # `current` once accepted
         self.is_cancelled = False
@@ -103,6 +112,8 @@ class Handoff:
             self._sequence,
             num_held_tokens=num_held_tokens,
             prefill_worker_id=worker_id,
+            prefill_region=self._region_of(worker_id),
+            bounds=self._bounds(worker_id),
         )
         self._receipt, self.current = receipt, (worker_id, placement_id)
         reason: str | None
@@ -116,12 +127,19 @@ class Handoff:
         finally:
             await self._port.forget(placement_id)
             self._receipt = self.current = self.lease = None
+        if reason == OUTSIDE_REGIONS:
+            self._on_outside(worker_id)
         if reason is not None:
             if not self.is_cancelled:
                 self.failed_workers.append(worker_id)
             log.warning("prefill_attempt_failed", prefill=worker_id, reason=reason)
             self._abandon(worker_id, placement_id)
         return receipt
+
+    def _bounds(self, worker_id: str) -> PushBounds | None:
+        if self._regions is None:
+            return None
+        return PushBounds(self._regions, self._region_of(worker_id) or "")
 
     async def _received(self, receipt: Receipt, request: Awaitable[object]) -> str | None:
         """Returns how the attempt ended. Raises the HearthError of a rejected request.

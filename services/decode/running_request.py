@@ -11,8 +11,8 @@ returns the prompt's logprobs; several choices have them computed with the share
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -43,6 +43,10 @@ class RunningRequest:
     deadline_at: float
     flushed_at: float  # time of the last update to its gateway
     times: PhaseTimes
+    # that may have its data; None: all
+    regions: frozenset[str] | None = None
+    # of prefill workers at other sites, as the scheduler says
+    site_regions: Mapping[str, str] = field(default_factory=dict)
     prefill_id: bytes | None = None  # placement id of the prefill at another worker
     handoff: Handoff | None = None
     delivery: HandoffResult | None = None

@@ -163,6 +163,7 @@ class DecodeService:
         if known is not None:
             return self._started(known)
         self._check_admission(placement_id)
+        regions = self._worker.refusals.require("decode", request)
         self._worker.check_model(request.model, request.revision)
         self._worker.check_block_size(request.block_size)
         self._worker.check_needs(request.needs)
@@ -197,6 +198,8 @@ class DecodeService:
             flushed_at=now,
             times=PhaseTimes(started_at=now),
             images=images,
+            regions=regions,
+            site_regions=dict(command.candidate_regions),
         )
         self._placements[placement_id] = placement
         try:

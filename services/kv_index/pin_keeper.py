@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-import msgspec
 import structlog
 
 from services.kv_index.pin_reasons import PinReasons
@@ -245,17 +244,15 @@ class PinKeeper:
             (self._pinned_workers.add if expected else self._pinned_workers.discard)(kind)
             cold = self._cold(worker_id, expected, reply)
             if cold:
-                await self._warm(worker_id, subject, cold[self._round % len(cold)], region_class)
+                await self._warm(worker_id, subject, cold[self._round % len(cold)])
         except HearthError as error:  # the next round retries, starting with another prefix
             log.debug("pin_failed", worker=worker_id, reason=error.message)
 
-    async def _warm(
-        self, worker_id: str, subject: str, pin: ExpectedPin, region_class: str
-    ) -> None:
+    async def _warm(self, worker_id: str, subject: str, pin: ExpectedPin) -> None:
         """Requests that a worker computes the prefix. Raises HearthError."""
         tenant_id, name = pin.prefix.tenant_id, pin.prefix.name
         try:
-            command = msgspec.structs.replace(pin.command, region_class=region_class)
+            command = self.pins.command(pin)
             await self._requests.request(
                 worker_id, subject, command, PrefixPinned, base_s=PIN_TIMEOUT_S
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from shared.block_hash import extend_chain, public_root, root_hash
 from shared.messages import ModelCard, PinPrefix
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
@@ -60,6 +62,15 @@ class Pins:
     def _allows(self, tenant_id: str, region: str) -> bool:
         regions = self._regions.get(tenant_id)
         return regions is None or region in regions
+
+    def command(self, pin: ExpectedPin) -> PinPrefix:
+        """Returns the command for a pin, with the regions and the class of its tenant now."""
+        regions = self._regions.get(pin.prefix.tenant_id) or ()
+        return structs.replace(
+            pin.command,
+            allowed_regions=tuple(sorted(regions)),
+            region_class=self.class_of(pin),
+        )
 
     def retain_only(self, digests: Collection[str]) -> None:
         self._prefixes = {each: p for each, p in self._prefixes.items() if each in digests}

@@ -18,7 +18,14 @@ from shared.engine.engine import StepProgress
 from shared.engine.kv.ports import Push, PushPort
 from shared.engine.vision.sequence_images import WantedImages
 from shared.engine.worker import EngineWorker
-from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
+from shared.errors import (
+    HearthError,
+    InvalidRequest,
+    OutsideRegions,
+    UnknownPlacement,
+    WorkerBusy,
+)
+from shared.kv_wire.link import PushBounds
 from shared.messages import (
     AbortRequest,
     PrefillAccepted,
@@ -94,7 +101,7 @@ class PrefillService:
     def _run_prefill(self, request: RunPrefill) -> PrefillAccepted:
         if request.placement_id in self._prefills:
             return PrefillAccepted(placement_id=request.placement_id)
-        self._check(request)
+        bounds = self._check(request)
         request = self._worker.tenant_kv.current(request)
         sequence = _sequence_of(request, self._worker.served.card.block_size)
         self._worker.check_tokens(sequence)
@@ -108,6 +115,7 @@ class PrefillService:
                 first_token=request.first_token,
                 targets=request.targets,
                 link_key=request.link_key,
+                bounds=bounds,
             )
         except BaseException as raised:
             item_error(raised)
@@ -127,20 +135,39 @@ class PrefillService:
         self._worker.loop.wake()
         return PrefillAccepted(placement_id=request.placement_id)
 
-    def _check(self, request: RunPrefill) -> None:
+    def _check(self, request: RunPrefill) -> PushBounds | None:
+        """Returns where the KV may go; None: anywhere. Raises InvalidRequest, WorkerBusy."""
         self._worker.check_accepting("prefill")
+        bounds = self._bounds(request)
         if len(self._prefills) >= MAX_QUEUED_PREFILLS:
             raise WorkerBusy(f"{self._worker.worker_id} has {len(self._prefills)} prefills")
         self._worker.check_model(request.model, request.revision)
         self._worker.check_needs(request.needs)
         self._worker.check_kv(request.kv_format, request.numerics)
         self._worker.check_kv_targets(request)
+        return bounds
+
+    def _bounds(self, request: RunPrefill) -> PushBounds | None:
+        """Checks the regions of both ends. A gateway, which stands for a decode worker of another
+        site, has checked the region that it states.
+        """
+        refusals, decode_id = self._worker.refusals, request.decode_worker_id
+        if refusals.require("prefill", request) is None:
+            return None
+        region = self._worker.region_of(decode_id)
+        if self._worker.is_gateway(decode_id):
+            region = request.target_region
+        regions = refusals.require("prefill", request, region or "")
+        return None if regions is None else PushBounds(regions, region or "")
 
     async def _deliver(self, request: RunPrefill, sequence: Sequence, push: Push) -> None:
         try:
             if await push.run():
                 self._send_phases(self._prefills[request.placement_id])
         except HearthError as error:
+            if isinstance(error, OutsideRegions):
+                region = request.target_region
+                self._worker.refusals.count("kv_push", request.tenant_id, region)
             log.warning("push_failed", error=error.message, decode=request.decode_worker_id)
             self._send_failed(request.decode_worker_id, request.placement_id, error)
         except BaseException as raised:  # outermost handler

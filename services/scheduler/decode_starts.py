@@ -30,6 +30,7 @@ from shared.errors import (
 )
 from shared.messages import DecodeStarted, Failure, StartDecode
 from shared.randomness import Randomness
+from shared.tenancy.refusals import Refusals
 from shared.transport.timed_requests import TimedRequests
 
 log = structlog.get_logger(__name__)
@@ -49,6 +50,7 @@ class DecodeStarts:
         *,
         on_late: Callable[[QueuedRequest, Target, bytes], None],
         abandon: Callable[[str, bytes], None],
+        refusals: Refusals,
         site: str = "",
     ) -> None:
         """Calls `on_late(ticket, target, placement_id)` when a worker has started the request after
@@ -56,6 +58,7 @@ class DecodeStarts:
         of this site for others.
         """
         self._requests = requests
+        self._refusals = refusals
         self._workers = workers
         self._clock = clock
         self._randomness = randomness
@@ -118,6 +121,9 @@ class DecodeStarts:
         remaining_s = ticket.deadline_at - self._clock.now()
         if remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed while the request was placed")
+        self._refusals.require(
+            "scheduler", ticket.request, self._workers.region_of(target.decode_id)
+        )
         request = msgspec.structs.replace(ticket.request, deadline_s=remaining_s)
         if subjects.is_at_site(target.decode_id):
             owner = subjects.at_site(self._site, request.gateway_id)
@@ -126,6 +132,11 @@ class DecodeStarts:
             placement_id=placement_id,
             request=request,
             prefill_candidates=target.prefill_candidates,
+            candidate_regions=tuple(
+                (each, self._workers.region_of(each))
+                for each in target.prefill_candidates
+                if subjects.is_at_site(each)
+            ),
             is_queueable=ticket.is_queueable,
         )
 

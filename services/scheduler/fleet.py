@@ -89,6 +89,11 @@ class WorkerFleet:
         """Whether the worker is live and accepts requests."""
         return worker_id in self._known
 
+    def region_of(self, worker_id: str) -> str:
+        """Returns a worker's region, by its credential or its site's link; "": none is known."""
+        known = self._known.get(worker_id)
+        return "" if known is None else known.worker.region
+
     def speed(self, worker_id: str) -> Speed:
         known = self._known.get(worker_id)
         return Speed() if known is None else known.worker.speed

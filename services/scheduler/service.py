@@ -120,6 +120,7 @@ class SchedulerService:
             randomness,
             on_late=self._started_late,
             abandon=self._abandon,
+            refusals=self.health_monitor.refusals,
             site=config.site,
         )
         self._candidates = Candidates(self._workers, self._starts)
@@ -211,6 +212,7 @@ class SchedulerService:
         request = within_class(message.request, self._bus.regions.classes)
         if request is not message.request:
             message = msgspec.structs.replace(message, request=request)
+        self.health_monitor.refusals.require("scheduler", request)
         context_tokens = self._workers.smallest_context(
             QueueKey.of(request).served, num_context_tokens(request)
         )

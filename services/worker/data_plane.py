@@ -84,6 +84,7 @@ class ProcessDataPlane:
             codec=await self._load_codec(),
             security=self._security,
             page_lock=self._memory.page_lock,
+            region=self._config.region,
         )
         return LocalPushPort(dialer, self._memory, self._clock)
 
@@ -114,7 +115,10 @@ class GroupDataPlane:
 
     async def push_port(self) -> PushPort:
         return await GroupPushPort.open(
-            self._links, kv_compression=self._config.kv_compression, security=self._security
+            self._links,
+            kv_compression=self._config.kv_compression,
+            security=self._security,
+            region=self._config.region,
         )
 
     async def receive_port(self) -> ReceivePort:
@@ -126,6 +130,7 @@ class GroupDataPlane:
             advertised_host=_advertised_host(self._config),
             kv_compression=self._config.kv_compression,
             link_keys=link_keys_of(self._security, self._randomness),
+            region=self._config.region,
         )
 
 
@@ -156,6 +161,7 @@ async def receive_kv(
             codec=codec,
             link_keys=link_keys,
             page_lock=page_lock,
+            region=config.region,
         )
     except OSError as error:
         at = f"{config.data_plane_host!r}, port {port or 'any'}"

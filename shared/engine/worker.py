@@ -56,6 +56,7 @@ from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes
 from shared.randomness import Randomness
 from shared.sites.kv_targets import check_targets_of_site
 from shared.subjects import kv_events, list_blocks, pins, tenant_kv
+from shared.tenancy.refusals import Refusals
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
@@ -133,6 +134,21 @@ class EngineWorker:
     def worker_id(self) -> str:
         return self.bus.process_id
 
+    @property
+    def refusals(self) -> Refusals:
+        return self.health_monitor.refusals
+
+    def region_of(self, worker_id: str) -> str | None:
+        """Returns the region of a worker of this site, by its credential; None: not known."""
+        if worker_id == self.worker_id:
+            return self.refusals.region
+        heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)
+        return None if heartbeat is None else heartbeat.region
+
+    def is_gateway(self, process_id: str) -> bool:
+        heartbeat = self.health_monitor.fleet.heartbeat_of(process_id)
+        return heartbeat is not None and "gateway" in heartbeat.roles
+
     def check_accepting(self, role: Role | None = None) -> None:
         """Raises WorkerBusy in a state without new requests, or for one in another role."""
         state = self.health_monitor.state
@@ -187,7 +203,7 @@ class EngineWorker:
             if heartbeat is None:
                 raise WorkerBusy(f"{self.worker_id} has received no heartbeat of {worker_id} yet")
             announced = heartbeat.kv_targets
-            if "gateway" in heartbeat.roles:
+            if self.is_gateway(worker_id):
                 check_targets_of_site(request)
                 return
         if not request.targets or request.targets != announced:
@@ -315,6 +331,7 @@ class EngineWorker:
         if isinstance(command, KeepPins):
             return self.pins.renew(command)
         self.check_accepting()
+        self.refusals.require("pin", command)
         self.check_model(command.model, command.revision)
         sequence = sequence_of(command, self.served.card.block_size)
         self.check_tokens(sequence)

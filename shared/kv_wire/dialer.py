@@ -39,10 +39,12 @@ class Dialer:
         clock: Clock | None = None,
         security: DataPlaneSecurity = "none",
         page_lock: PageLock | None = None,
+        region: str = "",
     ) -> None:
-        """Dials receivers of KV. TCP links must have at least `security`. `page_lock` locks the
-        slots that a device fills.
+        """Dials receivers of KV from a process in `region`. TCP links must have at least
+        `security`. `page_lock` locks the slots that a device fills.
         """
+        self.region = region
         self._security = security
         self._connect_timeout_s = connect_timeout_s
         self._codec = codec
@@ -137,10 +139,11 @@ class Dialer:
             await loop.sock_connect(sock, address)  # type: ignore[arg-type]
             # Measures the kernels, however busy the peer is
             round_trip_s = self._clock.now() - start
-            greeted = await send_hello(sock, instance_id, link_key)
+            greeted = await send_hello(sock, instance_id, link_key, self.region)
             staging = _staging(sock, greeted.welcome, greeted.fd, self._page_lock)
             compression = self._compression(greeted.welcome, round_trip_s)
-            link = StagedLink(staging, on_end, compression, greeted.ciphers)
+            regions = self.region, greeted.welcome.region
+            link = StagedLink(staging, on_end, compression, greeted.ciphers, regions)
             if family == socket.AF_UNIX:
                 await loop.create_unix_connection(lambda: link.stream, sock=sock)
             else:

@@ -13,7 +13,7 @@ import structlog
 from shared.background import item_error
 from shared.errors import HearthError, KvMismatch
 from shared.kv_layout import KvShard
-from shared.kv_wire.link import FrameHeader, FrameSink
+from shared.kv_wire.link import OUTSIDE_REGIONS, FrameHeader, FrameSink, PushBounds
 
 log = structlog.get_logger(__name__)
 
@@ -33,12 +33,15 @@ class ReceiverCounts:
     num_corrupt: int = 0
     num_rejected: int = 0  # frames that the sink rejected
     num_mismatched: int = 0  # rejected frames with KV of another format or other numerics
+    num_outside: int = 0  # offers and frames from outside of the regions of their placement
     num_bad_peers: int = 0  # violated the protocol, failed the handshake or ended within a frame
 
 
 @dataclass
 class _Expected:
     sink: FrameSink
+    bounds: PushBounds | None = None
+    accepted: set[object] = field(default_factory=set)  # connections whose offer was accepted
     # the connection that last carried a frame of each part: several ranks may push to this process
     carriers: dict[KvShard, object] = field(default_factory=dict)
 
@@ -49,16 +52,20 @@ class _Expected:
 
 
 class ExpectedPushes:
-    def __init__(self) -> None:
+    def __init__(self, region: str = "") -> None:
+        """Expects pushes in a process of this region."""
+        self.region = region
         self.counts = ReceiverCounts()
         self._expected: dict[bytes, _Expected] = {}
         self._num_copying: Counter[bytes] = Counter()
         self._idle: dict[bytes, asyncio.Event] = {}
 
-    def expect(self, placement_id: bytes, sink: FrameSink) -> None:
+    def expect(
+        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+    ) -> None:
         if placement_id in self._expected:
             raise ValueError(f"placement {placement_id.hex()} is expected already")
-        self._expected[placement_id] = _Expected(sink)
+        self._expected[placement_id] = _Expected(sink, bounds)
 
     def forget(self, placement_id: bytes) -> None:
         self._expected.pop(placement_id, None)
@@ -67,17 +74,36 @@ class ExpectedPushes:
         while self._num_copying[placement_id] > 0:
             await self._idle.setdefault(placement_id, asyncio.Event()).wait()
 
-    def announce(self, header: FrameHeader, carrier: object) -> None:
-        """Records that a frame of this placement starts to arrive over `carrier`."""
+    def offered(self, placement_id: bytes, carrier: object, peer_region: str) -> str | None:
+        """Takes an offer of a sender in `peer_region`. Returns None, or the reason for declining
+        it.
+        """
+        expected = self._expected.get(placement_id)
+        if expected is None:
+            return self._unknown(placement_id)
+        if expected.bounds is not None and not expected.bounds.allow(self.region, peer_region):
+            return self._outside(expected)
+        expected.accepted.add(carrier)
+        return None
+
+    def announce(self, header: FrameHeader, carrier: object) -> str | None:
+        """Records that a frame of this placement starts to arrive over `carrier`. Returns the
+        reason why that must end the connection, if there is one.
+        """
         expected = self._expected.get(header.placement_id)
-        if expected is not None:
-            expected.carried_by(carrier, header)
+        if expected is None:
+            return None
+        if expected.bounds is not None and carrier not in expected.accepted:
+            return self._outside(expected)
+        expected.carried_by(carrier, header)
+        return None
 
     def carrier_ended(self, carrier: object) -> None:
         """Calls `link_lost` once on every sink that received the last frame of a part over
         `carrier`.
         """
         for placement_id, expected in list(self._expected.items()):
+            expected.accepted.discard(carrier)
             lost = [part for part, each in expected.carriers.items() if each is carrier]
             if not lost:
                 continue
@@ -93,11 +119,11 @@ class ExpectedPushes:
         """Copies, verifies and delivers one frame. Returns None, or the reason for rejecting it."""
         expected = self._expected.get(header.placement_id)
         if expected is None:
-            return self._unknown(header)
+            return self._unknown(header.placement_id)
         with self._copying(header.placement_id):
             payload, checksum = await take_copy()
             if self._expected.get(header.placement_id) is not expected:
-                return self._unknown(header)
+                return self._unknown(header.placement_id)
             try:
                 return await self._hand_over(expected.sink, header, payload, checksum)
             except KvMismatch as error:
@@ -124,9 +150,14 @@ class ExpectedPushes:
         self.counts.num_bytes += header.payload_bytes
         return None
 
-    def _unknown(self, header: FrameHeader) -> str:
+    def _unknown(self, placement_id: bytes) -> str:
         self.counts.num_unknown += 1
-        return f"placement {header.placement_id.hex()} is not expected here"
+        return f"placement {placement_id.hex()} is not expected here"
+
+    def _outside(self, expected: _Expected) -> str:
+        self.counts.num_outside += 1
+        expected.sink.outside()
+        return OUTSIDE_REGIONS
 
     @contextmanager
     def _copying(self, placement_id: bytes) -> Iterator[None]:

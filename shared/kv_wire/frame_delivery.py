@@ -13,8 +13,11 @@ from shared.errors import LinkLost
 from shared.kv_wire.expected_pushes import ExpectedPushes, TakeCopy
 from shared.kv_wire.frames import (
     MAX_REASON_CHARS,
+    Accepted,
     Ack,
+    Declined,
     Frame,
+    Offer,
     ProtocolError,
     Refusal,
     fault_of_frame,
@@ -36,10 +39,15 @@ class Arrival:
 
 
 class FrameDelivery:
-    """Delivers arrivals in order and replies to each; its task lives as long as the connection."""
+    """Delivers arrivals in order and replies to each; its task lives as long as the connection.
+    `peer_region` is that of the sender.
+    """
 
-    def __init__(self, placements: ExpectedPushes, stream: RecordStream, clock: Clock) -> None:
+    def __init__(
+        self, placements: ExpectedPushes, stream: RecordStream, clock: Clock, peer_region: str = ""
+    ) -> None:
         self._placements = placements
+        self._peer_region = peer_region
         self._stream = stream
         self._clock = clock
         self._waiting: deque[Arrival] = deque()
@@ -47,11 +55,20 @@ class FrameDelivery:
         self._has_ended = False
         self.task = start_awaited(self._run())
 
+    def offered(self, offer: Offer) -> None:
+        """Replies to the offer of a push."""
+        placement_id = offer.placement_id
+        reason = self._placements.offered(placement_id, self._stream, self._peer_region)
+        reply = Accepted(placement_id) if reason is None else Declined(placement_id, reason)
+        self._stream.send_reply(reply)
+
     def announce(self, frame: Frame) -> None:
-        """Records that a frame starts to arrive. Raises ProtocolError if the frame is invalid."""
-        if (fault := fault_of_frame(frame)) is not None:
+        """Records that a frame starts to arrive. Raises ProtocolError if the frame is invalid, or
+        may not come from this sender: its payload is not read.
+        """
+        fault = fault_of_frame(frame) or self._placements.announce(frame.header, self._stream)
+        if fault is not None:
             raise ProtocolError(fault)
-        self._placements.announce(frame.header, self._stream)
 
     def add(self, arrival: Arrival) -> None:
         """Queues an arrival. Each holds a slot or a buffer, which bounds the queue."""

@@ -5,8 +5,10 @@ msgpack body. On TCP the payload follows its `Frame` record; on one host the pay
 that the record names.
 
     sender                       receiver
-    Hello(instance_id, key_id) ▶
-                       ◀──────── Welcome(instance_id, slots, codecs) or Goodbye(reason)
+    Hello(instance_id, key_id, region) ▶
+                       ◀──────── Welcome(instance_id, slots, region) or Goodbye(reason)
+    Offer(placement_id) ───────▶                  of a tenant that is bound to regions
+                       ◀──────── Accepted(placement_id)              or Declined(placement_id, …)
     Frame(frame_id, …) ────────▶
                        ◀──────── Ack(frame_id)                       or Refusal(frame_id, reason)
 
@@ -54,6 +56,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     key_id: bytes = b""
     nonce: bytes = b""  # random, on sealed links
     ciphers: tuple[str, ...] = ()
+    region: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -67,9 +70,27 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     codecs: tuple[str, ...] = ()
     nonce: bytes = b""  # random, on sealed links
     cipher: str = ""
+    region: str = ""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Asks whether the receiver takes KV of a placement from a sender in this one's region. No
+    frame of a tenant that is bound to regions comes before the reply.
+    """
+
+    placement_id: bytes
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    placement_id: bytes
+
+
+class Declined(msgspec.Struct, frozen=True, tag=True):
+    placement_id: bytes
     reason: str
 
 
@@ -106,7 +127,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     held_s: float = 0.0
 
 
-Record = Hello | Welcome | Goodbye | Frame | Ack | Refusal
+Record = Hello | Welcome | Goodbye | Offer | Accepted | Declined | Frame | Ack | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

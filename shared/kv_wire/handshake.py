@@ -50,11 +50,15 @@ class Greeted:
 
 
 async def send_hello(
-    sock: socket.socket, instance_id: bytes, link_key: LinkKey | None = None
+    sock: socket.socket, instance_id: bytes, link_key: LinkKey | None = None, region: str = ""
 ) -> Greeted:
-    """Does the sender's part of the handshake. With a key the link is sealed."""
+    """Does the sender's part of the handshake, for a process in `region`. With a key the link is
+    sealed.
+    """
     loop = asyncio.get_running_loop()
-    hello = Hello(instance_id) if link_key is None else _sealed_hello(instance_id, link_key)
+    hello = Hello(instance_id, region=region)
+    if link_key is not None:
+        hello = _sealed_hello(hello, link_key)
     sent = encode_record(hello)
     await loop.sock_sendall(sock, sent)
     fds: list[int] = []
@@ -84,8 +88,10 @@ async def send_hello(
     return Greeted(welcome, fds[0] if fds else None, ciphers)
 
 
-def _sealed_hello(instance_id: bytes, link_key: LinkKey) -> Hello:
-    return Hello(instance_id, link_key.key_id, os.urandom(NONCE_BYTES), preferred_ciphers())
+def _sealed_hello(hello: Hello, link_key: LinkKey) -> Hello:
+    return msgspec.structs.replace(
+        hello, key_id=link_key.key_id, nonce=os.urandom(NONCE_BYTES), ciphers=preferred_ciphers()
+    )
 
 
 async def read_hello(sock: socket.socket, instance_id: bytes) -> tuple[Hello, bytes]:

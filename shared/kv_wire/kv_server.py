@@ -25,7 +25,7 @@ from shared.kv_wire.frames import (
     closing_record,
 )
 from shared.kv_wire.handshake import read_hello, send_sealed_welcome, send_welcome
-from shared.kv_wire.link import FrameSink, PageLock
+from shared.kv_wire.link import FrameSink, PageLock, PushBounds
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.kv_wire.shared_memory import (
     NUM_SLOTS,
@@ -60,6 +60,8 @@ class KvServer:
         clock: Clock,
         link_keys: LinkKeys | None,
         page_lock: PageLock | None = None,
+        *,
+        region: str = "",
     ) -> None:
         self._address = address
         self._directory = directory
@@ -67,7 +69,7 @@ class KvServer:
         self._clock = clock
         self._link_keys = link_keys
         self._page_lock = page_lock
-        self._placements = ExpectedPushes()
+        self._placements = ExpectedPushes(region)
         self._receptions: set[Reception] = set()
         self._handshakes = Background()
         self._listeners = listeners
@@ -87,11 +89,12 @@ class KvServer:
         clock: Clock | None = None,
         link_keys: LinkKeys | None = None,
         page_lock: PageLock | None = None,
+        region: str = "",
     ) -> KvServer:
         """Listens for peers, which dial `advertised_host`, by default `bind_host`, at `bind_port`
         or, if that is 0, at a free port. `codec` decodes frames that peers on TCP compress. Peers
         on TCP must use `link_keys`; None: links are not sealed. `page_lock` locks the memory from
-        which a device copies frames. Raises OSError.
+        which a device copies frames. `region` is that of this process. Raises OSError.
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(bind_host, bind_port, type=socket.SOCK_STREAM)
@@ -110,7 +113,7 @@ class KvServer:
         )
         listeners = (tcp_listener, unix_listener)
         clock = clock or MonotonicClock()
-        return cls(address, listeners, directory, codec, clock, link_keys, page_lock)
+        return cls(address, listeners, directory, codec, clock, link_keys, page_lock, region=region)
 
     @property
     def address(self) -> DataPlaneAddress:
@@ -124,11 +127,13 @@ class KvServer:
     def num_connections(self) -> int:
         return len(self._receptions)
 
-    def expect(self, placement_id: bytes, sink: FrameSink) -> None:
+    def expect(
+        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+    ) -> None:
         """Expects the push of a placement. Raises ValueError if the placement is expected
         already.
         """
-        self._placements.expect(placement_id, sink)
+        self._placements.expect(placement_id, sink, bounds)
 
     def forget(self, placement_id: bytes) -> None:
         self._placements.forget(placement_id)
@@ -173,7 +178,7 @@ class KvServer:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello, received = await read_hello(sock, self._address.instance_id)
                 if sock.family == socket.AF_UNIX:
-                    reception = await self._open_unix(sock)
+                    reception = await self._open_unix(sock, hello)
                 else:
                     reception = await self._open_tcp(sock, hello, received)
         except (LinkLost, OSError, TimeoutError) as error:
@@ -191,13 +196,22 @@ class KvServer:
         link_key = self._link_key_of(hello)
         tcp.tune(sock)
         codecs = () if self._codec is None else (self._codec.name,)
-        welcome = Welcome(self._address.instance_id, tcp.NUM_SLOTS, MAX_FRAME_BYTES, codecs)
+        welcome = self._own_welcome(tcp.NUM_SLOTS, MAX_FRAME_BYTES, codecs)
         ciphers = None
         if link_key is None:
             await send_welcome(sock, welcome, None)
         else:
             ciphers = await send_sealed_welcome(sock, welcome, hello, received, link_key)
-        return TcpReception(self._placements, self._clock, self._codec, ciphers)
+        region = hello.region
+        if self._link_keys is not None:
+            region = self._link_keys.region_of(hello.key_id) or ""
+        return TcpReception(self._placements, self._clock, self._codec, ciphers, region)
+
+    def _own_welcome(
+        self, num_slots: int, slot_bytes: int, codecs: tuple[str, ...] = ()
+    ) -> Welcome:
+        region = self._placements.region
+        return Welcome(self._address.instance_id, num_slots, slot_bytes, codecs, region=region)
 
     def _link_key_of(self, hello: Hello) -> LinkKey | None:
         if self._link_keys is None:
@@ -207,15 +221,21 @@ class KvServer:
         link_key = self._link_keys.find(hello.key_id)
         if link_key is None:
             raise ProtocolError("the link key is unknown here" if hello.key_id else "no link key")
+        region = self._link_keys.region_of(hello.key_id)
+        if region is not None and hello.region != region:
+            self.counts.num_outside += 1
+            raise ProtocolError(
+                f"the peer claims the region {hello.region[:100]!r}; that of its key is {region!r}"
+            )
         return link_key
 
-    async def _open_unix(self, sock: socket.socket) -> Reception:
-        instance_id = self._address.instance_id
+    async def _open_unix(self, sock: socket.socket, hello: Hello) -> Reception:
         fd = create_memory(NUM_SLOTS * SLOT_BYTES)
         try:
-            await send_welcome(sock, Welcome(instance_id, NUM_SLOTS, SLOT_BYTES), fd)
+            await send_welcome(sock, self._own_welcome(NUM_SLOTS, SLOT_BYTES), fd)
             return SharedMemoryReception(
-                self._placements, self._clock, fd, NUM_SLOTS, SLOT_BYTES, self._page_lock
+                *(self._placements, self._clock, fd, NUM_SLOTS, SLOT_BYTES, self._page_lock),
+                peer_region=hello.region,
             )
         finally:
             os.close(fd)

@@ -30,6 +30,22 @@ FRAME_BYTES = 2 * 1024 * 1024
 FRAMES_UNDER_WAY = 2
 
 
+OUTSIDE_REGIONS = "the sender is in no region of the tenant's data"
+
+
+class PushBounds(msgspec.Struct, frozen=True):
+    """The regions that may hold the KV of one push, and that of the other end: the decode worker's
+    for a sender, the prefill worker's for a receiver.
+    """
+
+    regions: frozenset[str]
+    peer_region: str
+
+    def allow(self, own_region: str, peer_region: str) -> bool:
+        """Whether the push may go over a link to a peer that says it is in `peer_region`."""
+        return peer_region == self.peer_region and {own_region, peer_region} <= self.regions
+
+
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a frame: KV of tokens × layers × KV heads; never physical block ids.
 
@@ -72,6 +88,10 @@ class FrameSink(Protocol):
         """A frame of this placement failed its checksum; nothing of it was delivered."""
         ...
 
+    def outside(self) -> None:
+        """A sender outside of the regions of the placement has offered it, or sent a frame."""
+        ...
+
     def link_lost(self) -> None:
         """The connection that last carried this placement's frames has ended."""
         ...
@@ -83,7 +103,11 @@ class KvReceiver(Protocol):
     @property
     def address(self) -> DataPlaneAddress: ...
 
-    def expect(self, placement_id: bytes, sink: FrameSink) -> None: ...
+    def expect(
+        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+    ) -> None:
+        """Expects a push. With `bounds` its sender offers it first, from one of the regions."""
+        ...
 
     def forget(self, placement_id: bytes) -> None:
         """Forgets a push. Idempotent. A delivery in progress completes; see `idle`."""
@@ -118,6 +142,11 @@ class PushLink(Protocol):
     """Prefill's end of one connection."""
 
     @property
+    def regions(self) -> tuple[str, str]:
+        """This end's, and that of the receiver."""
+        ...
+
+    @property
     def frame_bytes(self) -> int:
         """The recommended size of a frame."""
         ...
@@ -125,6 +154,12 @@ class PushLink(Protocol):
     @property
     def frames_under_way(self) -> int:
         """The recommended number of frames of one push that are sent at a time."""
+        ...
+
+    async def offer(self, placement_id: bytes) -> None:
+        """Returns once the receiver takes frames of the placement. Raises FrameRefused if it does
+        not, LinkLost.
+        """
         ...
 
     async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:

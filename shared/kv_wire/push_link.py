@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -20,8 +21,11 @@ from shared.errors import FrameRefused, LinkLost
 from shared.kv_wire.checked_copy import checksum_of, to_the_end
 from shared.kv_wire.compression import LinkCompression, Sent
 from shared.kv_wire.frames import (
+    Accepted,
     Ack,
+    Declined,
     Frame,
+    Offer,
     ProtocolError,
     Record,
     Refusal,
@@ -130,7 +134,8 @@ class _Unacked:
 class StagedLink:
     """A `PushLink` over a Staging; `on_end` is called once when the connection has ended.
 
-    `compression` and `ciphers` are only for links whose payloads follow on the stream.
+    `compression` and `ciphers` are only for links whose payloads follow on the stream. `regions`
+    are those of this end and of the receiver.
     """
 
     def __init__(
@@ -139,7 +144,10 @@ class StagedLink:
         on_end: Callable[[StagedLink], None],
         compression: LinkCompression | None = None,
         ciphers: LinkCiphers | None = None,
+        regions: tuple[str, str] = ("", ""),
     ) -> None:
+        self.regions = regions
+        self._offers: dict[bytes, asyncio.Future[None]] = {}
         self._staging = staging
         self._on_end = on_end
         self._compression = compression
@@ -175,6 +183,16 @@ class StagedLink:
         async with self._turns.turn(tenant_id):
             answered = await self._fill_and_transmit(header, fill)
         await answered
+
+    async def offer(self, placement_id: bytes) -> None:
+        """Asks to push a placement: see `PushLink.offer`."""
+        self._raise_if_lost()
+        reply = self._offers.get(placement_id)
+        if reply is None:
+            reply = self._offers[placement_id] = asyncio.get_running_loop().create_future()
+            reply.add_done_callback(partial(self._offer_ended, placement_id))
+            self.stream.send(Offer(placement_id))
+        await asyncio.shield(reply)
 
     async def close(self) -> None:
         await self.stream.close("this end closed the link")
@@ -227,8 +245,25 @@ class StagedLink:
                 self._answer(record, None)
             case Refusal(reason=reason):
                 self._answer(record, FrameRefused(reason))
+            case Accepted(placement_id=placement_id):
+                self._answer_offer(placement_id, None)
+            case Declined(placement_id=placement_id, reason=reason):
+                self._answer_offer(placement_id, FrameRefused(reason))
             case _:
                 raise ProtocolError(f"a receiver does not send {type(record).__name__}")
+
+    def _offer_ended(self, placement_id: bytes, reply: asyncio.Future[None]) -> None:
+        del self._offers[placement_id]
+        reply.exception()  # a caller may have been cancelled
+
+    def _answer_offer(self, placement_id: bytes, rejection: FrameRefused | None) -> None:
+        reply = self._offers.get(placement_id)
+        if reply is None or reply.done():
+            raise ProtocolError(f"received a reply to the offer {placement_id.hex()}: not sent")
+        if rejection is None:
+            reply.set_result(None)
+        else:
+            reply.set_exception(rejection)
 
     def payload_arrived(self, checksum: int) -> None:
         raise ProtocolError("a receiver sends no payload")
@@ -240,6 +275,9 @@ class StagedLink:
             if not unacked.answered.done():
                 unacked.answered.set_exception(LinkLost(error.message))
         self._unacked.clear()
+        for reply in self._offers.values():
+            if not reply.done():
+                reply.set_exception(LinkLost(error.message))
         self._staging.close()
         self._on_end(self)
 

@@ -23,7 +23,14 @@ from shared.errors import LinkLost
 from shared.kv_wire.checked_copy import copy_and_checksum, copy_and_sum, grown
 from shared.kv_wire.expected_pushes import ExpectedPushes, TakeCopy
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
-from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
+from shared.kv_wire.frames import (
+    MAX_FRAME_BYTES,
+    Frame,
+    Offer,
+    ProtocolError,
+    Record,
+    sealed_sum,
+)
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PageLock
 from shared.kv_wire.record_stream import RecordStream
 
@@ -133,6 +140,8 @@ class SharedMemoryReception:
         num_slots: int,
         slot_bytes: int,
         page_lock: PageLock | None = None,
+        *,
+        peer_region: str = "",
     ) -> None:
         self._slots = _Slots(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
         self._num_slots, self._slot_bytes = num_slots, slot_bytes
@@ -141,10 +150,13 @@ class SharedMemoryReception:
         self._held_slots: set[int] = set()
         self._copies: dict[int, asyncio.Task[int]] = {}  # the last one of each slot
         self.stream = RecordStream(self)
-        self.deliveries = FrameDelivery(placements, self.stream, clock)
+        self.deliveries = FrameDelivery(placements, self.stream, clock, peer_region)
         self.deliveries.task.add_done_callback(lambda _: self._close())
 
     def record_arrived(self, record: Record) -> None:
+        if isinstance(record, Offer):
+            self.deliveries.offered(record)
+            return
         if not isinstance(record, Frame) or record.slot_index is None or record.codec:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
         slot_index = record.slot_index

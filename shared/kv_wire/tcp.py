@@ -21,7 +21,7 @@ from shared.kv_wire.checked_copy import checksum_of, grown, to_the_end
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
-from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
+from shared.kv_wire.frames import Frame, Offer, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
 from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.sealing.cipher_choice import TAG_BYTES
@@ -82,16 +82,20 @@ class TcpReception:
         clock: Clock,
         codec: FrameCodec | None = None,
         ciphers: LinkCiphers | None = None,
+        peer_region: str = "",
     ) -> None:
         self.stream = RecordStream(self, ciphers)
-        self.deliveries = FrameDelivery(placements, self.stream, clock)
+        self.deliveries = FrameDelivery(placements, self.stream, clock, peer_region)
         self._codec = codec
         self._clock = clock
         self._decoded = memoryview(b"")
         self._free = [memoryview(b"")] * NUM_SLOTS
         self._arriving: tuple[Frame, memoryview] | None = None
 
-    def record_arrived(self, record: Record) -> memoryview:
+    def record_arrived(self, record: Record) -> memoryview | None:
+        if isinstance(record, Offer):
+            self.deliveries.offered(record)
+            return None
         if not isinstance(record, Frame) or record.slot_index is not None:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
         if record.codec and (self._codec is None or record.codec != self._codec.name):

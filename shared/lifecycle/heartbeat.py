@@ -101,7 +101,7 @@ class HealthMonitor:
         numbers: HeartbeatNumbers | None = None,
     ) -> None:
         self.requests = TimedRequests(bus, clock)
-        self.refusals = Refusals(region, LogLimit(clock.now))
+        self.refusals = Refusals(region, bus.regions.classes, LogLimit(clock.now))
         self._count_refusals_of(bus.regions, roles[0])
         self.state: ProcessState = "starting"
         self._numbers = HeartbeatNumbers.random(randomness) if numbers is None else numbers

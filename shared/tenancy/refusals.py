@@ -15,7 +15,9 @@ import structlog
 
 from shared.errors import OutsideRegions
 from shared.messages import MAX_REFUSALS, Heartbeat, ResidencyRefusals
+from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.telemetry.log_limit import LogLimit
+from shared.tenancy.residency import Owner, regions_of
 
 log = structlog.get_logger(__name__)
 
@@ -42,13 +44,28 @@ MAX_KINDS = 1024  # of one process; the counts of the others are lost, but for t
 
 
 class Refusals:
-    """The refusals of one process, in `region`. `totals` are by check."""
+    """The refusals of one process, in `region`. `totals` are by check, `classes` the declared
+    ones.
+    """
 
-    def __init__(self, region: str, lines: LogLimit | None = None) -> None:
+    def __init__(
+        self, region: str, classes: RegionClasses = NO_CLASSES, lines: LogLimit | None = None
+    ) -> None:
         self.region = region
+        self.classes = classes
         self.totals: Counter[Check] = Counter()
         self._lines = LogLimit() if lines is None else lines
         self._kinds: OrderedDict[tuple[Check, str, str], int] = OrderedDict()  # last one last
+
+    def require(
+        self, check: Check, owner: Owner, region: str | None = None
+    ) -> frozenset[str] | None:
+        """Returns the regions that may hold data of the owner; None: all. Raises OutsideRegions,
+        and counts, unless `region` is one of them; None is this process's own.
+        """
+        regions = regions_of(owner, self.classes)
+        self.check(check, owner.tenant_id, regions, region)
+        return regions
 
     def check(
         self,

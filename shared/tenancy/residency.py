@@ -9,19 +9,23 @@ from __future__ import annotations
 from msgspec import structs
 
 from shared.errors import OutsideRegions
-from shared.messages import Request
+from shared.messages import PinPrefix, Request, RunPrefill
 from shared.regions.region_classes import RegionClasses
 from shared.tenancy.tenant import TenantRecord
 
-
-def regions_of(owner: TenantRecord | Request, classes: RegionClasses) -> frozenset[str] | None:
-    """Returns the regions that may hold data of a tenant, or of one of its requests; None: all."""
-    if isinstance(owner, Request):  # on the wire no region stands for all
-        return classes.allowed(owner.region_class, owner.allowed_regions or None)
-    return classes.allowed(owner.region_class, owner.allowed_regions)
+# Who a residency is of: a tenant, or a message with its data.
+Owner = TenantRecord | Request | RunPrefill | PinPrefix
 
 
-def may_hold(owner: TenantRecord | Request, region: str, classes: RegionClasses) -> bool:
+def regions_of(owner: Owner, classes: RegionClasses) -> frozenset[str] | None:
+    """Returns the regions that may hold data of a tenant, or of one of its messages; None: all."""
+    if isinstance(owner, TenantRecord):
+        return classes.allowed(owner.region_class, owner.allowed_regions)
+    # on the wire no region stands for all
+    return classes.allowed(owner.region_class, owner.allowed_regions or None)
+
+
+def may_hold(owner: Owner, region: str, classes: RegionClasses) -> bool:
     """Returns whether a process in `region` ("": in none) may hold data of this owner."""
     regions = regions_of(owner, classes)
     return regions is None or region in regions
@@ -39,7 +43,7 @@ def within_class(request: Request, classes: RegionClasses) -> Request:
     return structs.replace(request, allowed_regions=regions)
 
 
-def reason_against(owner: TenantRecord | Request, region: str, classes: RegionClasses) -> str:
+def reason_against(owner: Owner, region: str, classes: RegionClasses) -> str:
     """Returns why a process in `region` may not hold data of this owner, as a clause for its
     operator and for clients; "" if it may.
     """

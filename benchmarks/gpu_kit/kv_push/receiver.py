@@ -29,6 +29,9 @@ class Writer:
     def corrupt(self, header: FrameHeader) -> None:
         raise RuntimeError(f"frame {header.sequence_number} fails its checksum")
 
+    def outside(self) -> None:
+        raise AssertionError("the push has no bounds")
+
     def link_lost(self) -> None:
         self.arrived.set()
 

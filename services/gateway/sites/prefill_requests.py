@@ -69,9 +69,16 @@ def _may_push(card: ModelCard, command: RunPrefill) -> bool:
 
 
 def site_prefill(
-    command: RunPrefill, gateway_id: str, root_key: bytes, *, block_size: int, max_deadline_s: float
+    command: RunPrefill,
+    gateway_id: str,
+    root_key: bytes,
+    *,
+    block_size: int,
+    max_deadline_s: float,
+    target_region: str = "",
 ) -> RunPrefill:
-    """Returns the command as this gateway sends it to a prefill worker of its site.
+    """Returns the command as this gateway sends it to a prefill worker of its site, for a decode
+    worker in `target_region`.
 
     Its KV is cached apart from that of this site's tenants, with that of the requests of its tenant
     that this site serves: see `site_request`.
@@ -91,4 +98,5 @@ def site_prefill(
         public_root=None,
         lease_s=min(command.lease_s, MAX_LEASE_S),
         deadline_s=min(command.deadline_s, max_deadline_s),
+        target_region=target_region,
     )

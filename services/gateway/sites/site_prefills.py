@@ -11,6 +11,7 @@ anything over a link but KV. A relay lives under the lease of the decode worker,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import structlog
@@ -75,7 +76,11 @@ class SitePrefills:
         clock: Clock,
         health_monitor: HealthMonitor,
         outbox: Outbox,
+        *,
+        region_of: Callable[[str], str] = lambda site: "",
     ) -> None:
+        """`region_of` a site is that of its link; "": not known."""
+        self._region_of = region_of
         self._bus = bus
         self._clock = clock
         self._health_monitor = health_monitor
@@ -145,6 +150,7 @@ class SitePrefills:
             self._root_key,
             block_size=card.block_size,
             max_deadline_s=self._max_deadline_s,
+            target_region=self._region_of(site_in(decode_id) or ""),
         )
         worker_id = worker.process_id
         try:
@@ -159,12 +165,21 @@ class SitePrefills:
         state, num_relays = self._health_monitor.state, len(self._relays)
         if state != "ready" or num_relays >= MAX_RELAYS:
             raise WorkerBusy(f"{self._name} is {state}, with {num_relays} prefills of other sites")
-        check_prefill(command, self._networks)
         site, now = site_in(command.decode_worker_id) or "", self._clock.now()
+        self._check_regions(command, site)
+        check_prefill(command, self._networks)
         if site not in self._tokens:
             self._tokens[site] = Allowance(MAX_TOKENS_PER_S, 1.0, now)
         if not self._tokens[site].takes(num_tokens_of(command), now):
             raise WorkerBusy(f"site {site} sends more than {MAX_TOKENS_PER_S} tokens a second")
+
+    def _check_regions(self, command: RunPrefill, site: str) -> None:
+        """Raises OutsideRegions unless this site may compute the prompt, and the other have its
+        KV.
+        """
+        refusals = self._health_monitor.refusals
+        if refusals.require("site", command) is not None:
+            refusals.require("site", command, self._region_of(site))
 
     def _relayed_tokens(self) -> Counter[str]:
         tokens = Counter[str]()

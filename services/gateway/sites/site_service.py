@@ -94,7 +94,9 @@ class SiteService:
             self._flush_soon, max_held=max(1, config.max_requests // OTHERS_SHARE)
         )
         self._outbox = Outbox(bus)
-        self._prefills = SitePrefills(config, bus, clock, health_monitor, self._outbox)
+        self._prefills = SitePrefills(
+            config, bus, clock, health_monitor, self._outbox, region_of=linked.region_of
+        )
         self._background = Background()
         self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here
         self._linked = linked
@@ -206,6 +208,7 @@ class SiteService:
     def _start_decode(self, command: StartDecode) -> DecodeStarted:
         placement_id, asked = command.placement_id, command.request
         if placement_id not in self._placements:
+            self._check_regions(asked)
             self._check_capacity()
             now, request = self._clock.now(), self._request(command)
             worker_id = worker_at_site(self._name, asked.model, asked.revision, asked.block_size)
@@ -215,6 +218,12 @@ class SiteService:
             self._driver.open([Opening(request, receiver, is_queueable=command.is_queueable)])
             self._linked.count(asked.gateway_id, "num_served")
         return DecodeStarted(placement_id=placement_id, num_cached_tokens=0)
+
+    def _check_regions(self, asked: Request) -> None:
+        """Raises OutsideRegions unless this gateway and the other site may have the request."""
+        refusals, site = self._health_monitor.refusals, site_in(asked.gateway_id) or ""
+        if refusals.require("site", asked) is not None:
+            refusals.require("site", asked, self._linked.region_of(site))
 
     def _request(self, command: StartDecode) -> Request:
         asked, own = command.request, self._bus.process_id

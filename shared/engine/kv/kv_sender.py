@@ -16,8 +16,9 @@ from typing import Protocol
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.engine.step import KvMemory, KvRun
+from shared.errors import OutsideRegions
 from shared.kv_layout import KvShard, first_sent
-from shared.kv_wire.link import FrameHeader, PushLink
+from shared.kv_wire.link import FrameHeader, PushBounds, PushLink
 from shared.kv_wire.shards import in_groups, parts_of_groups
 
 
@@ -81,10 +82,14 @@ class KvSender:
         counts: PushCounts,
         shard: KvShard | None = None,
         num_target_cells: int | None = None,
+        bounds: PushBounds | None = None,
     ) -> None:
         """Prepares a push. `num_target_cells` counts the layers × heads that all its targets take,
-        this sender's and others'; None: those of the model.
+        this sender's and others'; None: those of the model. With `bounds` nothing is sent over a
+        link that they do not allow, or before the receiver has accepted the push.
         """
+        self._bounds = bounds
+        self._open_link: PushLink | None = None  # the last one that may take frames
         self._placement_id = placement_id
         self._sequence = sequence
         layout = memory.kv_layout
@@ -131,8 +136,8 @@ class KvSender:
             send.cancel()
 
     async def run(self) -> bool:
-        """Runs the push. Raises LinkLost or FrameRefused. No copy reads the blocks after
-        `run` has ended.
+        """Runs the push. Raises LinkLost, FrameRefused, or OutsideRegions. No copy reads the blocks
+        after `run` has ended.
         """
         try:
             while min(self._sent) < self._sequence.num_tokens and not self._is_cancelled:
@@ -150,6 +155,7 @@ class KvSender:
 
     async def _send_frame(self) -> None:
         link = await self._dial()
+        await self._open(link)
         await self._settle(link.frames_under_way - 1)
         if self._is_cancelled:
             return
@@ -157,6 +163,16 @@ class KvSender:
         self._sends.append(start_awaited(self._send(link, header)))
         self._sent[header.group] += header.num_tokens
         self._num_frames += 1
+
+    async def _open(self, link: PushLink) -> None:
+        """Has a push with bounds accepted, before its first frame on this link."""
+        if self._bounds is None or link is self._open_link:
+            return
+        own, peer = link.regions
+        if not self._bounds.allow(own, peer):
+            raise OutsideRegions(f"KV from {own!r} to {peer!r}: not between the tenant's regions")
+        await link.offer(self._placement_id)
+        self._open_link = link
 
     async def _send(self, link: PushLink, header: FrameHeader) -> None:
         every = (self._counts, self._own)

@@ -10,7 +10,7 @@ from shared.engine.step import KvMemory, KvRun
 from shared.errors import FrameRefused, KvMismatch
 from shared.kv_layout import KvShard, first_sent
 from shared.kv_wire.coverage import Coverage
-from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.link import OUTSIDE_REGIONS, FrameHeader
 from shared.kv_wire.shards import in_groups
 
 
@@ -86,6 +86,9 @@ class KvWriter:
 
     def corrupt(self, header: FrameHeader) -> None:
         self._end(f"frame {header.sequence_number} fails its checksum")
+
+    def outside(self) -> None:
+        self._end(OUTSIDE_REGIONS)
 
     def link_lost(self) -> None:
         self._end("the link is lost")

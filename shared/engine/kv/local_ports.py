@@ -12,7 +12,7 @@ from shared.engine.kv.ports import Push
 from shared.engine.step import KvMemory
 from shared.kv_layout import KvShard
 from shared.kv_wire.expected_pushes import ReceiverCounts
-from shared.kv_wire.link import CompressionCounts, KvDialer, KvReceiver
+from shared.kv_wire.link import CompressionCounts, KvDialer, KvReceiver, PushBounds
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import KvTarget, KvTargets, LinkKey
 
@@ -43,6 +43,7 @@ class LocalPushPort:
         first_token: int,
         targets: KvTargets,
         link_key: LinkKey | None,
+        bounds: PushBounds | None = None,
     ) -> Push:
         num_target_cells = sum(target.shard.num_cells for target in targets)
         senders = [
@@ -56,6 +57,7 @@ class LocalPushPort:
                 counts=self.counts,
                 shard=shard,
                 num_target_cells=num_target_cells,
+                bounds=bounds,
             )
             for target in targets
             if (shard := self._shard.crossing(target.shard)).num_cells
@@ -98,11 +100,13 @@ class LocalReceivePort:
         *,
         num_held_tokens: int,
         prefill_worker_id: str,
+        prefill_region: str | None = None,
+        bounds: PushBounds | None = None,
     ) -> KvWriter:
         writer = KvWriter(
             sequence, self._memory, num_held_tokens=num_held_tokens, shard=self._shard
         )
-        self._receiver.expect(placement_id, writer)
+        self._receiver.expect(placement_id, writer, bounds)
         return writer
 
     async def ready(self, placement_id: bytes) -> None:
@@ -112,8 +116,10 @@ class LocalReceivePort:
         self._receiver.forget(placement_id)
         await self._receiver.idle(placement_id)
 
-    def link_key(self, prefill_worker_id: str) -> LinkKey | None:
-        return None if self._link_keys is None else self._link_keys.key_for(prefill_worker_id)
+    def link_key(self, prefill_worker_id: str, region: str | None = None) -> LinkKey | None:
+        if self._link_keys is None:
+            return None
+        return self._link_keys.key_for(prefill_worker_id, region)
 
     def forget_worker(self, prefill_worker_id: str) -> None:
         if self._link_keys is not None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from shared.engine.kv.kv_sender import PushCounts, PushedSequence
 from shared.engine.kv.kv_writer import ReservedSequence
 from shared.kv_wire.expected_pushes import ReceiverCounts
-from shared.kv_wire.link import CompressionCounts
+from shared.kv_wire.link import CompressionCounts, PushBounds
 from shared.messages import KvTargets, LinkKey
 
 
@@ -53,8 +53,11 @@ class PushPort(Protocol):
         first_token: int,
         targets: KvTargets,
         link_key: LinkKey | None,
+        bounds: PushBounds | None = None,
     ) -> Push:
-        """The caller awaits `run` and, until it ends, keeps the sequence's blocks."""
+        """Starts a push; `bounds` limit where the KV may go; None: anywhere. The caller awaits
+        `run` and, until it ends, keeps the sequence's blocks.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -95,7 +98,13 @@ class ReceivePort(Protocol):
         *,
         num_held_tokens: int,
         prefill_worker_id: str,
-    ) -> Receipt: ...
+        prefill_region: str | None = None,
+        bounds: PushBounds | None = None,
+    ) -> Receipt:
+        """Expects KV of a worker in `prefill_region`; None: it is not known. `bounds` limit where
+        the KV may come from; None: anywhere.
+        """
+        ...
 
     async def ready(self, placement_id: bytes) -> None:
         """Returns once frames of an expected placement may come. Raises HearthError."""
@@ -105,8 +114,10 @@ class ReceivePort(Protocol):
         """Returns when no copy writes the blocks of the placement, and none ever will."""
         ...
 
-    def link_key(self, prefill_worker_id: str) -> LinkKey | None:
-        """Returns the key of the links from this worker, or None if links are not sealed."""
+    def link_key(self, prefill_worker_id: str, region: str | None = None) -> LinkKey | None:
+        """Returns the key of the links from this worker, or None if links are not sealed. It is
+        bound to the worker's region; None: that is not known.
+        """
         ...
 
     def forget_worker(self, prefill_worker_id: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 from shared.engine.batching.sequence import Sequence
 from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.kv.kv_sender import KvSender, PushCounts
-from shared.errors import LinkLost
-from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
+from shared.errors import LinkLost, OutsideRegions
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushBounds
 from tests.support.world.clock import VirtualClock, run
 
 BLOCK_SIZE = 16
@@ -27,6 +27,11 @@ class FailingLink:
         self.frame_bytes, self.frames_under_way = frame_bytes, frames_under_way
         self.num_failed = 0
         self.is_lost = asyncio.Event()
+
+    regions = "fr", "de"
+
+    async def offer(self, placement_id: bytes) -> None:
+        self.offered = placement_id
 
     async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
         await self.is_lost.wait()
@@ -43,7 +48,7 @@ class SlowLink:
         await asyncio.sleep(1.0)
 
 
-def _sender_over(link: FailingLink | SlowLink) -> KvSender:
+def _sender_over(link: FailingLink | SlowLink, bounds: PushBounds | None = None) -> KvSender:
     async def dial() -> FailingLink | SlowLink:
         return link
 
@@ -65,6 +70,7 @@ def _sender_over(link: FailingLink | SlowLink) -> KvSender:
         dial=dial,  # type: ignore[arg-type]
         clock=VirtualClock(),
         counts=PushCounts(),
+        bounds=bounds,
     )
 
 
@@ -86,6 +92,28 @@ async def _two_frames_fail(link: FailingLink) -> str:
         raised = error.message
     await computing
     return raised
+
+
+@pytest.mark.parametrize(
+    ("regions", "peer_region"), [({"fr"}, "de"), ({"de"}, "de"), ({"fr", "de", "us"}, "us")]
+)
+async def test_nothing_is_sent_outside_of_the_regions(regions: set[str], peer_region: str) -> None:
+    """Neither is an offer sent, nor KV read."""
+    sender = _sender_over(link := FailingLink(), PushBounds(frozenset(regions), peer_region))
+    sender.computed(BLOCK_SIZE)
+    with pytest.raises(OutsideRegions, match="from 'fr' to 'de'"):
+        await sender.run()
+    assert not hasattr(link, "offered")
+    assert link.num_failed == 0
+
+
+async def test_a_push_with_bounds_is_offered_first() -> None:
+    sender = _sender_over(link := FailingLink(), PushBounds(frozenset({"fr", "de"}), "de"))
+    link.is_lost.set()
+    sender.computed(BLOCK_SIZE)
+    with pytest.raises(LinkLost):
+        await sender.run()
+    assert link.offered == b"p"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class RecordingSink:
     def __init__(self, gate: asyncio.Event | None = None) -> None:
         self.frames: list[tuple[FrameHeader, bytes]] = []
         self.corrupted: list[FrameHeader] = []
-        self.num_lost = 0
+        self.num_lost = self.num_outside = 0
         self.rejection: Exception | None = None
         self.gate = gate
         self.entered = asyncio.Event()
@@ -56,6 +56,9 @@ class RecordingSink:
 
     def corrupt(self, header: FrameHeader) -> None:
         self.corrupted.append(header)
+
+    def outside(self) -> None:
+        self.num_outside += 1
 
     def link_lost(self) -> None:
         self.num_lost += 1

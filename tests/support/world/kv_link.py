@@ -19,7 +19,7 @@ from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
 from shared.kv_wire.frames import Frame, sealed_sum
-from shared.kv_wire.link import FrameHeader, FrameSink
+from shared.kv_wire.link import FrameHeader, FrameSink, PushBounds
 from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.tcp import TcpReception, TcpStaging
@@ -180,6 +180,7 @@ class SimulatedReceiver:
         plane: DataPlane | SimulatedDialer,
         instance_id: bytes,
         process: SimulatedProcess = NO_HOST,
+        region: str = "",
     ) -> None:
         self.address = DataPlaneAddress(
             host="simulated", port=0, unix_path="", instance_id=instance_id
@@ -187,7 +188,7 @@ class SimulatedReceiver:
         self.process = process
         self.is_closed = False
         self.plane = plane if isinstance(plane, DataPlane) else plane.plane
-        self._placements = ExpectedPushes()
+        self._placements = ExpectedPushes(region)
         self._ends: dict[_End, TcpReception] = {}
         self._to_corrupt: set[bytes] = set()
         self._forgotten: set[bytes] = set()
@@ -202,8 +203,10 @@ class SimulatedReceiver:
         """Placements whose frames may arrive or are being copied."""
         return len(self._placements._expected) + len(self._placements._num_copying)
 
-    def expect(self, placement_id: bytes, sink: FrameSink) -> None:
-        self._placements.expect(placement_id, sink)
+    def expect(
+        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+    ) -> None:
+        self._placements.expect(placement_id, sink, bounds)
 
     def forget(self, placement_id: bytes) -> None:
         self._placements.forget(placement_id)
@@ -236,10 +239,14 @@ class SimulatedReceiver:
             return FrameFate(is_forged=True)
         return self.plane.fate(sender_id, self.process.process_id, header)
 
-    def accept(self, sender: _End) -> None:
-        """Creates the receiver's end of a new connection."""
+    @property
+    def region(self) -> str:
+        return self._placements.region
+
+    def accept(self, sender: _End, region: str = "") -> None:
+        """Creates the receiver's end of a new connection from a sender in `region`."""
         end = _End(self.process, sender.delay_s)
-        reception = TcpReception(self._placements, VirtualClock())
+        reception = TcpReception(self._placements, VirtualClock(), peer_region=region)
         self._ends[end] = reception
         reception.deliveries.task.add_done_callback(lambda _: self._ends.pop(end, None))
         end.connect(sender, reception.stream)
@@ -249,8 +256,13 @@ class SimulatedReceiver:
 class SimulatedDialer(Dialer):
     """A `KvDialer` with everything real except for the socket."""
 
-    def __init__(self, plane: DataPlane | None = None, process: SimulatedProcess = NO_HOST) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        plane: DataPlane | None = None,
+        process: SimulatedProcess = NO_HOST,
+        region: str = "",
+    ) -> None:
+        super().__init__(region=region)
         self.plane = DataPlane() if plane is None else plane
         self._process = process
         self._ends: list[_End] = []
@@ -278,7 +290,8 @@ class SimulatedDialer(Dialer):
         await self._welcome(receiver, end, one_way_s)
         self._ends = [each for each in self._ends if not each.is_closing()]
         self._ends.append(end)
-        link = StagedLink(_FaultyStaging(self._process, receiver, end), on_end)
+        staging = _FaultyStaging(self._process, receiver, end)
+        link = StagedLink(staging, on_end, regions=(self.region, receiver.region))
         assert end.peer is not None
         end.connect(end.peer, link.stream)
         return link
@@ -289,7 +302,7 @@ class SimulatedDialer(Dialer):
 
         def accept() -> None:
             if not receiver.is_closed and not welcomed.done():
-                receiver.accept(end)
+                receiver.accept(end, self.region)
                 _after(one_way_s, lambda: self._process.arrive(greet))
 
         def greet() -> None:

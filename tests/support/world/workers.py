@@ -166,8 +166,8 @@ class SimulatedWorker:
             zeroes_freed_blocks=zeroes_freed_blocks,
             num_floor_blocks=num_floor_blocks,
         )
-        self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
-        self.dialer = SimulatedDialer(data_plane, self.process)
+        self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process, region)
+        self.dialer = SimulatedDialer(data_plane, self.process, region)
         receive_port = LocalReceivePort(self.receiver, self.executor)
         card = ModelCard(
             name=model,

@@ -18,7 +18,7 @@ from shared.engine.executors.group.kv.kv_messages import (
 )
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.kv.kv_sender import PushCounts, PushedSequence
-from shared.kv_wire.link import CompressionCounts
+from shared.kv_wire.link import CompressionCounts, PushBounds
 from shared.kv_wire.shards import sent_shards
 from shared.messages import KvTargets, LinkKey
 
@@ -77,10 +77,12 @@ class GroupPushPort:
         links.listen(self._on_event)
 
     @classmethod
-    async def open(cls, links: RankLinks, *, kv_compression: str, security: str) -> GroupPushPort:
+    async def open(
+        cls, links: RankLinks, *, kv_compression: str, security: str, region: str = ""
+    ) -> GroupPushPort:
         await links.open()
         port = cls(links)
-        await links.call_all(OpenSender(kv_compression, security))
+        await links.call_all(OpenSender(kv_compression, security, region))
         return port
 
     def start(
@@ -91,9 +93,12 @@ class GroupPushPort:
         first_token: int,
         targets: KvTargets,
         link_key: LinkKey | None,
+        bounds: PushBounds | None = None,
     ) -> GroupPush:
         command = StartPush(
-            placement_id, sequence.tenant_id, sequence.num_tokens, first_token, targets, link_key
+            *(placement_id, sequence.tenant_id, sequence.num_tokens, first_token, targets),
+            link_key=link_key,
+            bounds=bounds,
         )
         ranks = [
             rank

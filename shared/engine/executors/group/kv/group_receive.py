@@ -23,6 +23,7 @@ from shared.engine.executors.group.kv.kv_messages import (
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.kv.kv_writer import ReservedSequence
 from shared.kv_wire.expected_pushes import ReceiverCounts
+from shared.kv_wire.link import PushBounds
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, KvTarget, KvTargets, LinkKey
 from shared.randomness import Randomness
@@ -92,6 +93,7 @@ class GroupReceivePort:
         advertised_host: str | None,
         kv_compression: str,
         link_keys: LinkKeys | None,
+        region: str = "",
     ) -> GroupReceivePort:
         """Opens a receiver of each rank. They listen at `bind_port` and the ports after it, or at
         free ones if it is 0. Raises ConfigError for an address that is not this host's or in use.
@@ -107,6 +109,7 @@ class GroupReceivePort:
                     advertised_host,
                     kv_compression,
                     is_sealed=link_keys is not None,
+                    region=region,
                 ),
             )
             for index, rank in enumerate(links.ranks)
@@ -124,6 +127,8 @@ class GroupReceivePort:
         *,
         num_held_tokens: int,
         prefill_worker_id: str,
+        prefill_region: str | None = None,
+        bounds: PushBounds | None = None,
     ) -> GroupReceipt:
         command = Expect(
             placement_id,
@@ -131,7 +136,9 @@ class GroupReceivePort:
             num_held_tokens,
             [list(table) for table in sequence.block_tables],
             prefill_worker_id,
-            self.link_key(prefill_worker_id),
+            self.link_key(prefill_worker_id, prefill_region),
+            bounds,
+            prefill_region,
         )
         expected = [self._links.call(rank, command) for rank in self._links.ranks]
         receipt = GroupReceipt(num_held_tokens, self._links.ranks, expected)
@@ -155,8 +162,10 @@ class GroupReceivePort:
             receipt.hold(found)
         del self._receipts[placement_id]
 
-    def link_key(self, prefill_worker_id: str) -> LinkKey | None:
-        return None if self._link_keys is None else self._link_keys.key_for(prefill_worker_id)
+    def link_key(self, prefill_worker_id: str, region: str | None = None) -> LinkKey | None:
+        if self._link_keys is None:
+            return None
+        return self._link_keys.key_for(prefill_worker_id, region)
 
     def forget_worker(self, prefill_worker_id: str) -> None:
         if self._link_keys is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.kv_wire.expected_pushes import ReceiverCounts
+from shared.kv_wire.link import PushBounds
 from shared.messages import DataPlaneAddress, KvTargets, LinkKey
 
 
@@ -25,11 +26,13 @@ class OpenReceiver(msgspec.Struct, frozen=True, tag=True):
     advertised_host: str | None
     kv_compression: str
     is_sealed: bool
+    region: str = ""
 
 
 class OpenSender(msgspec.Struct, frozen=True, tag=True):
     kv_compression: str
     security: str
+    region: str = ""
 
 
 class StartPush(msgspec.Struct, frozen=True, tag=True):
@@ -43,6 +46,7 @@ class StartPush(msgspec.Struct, frozen=True, tag=True):
     first_token: int
     targets: KvTargets
     link_key: LinkKey | None
+    bounds: PushBounds | None = None
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
@@ -54,6 +58,8 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
     block_tables: list[list[int]]
     prefill_worker_id: str
     link_key: LinkKey | None
+    bounds: PushBounds | None = None
+    prefill_region: str | None = None
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):

@@ -23,7 +23,9 @@ class RankPushes:
     ) -> None:
         codec = load_codec(command.kv_compression, memory.kv_layout.dtype)
         security = cast(DataPlaneSecurity, command.security)
-        dialer = Dialer(codec=codec, security=security, page_lock=memory.page_lock)
+        dialer = Dialer(
+            codec=codec, security=security, page_lock=memory.page_lock, region=command.region
+        )
         self.port = LocalPushPort(dialer, memory, clock, sent)
         self._started: dict[bytes, tuple[LeaderSequence, Push]] = {}
 
@@ -36,6 +38,7 @@ class RankPushes:
             first_token=command.first_token,
             targets=command.targets,
             link_key=command.link_key,
+            bounds=command.bounds,
         )
         self._started[command.placement_id] = sequence, push
         return push

@@ -49,6 +49,7 @@ class RankReceipts:
                 codec=load_codec(command.kv_compression, memory.kv_layout.dtype),
                 link_keys=link_keys,
                 page_lock=memory.page_lock,
+                region=command.region,
             )
         except OSError as error:
             at = f"{command.bind_host!r}, port {command.bind_port or 'any'}"
@@ -61,13 +62,16 @@ class RankReceipts:
 
     def expect(self, command: Expect) -> None:
         if self._link_keys is not None and command.link_key is not None:
-            self._link_keys.adopt(command.prefill_worker_id, command.link_key)
+            self._link_keys.adopt(
+                command.prefill_worker_id, command.link_key, command.prefill_region
+            )
         placement_id = command.placement_id
         receipt = self.port.expect(
             placement_id,
             LeaderSequence(command.num_tokens, block_tables=command.block_tables),
             num_held_tokens=command.num_held_tokens,
             prefill_worker_id=command.prefill_worker_id,
+            bounds=command.bounds,
         )
         self._receipts[placement_id] = receipt
         receipt.ended.add_done_callback(lambda ended: self._on_ended(placement_id, ended.result()))
