@@ -32,6 +32,7 @@ from services.gateway.sites.site_service import SiteService
 from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.actions import Report, ReportResubmission
 from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.tenancy.region_changes import RegionChanges, changed_regions
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.tenancy import Tenancy
 from shared.background import Background
@@ -46,6 +47,7 @@ from shared.pixels.pixel_frames import IMAGES_FEATURE
 from shared.randomness import Randomness, SystemRandomness
 from shared.sites.linked_sites import LinkedSites
 from shared.subjects import is_at_site
+from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus, NatsBus
 
 log = structlog.get_logger(__name__)
@@ -115,6 +117,7 @@ class GatewayService:
             on_report=partial(self._on_report, linked),
             num_free=lambda: self.capacity.num_free,
         )
+        self._region_changes = RegionChanges(stores.slow, clock, self._regions_changed)
         self._places = Places(
             config.process_id,
             config.site,
@@ -285,6 +288,7 @@ class GatewayService:
         self._background.start_own(self.tenancy.removed.run(self._driver.close_tenant))
         self._background.start_own(self._rejection_log.run())
         self._background.start_own(self.receipts.run())
+        self._background.start_own(self._region_changes.run())
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:
             self._background.start_own(self._operator.history.run())
@@ -342,6 +346,11 @@ class GatewayService:
         await self._bus.close()
         await self._operator.history.save()
         await self.tenancy.stores.close()
+
+    def _regions_changed(self, tenant_id: str, record: TenantRecord | None) -> None:
+        self.api_keys.forget(tenant_id)
+        refusals = self._health_monitor.refusals
+        self._driver.change_regions(changed_regions(tenant_id, record, refusals))
 
     def _num_gateways(self) -> int:
         live = {each.process_id for each in self._health_monitor.fleet.live("gateway")}

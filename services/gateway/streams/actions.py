@@ -56,6 +56,7 @@ ResubmissionCause = Literal[
     "scheduler_lost",
     "scheduler_silent",
     "bus_reconnected",
+    "regions_changed",  # those of its tenant
 ]
 
 

@@ -6,8 +6,8 @@ prompts, or many such responses of a tenant, would leave no capacity to others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -85,6 +85,13 @@ class QueuedOpenings:
 
     def ended(self) -> None:
         self._count(-1)
+
+    def change(self, applied: Callable[[Request], Request]) -> None:
+        """Changes the requests that are not open yet."""
+        self._waiting = {
+            request_id: replace(each, request=applied(each.request))
+            for request_id, each in self._waiting.items()
+        }
 
     def take(self, request_id: str) -> Opening:
         opening = self._waiting.pop(request_id)

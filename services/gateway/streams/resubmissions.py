@@ -25,6 +25,8 @@ class ResubmissionBudget:
 
     def take(self, ended: TryRecord, cause: ResubmissionCause) -> bool:
         """Counts a resubmission after the try `ended`. Returns whether the budget allows it."""
+        if cause == "regions_changed":
+            return True
         if not was_at_site(ended) or cause not in _LINK_LOSSES:
             self._num_charged += 1
             return self._num_charged <= MAX_RESUBMISSIONS

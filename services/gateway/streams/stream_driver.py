@@ -23,6 +23,7 @@ from services.gateway.streams.actions import (
     Submit,
     submit_subject,
 )
+from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.streams.fair_starts import FairStarts
 from services.gateway.streams.queued_openings import MAX_OPEN, Opening
 from services.gateway.streams.streams import Streams
@@ -122,6 +123,11 @@ class StreamDriver:
 
     def close_all(self, error: HearthError) -> None:
         self._streams.close_all(error, self._clock.now())
+        self._perform()
+
+    def change_regions(self, changed: ChangedRegions) -> None:
+        """Applies the regions that a tenant has now to its requests."""
+        self._streams.change_regions(changed, self._clock.now())
         self._perform()
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────

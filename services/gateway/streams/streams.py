@@ -26,6 +26,7 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from services.gateway.streams.actions import (
     Action,
@@ -36,6 +37,7 @@ from services.gateway.streams.actions import (
     ReportUnlikePrefill,
     ResubmissionCause,
 )
+from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import (
     ANSWER_EVERY_S,
@@ -106,6 +108,7 @@ NEXT_LACK_S = 4.0  # two NoCapacity failures within this time share one window
 SUBMIT_BACKOFF_S = 0.1
 MIN_TRIES = 3  # a frozen gateway may resume after the window without having tried
 KEEPALIVE_LIMIT_S = 1.5
+MAX_CHANGED_REGIONS = 10_000  # tenants
 SILENCE_S = 1.0  # the limit if the worker is lost; otherwise TOKEN_TIMEOUT_S
 TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
@@ -127,6 +130,7 @@ class Streams:
         self._by_placement: dict[bytes, Stream] = {}
         self._waiting: dict[str, QueuedOpenings] = {}  # unopened requests by id
         self._tenants: dict[str, TenantOpenings] = {}  # tenants with open requests
+        self._changed_regions: dict[str, ChangedRegions] = {}  # by tenant, the latest change last
         self._early = EarlyEntries()
         # other sites push out no entries of this site's workers
         self._early_of_sites = EarlyEntries(MAX_EARLY_ENTRIES // 4, MAX_EARLY_VALUES // 4)
@@ -156,6 +160,12 @@ class Streams:
     def open(self, openings: Sequence[Opening], now: float) -> None:
         """Opens the requests of one response: at least one, and more if there is capacity."""
         tenant_id = openings[0].request.tenant_id
+        changed = self._changed_regions.get(tenant_id)
+        if changed is not None:  # the regions may be those that were read before the change
+            openings = [replace(each, request=changed.applied(each.request)) for each in openings]
+            if changed.error is not None:
+                _end_unopened(openings, changed.error)
+                return
         tenant = self._tenants.setdefault(tenant_id, TenantOpenings())
         queue = QueuedOpenings(openings, now, tenant)
         self._waiting |= dict.fromkeys((each.request_id for each in openings), queue)
@@ -211,6 +221,27 @@ class Streams:
         for stream in list(self._by_request.values()):
             if stream.request.tenant_id == tenant_id:
                 self._end(stream, error, "failed", now)
+
+    def change_regions(self, changed: ChangedRegions, now: float) -> None:
+        """Ends the requests of a tenant, or has those go on in its regions of now that may be
+        elsewhere: wherever they are queued, computed or decoded, they are submitted again.
+        """
+        self._changed_regions.pop(changed.tenant_id, None)
+        self._changed_regions[changed.tenant_id] = changed
+        if len(self._changed_regions) > MAX_CHANGED_REGIONS:
+            del self._changed_regions[next(iter(self._changed_regions))]
+        if changed.error is not None:
+            self.close_tenant(changed.tenant_id, changed.error, now)
+            return
+        tenant = self._tenants.get(changed.tenant_id)
+        for queue in () if tenant is None else tenant.waiting:
+            queue.change(changed.applied)
+        own = [e for e in self._by_request.values() if e.request.tenant_id == changed.tenant_id]
+        for stream in own:
+            is_narrowed = changed.narrows(stream.request)
+            stream.request = changed.applied(stream.request)
+            if is_narrowed:
+                self._resubmit(stream, "regions_changed", now)
 
     # ── schedulers ───────────────────────────────────────────────────────────────────────────────
 
@@ -684,7 +715,7 @@ class Streams:
     def _end_waiting(self, openings: Sequence[Opening], error: HearthError) -> None:
         for each in openings:
             del self._waiting[each.request_id]
-            GuardedReceiver(each.receiver, each.request_id).on_end(StreamEnd(error, None, 0))
+        _end_unopened(openings, error)
 
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Cancels the stream at its scheduler, and acknowledges or aborts it at its worker."""
@@ -727,6 +758,11 @@ class Streams:
     def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
         self._retired.add(placement_id, is_finished=False, now=now)
         self._actions.abort(worker_id, placement_id, reason)
+
+
+def _end_unopened(openings: Sequence[Opening], error: HearthError) -> None:
+    for each in openings:
+        GuardedReceiver(each.receiver, each.request_id).on_end(StreamEnd(error, None, 0))
 
 
 def _lacks_worker_again(stream: Stream, error: HearthError, now: float) -> bool:

@@ -150,6 +150,14 @@ class ApiKeys:
         """Returns the tenant of a NATS client. Raises as `tenant_of` does."""
         return self._rule.admitted(await self._tenant_of(client_digest(client_id)))
 
+    def forget(self, tenant_id: str) -> None:
+        """Has the record of a tenant that has changed read again."""
+        self._known = {
+            digest: each
+            for digest, each in self._known.items()
+            if each.tenant.tenant_id != tenant_id
+        }
+
     async def _tenant_of(self, digest: str) -> TenantRecord:
         known = self._known.get(digest)
         if known is not None and self._clock.now() - known.checked_at < REFRESH_S:

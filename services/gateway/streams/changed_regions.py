@@ -1,0 +1,39 @@
+"""Requests of a tenant whose regions have changed. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from shared.errors import HearthError
+from shared.messages import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRegions:
+    """The regions of a tenant now, as its requests name them. `error` ends its requests here: this
+    gateway may no longer have them.
+    """
+
+    tenant_id: str
+    allowed_regions: tuple[str, ...] = ()
+    region_class: str = ""
+    error: HearthError | None = None
+
+    def applied(self, request: Request) -> Request:
+        return msgspec.structs.replace(
+            request, allowed_regions=self.allowed_regions, region_class=self.region_class
+        )
+
+    def narrows(self, request: Request) -> bool:
+        """Whether a part of the request may be where it may not be any more."""
+        if request.region_class != self.region_class:
+            return bool(self.region_class)
+        return not _covers(self.allowed_regions, request.allowed_regions)
+
+
+def _covers(after: Collection[str], before: Collection[str]) -> bool:
+    """Whether all regions allowed before still are; none: all."""
+    return not after or (bool(before) and set(before) <= set(after))
