@@ -202,6 +202,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     # networks of other sites' decode workers, to which the prefill workers here may push KV; empty:
     # none, and this site computes no prompts for others
     kv_networks: tuple[str, ...] = ()
+    # where the collector of traces and its store are: spans of tenants bound to other regions are
+    # not exported; empty: in the region of this gateway
+    trace_region: str = ""
     # seconds for which tenants of other sites are served after their last confirmation
     stale_s: float = 300.0
     max_pixel_bytes: int = 1024**3  # processed images of open requests, in memory
@@ -265,6 +268,8 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
         yield from _origin_problems(self.cors_origin)
         if "*" in self.cors_origin and not self.metrics_token:
             yield "cors_origin * needs a metrics_token: every page could read /metrics"
+        if self.trace_region and not _SUBJECT_TOKEN.fullmatch(self.trace_region):
+            yield f"trace_region {self.trace_region!r} must be a name without spaces . * >"
         if not 0 <= self.lame_duck_s < inf:
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
         yield from _site_problems(self.site)

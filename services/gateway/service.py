@@ -23,6 +23,7 @@ from services.gateway.nats_api.api import NatsApi
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.metrics.rejection_log import RejectionLog
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
+from services.gateway.observability.telemetry.trace_region import TraceRegion
 from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.receipts.places import Places
 from services.gateway.receipts.receipts import Receipts
@@ -125,7 +126,8 @@ class GatewayService:
             lambda site: "" if linked is None else linked.region_of(site),
         )
         self.telemetry = RequestTelemetry.of(
-            config.process_id, clock, wall_clock, randomness, metrics, self._places.region_of
+            *(config.process_id, clock, wall_clock, randomness, metrics, self._places.region_of),
+            TraceRegion(config.trace_region, self._health_monitor.refusals).may_export,
         )
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
         self.preparer = Preparer.of(

@@ -25,7 +25,8 @@ PANELS = {
         *("redis_url", "redis_read_url", "redis_ca", "redis_cert", "redis_key"),
     ),
     "Process": (
-        *("process_id", "instance", "role", "announce", "region", "region_classes", "site"),
+        *("process_id", "instance", "role", "announce", "region", "region_classes"),
+        *("trace_region", "site"),
         "drain_timeout_s",
         *("lame_duck_s", "metrics_host", "metrics_port", "log_level", "log_format"),
         *("num_threads", "state_dir"),
@@ -169,6 +170,8 @@ HELP = {
     "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
     "operator_token": "Bearer token of operators, for /v1/cluster and its view on the page; empty: "
     "closed. Give it as HEARTH_OPERATOR_TOKEN.",
+    "trace_region": "Region of the collector of traces and of its store: spans of tenants that are "
+    "bound to other regions are not exported (default: the region of this gateway).",
     "page": "Serve the page with playground, cluster and timelines at /.",
     "fault_socket": "Socket of `hearth up`, which sets it: operators may kill and freeze its "
     "workers from the page. Only with an HTTP listen address on loopback (default: none).",

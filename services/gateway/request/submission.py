@@ -121,7 +121,7 @@ class Submission:
 
         The caller closes the reservation. Raises LimitIsZero or RateLimited.
         """
-        record.tenant_id = tenant.tenant_id
+        self._telemetry.assign(record, tenant)
         try:
             lease = await self._limits.admit(tenant, record.request_id)
         except HearthError as error:

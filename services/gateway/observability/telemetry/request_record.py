@@ -28,6 +28,7 @@ class RequestRecord:
         self.attributes: dict[str, str | int | float | bool] = {}  # the span's
         self.is_streamed: bool | None = None  # None if rejected before this was known
         self.tenant_id = ""
+        self.is_exported = True  # False: its spans may not be where the collector is
         self.response_id = ""  # empty: it ends with the request's
         self.status = 200  # the HTTP status of the error that rejected the request
         self.outcome = "none"  # the code of that error

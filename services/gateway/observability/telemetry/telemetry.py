@@ -38,6 +38,7 @@ from shared.messages import ReadTimeline, TimelineRead
 from shared.randomness import Randomness
 from shared.subjects import trace
 from shared.telemetry.timeline import Timeline, Try
+from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
@@ -79,10 +80,13 @@ class RequestTelemetry:
         tracing: Tracing | None = None,
         observe: Callable[[Timeline], None] = lambda timeline: None,
         region_of: Callable[[str], str] = lambda process_id: "",
+        may_export: Callable[[TenantRecord], bool] = lambda tenant: True,
     ) -> None:
         """`observe` is called once with each timeline, when its response has left. `region_of`
-        returns the region of a process, or "" if it is unknown.
+        returns the region of a process, or "" if it is unknown; `may_export` whether the spans of
+        a tenant may go to the collector.
         """
+        self._may_export = may_export
         self._observe = observe
         self._region_of = region_of
         self._gateway_id = gateway_id
@@ -106,10 +110,14 @@ class RequestTelemetry:
         randomness: Randomness,
         metrics: GatewayMetrics,
         region_of: Callable[[str], str],
+        may_export: Callable[[TenantRecord], bool],
     ) -> Self:
         """Returns telemetry that traces requests if `OTEL_…` variables name a collector."""
         tracing = open_tracing(os.environ, gateway_id, randomness.bytes, clock)
-        found = cls(gateway_id, clock, wall_clock, tracing, metrics.observe_timeline, region_of)
+        found = cls(
+            *(gateway_id, clock, wall_clock, tracing, metrics.observe_timeline, region_of),
+            may_export=may_export,
+        )
         if tracing is not None:
             metrics.watch_dropped_spans(lambda: found.num_dropped_spans)
         return found
@@ -144,6 +152,12 @@ class RequestTelemetry:
         else:
             trace = self._tracing.begin(traceparent)
         return RequestRecord(request_id, self._clock.now(), dialect=dialect, trace=trace)
+
+    def assign(self, record: RequestRecord, tenant: TenantRecord) -> None:
+        """Records whose request it is."""
+        record.tenant_id = tenant.tenant_id
+        if self._tracing is not None and record.trace is not None and record.trace.is_sampled:
+            record.is_exported = self._may_export(tenant)
 
     def find(self, request_id: str) -> Timeline | None:
         """Returns the timeline of a request, or None if it is unknown or removed. The id of its
@@ -200,6 +214,8 @@ class RequestTelemetry:
         self.recent.add(timeline)
         encoded, trace = self._add(timeline, ring), record.trace
         if self._tracing is None or trace is None or not trace.is_sampled:
+            return
+        if not record.is_exported:
             return
         attributes = record.attributes
         if record.is_streamed is not None:
