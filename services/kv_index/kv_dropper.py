@@ -71,6 +71,7 @@ class KvDropper:
         self._store = store
         self._fleet = health_monitor.fleet
         self._requests = health_monitor.requests
+        self._classes = health_monitor.refusals.classes
         self._registry = registry
         self._wall_clock = wall_clock
         self._last = 0
@@ -118,7 +119,7 @@ class KvDropper:
             order.waiting = {
                 incarnation
                 for incarnation, each in workers.items()
-                if incarnation not in order.dropped and _concerns(order.drop, each)
+                if incarnation not in order.dropped and self._concerns(order.drop, each)
             }
         asked = [each for each in workers if any(each in o.waiting for o in self._orders.values())]
         for first in range(0, len(asked), MAX_AT_ONCE):
@@ -126,6 +127,12 @@ class KvDropper:
             await asyncio.gather(*(self._drop_alone(workers[each]) for each in some))
         for order in self._orders.values():
             await self._report(order)
+
+    def _concerns(self, drop: KvDrop, worker: Heartbeat) -> bool:
+        if drop.reason != "regions":
+            return True
+        kept = self._classes.allowed(drop.region_class, drop.kept_regions)
+        return kept is not None and worker.region not in kept
 
     def _workers(self) -> dict[Incarnation, Heartbeat]:
         """Returns the workers that are alive, also those that drain or are in standby."""
@@ -199,7 +206,3 @@ class KvDropper:
             outcome="done",
             kind="deletion",
         )
-
-
-def _concerns(drop: KvDrop, worker: Heartbeat) -> bool:
-    return drop.reason != "regions" or worker.region not in drop.kept_regions

@@ -203,6 +203,12 @@ class TenantAdmin:
         if after.is_zero_retention or not has_all:
             await stored_responses.delete_all(self._store, tenant_id)
             await pinned_prefix.delete_all(self._store, tenant_id)
+        if not has_all:
+            await kv_drops.order(
+                *(self._store, tenant_id, "regions", self._now()),
+                kept_regions=regions,
+                region_class=after.region_class,
+            )
         if after.is_zero_retention and (not before.is_zero_retention or _switches_on(changes)):
             await kv_drops.order(self._store, tenant_id, "zero_retention", self._now())
         limits_before = before.allowed_regions, before.region_class

@@ -37,12 +37,15 @@ NEXT_LUA = "return redis.call('INCRBY', KEYS[1], 1)"
 
 
 class KvDrop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An order. Workers in `kept_regions` keep the KV. Times are Unix seconds."""
+    """An order. Workers that are in `kept_regions` (None: any), and in the region class, if there
+    is one, keep the KV of a tenant whose regions have changed. Times are Unix seconds.
+    """
 
     number: Count
     tenant_id: Name
     reason: DropReason
-    kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] | None = ()
+    region_class: Name = ""
     ordered_at: float
 
 
@@ -71,7 +74,8 @@ async def order(
     tenant_id: str,
     reason: DropReason,
     now: float,
-    kept_regions: tuple[str, ...] = (),
+    kept_regions: tuple[str, ...] | None = (),
+    region_class: str = "",
 ) -> KvDrop:
     """Orders workers to drop the KV of a tenant; `now` is in Unix seconds. Raises
     StoreUnavailable.
@@ -82,6 +86,7 @@ async def order(
         tenant_id=tenant_id,
         reason=reason,
         kept_regions=kept_regions,
+        region_class=region_class,
         ordered_at=now,
     )
     forgotten = [str(each.drop.number) for each in _over(await orders(store), now)]
