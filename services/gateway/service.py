@@ -23,7 +23,6 @@ from services.gateway.nats_api.api import NatsApi
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.metrics.rejection_log import RejectionLog
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
-from services.gateway.observability.telemetry.trace_region import TraceRegion
 from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.receipts.places import Places
 from services.gateway.receipts.receipts import Receipts
@@ -33,7 +32,6 @@ from services.gateway.sites.site_service import SiteService
 from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.actions import Report, ReportResubmission
 from services.gateway.streams.stream_driver import StreamDriver
-from services.gateway.tenancy.region_changes import RegionChanges, changed_regions
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.tenancy import Tenancy
 from shared.background import Background
@@ -48,7 +46,6 @@ from shared.pixels.pixel_frames import IMAGES_FEATURE
 from shared.randomness import Randomness, SystemRandomness
 from shared.sites.linked_sites import LinkedSites
 from shared.subjects import is_at_site
-from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus, NatsBus
 
 log = structlog.get_logger(__name__)
@@ -118,7 +115,6 @@ class GatewayService:
             on_report=partial(self._on_report, linked),
             num_free=lambda: self.capacity.num_free,
         )
-        self._region_changes = RegionChanges(stores.slow, clock, self._regions_changed)
         self._places = Places(
             config.process_id,
             config.site,
@@ -127,7 +123,8 @@ class GatewayService:
         )
         self.telemetry = RequestTelemetry.of(
             *(config.process_id, clock, wall_clock, randomness, metrics, self._places.region_of),
-            TraceRegion(config.trace_region, self._health_monitor.refusals).may_export,
+            config.trace_region,
+            self._health_monitor.refusals,
         )
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
         self.preparer = Preparer.of(
@@ -290,7 +287,7 @@ class GatewayService:
         self._background.start_own(self.tenancy.removed.run(self._driver.close_tenant))
         self._background.start_own(self._rejection_log.run())
         self._background.start_own(self.receipts.run())
-        self._background.start_own(self._region_changes.run())
+        self._background.start_own(self.tenancy.watch_regions(self._driver.change_regions))
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:
             self._background.start_own(self._operator.history.run())
@@ -348,11 +345,6 @@ class GatewayService:
         await self._bus.close()
         await self._operator.history.save()
         await self.tenancy.stores.close()
-
-    def _regions_changed(self, tenant_id: str, record: TenantRecord | None) -> None:
-        self.api_keys.forget(tenant_id)
-        refusals = self._health_monitor.refusals
-        self._driver.change_regions(changed_regions(tenant_id, record, refusals))
 
     def _num_gateways(self) -> int:
         live = {each.process_id for each in self._health_monitor.fleet.live("gateway")}

@@ -13,7 +13,7 @@ import asyncio
 from dataclasses import dataclass
 
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable, HearthError, LinkLost, Overloaded
+from shared.errors import DependencyUnavailable, FrameRefused, HearthError, LinkLost, Overloaded
 from shared.kv_wire.link import FrameHeader, KvReceiver
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import PLACEMENT_ID_BYTES, Done, FetchPixels
@@ -56,6 +56,9 @@ class PixelTransfer:
 
     def corrupt(self, header: FrameHeader) -> None:
         self._fail(LinkLost(f"frame {header.sequence_number} of an image failed its checksum"))
+
+    def outside(self) -> None:
+        self._fail(FrameRefused("the pixels come from outside of the tenant's regions"))
 
     def link_lost(self) -> None:
         self._fail(LinkLost("the link to the gateway was lost"))

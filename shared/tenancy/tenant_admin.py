@@ -150,6 +150,7 @@ class TenantAdmin:
                 f"the tenant {tenant_id!r} exists already: `hearth tenant limits` changes it, "
                 "`hearth api-key` adds a key"
             )
+        await pinned_prefix.record_change(self._store, tenant_id)  # it may have been removed before
         await self.add_key(tenant_id, api_key)
         return record
 

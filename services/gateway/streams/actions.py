@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 from zlib import crc32
 
+from shared.errors import NoCapacity
 from shared.messages import (
     AbortReason,
     AbortRequest,
     AckFinished,
     CancelQueued,
     Message,
+    Request,
     ResendTokens,
     SubmitRequest,
 )
@@ -105,11 +107,21 @@ Report = ReportResubmission | ReportBrokenSteps | ReportNumericsChange | ReportU
 Action = Publish | Submit | Resend | Report
 
 
-def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
-    """Returns the subject of the queue group for the first attempt. Later attempts address the live
-    schedulers in turn, so that a retry avoids a scheduler that hangs.
+def is_bound(request: Request) -> bool:
+    """Whether only some schedulers of the queue group may have the request, by their regions. Each
+    region class has a queue group of its own.
     """
-    if message.attempt == 1 or not scheduler_ids:
+    return bool(request.allowed_regions) and not request.region_class
+
+
+def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
+    """Returns the subject of the queue group for the first attempt. Later attempts, and all of a
+    bound request, address the live schedulers `scheduler_ids` in turn, so that a retry avoids a
+    scheduler that hangs. Raises NoCapacity for a bound request without one.
+    """
+    if is_bound(message.request) and not scheduler_ids:
+        raise NoCapacity("no scheduler is in the regions of this tenant", retry_after_s=1.0)
+    if not is_bound(message.request) and (message.attempt == 1 or not scheduler_ids):
         return SUBMIT
     turn = crc32(message.request.request_id.encode()) + message.attempt
     return submit_to(scheduler_ids[turn % len(scheduler_ids)])

@@ -21,6 +21,7 @@ from services.gateway.streams.actions import (
     ReportUnlikePrefill,
     Resend,
     Submit,
+    is_bound,
     submit_subject,
 )
 from services.gateway.streams.changed_regions import ChangedRegions
@@ -38,6 +39,7 @@ from shared.messages import (
     PlacementFailed,
     Queued,
     QueueKeepalive,
+    Request,
     SubmitRequest,
     TokenBatch,
 )
@@ -209,9 +211,8 @@ class StreamDriver:
     async def _submit(self, action: Submit) -> None:
         message = action.message
         request_id, attempt = message.request.request_id, message.attempt
-        live = sorted(each.process_id for each in self._health_monitor.fleet.live("scheduler"))
-        subject = submit_subject(message, live)
         try:
+            subject = submit_subject(message, self._schedulers_for(message.request))
             reply = await self._request_from_scheduler(subject, message)
         except HearthError as error:
             now = self._clock.now()
@@ -221,6 +222,12 @@ class StreamDriver:
             self._streams.on_queued(request_id, attempt, reply, self._clock.now())
         self._perform()
 
+    def _schedulers_for(self, request: Request) -> list[str]:
+        """Returns the live schedulers that may have the request."""
+        live = self._health_monitor.fleet.live("scheduler")
+        regions = request.allowed_regions if is_bound(request) else ()
+        return sorted(e.process_id for e in live if not regions or e.region in regions)
+
     async def _request_from_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
         """Submits to the subject, and then to SUBMIT. Raises NoResponders only if SUBMIT has no
         subscriber.
@@ -228,7 +235,7 @@ class StreamDriver:
         try:
             return await self._submit_to(subject, message)
         except NoResponders:
-            if subject == SUBMIT:
+            if subject == SUBMIT or is_bound(message.request):
                 raise
         return await self._submit_to(SUBMIT, message)
 

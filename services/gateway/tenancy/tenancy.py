@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.gateway.observability.metrics.copied_tenants import CopyCounts
+from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.redis_memory import RedisMemory
+from services.gateway.tenancy.region_changes import RegionChanges, changed_regions
 from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.tenancy.removed_tenants import RemovedTenants
 from services.gateway.tenancy.stores import GatewayStores
@@ -20,6 +22,7 @@ from shared.tenancy.copied_tenants import CopiedTenants
 from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.refusals import Refusals
 from shared.tenancy.residency import may_hold
+from shared.tenancy.tenant import TenantRecord
 
 DECLARE_S = 1.0
 
@@ -42,6 +45,7 @@ class Tenancy:
         refusals: Refusals | None = None,
     ) -> None:
         classes = region_classes(config.region_classes)
+        self._refusals = Refusals(config.region, classes) if refusals is None else refusals
         self.stores = stores
         self.copied = CopiedTenants(
             config.site, lambda record: may_hold(record, config.region, classes)
@@ -64,6 +68,15 @@ class Tenancy:
             max_response_bytes=config.max_stored_response_bytes,
             max_prefix_bytes=config.max_stored_prefix_bytes,
         )
+
+    async def watch_regions(self, apply: Callable[[ChangedRegions], None]) -> None:
+        """Calls `apply` for each tenant whose regions change, from then on."""
+
+        def on_change(tenant_id: str, record: TenantRecord | None) -> None:
+            self.api_keys.forget(tenant_id)
+            apply(changed_regions(tenant_id, record, self._refusals))
+
+        await RegionChanges(self.stores.slow, self._clock, on_change).run()
 
     async def declare_regions(self) -> None:
         """Writes the region classes for the commands of operators, once Redis takes them."""

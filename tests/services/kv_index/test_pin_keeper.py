@@ -22,7 +22,7 @@ from shared.messages import (
     Role,
 )
 from shared.packing import pack_token_ids, unpack_hashes
-from shared.subjects import MATCH, heartbeat
+from shared.subjects import MATCH
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TENANTS
@@ -63,9 +63,9 @@ class PinRig(Rig):
     async def engine(
         self, worker_id: str, role: Role = "prefill", *, region: str = ""
     ) -> SimulatedWorker:
-        worker = SimulatedWorker(self.network, self.plane, worker_id, (role,), num_blocks=64)
-        monitor = worker.worker.health_monitor
-        monitor._region, monitor._subject = region, heartbeat((role,), worker_id, region)
+        worker = SimulatedWorker(
+            self.network, self.plane, worker_id, (role,), num_blocks=64, region=region
+        )
         await worker.start()
         return worker
 

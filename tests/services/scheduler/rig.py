@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -117,7 +118,7 @@ def hash_of(name: str) -> int:
 
 
 class Rig:
-    def __init__(self, **options: int) -> None:
+    def __init__(self, **options: Any) -> None:
         self.network = SimulatedNetwork()
         config = SchedulerConfig(nats_url="nats://here", process_id="scheduler-0")
         config = msgspec.structs.replace(config, **options)

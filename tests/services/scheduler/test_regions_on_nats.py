@@ -18,7 +18,10 @@ from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Worker, eventually
 from tests.support.servers import PASSWORD, USERS, NatsServer
 
-REGIONS = {"decode-1": "eu", "prefill-1": "eu", "decode-2": "us", "prefill-2": "us"}
+REGIONS = {
+    **dict.fromkeys(("decode-1", "prefill-1", "scheduler-1"), "eu"),
+    **dict.fromkeys(("decode-2", "prefill-2"), "us"),
+}
 NUM_REQUESTS = 4
 
 
@@ -68,7 +71,9 @@ async def test_worker_of_another_region_gets_no_prompt_bound_to_a_region(
             stack.push_async_callback(worker.health_monitor.stop)
             return worker
 
-        config = SchedulerConfig(nats_url=server.url("scheduler-1"), process_id="scheduler-1")
+        config = SchedulerConfig(
+            nats_url=server.url("scheduler-1"), process_id="scheduler-1", region="eu"
+        )
         scheduler = await build_scheduler(config)
         stack.push_async_callback(scheduler.stop)
         await scheduler.start()

@@ -4,12 +4,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from services.scheduler.service import MAX_PLACING
 from shared import subjects
-from shared.errors import ContextFull, InvalidRequest, NoResponders, Overloaded, WorkerBusy
+from shared.errors import (
+    ContextFull,
+    InvalidRequest,
+    NoResponders,
+    OutsideRegions,
+    Overloaded,
+    WorkerBusy,
+)
 from shared.lifecycle.health import SILENCE_LIMIT_S
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -29,7 +37,7 @@ from tests.support.world.randomness import SeededRandomness
 NO_ROOM = 0
 
 
-def scenario(test: Callable[[Rig], Awaitable[None]], **options: int) -> None:
+def scenario(test: Callable[[Rig], Awaitable[None]], **options: Any) -> None:
     async def play() -> None:
         rig = Rig(**options)
         await rig.start()
@@ -436,7 +444,7 @@ def test_blocked_queue_is_forgotten_when_no_request_waits_in_it() -> None:
         await rig.result(num=5)
         await eventually(lambda: not rig.service._blocked.all(), within_s=0.5)
 
-    scenario(test)
+    scenario(test, region="eu")
 
 
 def test_next_request_is_placed_when_enough_work_is_done() -> None:
@@ -566,19 +574,21 @@ def test_request_runs_in_its_allowed_regions_or_fails() -> None:
         eu = await rig.worker("decode-0", region="eu", num_free_blocks=NO_ROOM)
         us = await rig.worker("decode-1", region="us")
         await rig.worker("decode-2")
-        await rig.submit(submit_of("r0", allowed_regions=("eu",)))
-        await rig.submit(submit_of("r1", allowed_regions=("asia", "africa")))
+        await rig.submit(submit_of("r0", allowed_regions=("eu", "hub")))
+        await rig.submit(submit_of("r1", allowed_regions=("asia", "hub")))
+        with pytest.raises(OutsideRegions, match="scheduler: the region 'hub'"):
+            await rig.submit(submit_of("r2", allowed_regions=("eu",)))
         failed = await rig.result()
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "no_capacity"
-        assert "in the allowed regions (asia, africa)" in failed.failure.message
+        assert "in the allowed regions (asia, hub)" in failed.failure.message
         eu.num_free_blocks = 100
         placed = await rig.result(num=2, within_s=0.3)
         assert isinstance(placed, Placed)
         assert placed.worker_id == "decode-0"
         assert us.started == rig.workers["decode-2"].started == []
 
-    scenario(test)
+    scenario(test, region="hub")
 
 
 @pytest.mark.parametrize("phase", ["queued", "parked", "matching", "starting"])

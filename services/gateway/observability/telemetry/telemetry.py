@@ -28,6 +28,7 @@ from services.gateway.observability.telemetry.request_record import RequestRecor
 from services.gateway.observability.telemetry.response_ids import ResponseIds
 from services.gateway.observability.telemetry.timeline_ring import TimelineRing
 from services.gateway.observability.telemetry.trace_context import caller_context
+from services.gateway.observability.telemetry.trace_region import TraceRegion
 from services.gateway.observability.telemetry.tracing import Tracing, open_tracing
 from services.gateway.streams.fair_starts import FairStarts
 from services.gateway.streams.receiver import StreamEnd
@@ -38,6 +39,7 @@ from shared.messages import ReadTimeline, TimelineRead
 from shared.randomness import Randomness
 from shared.subjects import trace
 from shared.telemetry.timeline import Timeline, Try
+from shared.tenancy.refusals import Refusals
 from shared.tenancy.tenant import TenantRecord
 from shared.transport.bus import Bus
 
@@ -110,13 +112,16 @@ class RequestTelemetry:
         randomness: Randomness,
         metrics: GatewayMetrics,
         region_of: Callable[[str], str],
-        may_export: Callable[[TenantRecord], bool],
+        trace_region: str,
+        refusals: Refusals,
     ) -> Self:
-        """Returns telemetry that traces requests if `OTEL_…` variables name a collector."""
+        """Returns telemetry that traces requests if `OTEL_…` variables name a collector, which is
+        in `trace_region`.
+        """
         tracing = open_tracing(os.environ, gateway_id, randomness.bytes, clock)
         found = cls(
             *(gateway_id, clock, wall_clock, tracing, metrics.observe_timeline, region_of),
-            may_export=may_export,
+            may_export=TraceRegion(trace_region, refusals).may_export,
         )
         if tracing is not None:
             metrics.watch_dropped_spans(lambda: found.num_dropped_spans)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from services.gateway.streams.actions import Actions, Publish, submit_subject
+from shared.errors import NoCapacity
 from shared.messages import AbortRequest, AckFinished, SubmitRequest
 from shared.subjects import SUBMIT, control, submit_to
 from tests.services.gateway.streams.test_streams import request
@@ -29,6 +33,16 @@ def test_first_retries_spread_over_schedulers() -> None:
 
 def test_retries_use_queue_group_without_live_scheduler() -> None:
     assert set(subjects_of("r1", [])) == {SUBMIT}
+
+
+def test_bound_requests_go_to_schedulers_of_their_regions() -> None:
+    bound = msgspec.structs.replace(request("r1"), allowed_regions=("fr",))
+    first = SubmitRequest(request=bound, attempt=1)
+    assert submit_subject(first, ["s1"]) == submit_to("s1")
+    with pytest.raises(NoCapacity, match="no scheduler is in the regions"):
+        submit_subject(first, [])
+    in_class = msgspec.structs.replace(bound, region_class="eu")  # its queue group has no others
+    assert submit_subject(SubmitRequest(request=in_class, attempt=1), []) == SUBMIT
 
 
 def test_acknowledgements_are_batched_by_worker() -> None:

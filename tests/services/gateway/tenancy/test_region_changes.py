@@ -12,6 +12,7 @@ from shared.clock import MonotonicClock
 from shared.regions.region_classes import region_classes
 from shared.store import RedisStore
 from shared.tenancy import pinned_prefix
+from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.refusals import Refusals
 from shared.tenancy.tenant import TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -31,6 +32,7 @@ async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
 async def test_changes_of_regions_are_found(store: RedisStore) -> None:
     admin, found = TenantAdmin(store, lambda: 0.0), list[tuple[str, TenantRecord | None]]()
     changes = RegionChanges(store, MonotonicClock(), lambda *each: found.append(each))
+    await declare_classes(store, CLASSES)
     for name in ("acme", "other"):
         await admin.add(name, {}, f"key-of-{name}")
     await changes.poll()
@@ -50,6 +52,9 @@ async def test_changes_of_regions_are_found(store: RedisStore) -> None:
     await changes.poll()
     await changes.poll()
     assert found[2:] == [("acme", None)]
+    added = await admin.add("acme", {}, "another-key")
+    await changes.poll()
+    assert found[3:] == [("acme", added)]
 
 
 async def test_a_lost_redis_is_read_again(store: RedisStore) -> None:
