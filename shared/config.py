@@ -84,6 +84,11 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "auto"  # text on a terminal, JSON lines elsewhere
 
     @property
+    def own_classes(self) -> tuple[str, ...]:
+        """The region classes that contain this process's region. Raises ConfigError."""
+        return region_classes(self.region_classes).with_region(self.region)
+
+    @property
     def leave_timeout_s(self) -> float:
         """The seconds from SIGTERM to the stop."""
         return self.drain_timeout_s

@@ -15,7 +15,7 @@ workers. Public prefixes belong to the tenant "", a name that no real tenant can
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import HearthError
 from shared.packing import TOKEN_ID_BYTES
 from shared.store import Store
-from shared.tenancy.tenant import MAY_STORE_LUA, TENANTS
+from shared.tenancy.tenant import MAY_STORE_LUA, TENANTS, class_argument
 from shared.transport.wire_errors import UNREADABLE
 
 VERSION_KEY = "hearth:pinned_prefixes:version"
@@ -79,14 +79,14 @@ end
 # ARGV: name, Entry, PinnedPrefix, time when it expires (0: never), creation time, tenant, the
 # limits of prefixes and of their bytes, the start of the keys of the tenant's prefixes, now, the
 # limit of all tenants' bytes (-1: none), the digest in the Entry to replace (empty: any or none),
-# and the writer's region.
+# and the writer's region and its classes.
 SAVE_LUA = (
     MAY_STORE_LUA
     + _HAS_DIGEST
     + _RECORD_CHANGE
     + _SET_SIZE
     + f"""
-if ARGV[13] and not may_store(KEYS[9], ARGV[6], ARGV[13]) then return 'forbidden' end
+if ARGV[13] and not may_store(KEYS[9], ARGV[6], ARGV[13], ARGV[14]) then return 'forbidden' end
 if ARGV[12] ~= '' and not has_digest(KEYS[1], ARGV[1], ARGV[12]) then return 'changed' end
 local now, ends_at, max_all = tonumber(ARGV[10]), tonumber(ARGV[4]), tonumber(ARGV[11])
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[8], '-inf', now, 'LIMIT', 0, 256)) do
@@ -268,14 +268,16 @@ async def save(
     max_all_bytes: int | None = None,
     replaces: str = "",
     region: str | None = None,
+    region_classes: Iterable[str] = (),
 ) -> bool:
     """Adds a prefix, or replaces the one with the same name; with `replaces`, only one whose Entry
     has this digest. Returns False if there is no such one, or if the tenant's present record
     forbids a writer of this region to store it.
 
     `now` is in unix seconds. `max_all_bytes` is the limit of Redis for all tenants' prefixes.
-    `region` is the writer's, or None for an operator. Raises TooManyPrefixes, PrefixStorageFull or
-    AllPrefixesFull, with nothing changed; StoreUnavailable.
+    `region` is the writer's, or None for an operator; `region_classes` are those that contain it.
+    Raises TooManyPrefixes, PrefixStorageFull or AllPrefixesFull, with nothing changed;
+    StoreUnavailable.
     """
     num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
     entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)
@@ -287,7 +289,7 @@ async def save(
         *(prefix.name, _encode(entry), _encode(prefix), prefix.expires_at or 0, prefix.created_at),
         *(prefix.tenant_id, max_prefixes, max_own, _body_key(prefix.tenant_id, "")),
         *(now, -1 if max_all_bytes is None else max_all_bytes, replaces),
-        *(() if region is None else (region,)),
+        *(() if region is None else (region, class_argument(region_classes))),
     ]
     match await store.evaluate(SAVE_LUA, keys, arguments):
         case b"forbidden" | b"changed":

@@ -18,6 +18,7 @@ two operators cannot overwrite each other's changes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,14 +50,17 @@ LIMITS = (
 # KEYS: all tenants. ARGV: a tenant id. Returns its record, as JSON.
 RECORD_LUA = "return redis.call('HGET', KEYS[1], ARGV[1])"
 
-# A writer in `region` may store. The function is also true for the public tenant and for those of
-# other sites, whose records are elsewhere, but not for a removed one.
+# A writer in `region`, which is in `classes` (see `class_argument`), may store. The function is
+# also true for the public tenant and for those of other sites, whose records are elsewhere, but not
+# for a removed one.
 MAY_STORE_LUA = """
-local function may_store(tenants_key, tenant, region)
+local function may_store(tenants_key, tenant, region, classes)
   local data = redis.call('HGET', tenants_key, tenant)
   if not data then return tenant == '' or string.find(tenant, '/', 1, true) ~= nil end
   local is_read, record = pcall(cjson.decode, data)
   if not is_read or type(record) ~= 'table' or record.is_zero_retention then return false end
+  local class = record.region_class or ''
+  if class ~= '' and not string.find(classes, ',' .. class .. ',', 1, true) then return false end
   if type(record.allowed_regions) ~= 'table' then return true end
   for _, each in ipairs(record.allowed_regions) do
     if each == region then return true end
@@ -130,6 +134,11 @@ def check_tenant_id(tenant_id: str) -> str:
             "starting with a letter or digit"
         )
     return tenant_id
+
+
+def class_argument(region_classes: Iterable[str]) -> str:
+    """Returns the classes of a region for MAY_STORE_LUA."""
+    return f",{','.join(region_classes)},"
 
 
 def digest_of(api_key: str) -> str:

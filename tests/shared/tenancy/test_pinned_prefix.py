@@ -111,12 +111,16 @@ async def check_permissions(store: Store) -> None:
         ({"allowed_regions": ["eu"]}, True),
         ({"allowed_regions": ["us"]}, False),
         ({"allowed_regions": []}, False),
+        ({"region_class": "europe"}, True),
+        ({"region_class": "world"}, False),
+        ({"region_class": "europe", "allowed_regions": ["us"]}, False),
         ({"is_zero_retention": True}, False),
         ({}, True),
     ):
         data = msgspec.json.encode({"tenant_id": "strict", **fields})
         await store.write([("HSET", TENANTS, "strict", data)])
-        assert await pinned_prefix.save(store, prefix, NOW, region="eu") is is_saved
+        where = {"region": "eu", "region_classes": ("asia", "europe")}
+        assert await pinned_prefix.save(store, prefix, NOW, **where) is is_saved
         assert bool(await pinned_prefix.entries(store, "strict")) is is_saved
         await pinned_prefix.delete(store, "strict", "house")
     assert await pinned_prefix.save(store, make_prefix("house", ""), NOW, region="eu")

@@ -187,12 +187,16 @@ def _swap_model(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -
     return b"stored"
 
 
-def _may_store(store: MemoryStore, tenants_key: str, tenant_id: str, region: str) -> bool:
+def _may_store(
+    store: MemoryStore, tenants_key: str, tenant_id: str, region: str, classes: str
+) -> bool:
     data = _fields(store, tenants_key).get(tenant_id.encode())
     if data is None:
         return tenant_id == "" or "/" in tenant_id
     record = decoded_tenant(data)
     if record is None or record.is_zero_retention:
+        return False
+    if record.region_class and f",{record.region_class}," not in classes:
         return False
     return record.allowed_regions is None or region in record.allowed_regions
 
@@ -298,7 +302,7 @@ def _delete_records(store: MemoryStore, keys: Sequence[str], arguments: Argument
 
 def _save_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
     response_id, data, previous, life_s = arguments[:4]
-    if not _may_store(store, keys[7], *arguments[6:8]):
+    if not _may_store(store, keys[7], *arguments[6:8], arguments[9]):
         return [b"forbidden", 0]
     store.apply(
         [

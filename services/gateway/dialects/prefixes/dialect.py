@@ -40,6 +40,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         wall_clock=parts.wall_clock,
         max_all_bytes=lambda: memory.max_prefix_bytes,
         region=parts.config.region,
+        region_classes=parts.config.own_classes,
         root_key=root_key(parts.config.cluster_secret),
     )
     watcher = PublicPrefixWatcher(

@@ -53,14 +53,16 @@ class PrefixStore:
         wall_clock: Callable[[], float],
         max_all_bytes: Callable[[], int],
         region: str = "",
+        region_classes: Sequence[str] = (),
         root_key: bytes = b"",
     ) -> None:
         """`max_all_bytes`: returns the bytes that the prefixes of all tenants may take in Redis.
-        `region`: this gateway's region. `wall_clock`: returns unix seconds, which stay valid across
-        restarts. `root_key`: see `block_hash.root_key`.
+        `region`: this gateway's region, in `region_classes`. `wall_clock`: returns unix seconds,
+        which stay valid across restarts. `root_key`: see `block_hash.root_key`.
         """
         self._root_key = root_key
         self._region = region
+        self._classes = region_classes
         self._max_all_bytes = max_all_bytes
         self._requests = health_monitor.requests
         self._store = store
@@ -113,7 +115,10 @@ class PrefixStore:
         prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
         is_saved = await pinned_prefix.save(
-            self._store, prefix, now, max_all_bytes=self._max_all_bytes(), region=self._region
+            *(self._store, prefix, now),
+            max_all_bytes=self._max_all_bytes(),
+            region=self._region,
+            region_classes=self._classes,
         )
         if not is_saved:
             raise PermissionDenied("a prefix: its text is stored; this tenant no longer allows it")

@@ -26,6 +26,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         stores.slow,
         parts.clock,
         region=config.region,
+        region_classes=config.own_classes,
         now=parts.wall_clock,
         count=parts.metrics.count_stored_response,
         ttl_s=config.response_ttl_s,

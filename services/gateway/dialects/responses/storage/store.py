@@ -30,7 +30,7 @@ from shared.clock import Clock
 from shared.errors import PayloadTooLarge
 from shared.store import Store, StoreUnavailable
 from shared.tenancy.stored_responses import response_keys
-from shared.tenancy.tenant import TENANTS, TenantRecord
+from shared.tenancy.tenant import TENANTS, TenantRecord, class_argument
 
 log = structlog.get_logger(__name__)
 
@@ -53,10 +53,10 @@ class StoredSize:
 
 class ResponseStore:
     """`bulk`: a connection for more than MAX_PART_BYTES, so that slow replies do not open the
-    breaker of others (default: `store`). `region`: this gateway's region. `now`: returns unix
-    seconds. `count`: is called with the outcome of a record: stored, evicted, too_large, forbidden,
-    failed. `max_bytes`: of a tenant's records. `max_all_bytes`: returns the bytes that the records
-    of all tenants may take in Redis.
+    breaker of others (default: `store`). `region`: this gateway's region, in `region_classes`.
+    `now`: returns unix seconds. `count`: is called with the outcome of a record: stored, evicted,
+    too_large, forbidden, failed. `max_bytes`: of a tenant's records. `max_all_bytes`: returns the
+    bytes that the records of all tenants may take in Redis.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class ResponseStore:
         clock: Clock,
         *,
         region: str,
+        region_classes: Sequence[str] = (),
         now: Callable[[], float],
         count: Callable[[str], None],
         ttl_s: float = TTL_S,
@@ -76,6 +77,7 @@ class ResponseStore:
         self._bulk = store if bulk is None else bulk
         self._clock = clock
         self._region = region
+        self._classes = class_argument(region_classes)
         self._now = now
         self._count = count
         self._ttl_s = ttl_s
@@ -218,7 +220,7 @@ class ResponseStore:
             [
                 *(record.id, msgspec.msgpack.encode(record), record.previous),
                 *(max(1, int(self._ttl_s)), self._now(), self._max_bytes),
-                *(tenant_id, self._region, self._max_all_bytes()),
+                *(tenant_id, self._region, self._max_all_bytes(), self._classes),
             ],
         )
         return outcome.decode(), num_evicted

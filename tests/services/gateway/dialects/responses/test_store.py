@@ -322,6 +322,7 @@ async def test_records_are_read_in_parts(stored: Stored, monkeypatch: pytest.Mon
 
 async def test_read_waits_for_the_write_of_its_gateway(stored: Stored) -> None:
     record = record_of("a")
+    await stored.save(TENANT)  # its record alone
     stored.store.save(TENANT, record)
     assert await stored.read(TENANT, record) == record
 
@@ -343,22 +344,30 @@ async def test_some_tenants_store_nothing(redis_server: RedisServer) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"is_zero_retention": True}, {"allowed_regions": ["eu"]}, {"allowed_regions": []}, None],
+    [
+        {"is_zero_retention": True},
+        {"allowed_regions": ["eu"]},
+        {"allowed_regions": []},
+        {"region_class": "eu"},
+        None,
+    ],
 )
 async def test_response_that_ends_after_a_change_is_not_stored(
     stored: Stored, change: dict[str, Any] | None
 ) -> None:
     admin = TenantAdmin(stored.redis, lambda: 0.0)
     tenant = await admin.add("changed", {}, "key")
-    if change is None:
-        await stored.redis.write([("HSET", TENANTS, "changed", "[")])
+    if change is None or "region_class" in change:
+        data = b"[" if change is None else msgspec.json.encode({"tenant_id": "changed", **change})
+        await stored.redis.write([("HSET", TENANTS, "changed", data)])
     else:
         await admin.change("changed", change)
     record = record_of("a")
     await stored.save(tenant, record)
     assert stored.counts == {"forbidden": 1} and not await stored.is_known(tenant, record)
     if change is not None:
-        await admin.change("changed", {"is_zero_retention": False, "allowed_regions": None})
+        unbound = {"is_zero_retention": False, "allowed_regions": None, "region_class": ""}
+        await admin.change("changed", unbound)
         await stored.save(tenant, record)
         assert await stored.is_known(tenant, record)
         await admin.change("changed", {"allowed_regions": [""]})
