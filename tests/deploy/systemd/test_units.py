@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.cache import cache_root
 from services.cli.deployment.service_files import COMMANDS
 from shared.transport.nkeys import UserKey
 from tests.deploy.systemd.supervisor import Supervisor
@@ -17,6 +18,8 @@ from tests.services.cli.in_process import call_hearth
 from tests.support.servers import Server, find_binary, free_port
 from tests.support.waiting import wait_until
 
+WATCHDOG_S = 3.0
+START_S = 300.0  # of a worker that compiles
 MAX_EXPOSURE = 3.0  # of 10, as `systemd-analyze security` counts
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
@@ -108,7 +111,7 @@ def supervise(root: Path, nats: Server, role: str, **options: str) -> Supervisor
     install(root, role, "--nats", address, "--secrets", str(root / "secrets"))
     lines = [f"HEARTH_{name.upper()}={value}\n" for name, value in options.items()]
     (root / f"etc/hearth/{role}.env").write_text("".join(lines))
-    return Supervisor(root, role, watchdog_s=2.0)
+    return Supervisor(root, role, watchdog_s=WATCHDOG_S)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +147,12 @@ def test_wrong_key_is_one_line_and_status_2(tmp_path: Path, nats: Server) -> Non
 
 def restarted_after_a_freeze(supervisor: Supervisor) -> None:
     with supervisor:
-        wait_until(lambda: supervisor.pids, seen=lambda: supervisor.states)
+        wait_until(lambda: supervisor.pids, timeout_s=START_S, seen=lambda: supervisor.states)
         frozen = supervisor.pids[0]
         os.kill(frozen, signal.SIGSTOP)
-        wait_until(lambda: len(supervisor.pids) == 2, seen=lambda: supervisor.states)
+        wait_until(
+            lambda: len(supervisor.pids) == 2, timeout_s=START_S, seen=lambda: supervisor.states
+        )
     assert supervisor.pids[1] != frozen
     assert supervisor.statuses == [-signal.SIGKILL, 0]
     assert supervisor.states[-1] == "STOPPING=1"
@@ -159,4 +164,4 @@ def test_frozen_process_is_restarted_by_its_watchdog(tmp_path: Path, nats: Serve
 
 @pytest.mark.long
 def test_frozen_worker_is_restarted_by_its_watchdog(tmp_path: Path, nats: Server) -> None:
-    restarted_after_a_freeze(supervise(tmp_path, nats, "decode"))
+    restarted_after_a_freeze(supervise(tmp_path, nats, "decode", cache_dir=str(cache_root())))
