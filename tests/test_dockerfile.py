@@ -27,6 +27,15 @@ def test_gpu_image_has_tritons_compiler() -> None:
     assert {"gcc", "libc6-dev"} <= set(installed[0].split())
 
 
+def test_caches_of_gpu_workers_are_in_a_volume() -> None:
+    """The containers' own file systems are read-only."""
+    _, body = STAGES["gpu"]
+    caches = re.findall(r"\w+_CACHE_(?:DIR|PATH)=(\S+)", body)
+    (volume,) = (each for each in SERVICES["decode-gpu"]["volumes"] if each.startswith("cache:"))
+    assert len(caches) == 2
+    assert all(each.startswith(f"{volume.partition(':')[2]}/") for each in caches)
+
+
 def test_no_stage_ends_as_root() -> None:
     for name, (_, body) in STAGES.items():
         users = re.findall(r"^USER (\S+)", body, re.MULTILINE)
