@@ -268,6 +268,7 @@ class GatewayService:
         await self.pixels.start()
         self._health_monitor.on_heartbeat(self._places.observe)
         self._health_monitor.on_heartbeat(self._models.live.observe)
+        self._health_monitor.on_heartbeat(self.tenancy.refusal_audit.observe)
         self._health_monitor.on_heartbeat(self.metrics.stopped_workers.observe)
         self._health_monitor.on_lost(lambda process_id, _: self._models.live.lost(process_id))
         self._health_monitor.on_heartbeat(self._operator.feed.observe)
@@ -288,6 +289,7 @@ class GatewayService:
         self._background.start_own(removed)
         self._background.start_own(self._rejection_log.run())
         self._background.start_own(self.receipts.run())
+        self._background.start_own(self.tenancy.refusal_audit.run())
         self._background.start_own(self.tenancy.watch_regions(self._driver.change_regions))
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:

@@ -9,6 +9,7 @@ from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.redis_memory import RedisMemory
+from services.gateway.tenancy.refusal_audit import RefusalAudit
 from services.gateway.tenancy.region_changes import RegionChanges, changed_regions
 from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.tenancy.removed_tenants import RemovedTenants
@@ -62,6 +63,7 @@ class Tenancy:
         self._clock, self._classes = clock, classes
         self.usage = UsageCounter(stores.fast, clock, writer_id=writer_id, now=wall_clock)
         self.removed = RemovedTenants(stores.slow, clock, wall_clock)
+        self.refusal_audit = RefusalAudit(stores.slow, clock)
         self.redis_memory = RedisMemory(
             stores.slow,
             clock,

@@ -12,6 +12,7 @@ from services.gateway.sites.tenant_copies import PIN_LUA
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.redis_memory import READ_MEMORY
+from services.gateway.tenancy.refusal_audit import CLAIM_LUA
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.model_registry.admin import SWAP_MODEL
 from shared.model_registry.reader import READ_REGISTRY
@@ -187,6 +188,16 @@ def _swap_model(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -
     return b"stored"
 
 
+def _claim_refusals(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    name, count, _ = arguments
+    fields = store.data.setdefault(keys[0], {})
+    more = int(count) - int(fields.get(name.encode(), b"0"))
+    if more <= 0:
+        return 0
+    fields[name.encode()] = str(count).encode()
+    return more
+
+
 def _may_store(
     store: MemoryStore, tenants_key: str, tenant_id: str, region: str, classes: str
 ) -> bool:
@@ -357,6 +368,7 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     DELETE_LUA: _delete_prefix,
     TOUCH_LUA: lambda store, keys, arguments: _record_change(store, keys, arguments[0]),
     CHANGES_LUA: _changes,
+    CLAIM_LUA: _claim_refusals,
     TENANTS_LUA: _tenants_page,
     READ_MEMORY: lambda *_: b"used_memory:0\r\nmaxmemory:0\r\n",
     RECORD_LUA: _tenant_record,
