@@ -96,9 +96,12 @@ class OutputHash(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt of the response, and its choices. `prompt` is the salted hash of its tokens."""
+    """One prompt of the response, and its choices. `prompt` is the salted hash of its tokens and of
+    its images, as the model sees them.
+    """
 
     num_prompt_tokens: int
+    num_images: int = 0
     prompt: Hash
     sampling: ReceiptSampling
     choices: tuple[OutputHash, ...]

@@ -7,11 +7,12 @@ begins with its kind and its place in the response, so that no two places have e
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from hashlib import sha256
 
 import msgspec
 
-from shared.messages import SamplingParams
+from shared.messages import ImagePart, SamplingParams
 from shared.receipts.receipt import ReceiptSampling, encoded_bytes
 
 SALT_BYTES = 16
@@ -31,9 +32,13 @@ class ReceiptSalt:
         """The hash that a receipt has of its salt."""
         return encoded_bytes(sha256(b"hearth receipt salt\0" + self.salt).digest())
 
-    def prompt(self, index: int, packed: bytes) -> str:
-        """`packed` are the token ids of prompt `index` of the response, as u32 little-endian."""
-        return self._hash(b"prompt\0%d\0" % index, packed)
+    def prompt(self, index: int, packed: bytes, images: Sequence[ImagePart] = ()) -> str:
+        """`packed` are the token ids of prompt `index` of the response, as u32 little-endian. The
+        tokens of an image say nothing of it: its hash stands for it.
+        """
+        kind = b"prompt\0" if not images else b"prompt with %d images\0" % len(images)
+        hashes = b"".join(each.image_hash for each in images)
+        return self._hash(b"%b%d\0" % (kind, index), hashes + packed)
 
     def output(self, index: int, choice: int, data: bytes) -> str:
         """`data` are packed token ids of a choice, or an embedding."""

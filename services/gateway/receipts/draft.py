@@ -72,7 +72,8 @@ class ReceiptDraft:
         self._record_first_token(placed)
         self._prompts[index] = PromptReceipt(
             num_prompt_tokens=len(request.prompt_token_ids) // TOKEN_ID_BYTES,
-            prompt=self.salt.prompt(index, request.prompt_token_ids),
+            num_images=len(request.images),
+            prompt=self.salt.prompt(index, request.prompt_token_ids, request.images),
             sampling=self.salt.sampling(index, request.sampling, stop),
             choices=tuple(self._choices(index, output)),
             tries=tuple(_decode_try(each, self._places) for each in placed),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigError
 from shared.grammar.spec import GrammarSpec
-from shared.messages import SamplingParams
+from shared.messages import ImagePart, SamplingParams
 from shared.packing import pack_token_ids
 from shared.receipts.receipt import AnswerReceipt, receipt_of
 from shared.receipts.salted import SALT_BYTES, ReceiptSalt
@@ -63,6 +63,17 @@ def test_hashes_depend_on_tokens_places_and_salt(
     is_same = salt == SALT.salt
     assert (ReceiptSalt(salt).prompt(0, first) == SALT.prompt(0, first)) == is_same
     assert (ReceiptSalt(salt).commitment == SALT.commitment) == is_same
+
+
+def test_images_are_part_of_the_prompt() -> None:
+    packed = pack_token_ids([1, 2])
+    images = [
+        ImagePart(first_token=0, num_tokens=1, image_hash=bytes([each]) * 16, grid=(0, 0))
+        for each in range(2)
+    ]
+    found = {SALT.prompt(0, packed, part) for part in ([], images[:1], images[1:], images)}
+    assert len(found) == 4
+    assert SALT.prompt(0, packed) == SALT.prompt(0, packed, [])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from services.cli.verify.comparison import replay_finding
 from shared.receipts.jws import JwkSet, jwk_of, signed_jws
@@ -172,7 +173,12 @@ def test_comparison_with_a_replay(change: dict[str, Any], verdict: str, message:
     assert message in found.text
 
 
-def test_what_proves_nothing_is_open() -> None:
+def test_what_proves_nothing_is_open(folder: Folder) -> None:
+    (one,) = receipt().prompts
+    pictured = receipt(prompts=(structs.replace(one, num_images=1),))
+    given = jws_of(pictured), "--salt", RECEIPT_SALT.text, "--prompt", folder.prompt
+    done = folder.verify(*given)
+    assert (done.returncode, "it has images, which --replay checks" in done.stdout) == (3, True)
     cut, fast = receipt(outcome="client_gone"), f"fast{NUMERICS.removeprefix('exact')}"
     assert "the answer was cut: client_gone" in replay_finding(cut, receipt()).text
     other = receipt(numerics=fast, answer=[9, 9])

@@ -8,7 +8,7 @@ from services.gateway.receipts.draft import ChoiceEnd, ReceiptDraft
 from services.gateway.receipts.places import Places
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.streams.try_record import TryRecord
-from shared.messages import Choice, Placed, Request, SamplingParams, Served
+from shared.messages import Choice, ImagePart, Placed, Request, SamplingParams, Served
 from shared.packing import pack_token_ids
 from shared.receipts.receipt import AnswerReceipt, ServedWeights
 from shared.receipts.salted import SALT_BYTES, ReceiptSalt
@@ -50,7 +50,13 @@ class Drawn:
         )
     )
 
-    def ended(self, index: int, output: Ended, prompt: tuple[int, ...] = (1,)) -> None:
+    def ended(
+        self,
+        index: int,
+        output: Ended,
+        prompt: tuple[int, ...] = (1,),
+        images: tuple[ImagePart, ...] = (),
+    ) -> None:
         request = Request(
             request_id="r",
             tenant_id="t",
@@ -62,6 +68,7 @@ class Drawn:
             block_hashes=b"",
             sampling=SamplingParams(seed=1, max_tokens=9),
             choices=(Choice(choice_index=0),),
+            images=images,
             deadline_s=1.0,
         )
         self.draft.prompt_ended(index, request, (), output)
@@ -124,6 +131,18 @@ def test_embedding_is_hashed_by_its_bytes() -> None:
     found = drawn.receipt()
     assert found is not None
     assert found.prompts[0].choices[0].tokens == SALT.output(0, 0, b"vector")
+
+
+def test_images_are_part_of_the_prompt() -> None:
+    drawn = Drawn()
+    image = ImagePart(first_token=0, num_tokens=1, image_hash=b"i" * 16, grid=(0, 0))
+    end = end_of(attempt("decode-1", num_tokens=1), outputs=([4],))
+    drawn.ended(0, Ended(end, [ChoiceEnd(1, "stop")]), images=(image,))
+    found = drawn.receipt()
+    assert found is not None
+    assert found.prompts[0].num_images == 1
+    assert found.prompts[0].prompt == SALT.prompt(0, pack_token_ids([1]), (image,))
+    assert found.prompts[0].prompt != SALT.prompt(0, pack_token_ids([1]))
 
 
 def test_prompt_that_no_worker_has_seen_has_no_receipt() -> None:
