@@ -216,7 +216,7 @@ def _index_matches_first_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keys_without_tenant(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(registry, "_set_key", lambda tenant_id: "hearth:a:prefixes")
+    patch.setattr(registry, "prefix_records_of", lambda tenant_id: "hearth:a:prefixes")
 
 
 def _keys_with_unquoted_tenants(patch: pytest.MonkeyPatch) -> None:

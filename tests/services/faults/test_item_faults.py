@@ -73,9 +73,9 @@ async def response_is_not_stored(cluster: LiveCluster) -> None:
 
 
 async def resync_is_given_up(cluster: LiveCluster) -> None:
-    cluster.index._start_resync("prefill-1")
-    await cluster.index._resyncs["prefill-1"]
-    assert "prefill-1" not in cluster.index._resyncs
+    cluster.index._start_resync("prefill-1", "")
+    await cluster.index._resyncs["prefill-1", ""]
+    assert ("prefill-1", "") not in cluster.index._resyncs
 
 
 async def late_peer_is_not_asked(cluster: LiveCluster) -> None:
@@ -300,14 +300,17 @@ OWN = {
     "services/gateway/sites/site_service.py": ("_report", "_sweep", "run"),
     "services/gateway/sites/site_tenants.py": ("run",),
     "services/gateway/sites/tenant_copies.py": ("_run",),
-    "services/gateway/service.py": ("run", "run", "run", "watch", "run", "task"),
+    "services/gateway/service.py": (
+        *("run", "run", "declare_regions", "removed", "run", "run"),
+        *("watch_regions", "watch", "run", "task"),
+    ),
     "services/gateway/streams/stream_driver.py": ("_tick",),
     "services/gateway/observability/telemetry/span_exporter.py": ("_run",),
     "services/gateway/tenancy/limits.py": ("_flush_endings", "_renew_leases"),
     "services/gateway/tenancy/usage_counter.py": ("_run",),
     "services/host/service.py": ("run", "_drive"),
     "services/host/workers/workers.py": ("bounding", "_run_templates"),
-    "services/kv_index/service.py": ("_sweep", "_write_behind", "_retain_pins"),
+    "services/kv_index/service.py": ("_sweep", "_write_behind", "_retain_pins", "_drop_kv"),
     "services/prefill/service.py": ("_sweep",),
     "services/scheduler/other_sites.py": ("_sweep",),
     "services/scheduler/service.py": ("loop",),
@@ -316,7 +319,7 @@ OWN = {
     "shared/engine/worker.py": ("_send_kv_events", "_expire_pins", "_leave"),
     "shared/kv_wire/kv_server.py": ("_accept",),
     "shared/lifecycle/heartbeat.py": ("_beat", "_watch", "_measure", "fail"),
-    "shared/lifecycle/process.py": ("collect_garbage", "follow"),
+    "shared/lifecycle/process.py": ("collect_garbage", "report_progress", "follow"),
     "shared/lifecycle/start_heartbeats.py": ("_beat",),
     "shared/transport/bus.py": ("_fail_when_lost",),
     "shared/transport/outbox.py": ("_run",),
