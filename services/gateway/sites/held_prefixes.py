@@ -77,11 +77,11 @@ class HeldPrefixes:
 
     def computed(self, asked: Request, here: Request) -> None:
         """Records that a worker has computed the prompt of `asked`, which is `here` at this site.
-        A request of zero retention leaves nothing, and neither does one with a region class, whose
-        digest would reach all schedulers of its site.
+        A request of zero retention leaves nothing, nor does one that is bound to regions: of it
+        nothing is cached here.
         """
         prefix = _prefix_of(asked, here)
-        if prefix is None or asked.is_zero_retention or asked.region_class:
+        if prefix is None or here.is_zero_retention:
             return
         site = self._sites.setdefault(prefix.site, _OfSite())
         self._digests.setdefault(prefix.site, SiteDigest()).earn(len(asked.prompt_token_ids))

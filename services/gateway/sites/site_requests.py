@@ -73,8 +73,12 @@ def site_request(
     Its KV is apart from that of this site's tenants: the root is of this site's secret, the other
     site's tenant and the other site's root, in which the salt is. Seed, positions and tokens are
     those of the other site, and so are the tokens to come.
+
+    A tenant with regions is known at its home alone, and so is a change of its regions: nothing of
+    its request stays here after the end.
     """
     site = request.gateway_id.partition(SITE_SEPARATOR)[0]
+    is_bound = bool(request.allowed_regions or request.region_class)
     tenant_id = at_site(site, request.tenant_id)[:MAX_NAME]
     root = root_hash(tenant_id, request.revision, cache_salt=request.cache_root.hex(), key=root_key)
     hashes = extend_packed(root, request.prompt_token_ids, request.block_size)
@@ -90,6 +94,7 @@ def site_request(
         num_public_blocks=0,
         public_root=None,
         origin_site=site,
+        is_zero_retention=request.is_zero_retention or is_bound,
         weight=weight,
         priority=min(request.priority, 0),
     )

@@ -29,9 +29,9 @@ class ChangedRegions:
 
     def narrows(self, request: Request) -> bool:
         """Whether a part of the request may be where it may not be any more."""
-        if request.region_class != self.region_class:
-            return bool(self.region_class)
-        return not _covers(self.allowed_regions, request.allowed_regions)
+        if not _covers(self.allowed_regions, request.allowed_regions):
+            return True
+        return bool(self.region_class) and request.region_class != self.region_class
 
 
 def _covers(after: Collection[str], before: Collection[str]) -> bool:

@@ -11,11 +11,14 @@ from services.gateway.streams.early_entries import RetiredPlacements
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.region_changes import RegionChanges, changed_regions
 from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
+from shared.background import Background
 from shared.errors import HearthError, NoCapacity, PromptTooLong
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
+from shared.tenancy.tenant import TenantRecord
 from tests.simulation.world.client import Client
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.gateway import StreamGateway
@@ -69,10 +72,12 @@ class SimulatedGateway(StreamGateway):
         self.streams = self.driver._streams
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []
+        self._background = Background()
         connection = ProcessStore(store, self.process)
         rule = RegionRule(region, self.bus.regions.classes)
         self._api_keys = ApiKeys(connection, clock, rule=rule)
         self._limits = Limits(connection, clock)
+        self._region_changes = RegionChanges(connection, clock, self._regions_changed)
         writer_id = f"{gateway_id}-{seed}"
         self._usage = UsageCounter(connection, clock, writer_id=writer_id, now=store.now)
 
@@ -80,6 +85,7 @@ class SimulatedGateway(StreamGateway):
         await self.driver.start()
         await self._api_keys.warm_up()
         self._limits.start()
+        self._background.start_own(self._region_changes.run())
         self._usage.start()
         self.health_monitor.on_heartbeat(self.catalog.observe)
         self.health_monitor.on_lost(lambda process_id, _: self.catalog.lost(process_id))
@@ -120,7 +126,13 @@ class SimulatedGateway(StreamGateway):
             if client.plan.num_context_tokens > card.max_context_tokens:
                 raise PromptTooLong(f"exceeds the context of {card.max_context_tokens}")
 
+    def _regions_changed(self, tenant_id: str, record: TenantRecord | None) -> None:
+        self._api_keys.forget(tenant_id)
+        refusals = self.health_monitor.refusals
+        self.driver.change_regions(changed_regions(tenant_id, record, refusals))
+
     async def stop(self) -> None:
+        await self._background.stop()
         await self.end_streams()
         await self._usage.stop()
         await self._limits.stop()

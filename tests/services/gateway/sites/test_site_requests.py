@@ -79,6 +79,17 @@ def test_what_no_gateway_sends_is_invalid(fields: dict[str, object]) -> None:
         narrowed(request(**fields), [worker(CARD)], ("eu",))
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [({}, True), ({"allowed_regions": ("eu",)}, False), ({"region_class": "europe"}, False)],
+)
+def test_nothing_is_retained_of_a_tenant_that_is_bound_to_regions(
+    fields: dict[str, object], is_kept: bool
+) -> None:
+    made = site_request(request(**fields), b"p" * 16, "gw", b"k" * 32)
+    assert made.is_zero_retention is not is_kept
+
+
 def test_this_site_decides_priority_and_weight_of_the_requests_of_others() -> None:
     for asked, priority in ((4, 0), (-2, -2)):
         given = request(priority=asked, weight=1000.0)

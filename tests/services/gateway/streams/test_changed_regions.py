@@ -77,6 +77,12 @@ def test_request_leaves_for_its_class(before: str, after: str, is_moved: bool) -
     assert rig.stream.request.region_class == after
 
 
+def test_request_leaves_the_regions_of_a_class_that_its_tenant_has_no_more() -> None:
+    rig = running_in("br", "us", region_class="americas")
+    rig.streams.change_regions(ChangedRegions("t", ("us",)), rig.now)
+    assert any(isinstance(each, Submit) for each in rig.actions())
+
+
 def test_queued_request_leaves_its_scheduler() -> None:
     rig = Rig()
     rig.queue()
