@@ -620,6 +620,7 @@ class FetchPixels(Message, frozen=True, kw_only=True):
     target: DataPlaneAddress
     link_key: LinkKey | None = None  # None: pixels over TCP are not sealed
     deadline_s: Duration
+    region_class: Name = ""  # that of the tenant
 
     @property
     def sender_id(self) -> str:

@@ -61,9 +61,12 @@ NO_REGION = "-"
 _PREFILL_AND_DECODE: tuple[Role, ...] = ("prefill", "decode")
 
 _IN = f"{PREFIX}.in."
-# Of messages with prompts, tokens or hashes of their blocks.
+# Of messages with prompts, tokens, or hashes of blocks and images.
 DATA_VERBS = frozenset(
-    ("submit", "match", "start", "resend", "run", "tokens", "kv_events", "list_blocks", "pins")
+    {
+        *("submit", "match", "start", "resend", "run", "tokens", "pixels"),
+        *("kv_events", "list_blocks", "pins"),
+    }
 )
 
 HEARTBEATS = f"{PREFIX}.*.*.*.heartbeat.*"

@@ -36,6 +36,7 @@ class PixelRequest:
     request_id: str
     image_hash: bytes
     shape: tuple[int, ...]
+    region_class: str = ""  # that of the tenant
 
 
 class PixelTransfer:
@@ -140,5 +141,6 @@ class PixelFetcher:
             target=self._receiver.address,
             link_key=None if keys is None else keys.key_for(gateway_id),
             deadline_s=deadline_s,
+            region_class=request.region_class,
         )
         await self._requests.request(gateway_id, pixels(gateway_id), command, Done, base_s=ACK_S)

@@ -92,6 +92,7 @@ class WorkerImages:
             request_id=message.request_id,
             image_hash=part.image_hash,
             shape=(part.num_tiles, *self._config.tile_shape),
+            region_class=message.region_class,
         )
         key = ImageKey(message.tenant_id, message.cache_root, part.image_hash)
         return WantedImage(key, pixels, is_retained=not message.is_zero_retention)

@@ -17,6 +17,7 @@ from shared import subjects
 from shared.errors import OutsideRegions
 from shared.messages import (
     Done,
+    FetchPixels,
     KvEvents,
     ListBlocks,
     MatchPrefix,
@@ -75,7 +76,19 @@ def sent_by(role: CredentialRole) -> list[tuple[str, Message]]:
     name = f"{role}-us"
     start = StartDecode(placement_id=b"p" * 16, request=SUBMIT.request)
     prefill = msgspec.structs.replace(RUN_PREFILL, decode_worker_id=name, region_class="eu")
+    pixels = FetchPixels(
+        worker_id=name,
+        tenant_id="t",
+        request_id="r",
+        image_hash=bytes(16),
+        shape=(1,),
+        transfer_id=bytes(16),
+        target=RUN_PREFILL.targets[0].address,
+        deadline_s=1.0,
+        region_class="eu",
+    )
     handoffs = [
+        (subjects.pixels("gateway-fr"), pixels),
         (subjects.run_prefill("prefill-fr"), prefill),
         (subjects.tokens("gateway-fr"), tokens_of(name)),
         (subjects.kv_events("decode", name), events_of(name)),
@@ -100,7 +113,10 @@ def sent_by(role: CredentialRole) -> list[tuple[str, Message]]:
 
 
 RECEIVED_BY: dict[CredentialRole, list[tuple[str, Any]]] = {
-    "gateway": [(subjects.tokens("gateway-us"), TokenBatch)],
+    "gateway": [
+        (subjects.tokens("gateway-us"), TokenBatch),
+        (subjects.pixels("gateway-us"), FetchPixels),
+    ],
     "scheduler": [
         (subjects.SUBMIT, SubmitRequest),
         (subjects.submit_to("scheduler-us"), SubmitRequest),
