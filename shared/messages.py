@@ -28,6 +28,7 @@ Between sites, where a gateway serves as a decode worker for the other site:
     decode ◀─PrefillPhases─── gateway of the other site; PrefillFailed
     gateway ───SiteState─────▶ gateways and schedulers of every linked site; ReadSiteModels
     gateway ──ReadTenantCopies─▶ gateway of the tenants' home site; ApplyLimits, ReportUsage
+    gateway ──WithdrawTenant──▶ gateway of a site that a tenant of this one has left
     gateway ───PrefixDigest──▶ schedulers of one linked site, about the requests of that site
 
 The life of a model on a host:
@@ -1196,6 +1197,19 @@ class ReportUsage(Message, frozen=True, kw_only=True):
     totals: Annotated[
         tuple[tuple[Annotated[str, Meta(max_length=320)], Count], ...], Meta(max_length=256)
     ]
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class WithdrawTenant(Message, frozen=True, kw_only=True):
+    """Has the receiving site drop what it holds of a tenant of the sender's site, whose data may
+    not be there any more. `tenant_id` is its name at home. The reply is Done.
+    """
+
+    gateway_id: ProcessId
+    tenant_id: Name
 
     @property
     def sender_id(self) -> str:

@@ -365,7 +365,9 @@ def gateway_at_site(process_id: str) -> str:
 
 
 def tenants(gateway_id: str) -> str:
-    """Carries ReadTenantCopies, ApplyLimits and ReportUsage to a gateway of another site."""
+    """Carries ReadTenantCopies, ApplyLimits, ReportUsage and WithdrawTenant to a gateway of another
+    site.
+    """
     return command("gateway", gateway_id, "tenants")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import structlog
 
@@ -10,13 +10,24 @@ from services.gateway.sites.home_accounts import HomeAccounts
 from services.gateway.sites.home_tenants import HomeTenants
 from services.gateway.sites.limit_steps import state_of, step_of
 from services.gateway.sites.linked_homes import LinkedHomes, site_of
+from services.gateway.sites.site_withdrawals import SiteWithdrawals
 from services.gateway.sites.tenant_copies import TenantCopyReader
 from services.gateway.sites.usage_reports import UsageReporter
+from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.tenancy.tenancy import Tenancy
 from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import GatewayConfig
-from shared.messages import ApplyLimits, LimitsApplied, ReadTenantCopies, ReportUsage, SiteState
+from shared.messages import (
+    ApplyLimits,
+    Done,
+    LimitsApplied,
+    ReadTenantCopies,
+    ReportUsage,
+    SiteState,
+    TenantCopies,
+    WithdrawTenant,
+)
 from shared.regions.region_classes import region_classes
 from shared.store import StoreUnavailable
 from shared.subjects import at_site, from_sites
@@ -62,14 +73,16 @@ class SiteTenants:
             homes, clock, store, tenancy.copied, withdrawal, gateway_id=name
         )
         self._usage = UsageReporter(homes, clock, store, gateway_id=name)
+        self._withdrawals = SiteWithdrawals(homes, clock, withdrawal, gateway_id=name)
 
     async def start(self) -> None:
         subject = from_sites("gateway", self._bus.process_id, "tenants")
-        commands = ReadTenantCopies | ApplyLimits | ReportUsage
-        await self._bus.serve(subject, commands, self._home.answer)
+        commands = ReadTenantCopies | ApplyLimits | ReportUsage | WithdrawTenant
+        await self._bus.serve(subject, commands, self._answer)
         self._limits.decide_at_home(self._apply_limits)
         await self._copies.start()
         self._background.start_own(self._usage.run())
+        self._background.start_own(self._withdrawals.run())
 
     async def stop(self) -> None:
         await self._background.stop()
@@ -83,6 +96,17 @@ class SiteTenants:
             await self._store.write([("HSETNX", SITES, site, "")])
         except StoreUnavailable:
             self.homes.by_site.pop(site, None)  # the next state tries again
+
+    def _answer(
+        self, command: ReadTenantCopies | ApplyLimits | ReportUsage | WithdrawTenant
+    ) -> Coroutine[object, object, TenantCopies | LimitsApplied | Done]:
+        if isinstance(command, WithdrawTenant):
+            return self._withdrawals.answer(command)
+        return self._home.answer(command)
+
+    def regions_changed(self, changed: ChangedRegions) -> None:
+        """Has other sites drop what they hold of a tenant of this site that has left them."""
+        self._withdrawals.regions_changed(changed)
 
     def observe(self, state: SiteState) -> None:
         """Takes the state of a gateway of a linked site."""

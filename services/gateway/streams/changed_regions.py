@@ -13,14 +13,19 @@ from shared.messages import Request
 
 @dataclass(frozen=True, slots=True)
 class ChangedRegions:
-    """The regions of a tenant now, as its requests name them. `error` ends its requests here: this
-    gateway may no longer have them.
+    """The regions of a tenant now, as its requests name them: none stand for all. `error` ends its
+    requests here: this gateway may no longer have them. A tenant that `is_gone` has no region.
     """
 
     tenant_id: str
     allowed_regions: tuple[str, ...] = ()
     region_class: str = ""
     error: HearthError | None = None
+    is_gone: bool = False
+
+    def excludes(self, region: str) -> bool:
+        """Whether no data of the tenant may be in the region."""
+        return self.is_gone or (bool(self.allowed_regions) and region not in self.allowed_regions)
 
     def applied(self, request: Request) -> Request:
         return msgspec.structs.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -33,14 +34,17 @@ def changed_regions(
     """
     if record is None:
         gone = UnknownTenant(f"the tenant {tenant_id!r} was removed while its request ran")
-        return ChangedRegions(tenant_id, error=gone)
+        return ChangedRegions(tenant_id, error=gone, is_gone=True)
     regions = regions_of(record, refusals.classes)
+    changed = ChangedRegions(
+        tenant_id, tuple(sorted(regions or ())), record.region_class, is_gone=regions == frozenset()
+    )
     reason = reason_against(record, refusals.region, refusals.classes)
     if reason:
         refusals.count("gateway", tenant_id, refusals.region)
         moved = NoRegionAllowed(f"the regions of this tenant have changed: {reason}")
-        return ChangedRegions(tenant_id, error=moved)
-    return ChangedRegions(tenant_id, tuple(sorted(regions or ())), record.region_class)
+        return replace(changed, error=moved)
+    return changed
 
 
 class RegionChanges:

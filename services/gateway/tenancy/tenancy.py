@@ -71,12 +71,14 @@ class Tenancy:
             max_prefix_bytes=config.max_stored_prefix_bytes,
         )
 
-    async def watch_regions(self, apply: Callable[[ChangedRegions], None]) -> None:
-        """Calls `apply` for each tenant whose regions change, from then on."""
+    async def watch_regions(self, *follow: Callable[[ChangedRegions], None]) -> None:
+        """Calls each of `follow` for each tenant whose regions change, from then on."""
 
         def on_change(tenant_id: str, record: TenantRecord | None) -> None:
             self.api_keys.forget(tenant_id)
-            apply(changed_regions(tenant_id, record, self._refusals))
+            changed = changed_regions(tenant_id, record, self._refusals)
+            for each in follow:
+                each(changed)
 
         await RegionChanges(self.stores.slow, self._clock, on_change).run()
 

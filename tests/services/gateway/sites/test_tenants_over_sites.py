@@ -165,6 +165,27 @@ async def has_order(store: RedisStore, reason: str) -> bool:
     return [each.tenant_id for each in drops if each.reason == reason][-1:] == ["a/leaving"]
 
 
+async def test_a_site_drops_what_it_holds_of_a_tenant_that_has_left_its_region(
+    sites: LinkedPair,
+) -> None:
+    """Site b has served a request of the tenant, and has no copy of its record."""
+    await add_tenant(sites.a, "moving", "key of moving")
+    await until_status(sites.a, "key of moving", 200)
+    async with admin_of(sites.a) as admin, store_of(sites.b) as store:
+        await admin.change("moving", {"allowed_regions": ("elsewhere",)})
+
+        async def orders() -> list[tuple[str, str]]:
+            found = [each.drop for each in await kv_drops.orders(store)]
+            return [(each.tenant_id, each.reason) for each in found]
+
+        async def is_ordered() -> bool:
+            return ("a/moving", "regions") in await orders()
+
+        await until(is_ordered)
+        await admin.change("moving", {"allowed_regions": None})
+    await until_status(sites.a, "key of moving", 200)
+
+
 async def test_cut_link_holds_the_copy_for_a_while(sites: LinkedPair) -> None:
     await add_tenant(sites.a, "away", "key of away", sites=("b",))
     await until_status(sites.b, "key of away", 200)
