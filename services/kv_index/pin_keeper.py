@@ -1,8 +1,9 @@
 """Keeps pinned prefixes warm on every worker of their model, as workers join and leave.
 
-Of several replicas the live one with the first name leads; if two lead for a moment, workers
-receive the same commands twice. In each round a worker receives the list of pins, which renews
-their leases, and at most one prefix to compute, so that a new worker is not overloaded.
+Of several replicas the live one with the first name leads, and for the pins of a region class the
+first of its regions; if two lead for a moment, workers receive the same commands twice. In each
+round a worker receives the list of pins, which renews their leases, and at most one prefix to
+compute, so that a new worker is not overloaded.
 """
 
 from __future__ import annotations
@@ -94,12 +95,13 @@ class PinKeeper:
         workers = self._workers()
         self._record(workers)
         self._round += 1
-        if self._leads():
+        classes = [each for each in self._own_classes if self._leads(each)]
+        if classes:
             live = {each.process_id for each in workers}
             self._pinned_workers = {each for each in self._pinned_workers if each[0] in live}
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
-                await asyncio.gather(*(self._retain_alone(worker) for worker in some))
+                await asyncio.gather(*(self._retain_alone(worker, classes) for worker in some))
             await self._reasons.write()
         else:
             self._reasons.distrust()
@@ -204,8 +206,10 @@ class PinKeeper:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    def _leads(self) -> bool:
-        live = {each.process_id for each in self._fleet.live("kv_index")}
+    def _leads(self, region_class: str) -> bool:
+        regions = self._classes.allowed(region_class, None)
+        replicas = self._fleet.live("kv_index")
+        live = {each.process_id for each in replicas if regions is None or each.region in regions}
         own = self._fleet.own_process_id
         return own == min(live | {own})
 
@@ -218,10 +222,10 @@ class PinKeeper:
         }
         return [found[process_id] for process_id in sorted(found)]
 
-    async def _retain_alone(self, worker: Heartbeat) -> None:
+    async def _retain_alone(self, worker: Heartbeat, classes: Sequence[str]) -> None:
         assert worker.model is not None
         pins = self.pins.expected_of(worker.model, worker.region)
-        for region_class in self._own_classes:
+        for region_class in classes:
             own = {tip: p for tip, p in pins.items() if self.pins.class_of(p) == region_class}
             with failing_alone("pin_failed", worker=worker.process_id):
                 await self._retain(worker, region_class, own)

@@ -153,7 +153,10 @@ class Rig:
 
     def replica(self, process_id: str, regions: RegionCheck | None = None) -> KvIndexService:
         config = KvIndexConfig(
-            nats_url="nats://here", process_id=process_id, redis_url="redis://here"
+            nats_url="nats://here",
+            process_id=process_id,
+            redis_url="redis://here",
+            region="" if regions is None else regions.region,
         )
         return KvIndexService(
             config,

@@ -31,8 +31,8 @@ class ClassRig(Rig):
 
     def __init__(self) -> None:
         super().__init__()
-        self.here = self.replica("kv_index-1", RegionCheck("fr", CLASSES))
-        self.outside = self.replica("kv_index-2", RegionCheck("us", CLASSES))
+        self.here = self.replica("kv_index-2", RegionCheck("fr", CLASSES))
+        self.outside = self.replica("kv_index-1", RegionCheck("us", CLASSES))
         self.scheduler = self.bus("scheduler-1")
 
     def bus(self, process_id: str) -> SimulatedBus:
@@ -100,6 +100,18 @@ def test_worker_that_has_no_more_blocks_of_a_class_leaves_it() -> None:
         await eventually(lambda: holds(rig.here, "decode-1", 1))
         of_class.region_class, of_class.held, of_class.sequence_number = "", {}, 0
         await eventually(lambda: not holds(rig.here, "decode-1", 1))
+        await rig.stop()
+
+    run(test())
+
+
+def test_first_replica_in_the_class_leads_its_pins() -> None:
+    async def test() -> None:
+        rig = ClassRig()
+        await rig.start()
+        here, outside = rig.here._keeper, rig.outside._keeper
+        assert [here._leads(each) for each in ("", "eu")] == [False, True]
+        assert outside._leads("") and outside._own_classes == ("",)
         await rig.stop()
 
     run(test())
