@@ -1,0 +1,142 @@
+"""Whatever a tenant's bounds and their changes, no check of any kind of process lets data out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from services.gateway.streams.changed_regions import ChangedRegions
+from services.gateway.tenancy.errors import NoRegionAllowed
+from services.gateway.tenancy.region_changes import changed_regions
+from services.gateway.tenancy.region_rule import RegionRule
+from shared.errors import OutsideRegions
+from shared.kv_wire.link import PushBounds
+from shared.messages import PinPrefix, Request
+from shared.regions.region_classes import RegionClasses
+from shared.tenancy.refusals import Check, Refusals
+from shared.tenancy.residency import may_hold, regions_of
+from shared.tenancy.tenant import TenantRecord
+from tests.services.gateway.streams.test_streams import request
+
+REGIONS = ("fr", "de", "us", "jp", "br", "za")
+CHECKS: tuple[Check, ...] = ("scheduler", "decode", "prefill", "pin", "kv_push", "site", "trace")
+SEEDS = range(200)
+
+
+@dataclass
+class World:
+    """Classes, a tenant that changes, and processes in every region and in none."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+        names = [f"class{number}" for number in range(self.draw.randint(0, 3))]
+        self.classes = RegionClasses({each: frozenset(self.some(1)) for each in names})
+        self.class_names = ("", *names, "undeclared")
+
+    def some(self, least: int) -> list[str]:
+        return self.draw.sample(REGIONS, self.draw.randint(least, len(REGIONS)))
+
+    def tenant(self) -> TenantRecord:
+        allowed = tuple(self.some(0)) if self.draw.random() < 0.7 else None
+        region_class = self.draw.choice(self.class_names)
+        return TenantRecord(tenant_id="t", allowed_regions=allowed, region_class=region_class)
+
+    def changes(self) -> Iterator[TenantRecord]:
+        for _ in range(self.draw.randint(1, 6)):
+            yield self.tenant()
+
+    def admitted(self, tenant: TenantRecord, region: str) -> Request | None:
+        """What a gateway of the region makes of a request; None: it refuses."""
+        try:
+            record = RegionRule(region, self.classes).admitted(tenant)
+        except NoRegionAllowed:
+            return None
+        return msgspec.structs.replace(
+            request(),
+            allowed_regions=record.allowed_regions or (),
+            region_class=record.region_class,
+        )
+
+
+def passes(refusals: Refusals, check: Check, owner: Request | PinPrefix) -> bool:
+    try:
+        refusals.require(check, owner)
+    except OutsideRegions:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", SEEDS[::10])
+def test_what_a_check_lets_pass_is_in_the_tenants_regions(seed: int) -> None:
+    for world in map(World, range(seed, seed + 10)):
+        tenant = world.tenant()
+        for gateway in (*REGIONS, ""):
+            sent = world.admitted(tenant, gateway)
+            assert (sent is not None) is may_hold(tenant, gateway, world.classes)
+            if sent is None:
+                continue
+            pin = PinPrefix(
+                tenant_id="t",
+                model="m",
+                revision="r",
+                cache_root=b"r" * 16,
+                token_ids=b"",
+                block_hashes=b"",
+                lease_s=1.0,
+                allowed_regions=sent.allowed_regions,
+                region_class=sent.region_class,
+            )
+            for region in (*REGIONS, ""):
+                is_allowed = may_hold(tenant, region, world.classes)
+                refusals = Refusals(region, world.classes)
+                for check in CHECKS:
+                    assert passes(refusals, check, sent) is is_allowed
+                    assert passes(refusals, check, pin) is is_allowed
+                assert sum(refusals.totals.values()) == (0 if is_allowed else 2 * len(CHECKS))
+
+
+@pytest.mark.parametrize("seed", SEEDS[::10])
+def test_kv_moves_between_regions_of_the_tenant_alone(seed: int) -> None:
+    for world in map(World, range(seed, seed + 10)):
+        tenant = world.tenant()
+        regions = regions_of(tenant, world.classes)
+        if regions is None:
+            continue
+        for own in (*REGIONS, ""):
+            for peer in (*REGIONS, ""):
+                expected, claimed = world.draw.choice([peer, *REGIONS]), peer
+                is_open = PushBounds(regions, expected).allow(own, claimed)
+                ends = {own, peer} if expected == claimed else {""}
+                assert is_open is all(may_hold(tenant, each, world.classes) for each in ends)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::10])
+def test_open_requests_follow_every_change(seed: int) -> None:
+    """A request stays where it may be only if all regions that it names still are the tenant's."""
+    for world in map(World, range(seed, seed + 10)):
+        gateway = world.draw.choice(REGIONS)
+        sent = world.admitted(world.tenant(), gateway)
+        if sent is None:
+            continue
+        refusals = Refusals(gateway, world.classes)
+        for tenant in world.changes():
+            changed: ChangedRegions = changed_regions("t", tenant, refusals)
+            is_here = may_hold(tenant, gateway, world.classes)
+            assert (changed.error is None) is is_here
+            for region in REGIONS:
+                assert changed.excludes(region) is not may_hold(tenant, region, world.classes)
+            if not is_here:
+                break
+            before, was_moved = sent, changed.narrows(sent)
+            sent = changed.applied(sent)
+            now = regions_of(tenant, world.classes)
+            assert regions_of(sent, world.classes) == now
+            named = regions_of(before, world.classes)
+            if now is not None and not was_moved:
+                assert named is not None and named <= now
