@@ -8,6 +8,7 @@ from services.gateway.receipts.draft import ReceiptDraft
 from services.gateway.receipts.options import ReceiptOptions
 from services.gateway.receipts.places import Places
 from services.gateway.receipts.receipt_store import ReceiptStore
+from services.gateway.streams.changed_regions import ChangedRegions
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
@@ -98,6 +99,11 @@ class Receipts:
             hash=payload_hash(found.payload),
             salt=ReceiptSalt(found.salt).text,
         )
+
+    def change_regions(self, changed: ChangedRegions) -> None:
+        """Removes the receipts of a tenant whose data may no longer be here."""
+        if changed.error is not None:
+            self.remove_tenant(changed.tenant_id)
 
     def remove_tenant(self, tenant_id: str) -> int:
         """Removes all receipts of a tenant. Returns how many."""

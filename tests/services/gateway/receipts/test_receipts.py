@@ -1,0 +1,85 @@
+"""Which receipts a gateway holds of whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.receipts.options import NO_OPTIONS, ReceiptOptions
+from services.gateway.receipts.places import Places
+from services.gateway.receipts.receipts import ZERO_RETENTION_S, Receipts
+from services.gateway.streams.changed_regions import ChangedRegions
+from shared.config import GatewayConfig
+from shared.errors import NoCapacity
+from shared.randomness import SystemRandomness
+from shared.receipts.receipt import ServedWeights
+from shared.tenancy.tenant import TenantRecord
+from tests.services.gateway.receipts.test_draft import ChoiceEnd, Drawn, Ended, attempt, end_of
+from tests.services.gateway.tenancy.test_api_keys import ManualClock
+
+OPEN, ZERO = TenantRecord(tenant_id="t"), TenantRecord(tenant_id="t", is_zero_retention=True)
+WEIGHTS = ServedWeights(name="tiny", weights="digest")
+ON, OFF = ReceiptOptions(True), ReceiptOptions(False)
+
+
+class Held:
+    def __init__(self, **fields: Any) -> None:
+        options = {"cluster_secret": "secret", "receipt_ttl_s": 3600.0, **fields}
+        config = GatewayConfig(
+            nats_url="nats://g:p@h", process_id="g", redis_url="redis://h", **options
+        )
+        self.clock = ManualClock()
+        places = Places("g", "", "", lambda site: "")
+        self.receipts = Receipts(config, places, self.clock, lambda: 0.0, SystemRandomness())
+
+    def is_drawn(self, tenant: TenantRecord, options: ReceiptOptions = NO_OPTIONS) -> bool:
+        return self.receipts.draft(tenant, "chat", options) is not None
+
+    def store(self, tenant: TenantRecord, request_id: str) -> None:
+        draft = self.receipts.draft(tenant, "chat", ON)
+        assert draft is not None
+        end = end_of(attempt("decode-1", num_tokens=1), outputs=([4],))
+        Drawn(draft).ended(0, Ended(end, [ChoiceEnd(1, "stop")]))
+        self.receipts.store(draft, request_id, WEIGHTS, 0.0)
+        assert len(draft.hash) == 43
+
+    def has(self, tenant: TenantRecord, request_id: str) -> bool:
+        return self.receipts.read(tenant, request_id) is not None
+
+
+def test_tenants_have_receipts_unless_they_keep_nothing() -> None:
+    held = Held()
+    assert held.is_drawn(OPEN)
+    assert not held.is_drawn(OPEN, OFF)
+    assert not held.is_drawn(ZERO)
+    assert held.is_drawn(ZERO, ON)
+    for without in ({"cluster_secret": ""}, {"receipt_ttl_s": 0.0}):
+        assert not Held(**without).is_drawn(OPEN, ON)
+
+
+def test_receipts_end() -> None:
+    held = Held()
+    held.store(OPEN, "open")
+    held.store(TenantRecord(tenant_id="z", is_zero_retention=True), "zero")
+    held.clock.time += ZERO_RETENTION_S
+    assert not held.has(TenantRecord(tenant_id="z", is_zero_retention=True), "zero")
+    assert held.has(OPEN, "open")
+    held.clock.time += 3600 - ZERO_RETENTION_S
+    assert not held.has(OPEN, "open")
+
+
+def test_switch_to_zero_retention_removes_what_is_there() -> None:
+    held = Held()
+    held.store(OPEN, "read")
+    assert not held.has(ZERO, "read")
+    held.store(OPEN, "asked")
+    held.is_drawn(ZERO)
+    assert not held.has(OPEN, "asked")
+
+
+def test_tenant_that_leaves_the_region_has_no_receipts_there() -> None:
+    held = Held()
+    held.store(OPEN, "r")
+    held.receipts.change_regions(ChangedRegions("t", ("fr",)))
+    assert held.has(OPEN, "r"), "this gateway may still have it"
+    held.receipts.change_regions(ChangedRegions("t", ("fr",), error=NoCapacity("left")))
+    assert not held.has(OPEN, "r")
