@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared.engine.model_config.checkpoint_form import (
+    VISION_OF_IDEFICS,
     StackedPart,
     is_quantized_part,
     model_names,
     stacked_parts,
 )
 from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.model_config.vision_config import VisionConfig
 from shared.engine.planning.expected_tensors import Expected, expected_tensors
 from shared.engine.planning.headers import HeaderTensor, stored_files
+from shared.engine.planning.vision_tensors import vision_tensors
 from shared.errors import CheckpointError
 
 
@@ -58,7 +61,8 @@ def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
     expected, found = expected_tensors(config), StoredWeights()
     missing = {name for name, each in expected.items() if not each.is_optional}
     sources: dict[str, str] = {}
-    for tensor, name in found.used(stored_files(model_dir), config):
+    files = list(stored_files(model_dir))
+    for tensor, name in found.used(files, config):
         each = expected.get(name)
         if each is None:
             if is_quantized_part(name, expected):
@@ -74,7 +78,23 @@ def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
         _check(tensor, each)
         missing.discard(name)
     _expect_all(model_dir, missing)
+    if config.vision is not None:
+        _check_encoder(model_dir, files, config.vision)
     return found
+
+
+def _check_encoder(
+    model_dir: Path, files: Iterable[list[HeaderTensor]], config: VisionConfig
+) -> None:
+    """Raises CheckpointError for a tensor of the image encoder that is missing, or of another
+    shape.
+    """
+    expected = {name: Expected(shape) for name, shape in vision_tensors(config).items()}
+    by_name = {tensor.name: tensor for tensors in files for tensor in tensors}
+    names = {name: given for given, name in model_names(by_name, VISION_OF_IDEFICS)}
+    _expect_all(model_dir, expected.keys() - names.keys())
+    for name, each in expected.items():
+        _check(by_name[names[name]], each)
 
 
 def _check(tensor: HeaderTensor, expected: Expected) -> None:
@@ -87,7 +107,7 @@ def _check(tensor: HeaderTensor, expected: Expected) -> None:
         )
 
 
-def _expect_all(model_dir: Path, missing: set[str]) -> None:
+def _expect_all(model_dir: Path, missing: Collection[str]) -> None:
     if missing:
         others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{model_dir}: tensor {min(missing)} is missing{others}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from shared.engine.batching.sequence import SequenceGrammar
+from shared.engine.batching.sequence import ImageVectors, SequenceGrammar
 from shared.engine.executors.plan_builder import PlanBuilder
 from shared.engine.executors.rank_state import RankState
 from shared.engine.step import StepOutput
@@ -163,6 +164,34 @@ def test_rows_of_a_step_that_was_not_submitted_are_new_in_the_next(place: str) -
     rig.run()
     for start, sequence in zip((300, 400), sequences, strict=True):
         assert rig.output(sequence) == solo(tuple(prompt(9, start=start)), greedy(3))
+
+
+class Vectors:
+    """Images of a sequence whose tokens 3, 4 and 7 have vectors."""
+
+    error = None
+
+    def num_ready(self, num_computed: int, start: int, count: int) -> int:
+        return count
+
+    def vectors(self, start: int, count: int) -> ImageVectors | None:
+        places = np.array([each for each in (3, 4, 7) if start <= each < start + count])
+        return ImageVectors(places - start, bytes(places.tolist())) if len(places) else None
+
+
+def test_vectors_of_images_are_those_of_the_rows_of_a_step() -> None:
+    rig = Rig(max_batch_tokens=5 + 9 + 5)  # the last row is cut within its image
+    pictures = [new_sequence(prompt(9, start=100 * n), greedy()) for n in (1, 2)]
+    for each in pictures:
+        each.images = Vectors()
+    for each in (new_sequence(prompt(5), greedy()), *pictures):
+        rig.add(each)
+    rows, _ = rig.engine.schedule()
+    plan, _ = PlanBuilder().build(rows)
+    embedded = RankState(BLOCK_SIZE, 1).apply(decode_plan(encode(plan))).embedded
+    assert embedded is not None
+    assert embedded.rows.tolist() == [8, 9, 12, 17, 18]
+    assert embedded.vectors == bytes([3, 4, 7, 3, 4])
 
 
 def test_garbled_plan_raises() -> None:

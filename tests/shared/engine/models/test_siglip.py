@@ -8,9 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.vision.siglip import SiglipEncoder
+from shared.engine.planning.stored_weights import read_stored
+from shared.engine.planning.vision_tensors import vision_tensors
 from shared.engine.vision.load_encoder import load_encoder
 from shared.errors import CheckpointError
 from tests.support.engine.vision_models import TILE, picture, write_smolvlm
@@ -39,6 +42,23 @@ def test_encoder_equals_transformers(tmp_path: Path, architecture: str) -> None:
     error = found - expected.numpy().reshape(-1)
     assert float(np.sqrt((error**2).mean())) <= MAX_RMS
     assert float(expected.std()) > 0.1
+
+
+def test_headers_tell_whether_the_encoder_is_complete(tmp_path: Path) -> None:
+    write_smolvlm(tmp_path)
+    config = read_config(tmp_path)
+    own = SiglipEncoder(config.vision, dtype=torch.float32).weight_destinations()
+    assert vision_tensors(config.vision) == {name: tuple(t.shape) for name, t in own.items()}
+    assert read_stored(tmp_path, config).num_tensors > len(own)
+    path, name = tmp_path / "model.safetensors", "model.vision_model.post_layernorm.bias"
+    tensors = load_file(path)
+    save_file({**tensors, name: torch.zeros(3)}, path)
+    with pytest.raises(CheckpointError, match=r"post_layernorm\.bias has shape \[3\]"):
+        read_stored(tmp_path, config)
+    del tensors[name]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"post_layernorm\.bias is missing"):
+        read_stored(tmp_path, config)
 
 
 @pytest.mark.parametrize("shape", ODD_TILES.values(), ids=ODD_TILES)
