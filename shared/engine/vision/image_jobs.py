@@ -10,7 +10,6 @@ them, and in the cache unless nothing of the tenant may be retained.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from shared.background import Background, item_error
 from shared.engine.vision.image_encoder import ImageEncoder
+from shared.engine.vision.image_room import ImageRoom
 from shared.engine.vision.vector_cache import ImageKey, VectorCache
 from shared.errors import HearthError, StepFailed
 from shared.kv_wire.push_link import TenantTurns
@@ -27,7 +27,8 @@ from shared.pixels.pixel_fetcher import PixelRequest
 
 log = structlog.get_logger(__name__)
 
-MAX_FETCHED = 4  # images whose pixels are fetched, or encoded, at a time
+# Images whose pixels are fetched, or encoded, at a time
+MAX_FETCHED, MAX_FETCHED_OF_TENANT = 8, 2
 FETCH_S = 20.0
 
 # Returns writable pixels in memory that nothing else uses.
@@ -85,7 +86,7 @@ class ImageJobs:
         self._on_ready = on_ready
         self._jobs: dict[ImageKey, _Job] = {}
         self._users: dict[ImageKey, _Users] = {}
-        self._room = asyncio.Semaphore(MAX_FETCHED)
+        self._room = ImageRoom(MAX_FETCHED, MAX_FETCHED_OF_TENANT)
         self._turns = TenantTurns()
         self._background = Background()
         self.counts = ImageCounts()
@@ -138,7 +139,7 @@ class ImageJobs:
 
     async def _run(self, key: ImageKey, job: _Job) -> None:
         try:
-            async with self._room:
+            async with self._room.place(key.tenant_id):
                 while job.waiting:
                     await self._serve(key, job)
         finally:

@@ -265,6 +265,19 @@ async def test_text_goes_on_while_an_image_is_awaited(worker, pixels) -> None:
     assert len(worker.tokens[b"image"]) == NUM_NEW
 
 
+async def test_many_images_of_a_tenant_do_not_delay_those_of_another(worker, pixels) -> None:
+    many = [picture(100 + number) for number in range(6)]
+    pixels.by_hash |= {each.image_hash: each.pixels for each in many}
+    sequences = [
+        worker.sequence(b"a%d" % number, *prompt_with([number], each, [2]))
+        for number, each in enumerate(many)
+    ]
+    sequences.append(worker.sequence(b"b", *prompt_with([1], CAT, [2]), tenant="b"))
+    await worker.run(*sequences)
+    fetched = [each.tobytes() for each in pixels.fetched]
+    assert fetched.index(CAT.pixels.tobytes()) <= 2  # after two of the first tenant
+
+
 async def test_a_request_that_ends_leaves_the_image_to_those_who_wait(worker, pixels) -> None:
     pixels.failing = {"one"}
     await worker.run(
