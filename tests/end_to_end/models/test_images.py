@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
-from shared.messages import Heartbeat
+from shared.messages import Heartbeat, WorkerLoad
 from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.engine.vision_models import write_smolvlm
-from tests.support.services.vision_dir import PATCH, SCALE, TILE, write_vision_dir
+from tests.support.services.vision_dir import (
+    PATCH,
+    PREPROCESSOR,
+    SCALE,
+    TILE,
+    write_vision_dir,
+)
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 ANSWER = {"max_tokens": 48, "ignore_eos": True}
@@ -24,14 +33,28 @@ LONG_ANSWER = {"max_tokens": 1500, "ignore_eos": True, "seed": 7}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
     folder = tmp_path_factory.mktemp("images")
+    with running_model(folder, {"image_size": TILE, "patch_size": PATCH}) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_model(
+    folder: Path, vision: dict[str, int], scale: int = SCALE
+) -> Iterator[ModelCluster]:
+    """Serves a small random model with this encoder."""
     model_dir = write_vision_dir(folder / "smolvlm-tiny")
     config = msgspec.json.decode((model_dir / "config.json").read_bytes())
     write_smolvlm(
         model_dir,
         image_token_id=config["image_token_id"],
-        scale_factor=SCALE,
+        scale_factor=scale,
         text=config["text_config"],
-        vision={"image_size": TILE, "patch_size": PATCH},
+        vision=vision,
+    )
+    side = vision["image_size"]
+    edges = {"size": {"longest_edge": 4 * side}, "max_image_size": {"longest_edge": side}}
+    (model_dir / "preprocessor_config.json").write_bytes(
+        msgspec.json.encode({**PREPROCESSOR, **edges})
     )
     options = {"dtype": "float32", "kv-cache-bytes": str(32 << 20)}
     with run_model(folder, model_dir, WORKERS, options) as running:
@@ -106,3 +129,44 @@ def test_pictures_are_encoded_at_prefill_and_survive_their_workers(cluster: Mode
     load = cluster.wait_for_heartbeats(lambda newest: left in newest)[left].load
     assert load is not None
     assert load.num_encoded_images == 3
+
+
+SLOW = {
+    "image_size": 256,
+    "patch_size": 16,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
+TILES_OF_SLOW = 17
+
+
+def is_encoding(load: WorkerLoad) -> bool:
+    return load.num_encoded_tiles % TILES_OF_SLOW > 0
+
+
+def is_receiving(load: WorkerLoad) -> bool:
+    return load.num_handoffs_in_flight > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_victim", [is_encoding, is_receiving])
+def test_a_worker_may_die_while_a_picture_is_encoded(
+    tmp_path: Path, is_victim: Callable[[WorkerLoad], bool]
+) -> None:
+    """The prefill worker between pixels and KV, and the decode worker that waits for the KV."""
+    question = content("What is this?", picture(1, (1000, 1000)))
+
+    def those(newest: dict[str, Heartbeat], holds: Callable[[WorkerLoad], bool]) -> list[str]:
+        return [name for name, each in _workers(newest).items() if holds(each.load)]
+
+    with running_model(tmp_path, SLOW, scale=4) as slow, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(slow.complete, question, **ANSWER)
+        slow.wait_for_heartbeats(lambda newest: bool(those(newest, is_encoding)))
+        newest = slow.wait_for_heartbeats(lambda newest: bool(those(newest, is_victim)))
+        slow.kill(those(newest, is_victim)[0])
+        answer = asked.result()
+        alone = slow.complete(question, **ANSWER, cache_salt="other")
+    assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert answer["choices"][0]["message"] == alone["choices"][0]["message"]
