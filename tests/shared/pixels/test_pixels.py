@@ -15,6 +15,7 @@ import pytest
 from shared.clock import MonotonicClock
 from shared.errors import (
     DependencyUnavailable,
+    FrameRefused,
     HearthError,
     InvalidRequest,
     NoResponders,
@@ -25,6 +26,7 @@ from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import FetchPixels
 from shared.pixels.pixel_fetcher import PixelFetcher, PixelRequest
+from shared.pixels.pixel_frames import pixel_header
 from shared.pixels.pixel_holder import PixelHolder, Regions
 from shared.randomness import SystemRandomness
 from tests.support.waiting import until
@@ -155,6 +157,19 @@ async def test_a_lost_request_is_tried_again_until_the_deadline(pair: Pair) -> N
     pair.bus.fails = [NoResponders("none")] * 9
     with pytest.raises(DependencyUnavailable, match="have not come"):
         await pair.fetcher.fetch(REQUEST, 0.0)
+
+
+async def test_frames_of_a_fetch_that_has_ended_are_rejected(pair: Pair) -> None:
+    hold(pair)
+    await pair.fetcher.fetch(REQUEST, 10.0)
+    (command,) = pair.bus.commands
+    link = await pair.holder._dialer.link(command.target, command.link_key)
+
+    async def fill(slot: memoryview) -> None:
+        slot[:] = bytes(len(slot))
+
+    with pytest.raises(FrameRefused, match="not expected"):
+        await link.send(pixel_header(command.transfer_id, 0, 0, 10), fill)
 
 
 async def test_a_cancelled_fetch_ends_the_push(pair: Pair) -> None:

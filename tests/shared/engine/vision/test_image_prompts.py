@@ -376,9 +376,10 @@ async def test_the_images_of_a_removed_tenant_are_forgotten(worker, pixels) -> N
 
 
 async def test_the_cache_keeps_the_images_used_last(folder, encoder, pixels) -> None:
-    vectors = 3 * 9 * encoder.vector_bytes  # of DOG
-    worker = VisionWorker(folder, encoder, pixels, cache_bytes=vectors)
-    for index, each in enumerate((DOG, CAT, DOG, DOG)):  # CAT and DOG do not both fit
+    first, second, third = (picture(seed) for seed in (11, 12, 13))
+    pixels.by_hash |= {each.image_hash: each.pixels for each in (first, second, third)}
+    worker = VisionWorker(folder, encoder, pixels, cache_bytes=2 * 9 * encoder.vector_bytes)
+    for index, each in enumerate((first, second, first, third, first)):  # two fit
         await worker.run(worker.sequence(b"%d" % index, *prompt_with([index], each, [2])))
     assert worker.jobs.counts.num_encoded == 3
     await worker.jobs.close()
