@@ -183,6 +183,9 @@ class DecodeService:
         self._worker.check_tokens(*choices.values())
         self._worker.check_hashes(request, request.prompt_token_ids)
         sequences = dict.fromkeys((prompt, *choices.values()))  # the prompt may be a choice
+        announced_class = self._worker.announced.class_of(request)
+        for sequence in sequences:
+            sequence.region_class = announced_class
         images = self._worker.attach_images(request, request.prompt_token_ids, sequences)
         for sequence in choices.values():
             self._engine.accept(sequence)

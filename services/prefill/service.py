@@ -104,6 +104,7 @@ class PrefillService:
         bounds = self._check(request)
         request = self._worker.tenant_kv.current(request)
         sequence = _sequence_of(request, self._worker.served.card.block_size)
+        sequence.region_class = self._worker.announced.class_of(request)
         self._worker.check_tokens(sequence)
         self._worker.check_hashes(request, request.token_ids)
         images = self._worker.attach_images(request, request.token_ids, (sequence,))

@@ -352,11 +352,18 @@ class SchedulerService:
         except HearthError as error:
             self._fail(ticket, error)
 
+    def _is_index_outside(self, request: Request) -> bool:
+        """Whether an index that could answer may not have the hashes. Each class has its own."""
+        if request.region_class or not request.allowed_regions:
+            return False
+        live = self.health_monitor.fleet.live("kv_index")
+        return any(each.region not in request.allowed_regions for each in live)
+
     async def _match(self, request: Request) -> Mapping[str, int]:
         """Returns the cached blocks per worker; empty if the index does not reply, which
         costs only time.
         """
-        if not request.block_hashes:
+        if not request.block_hashes or self._is_index_outside(request):
             return {}
         question = MatchPrefix(
             tenant_id=request.tenant_id,

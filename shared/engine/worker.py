@@ -18,6 +18,7 @@ import msgspec
 from shared.background import Background
 from shared.block_hash import image_extras, prompt_chain
 from shared.clock import Clock
+from shared.engine.announced_blocks import WITHHELD, AnnouncedBlocks
 from shared.engine.batching.block_pool import KvEvent
 from shared.engine.batching.cached_block import CachedBlock, runs_of
 from shared.engine.batching.sequence import Sequence
@@ -115,6 +116,7 @@ class EngineWorker:
             numbers=numbers,
         )
         self.images: WorkerImages | None = None  # None: the model takes no images
+        self.announced = AnnouncedBlocks(self.health_monitor.fleet)
         self._on_device_lost = on_device_lost
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
         self._releases: list[Callable[[], None]] = []
@@ -334,6 +336,7 @@ class EngineWorker:
         self.refusals.require("pin", command)
         self.check_model(command.model, command.revision)
         sequence = sequence_of(command, self.served.card.block_size)
+        sequence.region_class = self.announced.class_of(command)
         self.check_tokens(sequence)
         reply = self.pins.pin(command, sequence)
         self.loop.wake()
@@ -388,7 +391,7 @@ class EngineWorker:
         pool = self.loop.engine.pool
         for region_class in pool.event_classes:
             events = pool.take_events(region_class)
-            if events:
+            if events and region_class != WITHHELD:
                 self._post_events_of(region_class, events)
 
     def _post_events_of(self, region_class: str, events: list[KvEvent]) -> None:
@@ -414,9 +417,10 @@ class EngineWorker:
         if request.cursor == 0:
             self._post_kv_events()
             cached = self.loop.engine.pool.cached_blocks()
+            own = (each for each in cached if each.region_class == region_class)
             self._snapshots[region_class] = (
                 self._event_numbers[region_class],
-                [each for each in cached if each.region_class == region_class],
+                [each for each in own if region_class or self.announced.may_list(each.tenant_id)],
             )
         sequence_number, blocks = self._snapshots.get(region_class, (0, []))
         end = request.cursor + BLOCKS_PER_PAGE

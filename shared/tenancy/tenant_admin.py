@@ -83,6 +83,7 @@ async def store_api_key(
     new_tenant: Command = ("HSETNX", TENANTS, tenant_id, msgspec.json.encode(record))
     generation: Command = ("SETNX", GENERATION, secrets.token_hex(8))
     await store.write([generation, new_tenant, *_key_commands(api_key, tenant_id, created_at)])
+    await pinned_prefix.record_change(store, tenant_id)  # it may have been another one before
 
 
 async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
@@ -150,7 +151,6 @@ class TenantAdmin:
                 f"the tenant {tenant_id!r} exists already: `hearth tenant limits` changes it, "
                 "`hearth api-key` adds a key"
             )
-        await pinned_prefix.record_change(self._store, tenant_id)  # it may have been removed before
         await self.add_key(tenant_id, api_key)
         return record
 

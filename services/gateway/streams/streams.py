@@ -227,6 +227,8 @@ class Streams:
         elsewhere: wherever they are queued, computed or decoded, they are submitted again.
         """
         self._changed_regions.pop(changed.tenant_id, None)
+        if changed.is_gone and changed.error is None:
+            return
         self._changed_regions[changed.tenant_id] = changed
         if len(self._changed_regions) > MAX_CHANGED_REGIONS:
             del self._changed_regions[next(iter(self._changed_regions))]

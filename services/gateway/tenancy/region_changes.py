@@ -1,4 +1,7 @@
-"""Watches for tenants of this site whose regions change, or that are removed."""
+"""Watches for tenants of this site whose regions change, or that are removed.
+
+A change is found by the version that every command on tenants increases, and not in the records.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import replace
 import structlog
 
 from services.gateway.streams.changed_regions import ChangedRegions
-from services.gateway.tenancy.errors import NoRegionAllowed, UnknownTenant
+from services.gateway.tenancy.errors import NoRegionAllowed
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import ConfigError
@@ -16,7 +19,13 @@ from shared.store import Store, StoreUnavailable
 from shared.tenancy import pinned_prefix
 from shared.tenancy.refusals import Refusals
 from shared.tenancy.residency import reason_against, regions_of
-from shared.tenancy.tenant import TENANTS, TenantRecord, decoded_tenant, tenant_of
+from shared.tenancy.tenant import (
+    GENERATION,
+    TENANTS,
+    TenantRecord,
+    decoded_tenant,
+    tenant_of,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -32,13 +41,11 @@ def changed_regions(
     """Returns what the record, None if it is gone, means for the tenant's open requests in the
     process of `refusals`.
     """
-    if record is None:
-        gone = UnknownTenant(f"the tenant {tenant_id!r} was removed while its request ran")
-        return ChangedRegions(tenant_id, error=gone, is_gone=True)
+    if record is None:  # the removal itself ends them
+        return ChangedRegions(tenant_id, is_gone=True)
     regions = regions_of(record, refusals.classes)
-    changed = ChangedRegions(
-        tenant_id, tuple(sorted(regions or ())), record.region_class, is_gone=regions == frozenset()
-    )
+    named = tuple(sorted(regions or ())) if record.region_class else record.allowed_regions or ()
+    changed = ChangedRegions(tenant_id, named, record.region_class, is_gone=regions == frozenset())
     reason = reason_against(record, refusals.region, refusals.classes)
     if reason:
         refusals.count("gateway", tenant_id, refusals.region)
@@ -55,6 +62,7 @@ class RegionChanges:
         self._clock = clock
         self._on_change = on_change
         self._version = -1  # -1: no record has been read
+        self._generation: bytes | None = None  # of Redis's records, which may be lost and made anew
         self._known: dict[str, Regions] = {}
 
     async def run(self) -> None:
@@ -68,10 +76,12 @@ class RegionChanges:
 
     async def poll(self) -> None:
         """Reads what has changed since the last call. Raises StoreUnavailable."""
+        generation = await self._store.get(GENERATION)
         changes = await pinned_prefix.changes(self._store, self._version)
-        if changes.version == self._version:
+        is_other, self._generation = generation != self._generation, generation
+        if changes.version == self._version and not is_other:
             return
-        if changes.tenants is None or self._version < 0:
+        if changes.tenants is None or self._version < 0 or is_other:
             await self._read_all()
         else:
             for tenant_id in changes.tenants:
@@ -81,8 +91,8 @@ class RegionChanges:
     async def _read_all(self) -> None:
         found = await self._store.hash_get(TENANTS)
         records = {name.decode(errors="replace"): decoded_tenant(d) for name, d in found.items()}
-        for tenant_id in self._known.keys() - records.keys():
-            self._take(tenant_id, None)
+        # those that are not there are not removed: Redis may have been emptied
+        self._known = {name: each for name, each in self._known.items() if name in records}
         for tenant_id, record in records.items():
             if record is not None:
                 self._take(tenant_id, record, is_first=self._version < 0)

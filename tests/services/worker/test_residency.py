@@ -15,11 +15,14 @@ import pytest
 from shared.engine.kv.kv_sender import KvSender
 from shared.errors import OutsideRegions
 from shared.kv_wire.link import PushLink
-from shared.messages import ResidencyRefusals
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.messages import BlockPage, KvEvents, ListBlocks, ResidencyRefusals
+from shared.subjects import KV_EVENTS, list_blocks
 from tests.services.decode.test_handoff import PROMPT
 from tests.support.world.bus import SimulatedNetwork
-from tests.support.world.clock import run
+from tests.support.world.clock import VirtualClock, run
 from tests.support.world.kv_link import DataPlane
+from tests.support.world.randomness import SeededRandomness
 from tests.support.world.workers import Peer, Received, SimulatedWorker, request_of
 
 EU = ("de", "fr")
@@ -127,3 +130,47 @@ def test_the_receiver_refuses_if_the_sender_does_not_check(
 def test_a_worker_elsewhere_takes_no_request() -> None:
     with pytest.raises(OutsideRegions, match="decode: the region 'fr' is none of those"):
         outcome("us", allowed=("us",))
+
+
+@pytest.mark.parametrize(
+    ("index_region", "is_announced"), [("fr", True), ("us", False), ("", False), (None, True)]
+)
+def test_hashes_reach_no_index_elsewhere(index_region: str | None, is_announced: bool) -> None:
+    """Of a tenant with allowed regions and no class, whose blocks have no subject of their own."""
+
+    async def main() -> None:
+        network, plane = SimulatedNetwork(), DataPlane()
+        decode = SimulatedWorker(network, plane, "decode-1", ("decode",), region="fr")
+        indexes = [] if index_region is None else [index_of(network, index_region)]
+        peer, heard = Peer(network), list[KvEvents]()
+        await peer.bus.subscribe(KV_EVENTS, KvEvents, heard.append)
+        for each in (peer, decode, *indexes):
+            await each.start()
+        for each in indexes:
+            await each.transition_to("ready")
+        await asyncio.sleep(2)  # virtual: heartbeats have arrived
+        request = msgspec.structs.replace(request_of(PROMPT), allowed_regions=EU)
+        placement_id = await peer.place("decode-1", request)
+        await peer.finished(placement_id)
+        await asyncio.sleep(1)
+        assert bool(heard) is is_announced
+        assert decode.engine.pool.num_blocks_of("tenant-a") > 0  # it is cached all the same
+        late = index_of(network, "us")
+        await late.start()
+        await late.transition_to("ready")
+        await asyncio.sleep(1)
+        page = await peer.bus.request(
+            list_blocks("decode", "decode-1"), ListBlocks(), BlockPage, timeout_s=1.0
+        )
+        assert page.stored == ()  # neither may an index have them that joins later
+        for each in (decode, peer, *indexes, late):
+            await each.stop()
+
+    run(main())
+
+
+def index_of(network: SimulatedNetwork, region: str) -> HealthMonitor:
+    bus = network.bus(f"index-{region or 'nowhere'}")
+    return HealthMonitor(
+        bus, VirtualClock(), SeededRandomness(3), roles=("kv_index",), region=region
+    )

@@ -98,6 +98,7 @@ async def _run(
     found = await prefix_store.held(
         *(tenant_id, card, request.block_hashes),
         region_class=request.region_class,
+        regions=request.allowed_regions or None,
         num_public_blocks=request.num_public_blocks,
     )
     # the last token is never a hit: sampling needs its logits

@@ -173,11 +173,15 @@ class PrefixStore:
         block_hashes: bytes,
         *,
         region_class: str = "",
+        regions: Collection[str] | None = None,
         num_public_blocks: int = 0,
     ) -> PrefixMatches | None:
-        """Returns the cached blocks per worker, without counting a use. None: index unavailable.
-        `region_class` is that of the tenant; none of a public prefix.
+        """Returns the cached blocks per worker, without counting a use. None: index unavailable, or
+        not in `regions`. These and `region_class` are those of the tenant; none of a public prefix.
         """
+        live = self._fleet.live("kv_index")
+        if regions is not None and not region_class and any(e.region not in regions for e in live):
+            return None
         if not block_hashes:
             return PrefixMatches(state="exact", matches=())
         question = MatchPrefix(
@@ -205,9 +209,10 @@ class PrefixStore:
 
     async def _stored(self, tenant: TenantRecord, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
         hashes = _hashes(prefix, card, self._root_key)
-        region_class = "" if prefix.is_public else tenant.region_class
         found = await self.held(
-            prefix.tenant_id, card, pack_hashes(hashes), region_class=region_class
+            *(prefix.tenant_id, card, pack_hashes(hashes)),
+            region_class="" if prefix.is_public else tenant.region_class,
+            regions=None if prefix.is_public else tenant.allowed_regions,
         )
         counts = await self._counts(prefix.tenant_id, hashes)
         matches = () if found is None else found.matches

@@ -50,6 +50,7 @@ async def limited(api: Api, **changes: Any) -> AsyncIterator[None]:
         await store_key(store)
         await store.close()
         gateway.api_keys._known.clear()
+        gateway._driver._streams._changed_regions.clear()
         gateway._limits._accounts.clear()
 
 
@@ -92,7 +93,11 @@ async def test_permissions_are_those_of_the_tenant(
         check_error(await api.reply("chat", BODY), 403, "limit_is_zero", None)
     async with limited(api, allowed_regions=("eu",), is_zero_retention=True):
         check_error(await api.reply("chat", {}), 403, "no_region_allowed", None)
-        monkeypatch.setattr(api.cluster.gateway.api_keys, "_rule", RegionRule("eu"))
+        gateway = api.cluster.gateway
+        monkeypatch.setattr(gateway.api_keys, "_rule", RegionRule("eu"))
+        monkeypatch.setattr(gateway._driver, "_schedulers_for", lambda _: ["scheduler-1"])
+        monkeypatch.setattr(gateway._health_monitor.refusals, "region", "eu")
+        gateway._driver._streams._changed_regions.clear()  # found before, in another region
         await api.reply("chat", BODY)
         submitted = api.cluster.scheduler.submitted[-1].request
         assert submitted.tenant_id == "tenant-1"

@@ -51,6 +51,7 @@ class Acme:
         self.cluster.gateway._limits._accounts.clear()
         await self.admin.add("acme", changes, KEY)
         self.cluster.gateway.api_keys._known.clear()
+        self.cluster.gateway._driver._streams._changed_regions.clear()
 
     async def post_chat(self, **fields: Any) -> httpx.Response:
         return await self.http.post(CHAT, json={**BODY, **fields})
@@ -289,7 +290,10 @@ async def test_only_allowed_models_are_served(acme: Acme) -> None:
 async def test_request_carries_settings_of_its_tenant(
     acme: Acme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acme.cluster.gateway.api_keys, "_rule", RegionRule("ch"))
+    gateway = acme.cluster.gateway
+    monkeypatch.setattr(gateway.api_keys, "_rule", RegionRule("ch"))
+    monkeypatch.setattr(gateway._health_monitor.refusals, "region", "ch")
+    monkeypatch.setattr(gateway._driver, "_schedulers_for", lambda _: ["scheduler-1"])
     await acme.configure(
         allowed_regions=("eu", "ch"),
         kv_quota_tokens=4096,

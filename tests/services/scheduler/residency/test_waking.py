@@ -217,7 +217,7 @@ def test_model_is_woken_in_an_allowed_region() -> None:
         assert isinstance(placed, Placed) and placed.worker_id == "host-1-a"
         assert (near.woken, far.woken) == ([], ["a"])
 
-    scenario(test)
+    scenario(test, region="far")
 
 
 def test_request_that_must_not_wait_has_the_model_woken_for_later_ones() -> None:
