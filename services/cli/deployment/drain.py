@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ async def drain(bus: Bus, clock: Clock, options: DrainOptions, show: Callable[[s
     """Returns whether all workers of the target are safe to stop, or serve again if the drain is
     undone. Raises ConfigError.
     """
-    heard = await _heard(bus)
+    heard = await _heard(bus, options)
     workers = targets(options.target, heard)
     if not options.is_undone and not options.is_forced:
         check_others(workers, heard)
@@ -66,16 +67,34 @@ async def drain(bus: Bus, clock: Clock, options: DrainOptions, show: Callable[[s
     return all(await asyncio.gather(*each))
 
 
-async def _heard(bus: Bus) -> list[Heartbeat]:
+async def _heard(bus: Bus, options: DrainOptions) -> list[Heartbeat]:
+    """Listens until the drain of a process can be decided, or for LISTEN_S, as for a machine."""
     heard: dict[str, Heartbeat] = {}
-    leave = await bus.subscribe(
-        HEARTBEATS, Heartbeat, lambda beat: heard.update({beat.process_id: beat})
-    )
-    await asyncio.sleep(LISTEN_S)
+    is_enough = asyncio.Event()
+
+    def on_heartbeat(beat: Heartbeat) -> None:
+        heard[beat.process_id] = beat
+        if options.target in heard and _is_decided(options, list(heard.values())):
+            is_enough.set()
+
+    leave = await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LISTEN_S):
+            await is_enough.wait()
     await leave()
     if not heard:
         raise DependencyUnavailable(f"no heartbeat within {LISTEN_S:g} s: is the cluster running?")
     return list(heard.values())
+
+
+def _is_decided(options: DrainOptions, heard: Sequence[Heartbeat]) -> bool:
+    try:
+        workers = targets(options.target, heard)
+        if not options.is_undone and not options.is_forced:
+            check_others(workers, heard)
+    except ConfigError:
+        return False
+    return True
 
 
 def targets(target: str, heard: Sequence[Heartbeat]) -> list[Heartbeat]:

@@ -22,7 +22,7 @@ from tests.services.worker.test_role_changes import (
 from tests.support.waiting import until
 
 __all__ = ["rig"]  # a fixture
-LONG_TOKENS = 400  # steps of 10 ms: longer than `hearth drain` listens first
+LONG_TOKENS = 200  # steps of 10 ms: `hearth drain` finds its worker within 0.3 s
 
 
 async def drained(rig: Rig, target: str, **options: object) -> tuple[bool, list[str]]:
