@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import indent
 
-from tests.deploy.kubernetes.manifests import FOLDER
-
-PATH = FOLDER / "components" / "monitoring" / "prometheus_rule.yaml"
+DEPLOY = Path(__file__).parents[3] / "services" / "deploy"
+PATH = DEPLOY / "kubernetes" / "components" / "monitoring" / "prometheus_rule.yaml"
 HEAD = """\
 # The alerts of services/deploy/alerts.yml, from which this file is made.
 apiVersion: monitoring.coreos.com/v1
@@ -18,7 +18,7 @@ spec:
 
 
 def written() -> str:
-    _, _, groups = (FOLDER.parent / "alerts.yml").read_text().partition("groups:\n")
+    _, _, groups = (DEPLOY / "alerts.yml").read_text().partition("groups:\n")
     return HEAD + indent("groups:\n" + groups, "  ")
 
 

@@ -13,7 +13,6 @@ import yaml
 
 from services.__main__ import app
 from shared.config import GatewayConfig
-from tests.deploy.kubernetes import prometheus_rule
 from tests.deploy.kubernetes.manifests import (
     BUILDS,
     VERSIONS,
@@ -60,11 +59,6 @@ def test_wrong_value_is_found_with_its_path() -> None:
     changed = copy.deepcopy(named("hearth-gateway", "Deployment"))
     changed["spec"]["replicas"] = "two"
     assert str(problem(changed, VERSIONS[0])).startswith("spec.replicas")
-
-
-def test_rule_has_the_alerts() -> None:
-    command = "python -m tests.deploy.kubernetes.prometheus_rule"
-    assert prometheus_rule.PATH.read_text() == prometheus_rule.written(), command
 
 
 def containers(build: str) -> dict[str, dict[str, Any]]:
