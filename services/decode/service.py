@@ -276,9 +276,12 @@ class DecodeService:
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         entry = self._output_buffer.resend(
-            command.placement_id, command.choice_index, command.from_position
+            *(command.placement_id, command.choice_index, command.from_position),
+            region_class=command.region_class,
         )
-        return TokenBatch(worker_id=self._worker.worker_id, entries=(entry,))
+        return TokenBatch(
+            worker_id=self._worker.worker_id, entries=(entry,), region_class=command.region_class
+        )
 
     def _on_control(
         self, message: AbortRequest | AckFinished | PrefillFailed | PrefillPhases

@@ -121,13 +121,20 @@ class OutputBuffer:
             del self._updates[output]
         return _by_receiver(taken)
 
-    def resend(self, placement_id: bytes, choice_index: int, from_position: int) -> TokenEntry:
+    def resend(
+        self,
+        placement_id: bytes,
+        choice_index: int,
+        from_position: int,
+        region_class: str = "",
+    ) -> TokenEntry:
         """Returns the output from `from_position` on.
 
-        Raises UnknownPlacement if this buffer does not, or no longer, hold it.
+        Raises UnknownPlacement if this buffer does not, or no longer, hold it, or if it is of
+        another region class.
         """
         output = self._output(placement_id, choice_index)
-        if output is None:
+        if output is None or output.region_class != region_class:
             raise UnknownPlacement("this worker does not hold that placement")
         output.num_emitted = len(output.token_ids)
         self._forget_updates(output)

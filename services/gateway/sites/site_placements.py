@@ -105,10 +105,10 @@ class SitePlacements:
         return None if placement_id in self._buffer else self.close(placement_id)
 
     def resend(
-        self, placement_id: bytes, choice_index: int, from_position: int
+        self, placement_id: bytes, choice_index: int, from_position: int, region_class: str = ""
     ) -> tuple[str, TokenEntry]:
         """Returns the worker's name and the output from a position on. Raises UnknownPlacement."""
-        entry = self._buffer.resend(placement_id, choice_index, from_position)
+        entry = self._buffer.resend(placement_id, choice_index, from_position, region_class)
         return self._placements[placement_id].worker_id, entry
 
     def take(self, now: float) -> Iterator[tuple[str, TokenBatch]]:

@@ -253,9 +253,10 @@ class SiteService:
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         worker_id, entry = self._placements.resend(
-            command.placement_id, command.choice_index, command.from_position
+            *(command.placement_id, command.choice_index, command.from_position),
+            region_class=command.region_class,
         )
-        return TokenBatch(worker_id=worker_id, entries=(entry,))
+        return TokenBatch(worker_id=worker_id, entries=(entry,), region_class=command.region_class)
 
     def _on_control(self, message: AbortRequest | AckFinished) -> None:
         match message:

@@ -271,8 +271,13 @@ class Received:
 class Peer:
     """Places requests and receives tokens, like gateway and scheduler together."""
 
-    def __init__(self, network: SimulatedNetwork, gateway_id: str = "gateway-1") -> None:
-        self.bus = network.bus(gateway_id)
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        gateway_id: str = "gateway-1",
+        regions: RegionCheck | None = None,
+    ) -> None:
+        self.bus = network.bus(gateway_id, regions=regions)
         self.health_monitor = HealthMonitor(
             self.bus, VirtualClock(), SeededRandomness(7), roles=("gateway",)
         )
@@ -321,10 +326,18 @@ class Peer:
         return await self._until(received, lambda: len(received.token_ids) >= count)
 
     async def resend(
-        self, worker_id: str, placement_id: bytes, from_position: int, choice_index: int = 0
+        self,
+        worker_id: str,
+        placement_id: bytes,
+        from_position: int,
+        choice_index: int = 0,
+        region_class: str = "",
     ) -> None:
         command = ResendTokens(
-            placement_id=placement_id, choice_index=choice_index, from_position=from_position
+            placement_id=placement_id,
+            choice_index=choice_index,
+            from_position=from_position,
+            region_class=region_class,
         )
         self.take(await self.bus.request(resend(worker_id), command, TokenBatch, timeout_s=0.2))
 
