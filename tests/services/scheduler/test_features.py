@@ -10,6 +10,7 @@ import pytest
 
 from services.scheduler.backlog import QueueKey
 from services.scheduler.blocked_queues import BlockedQueues
+from services.scheduler.candidates import _unserved
 from services.scheduler.placement import LocalPrefill, RequestSize
 from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from services.scheduler.worker_table import MAX_MASKS, WorkerRow, WorkerTable
@@ -319,3 +320,13 @@ def test_missing_features_in_allowed_regions_are_named_with_the_regions() -> Non
         assert "in the allowed regions (eu)" in failed.failure.message
 
     scenario(test)
+
+
+def test_class_that_no_worker_serves_is_named() -> None:
+    request = msgspec.structs.replace(
+        submit_of("r0", allowed_regions=("de", "fr")).request, region_class="eu"
+    )
+    error = _unserved(request, has_capable=True)
+    assert error.message == (
+        "no worker in the allowed regions of the class 'eu' (de, fr) serves 'm' now"
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, OutsideRegions
 from shared.regions.region_classes import MAX_CLASSES, NO_CLASSES, RegionClasses, region_classes
-from shared.tenancy.residency import may_hold, reason_against, regions_of
+from shared.tenancy.residency import may_hold, reason_against, regions_of, within_class
 from shared.tenancy.tenant import TenantRecord
 from tests.services.scheduler.literals import submit_of
 
@@ -52,6 +52,18 @@ def test_request_without_regions_is_open_to_all() -> None:
     assert may_hold(classed, "de", CLASSES) and not may_hold(classed, "de", NO_CLASSES)
     both = msgspec.structs.replace(classed, allowed_regions=("fr",))
     assert may_hold(both, "fr", CLASSES) and not may_hold(both, "de", CLASSES)
+
+
+def test_request_is_placed_within_the_regions_of_its_class() -> None:
+    plain = submit_of("r", allowed_regions=("us",)).request
+    assert within_class(plain, CLASSES) is plain
+    classed = msgspec.structs.replace(plain, region_class="world")
+    assert within_class(classed, CLASSES).allowed_regions == ("us",)
+    free = msgspec.structs.replace(classed, allowed_regions=())
+    assert within_class(free, CLASSES).allowed_regions == ("fr", "us")
+    for lost in (msgspec.structs.replace(classed, region_class=name) for name in ("eu", "mars")):
+        with pytest.raises(OutsideRegions):  # no region stands for all of them on the wire
+            within_class(lost, CLASSES)
 
 
 def test_reason_names_what_is_wrong() -> None:
