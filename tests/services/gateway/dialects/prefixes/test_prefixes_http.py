@@ -338,6 +338,7 @@ async def test_stored_text_follows_the_permissions_of_now(
 ) -> None:
     """Reads check them, and `hearth tenant limits` deletes what they no longer allow."""
     headers = await add_tenant(store, **{})
+    cluster.gateway._driver._streams._changed_regions.clear()  # those of other tests
     await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
     body = {"input": "hi"}
     stored = (await cluster.http.post("/v1/responses", json=body, headers=headers)).json()
