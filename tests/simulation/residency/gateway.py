@@ -16,8 +16,11 @@ from services.gateway.observability.telemetry.spans import SpanBatch
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.observability.telemetry.trace_context import TraceContext
 from services.gateway.observability.telemetry.traced_request import AttributeValue, TracedRequest
+from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.tenancy.request_cost import LimitLease
+from services.gateway.tenancy.stores import GatewayStores
+from services.gateway.tenancy.tenancy import Tenancy
 from shared.telemetry.timeline import Timeline
 from shared.tenancy.tenant import TenantRecord
 from tests.simulation.world.client import Client
@@ -93,6 +96,16 @@ class RegionGateway(SimulatedGateway):
         super().__init__(network, store, gateway_id, **options)
         self._region, self._seed = options["region"], options["seed"]
         self._store = ProcessStore(store, self.process)
+        tenancy = Tenancy(
+            *(self.config, GatewayStores.of_one(self._store), self._clock, store.now),
+            num_gateways=lambda: 1,
+            writer_id=f"{gateway_id}-{self._seed}",
+            refusals=self.health_monitor.refusals,
+        )
+        self._api_keys, self._limits, self._usage = tenancy.api_keys, tenancy.limits, tenancy.usage
+        self.sites._over_sites = SiteTenants(
+            *(self.config, self.bus, self._clock, tenancy), wall_clock=store.now
+        )
         self._num_ended = 0
 
     @cached_property

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from services.gateway.tenancy.region_rule import RegionRule
 from services.scheduler.worker_table import WorkerTable
+from shared.tenancy.refusals import Refusals
 from tests.simulation.residency.borders import WITHDRAWN_S, Borders, Place
 from tests.simulation.residency.drawing import residency_plan_of
 from tests.simulation.residency.plan import Limits, ResidencyPlan, all_tenants
@@ -19,12 +22,8 @@ from tests.simulation.residency.simulation import run_residency
 from tests.support.canaries.search import Sighting
 
 
-def _plan(seed: int, num_requests: int) -> ResidencyPlan:
-    return replace(residency_plan_of(seed, num_requests), changes=())
-
-
 def test_nothing_of_a_tenant_crosses_its_borders() -> None:
-    outcome = run_residency(_plan(0, 400))
+    outcome = run_residency(residency_plan_of(0, 400))
     assert outcome.leaks == {}, sorted(outcome.examples)
     assert outcome.not_found == {}
     assert outcome.wrongs == {}
@@ -33,14 +32,32 @@ def test_nothing_of_a_tenant_crosses_its_borders() -> None:
     assert min(outcome.num_seen[each] for each in ("subject", "Redis", "frame", "memory")) > 100
 
 
-def test_a_scheduler_that_ignores_regions_is_found() -> None:
-    def everywhere(self: WorkerTable, regions: object) -> np.ndarray:
-        return np.ones(len(self), dtype=np.bool_)
+def _bound_by_class(plan: ResidencyPlan) -> ResidencyPlan:
+    """Tenants with allowed regions alone may be everywhere, and those with a class in all of it."""
+    tenants = {
+        name: replace(each, limits=Limits(each.limits.region_class))
+        for name, each in plan.tenants.items()
+    }
+    return replace(plan, tenants=tenants, changes=())
 
-    with patch.object(WorkerTable, "in_regions", everywhere):
-        outcome = run_residency(_plan(0, 100))
-    found = {each.partition(":")[0] for each in outcome.leaks}
-    assert found >= {"subject", "frame", "memory"}
+
+@pytest.mark.parametrize("kind", ["gateway", "scheduler"])
+def test_without_the_checks_of_one_kind_of_process_others_refuse(kind: str) -> None:
+    """Of the others what they refuse is never sent to them here: see `tests/services/worker`."""
+    right, everywhere = Refusals.check, np.ones
+    patched = {
+        "gateway": (RegionRule, "admitted", lambda self, tenant: tenant),
+        "scheduler": (WorkerTable, "in_regions", lambda self, _: everywhere(len(self), bool)),
+    }
+
+    def check(self: Refusals, name: str, *arguments: Any) -> None:
+        if name != kind:
+            right(self, name, *arguments)  # type: ignore[arg-type]
+
+    with patch.object(Refusals, "check", check), patch.object(*patched[kind]):
+        outcome = run_residency(_bound_by_class(residency_plan_of(0, 200)))
+    assert outcome.leaks == {}, sorted(outcome.examples)
+    assert outcome.events["residency_refused"] > 0
 
 
 @pytest.mark.parametrize(

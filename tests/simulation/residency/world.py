@@ -37,6 +37,7 @@ class SearchedStore(MemoryStore):
     def __init__(self, region: str, traffic: Traffic) -> None:
         super().__init__()
         self._region, self._traffic = region, traffic
+        self.num_forbidden = 0  # writes that a script has refused
 
     def apply(self, commands: Sequence[Command]) -> None:
         for _, key, *arguments in commands:
@@ -47,9 +48,13 @@ class SearchedStore(MemoryStore):
     async def evaluate(
         self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
     ) -> Any:
-        data = b" ".join(piece for each in arguments for piece in pieces_of(each))
-        self._traffic.write(self._region, tuple(keys), data)
-        return await super().evaluate(script, keys, arguments)
+        reply = await super().evaluate(script, keys, arguments)
+        if b"forbidden" in (reply if isinstance(reply, list) else [reply]):
+            self.num_forbidden += 1
+        else:
+            data = b" ".join(piece for each in arguments for piece in pieces_of(each))
+            self._traffic.write(self._region, tuple(keys), data)
+        return reply
 
     def check(self) -> None:
         """Searches all that lies here."""

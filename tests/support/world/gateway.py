@@ -40,7 +40,7 @@ class StreamGateway:
             self.bus, clock, randomness, roles=("gateway",), region=region, links=linked.loads
         )
         self.driver = StreamDriver(self.bus, clock, self.health_monitor, on_report=on_report)
-        config = GatewayConfig(
+        self.config = config = GatewayConfig(
             nats_url="nats://here",
             redis_url="redis://here",
             process_id=gateway_id,
