@@ -107,6 +107,8 @@ async def statuses(eyes: Eyes, count: int) -> Counter[tuple[str, int]]:
             path, body = requests(number)
             data = json.dumps(body).encode()  # a lone surrogate is escaped
             response = await eyes.http.post(path, content=data, headers=JSON)
+            while response.status_code == 429:  # other tests have the cores: it waited too long
+                response = await eyes.http.post(path, content=data, headers=JSON)
             seen[path.removesuffix(MODEL), response.status_code] += 1
             assert response.status_code in (200, 400, 413), (number, path, response.text)
 

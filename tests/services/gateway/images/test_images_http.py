@@ -329,3 +329,38 @@ async def test_a_named_prefix_holds_no_images(eyes: Eyes) -> None:
     body = {"messages": [{"role": "user", "content": [image_part()]}], "model": MODEL}
     response = await eyes.http.put("/v1/prefixes/p", json=body)
     assert response.status_code == 400 and "holds no images" in response.text
+
+
+async def test_constraints_and_tools_work_after_an_image(eyes: Eyes) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    plain = await eyes.request_of("/v1/chat/completions", chat(image_part()))
+    constrained = await eyes.request_of(
+        "/v1/chat/completions", chat(image_part(), response_format=form)
+    )
+    assert constrained.sampling.grammar is not None
+    assert constrained.images == plain.images
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    with_tool = await eyes.request_of(
+        "/v1/chat/completions", chat(image_part(), text_part(), tools=[tool])
+    )
+    (image,) = with_tool.images
+    assert image.image_hash == plain.images[0].image_hash
+    assert image.first_token > plain.images[0].first_token  # the tool comes before it
+
+
+async def test_a_stored_response_goes_on_with_its_image(eyes: Eyes) -> None:
+    path, body = DOORS["responses"]
+    first = (await eyes.http.post(path, json={**body, "store": True})).json()
+    await eyes.ended()
+    url = f"{path}/{first['id']}/input_items"
+
+    async def items() -> list[Any]:
+        return (await eyes.http.get(url)).json().get("data") or []
+
+    found = await until(items)
+    (item,) = found
+    assert item["content"][0]["image_url"] == URL and item["content"][1]["text"] == TEXT
+    more = {"model": MODEL, "input": "And now?", "previous_response_id": first["id"]}
+    request = await eyes.request_of(path, more)
+    assert [each.grid for each in request.images] == [GRID]
