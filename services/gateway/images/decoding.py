@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 import warnings
+from contextlib import suppress
 from io import BytesIO
 
 import numpy as np
@@ -44,7 +45,8 @@ def decoded(image: InputImage, *, max_pixels: int) -> Image.Image:
         try:
             with _opened(image, data, max_pixels) as opened:
                 opened.load()
-                return in_rgb(_upright(opened))
+                _turn_upright(opened)
+                return in_rgb(opened)
         except MemoryError:
             raise bad_image(image.place, "the image takes too much memory to decode") from None
         except (OSError, SyntaxError, ValueError, EOFError, ArithmeticError) as error:
@@ -100,12 +102,10 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     return width, height
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Returns the image as its EXIF turns it, or as it is if its EXIF cannot be read."""
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # the metadata is the client's
-        return image
+def _turn_upright(image: Image.Image) -> None:
+    """Turns the image as its EXIF says, if that can be read. Copies no image that is upright."""
+    with suppress(Exception):  # the metadata is the client's
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
@@ -113,8 +113,9 @@ def in_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _DEEP:
         eight_bits = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return Image.fromarray(eight_bits).convert("RGB")
-    has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
-    return _on_white(image) if has_alpha else image.convert("RGB")
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        return _on_white(image)
+    return image if image.mode == "RGB" else image.convert("RGB")  # which copies
 
 
 def _on_white(image: Image.Image) -> Image.Image:
