@@ -319,7 +319,7 @@ def test_missing_features_in_allowed_regions_are_named_with_the_regions() -> Non
         assert failed.failure.code == "no_capable_worker"
         assert "in the allowed regions (eu)" in failed.failure.message
 
-    scenario(test)
+    scenario(test, region="eu")
 
 
 def test_class_that_no_worker_serves_is_named() -> None:

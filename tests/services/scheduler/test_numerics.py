@@ -54,7 +54,7 @@ def test_resumed_request_goes_to_other_numerics_if_no_equal_worker_can_take_it()
         await rig.submit(submit_of("r1", numerics=NUMERICS, allowed_regions=("us",)))
         assert await placed_on(rig, num=2) == "decode-1"
 
-    scenario(test)
+    scenario(test, region="us")
 
 
 def test_resumed_request_goes_to_other_numerics_if_no_equal_context_holds_it() -> None:
