@@ -39,7 +39,7 @@ def test_answer_streams_with_its_figures(tab: HearthPage) -> None:
 def test_dropped_picture_goes_with_the_question(tab: HearthPage) -> None:
     tab.open()
     tab.page.evaluate(DROP)
-    tab.page.locator("#play-status img").wait_for()
+    tab.page.locator(".composer img").wait_for()
     with tab.page.expect_request("**/v1/chat/completions") as sent:
         tab.ask("What is it?")
     image, text = json.loads(sent.value.post_data or "")["messages"][0]["content"]
@@ -47,6 +47,8 @@ def test_dropped_picture_goes_with_the_question(tab: HearthPage) -> None:
     assert text == {"type": "text", "text": "What is it?"}
     tab.page.get_by_text("this model takes no images").wait_for()
     assert tab.page.input_value("#prompt") == "What is it?"
+    tab.page.click(".composer .picture")  # it came back with its question
+    assert tab.page.locator(".composer img").count() == 0
     tab.problems.clear()  # the browser logs the 400
 
 

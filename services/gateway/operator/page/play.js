@@ -72,8 +72,10 @@ function readPicture(file) {
 
 function attach(url) {
   picture = url;
-  if (url) status(make("img", { src: url, alt: "Picture" }), button("Remove", () => attach()));
-  else status();
+  const composer = byId("composer");
+  composer.querySelector(".picture")?.remove();
+  const remove = () => attach();
+  if (url) composer.prepend(make("button", { type: "button", class: "picture", title: "Remove", onclick: remove }, make("img", { src: url, alt: "Picture" })));
 }
 
 export async function loadModels(wanted = "") {
@@ -107,7 +109,7 @@ function send() {
   if (!columns) return;
   if (text.trim()) {
     addUser(text, edit, picture);
-    picture = undefined;
+    attach();
   }
   byId("prompt").value = "";
   stream(bodiesOf(columns));
@@ -143,7 +145,7 @@ function bodyOf({ model, system, ...others }, column = 0) {
 function edit(turn) {
   running?.abort();
   compose(turn.user);
-  if (turn.image) attach(turn.image);
+  attach(turn.image);
   dropFrom(turn);
 }
 

@@ -6,7 +6,8 @@ import { byId, make } from "./dom.js";
 
 const KEY = "hearth.conversation";
 const MAX_CHARS = 500_000; // of what is stored: the oldest turns are left out
-let turns = []; // {element} and `user`: a text, with the data URL of its `image` if it has one; or `tool`: {id, name, text, column}; or `answers`: of each column, or one
+// {element} and `user`: a text, with the data URL of its `image` if it has one; or `tool`: {id, name, text, column}; or `answers`: of each column, or one
+let turns = [];
 
 export const isLast = (turn) => turns.at(-1) === turn;
 export const lastTurn = () => turns.at(-1);
