@@ -298,10 +298,10 @@ OWN = {
     "services/gateway/http/server.py": ("_serve", "watch"),
     "services/gateway/nats_api/api.py": ("run", "_join"),
     "services/gateway/sites/site_service.py": ("_report", "_sweep", "run"),
-    "services/gateway/sites/site_tenants.py": ("run",),
+    "services/gateway/sites/site_tenants.py": ("run", "run"),
     "services/gateway/sites/tenant_copies.py": ("_run",),
     "services/gateway/service.py": (
-        *("run", "run", "declare_regions", "removed", "run", "run"),
+        *("run", "run", "declare_regions", "removed", "run", "run", "run"),
         *("watch_regions", "watch", "run", "task"),
     ),
     "services/gateway/streams/stream_driver.py": ("_tick",),

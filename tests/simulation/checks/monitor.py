@@ -61,6 +61,7 @@ IDLE_TASKS = frozenset(
         "SiteService._report",
         "SiteService._sweep",
         "PrefixDigests.run",
+        "RegionChanges.run",
         "OtherSites._sweep",
     }
 )

@@ -189,7 +189,7 @@ class Fleet:
                 index = SimulatedIndex(
                     *(self.network, self.store, process_id),
                     seed=seed,
-                    region=self.region if self.classes.regions else "",
+                    region=self.region,
                     classes=self.classes,
                 )
                 index.is_only_writer = not self._is_doubled(process_id)
