@@ -462,6 +462,8 @@ class Engine:
         """
         progress = []
         for sequence in [*self.batcher.running, *self.batcher.waiting]:
+            if sequence.grammar is None and sequence.images is None:
+                continue  # the common case, without a call
             error = sequence.error
             if error is not None and sequence.is_prefill_only and sequence.in_flight:
                 continue
