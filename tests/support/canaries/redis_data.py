@@ -17,12 +17,12 @@ _COMMANDS: dict[bytes, tuple[Any, ...]] = {
 }
 
 
-async def redis_data(url: str) -> bytes:
-    """Returns all keys and values, a line each."""
+async def redis_data(url: str, pattern: str = "*") -> bytes:
+    """Returns all keys that match a pattern, and their values, a line each."""
     client = Redis.from_url(url)
     try:
         found = []
-        async for key in client.scan_iter(count=1000):
+        async for key in client.scan_iter(pattern, count=1000):
             kind = await client.type(key)
             if kind != b"none":  # it ended meanwhile
                 command, *arguments = _COMMANDS[kind]

@@ -22,6 +22,7 @@ from shared.block_hash import extend_chain, root_hash, root_key
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.subjects import at_site
+from shared.tenancy.audit import AUDIT
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.simulation.checks.expected import states_of
@@ -160,11 +161,13 @@ def _knows_other(site: LiveSite) -> bool:
 
 
 async def _add_tenants(sites: LinkedPair) -> None:
-    store = RedisStore(sites.a.redis_url, MonotonicClock(), timeout_s=2.0)
-    admin = TenantAdmin(store, lambda: 1.0)
-    for name, limits in LIMITS.items():
-        await admin.add(name, limits, f"key of {name}")
-    await store.close()
+    """Site b has tenants of the same names, whose clients call the wrong region there."""
+    for site in (sites.a, sites.b):
+        store = RedisStore(site.redis_url, MonotonicClock(), timeout_s=2.0)
+        admin = TenantAdmin(store, lambda: 1.0)
+        for name, limits in LIMITS.items():
+            await admin.add(name, limits, f"key of {name}")
+        await store.close()
 
 
 async def test_nothing_of_a_bound_tenant_reaches_the_other_region(world: World) -> None:
@@ -179,6 +182,7 @@ async def test_nothing_of_a_bound_tenant_reaches_the_other_region(world: World) 
     for place in SILENT:
         assert await world.data(place), place
         assert await world.found(place) == set(), place
+    await _refused_in_the_other_region(world)
     await _without_a_worker_at_home(world)
 
 
@@ -187,6 +191,24 @@ async def _until_free_is_found(world: World, place: str) -> None:
         return await world.found(place)
 
     assert await until(found) == {FREE}, place
+
+
+async def _refused_in_the_other_region(world: World) -> None:
+    """The gateway refuses, counts and has it audited; nothing of the bodies goes on."""
+    b = world.sites.b
+    totals = b.gateway._health_monitor.refusals.totals
+    before = totals["gateway"]
+    for name in (BOUND, CLASSED):
+        assert await world.ask(b, name) == "no_region_allowed"
+    assert totals["gateway"] == before + 2
+
+    async def audited() -> bool:
+        lines = await redis_data(b.redis_url, f"{AUDIT}:refusals")
+        return all(name.encode() in lines for name in (BOUND, CLASSED))
+
+    await until(audited)
+    for place in (*PLACES, *SILENT):
+        assert await world.found(place) <= {FREE}, place
 
 
 async def _without_a_worker_at_home(world: World) -> None:
