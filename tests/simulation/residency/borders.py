@@ -26,6 +26,9 @@ class Place(NamedTuple):
 
 @dataclass
 class Borders:
+    """`withdrawn_s`: a process that is frozen or cut off learns of a change when it is back."""
+
+    withdrawn_s: float = WITHDRAWN_S
     leaks: Counter[str] = field(default_factory=Counter)
     planted: Counter[str] = field(default_factory=Counter)  # those found, by kind of place
     examples: dict[str, str] = field(default_factory=dict)
@@ -66,14 +69,14 @@ class Borders:
         return ", ".join(sorted(place.regions - allowed)) or "no region"
 
     def _allowed(self, tenant_id: str, at_s: float) -> Collection[str] | None:
-        """Returns the regions allowed at any time in the last WITHDRAWN_S; None: all."""
+        """Returns the regions allowed at any time in the last `withdrawn_s`; None: all."""
         found: set[str] = set()
         periods = self._since[tenant_id]
         if len(periods) == 1:
             return periods[0][1]
         ends = [since for since, _ in periods[1:]] + [at_s]
         for (since, regions), end in zip(periods, ends, strict=True):
-            if since <= at_s and end >= at_s - WITHDRAWN_S:
+            if since <= at_s and end >= at_s - self.withdrawn_s:
                 if regions is None:
                     return None
                 found |= regions

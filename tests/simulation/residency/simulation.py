@@ -76,7 +76,7 @@ async def _run(plan: ResidencyPlan, logs: SearchedLog, folder: Path) -> Residenc
                 await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         outcome.wrongs[f"requests are open after {LIMIT_S:g} s"] += 1
-    await asyncio.sleep(SETTLED_S)
+    await asyncio.sleep(SETTLED_S + fleets.borders.withdrawn_s)
     checking.cancel()
     with suppress(asyncio.CancelledError):
         await checking

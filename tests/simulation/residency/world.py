@@ -16,7 +16,7 @@ from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.simulation.plan import Plan
-from tests.simulation.residency.borders import Borders
+from tests.simulation.residency.borders import WITHDRAWN_S, Borders
 from tests.simulation.residency.canaries import fingerprints_of, search_of_all
 from tests.simulation.residency.gateway import RegionGateway
 from tests.simulation.residency.plan import CLASSES, PLANTED, ResidencyPlan, TenantPlan
@@ -125,12 +125,18 @@ def cached_kv(worker: SimulatedWorker) -> bytes:
     return bytes(worker.executor._kv.tobytes())
 
 
+def longest_fault_s(plan: ResidencyPlan) -> float:
+    """Returns the seconds that the longest fault of a process or link lasts; 0 without any."""
+    of_processes = (each for site in plan.sites.sites.values() for each in site.faults)
+    return max((each.duration_s for each in (*plan.sites.faults, *of_processes)), default=0.0)
+
+
 class ResidencyFleets(LinkedFleets):
     classes = CLASSES
 
     def __init__(self, plan: ResidencyPlan) -> None:
         self.of_tenants = plan
-        self.borders = Borders()
+        self.borders = Borders(WITHDRAWN_S + longest_fault_s(plan))
         self.borders.begin(plan.tenants.values())
         self.regions_of: dict[SimulatedProcess, str] = {}
         fingerprints = fingerprints_of(plan.tenants.values())
