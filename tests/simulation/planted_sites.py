@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from msgspec import structs
 
 from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.streams.streams import Streams
 from services.scheduler.candidates import Candidates
-from services.scheduler.worker_table import WorkerTable
 
 
 class SiteBug(NamedTuple):
@@ -38,10 +36,6 @@ def _from_zero(right: Any) -> Any:
     return opened
 
 
-def _everywhere(right: Any) -> Any:
-    return lambda self, regions: np.ones(len(self), dtype=np.bool_)
-
-
 def _late_tokens_accepted(right: Any) -> Any:
     """Takes the tokens of placements that the request has left."""
     owners: dict[tuple[Streams, bytes], Any] = {}
@@ -61,9 +55,8 @@ def _late_tokens_accepted(right: Any) -> Any:
 
 
 SITE_BUGS = (
-    SiteBug("no orphan of a link is swept", SitePlacements, "overdue", _always([]), 14),
-    SiteBug("a link counts tokens from zero", SitePlacements, "open", _from_zero, 4),
-    SiteBug("a link has no regions", WorkerTable, "in_regions", _everywhere, 3),
+    SiteBug("no orphan of a link is swept", SitePlacements, "overdue", _always([]), 73),
+    SiteBug("a link counts tokens from zero", SitePlacements, "open", _from_zero, 25),
     SiteBug("late tokens of a link count", Streams, "on_token_batch", _late_tokens_accepted, 144),
     SiteBug("a site that refuses keeps it", Candidates, "is_left_to_sites", _always(False), 4953),
 )

@@ -39,7 +39,7 @@ def sites_plan_of(seed: int) -> SitesPlan:
     dying = random.choice(names) if random.random() < 0.15 else None
     sites = {
         name: _site(
-            *(random, seed, name, cost, tuple(dict.fromkeys(regions.values()))),
+            *(random, seed, name, cost, tuple(dict.fromkeys((regions[name], *regions.values())))),
             has_workers=has_workers[name],
             is_busy=is_busy[name],
             has_faults=has_process_faults,
@@ -98,7 +98,9 @@ def _fleet(random: Random, cost: StepCost, *, has_workers: bool) -> FleetPlan:
 def _request(
     random: Random, request_id: str, fleet: FleetPlan, regions: tuple[str, ...]
 ) -> RequestPlan:
-    """The longest one fits a worker of any site."""
+    """The longest one fits a worker of any site. One that is bound may be in the first region,
+    its gateway's.
+    """
     longest = min(NUM_BLOCKS) * BLOCK_SIZE // 2
     plan = RequestPlan(
         request_id=request_id,
@@ -119,7 +121,8 @@ def _request(
         stop_modulus=random.choice((0, 0, 0, 5)),
         leaves_after_s=random.choice((None, None, None, random.uniform(0.0, 2.0))),
     )
-    return replace(plan, regions=random.choice(((), (), (random.choice(regions),))))
+    bound = tuple(dict.fromkeys((regions[0], random.choice(regions))))
+    return replace(plan, regions=random.choice(((), (), bound)))
 
 
 def _link_faults(random: Random, names: tuple[str, ...]) -> tuple[LinkFault, ...]:
