@@ -317,6 +317,7 @@ class Placed(Message, frozen=True, kw_only=True):
     queued_s: Duration = 0.0  # time at the scheduler, until it chose a worker
     placement_s: Duration = 0.0  # time from the choice to the worker's reply
     scheduler_id: ProcessId | None = None
+    attempt: Count = 0  # of the submission; 0: an older scheduler does not say
 
 
 class PlacementFailed(Message, frozen=True, kw_only=True):

@@ -505,6 +505,7 @@ class SchedulerService:
             queued_s=chosen_at - ticket.queued_at,
             placement_s=now - chosen_at,
             scheduler_id=self._bus.process_id,
+            attempt=ticket.submit.attempt,
         )
         await self._send(subjects.placement(request.gateway_id), placed)
 

@@ -24,7 +24,7 @@ from services.gateway.streams.receiver import GuardedReceiver
 from services.gateway.streams.resubmissions import ResubmissionBudget
 from services.gateway.streams.try_record import TryRecord, move_of
 from shared.errors import HearthError
-from shared.messages import Choice, Request
+from shared.messages import Choice, Placed, Request
 from shared.numerics import Numerics
 from shared.packing import pack_token_ids, unpack_token_ids
 
@@ -79,6 +79,7 @@ class Stream:
         self.has_logprobs = request.sampling.num_logprobs is not None
         self.state = StreamState.SUBMITTING
         self.attempt = 0
+        self.first_attempt = 1  # the first with all tokens received, and the regions of now
         self.num_resubmissions = 0
         self.budget = ResubmissionBudget()
         self.num_failed_steps = 0  # steps with this request alone
@@ -125,6 +126,16 @@ class Stream:
         if move is not None:
             self.tries[-1].move = move
             self.receiver.on_moved(move)
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(choice.token_ids for choice in self.choices.values())
+
+    def is_outdated(self, placed: Placed) -> bool:
+        """Whether the placement is of a submission that lacked tokens received since. A worker with
+        other numerics would continue other ones than these.
+        """
+        return 0 < placed.attempt < self.first_attempt
 
     def transition_to(self, state: StreamState) -> None:
         """Changes the state. Raises IllegalTransition, which means a bug in this code, not in a

@@ -11,6 +11,7 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
   received, within a budget; a worker that is silent or failed is excluded.
 - The loss of another site is another budget (`resubmissions.py`), and excludes nobody.
 - A resubmission names the numerics of the tokens received; a change of numerics is counted.
+- A placement of a submission without all tokens received is aborted: its scheduler was frozen.
 - A placement that does not repeat the request's `needs` is aborted: an older scheduler has dropped
   them, and the worker would serve the request wrongly.
 - A choice whose grammar cannot be followed ends where it is and is not resubmitted; the others
@@ -294,6 +295,9 @@ class Streams:
             if stream is not None:
                 self._resubmit(stream, "worker_excluded", now)
             return
+        if stream.is_outdated(placed):  # a newer submission is under way
+            self._abort(placed.worker_id, placed.placement_id, "superseded", now)
+            return
         if placed.needs != stream.request.needs:
             self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             self._resubmit(stream, "needs_dropped", now)
@@ -518,6 +522,8 @@ class Streams:
         if stream.is_finished:
             self._complete(stream, "superseded", now)
             return
+        if stream.has_tokens or cause == "regions_changed":
+            stream.first_attempt = stream.attempt + 1
         stream.num_resubmissions += 1
         stream.tries.append(TryRecord(len(stream.tries) + 1, now))
         self._actions.report(ReportResubmission(stream.request_id, cause, stream.last_worker_id))

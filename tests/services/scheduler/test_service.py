@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.scheduler.service import MAX_PLACING
@@ -60,7 +61,8 @@ def test_request_is_placed_and_forgotten() -> None:
         decode = await rig.worker("decode-0")
         await rig.worker("prefill-0", "prefill")
         await rig.index()
-        queued = await rig.submit(submit_of("r0", num_prompt_tokens=2000))
+        submit = submit_of("r0", num_prompt_tokens=2000)
+        queued = await rig.submit(msgspec.structs.replace(submit, attempt=3))
         assert (queued.scheduler_id, queued.num_ahead) == ("scheduler-0", 0)
         placed = await rig.result()
         start = decode.started[0]
@@ -71,6 +73,7 @@ def test_request_is_placed_and_forgotten() -> None:
             queued_s=placed.queued_s,
             placement_s=placed.placement_s,
             scheduler_id="scheduler-0",
+            attempt=3,
         )
         assert len(start.placement_id) == 16
         assert start.prefill_candidates == ("prefill-0",)

@@ -12,6 +12,7 @@ from services.gateway.streams.streams import Streams
 from services.gateway.tenancy.errors import NoRegionAllowed
 from tests.services.gateway.streams.test_streams import (
     P1,
+    P2,
     Recorder,
     Rig,
     abort,
@@ -64,6 +65,14 @@ def test_request_leaves_what_may_be_elsewhere(
     assert submit.message.request.allowed_regions == after
     assert submit.message.request.choices[0].output_token_ids != b""  # it goes on after its token
     assert rig.client.ends == []
+
+
+def test_late_placement_in_the_regions_of_before_is_aborted() -> None:
+    rig = Rig()
+    rig.streams.change_regions(ChangedRegions("t", EU), rig.now)
+    rig.actions()
+    rig.place(P2, "w2", attempt=1)
+    assert rig.published() == [abort("w2", P2, "superseded")]
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,10 @@ class Rig:
     def queue(self, attempt: int = 1) -> None:
         self.streams.on_queued("r1", attempt, QUEUED, self.now)
 
-    def place(self, placement_id: bytes = P1, worker_id: str = "w1") -> None:
-        placed = Placed(request_id="r1", placement_id=placement_id, worker_id=worker_id)
+    def place(self, placement_id: bytes = P1, worker_id: str = "w1", attempt: int = 0) -> None:
+        placed = Placed(
+            request_id="r1", placement_id=placement_id, worker_id=worker_id, attempt=attempt
+        )
         self.streams.on_placed(placed, self.now)
 
     def tokens(
@@ -412,6 +414,31 @@ def test_lost_worker_is_fenced_and_replaced() -> None:
     assert rig.client.tokens == [5, 6, 70]  # the old placement's buffered token 8 is dropped
     rig.tokens(3, 80, finish=STOP, placement_id=P2, worker_id="w2")
     assert rig.client.ends == [StreamEnd(None, "w2", 1)]
+
+
+def test_late_placement_of_a_submission_without_the_tokens_is_aborted() -> None:
+    """A scheduler that was frozen has placed the first submission, on a worker whose numerics may
+    differ: it would compute the tokens that are here anew, and continue those.
+    """
+    rig = running()
+    rig.tokens(0, 5, 6)
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    rig.queue(attempt=2)
+    rig.actions()
+    rig.place(P2, "w2", attempt=1)
+    assert rig.published() == [abort("w2", P2, "superseded")]
+    rig.place(P3, "w3", attempt=2)
+    rig.tokens(2, 70, finish=STOP, placement_id=P3, worker_id="w3")
+    assert rig.client.tokens == [5, 6, 70]
+
+
+def test_late_placement_of_an_older_submission_serves_a_request_without_tokens() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.streams.on_scheduler_lost("s1", rig.now)
+    rig.place(attempt=1)
+    rig.tokens(0, 5, finish=STOP)
+    assert rig.client.tokens == [5]
 
 
 def test_request_that_must_not_wait_may_wait_once_it_has_run() -> None:
