@@ -269,13 +269,12 @@ HELP = {
     "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
     "zero_freed_blocks": "Zero the KV of blocks that are no longer cached or in use.",
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
-    "image_cache_bytes": "Memory of this host for encoded images of all tenants.",
+    "image_cache_bytes": "Memory for encoded images.",
     "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
-    "data_plane_security": "KV and pixels over TCP: aead (encrypted and authenticated), mac "
-    "(authenticated) or none; a gateway refuses workers with less.",
+    "data_plane_security": "Of KV and pixels over TCP: aead (encrypted), mac (authenticated) "
+    "or none.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
-    "data_plane_port": "Its TCP port; further ranks take the next ones, then pixels of images "
-    "(default: free ports).",
+    "data_plane_port": "Its TCP port; ranks and images take the next ones (default: free ports).",
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",
 }
