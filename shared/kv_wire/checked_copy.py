@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 256 * 1024
 TURN_BYTES = 4 * CHUNK_BYTES
+_ZEROS = memoryview(bytes(CHUNK_BYTES))
 
 
 def checksum_of(payload: memoryview) -> int:
@@ -28,6 +29,13 @@ def checksum_of(payload: memoryview) -> int:
     filled and is cached.
     """
     return xxhash.xxh3_64_intdigest(payload)
+
+
+def zero(memory: memoryview) -> None:
+    """Overwrites bytes with zeros."""
+    for start in range(0, len(memory), CHUNK_BYTES):
+        part = memory[start : start + CHUNK_BYTES]
+        part[:] = _ZEROS[: len(part)]
 
 
 async def copy_and_checksum(destination: memoryview, source: memoryview) -> int:

@@ -66,6 +66,10 @@ class LinkCompression:
         """
         return self._buffers[slot_index]
 
+    def last_coded(self, slot_index: int) -> memoryview:
+        """Returns the whole buffer of this slot, empty if it never had a compressed frame."""
+        return self._buffers.get(slot_index, memoryview(b""))
+
     async def coded(self, slot_index: int, payload: memoryview) -> memoryview | None:
         """Returns the compressed payload to send, or None to send the slot's payload uncompressed.
 

@@ -41,6 +41,7 @@ class ReceiverCounts:
 class _Expected:
     sink: FrameSink
     bounds: PushBounds | None = None
+    is_private: bool = False
     accepted: set[object] = field(default_factory=set)  # connections whose offer was accepted
     # the connection that last carried a frame of each part: several ranks may push to this process
     carriers: dict[KvShard, object] = field(default_factory=dict)
@@ -61,11 +62,16 @@ class ExpectedPushes:
         self._idle: dict[bytes, asyncio.Event] = {}
 
     def expect(
-        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+        self,
+        placement_id: bytes,
+        sink: FrameSink,
+        bounds: PushBounds | None = None,
+        *,
+        is_private: bool = False,
     ) -> None:
         if placement_id in self._expected:
             raise ValueError(f"placement {placement_id.hex()} is expected already")
-        self._expected[placement_id] = _Expected(sink, bounds)
+        self._expected[placement_id] = _Expected(sink, bounds, is_private)
 
     def forget(self, placement_id: bytes) -> None:
         self._expected.pop(placement_id, None)
@@ -85,6 +91,13 @@ class ExpectedPushes:
             return self._outside(expected)
         expected.accepted.add(carrier)
         return None
+
+    def is_private(self, placement_id: bytes) -> bool:
+        """Whether buffers with its KV are to be zeroed. A frame that nobody expects may be a late
+        one of a private push.
+        """
+        expected = self._expected.get(placement_id)
+        return expected is None or expected.is_private
 
     def announce(self, header: FrameHeader, carrier: object) -> str | None:
         """Records that a frame of this placement starts to arrive over `carrier`. Returns the

@@ -27,13 +27,13 @@ from shared.kv_wire.record_stream import RecordStream
 
 @dataclass(eq=False)
 class Arrival:
-    """A frame to deliver. `release` frees its buffer before the acknowledgement is sent;
-    `take_copy` sets `decode_s` if it decodes.
+    """A frame to deliver. `release` frees its buffer before the acknowledgement is sent; its
+    argument says whether to zero what held the KV. `take_copy` sets `decode_s` if it decodes.
     """
 
     frame: Frame
     take_copy: TakeCopy
-    release: Callable[[], None]
+    release: Callable[[bool], None]
     arrived_at: float = 0.0
     decode_s: float = 0.0
 
@@ -98,8 +98,9 @@ class FrameDelivery:
 
     async def _deliver(self, arrival: Arrival) -> None:
         frame = arrival.frame
+        is_private = self._placements.is_private(frame.header.placement_id)
         reason = await self._placements.deliver(frame.header, arrival.take_copy)
-        arrival.release()
+        arrival.release(is_private)
         if self._has_ended:
             return
         held_s = self._clock.now() - arrival.arrived_at

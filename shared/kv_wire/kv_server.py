@@ -128,12 +128,17 @@ class KvServer:
         return len(self._receptions)
 
     def expect(
-        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+        self,
+        placement_id: bytes,
+        sink: FrameSink,
+        bounds: PushBounds | None = None,
+        *,
+        is_private: bool = False,
     ) -> None:
         """Expects the push of a placement. Raises ValueError if the placement is expected
         already.
         """
-        self._placements.expect(placement_id, sink, bounds)
+        self._placements.expect(placement_id, sink, bounds, is_private=is_private)
 
     def forget(self, placement_id: bytes) -> None:
         self._placements.forget(placement_id)

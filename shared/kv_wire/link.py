@@ -104,9 +104,16 @@ class KvReceiver(Protocol):
     def address(self) -> DataPlaneAddress: ...
 
     def expect(
-        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+        self,
+        placement_id: bytes,
+        sink: FrameSink,
+        bounds: PushBounds | None = None,
+        *,
+        is_private: bool = False,
     ) -> None:
-        """Expects a push. With `bounds` its sender offers it first, from one of the regions."""
+        """Expects a push. With `bounds` its sender offers it first, from one of the regions.
+        Buffers of a private one are zeroed after each of its frames.
+        """
         ...
 
     def forget(self, placement_id: bytes) -> None:
@@ -162,8 +169,11 @@ class PushLink(Protocol):
         """
         ...
 
-    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
-        """Returns once the receiver has acknowledged the frame.
+    async def send(
+        self, header: FrameHeader, fill: Fill, tenant_id: str = "", *, is_private: bool = False
+    ) -> None:
+        """Returns once the receiver has acknowledged the frame. The slot of a private one is zeroed
+        then.
 
         Raises FrameRefused if the receiver rejects it (unknown placement, bad checksum, sink
         raised), LinkLost if the connection ended. Sends may be concurrent; `fill` runs when a slot

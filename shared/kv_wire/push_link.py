@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shared.errors import FrameRefused, LinkLost
-from shared.kv_wire.checked_copy import checksum_of, to_the_end
+from shared.kv_wire.checked_copy import checksum_of, to_the_end, zero
 from shared.kv_wire.compression import LinkCompression, Sent
 from shared.kv_wire.frames import (
     Accepted,
@@ -129,6 +129,7 @@ class _Unacked:
     slot_index: int
     answered: asyncio.Future[None]
     sent: Sent | None  # None on links without compression
+    num_private: int = 0  # bytes of the slot to zero
 
 
 class StagedLink:
@@ -174,14 +175,16 @@ class StagedLink:
     def num_unacked(self) -> int:
         return len(self._unacked)
 
-    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
+    async def send(
+        self, header: FrameHeader, fill: Fill, tenant_id: str = "", *, is_private: bool = False
+    ) -> None:
         """Sends a frame: see `PushLink.send`. `fill` has always ended when this returns or
         raises.
         """
         if (fault := fault_of(header)) is not None:
             raise FrameRefused(fault)
         async with self._turns.turn(tenant_id):
-            answered = await self._fill_and_transmit(header, fill)
+            answered = await self._fill_and_transmit(header, fill, is_private=is_private)
         await answered
 
     async def offer(self, placement_id: bytes) -> None:
@@ -197,7 +200,9 @@ class StagedLink:
     async def close(self) -> None:
         await self.stream.close("this end closed the link")
 
-    async def _fill_and_transmit(self, header: FrameHeader, fill: Fill) -> asyncio.Future[None]:
+    async def _fill_and_transmit(
+        self, header: FrameHeader, fill: Fill, *, is_private: bool
+    ) -> asyncio.Future[None]:
         self._raise_if_lost()
         slot_index = await self._slots.acquire()
         try:
@@ -216,11 +221,20 @@ class StagedLink:
             frame_id, self._num_frames = self._num_frames, self._num_frames + 1
             self._transmit(frame_id, header, slot_index, coded)
         except BaseException:
-            self._slots.release(slot_index)
+            self._release(slot_index, header.payload_bytes if is_private else 0)
             raise
         answered = asyncio.get_running_loop().create_future()
-        self._unacked[frame_id] = _Unacked(slot_index, answered, sent)
+        num_private = header.payload_bytes if is_private else 0
+        self._unacked[frame_id] = _Unacked(slot_index, answered, sent, num_private)
         return answered
+
+    def _release(self, slot_index: int, num_private: int) -> None:
+        """Zeroes the first `num_private` bytes of a slot, and frees it."""
+        if num_private and not self.is_lost:  # else its memory is given back
+            zero(self._staging.view(slot_index, num_private))
+            if self._compression is not None:
+                zero(self._compression.last_coded(slot_index))
+        self._slots.release(slot_index)
 
     def _transmit(
         self, frame_id: int, header: FrameHeader, slot_index: int, coded: memoryview | None
@@ -287,7 +301,7 @@ class StagedLink:
             raise ProtocolError(f"received a reply to frame {answer.frame_id}: not in flight")
         if self._compression is not None and unacked.sent is not None:
             self._compression.answered(unacked.sent, answer)
-        self._slots.release(unacked.slot_index)
+        self._release(unacked.slot_index, unacked.num_private)
         if unacked.answered.done():  # the caller was cancelled
             return
         if rejection is None:

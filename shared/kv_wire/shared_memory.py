@@ -20,7 +20,7 @@ from functools import partial
 from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.checked_copy import copy_and_checksum, copy_and_sum, grown
+from shared.kv_wire.checked_copy import copy_and_checksum, copy_and_sum, grown, zero
 from shared.kv_wire.expected_pushes import ExpectedPushes, TakeCopy
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import (
@@ -167,8 +167,15 @@ class SharedMemoryReception:
         take_copy: TakeCopy = partial(self._take_copy, slot_index, record.header)
         if self._page_lock is not None:
             take_copy = self._copied_ahead(slot_index, record.header, self._page_lock)
-        release = partial(self._held_slots.discard, slot_index)
+        release = partial(self._release, slot_index, record.header)
         self.deliveries.add(Arrival(record, take_copy, release))
+
+    def _release(self, slot_index: int, header: FrameHeader, is_private: bool) -> None:
+        """The sender zeroes the slot itself."""
+        if is_private:
+            copied = 0 if self._page_lock is None else slot_index
+            zero(self._private[copied][: header.payload_bytes])
+        self._held_slots.discard(slot_index)
 
     def payload_arrived(self, checksum: int) -> None:
         raise ProtocolError("payloads are not sent on this connection")

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.checked_copy import checksum_of, grown, to_the_end
+from shared.kv_wire.checked_copy import checksum_of, grown, to_the_end, zero
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
@@ -120,8 +121,14 @@ class TcpReception:
                 return await self._decode(arrival, payload)
             return payload, self._sum_of_frame(frame.header, checksum)
 
-        arrival = Arrival(frame, take_copy, lambda: self._free.append(buffer))
+        arrival = Arrival(frame, take_copy, partial(self._release, frame, buffer))
         self.deliveries.add(arrival)
+
+    def _release(self, frame: Frame, buffer: memoryview, is_private: bool) -> None:
+        if is_private:
+            zero(buffer[: frame.wire_bytes])
+            zero(self._decoded[: frame.header.payload_bytes if frame.codec else 0])
+        self._free.append(buffer)
 
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)

@@ -141,9 +141,7 @@ class Preparer:
         async with self._preparing(tenant.tenant_id, self._slots_of(generation)):
             if record is not None:
                 record.begin("render", self._clock.now())
-            generation, checked = await self._rendered_and_checked(
-                generation, tenant.tenant_id, model
-            )
+            generation, checked = await self._rendered_and_checked(generation, tenant, model)
             if record is not None:
                 record.begin("tokenize", self._clock.now())
             generation, bad_words = await tokenized(generation, tenant.tenant_id, model.text)
@@ -266,9 +264,10 @@ class Preparer:
         self.capacity.check()
 
     async def _rendered_and_checked(
-        self, generation: GenerationRequest, tenant_id: str, model: ServedModel
+        self, generation: GenerationRequest, tenant: TenantRecord, model: ServedModel
     ) -> tuple[GenerationRequest, CheckedPlan | None]:
         """Checks the grammar while the conversation is rendered."""
+        tenant_id = tenant.tenant_id
         if generation.output is None and generation.tools is None:
             return await self._rendered(generation, tenant_id, model), None
         check = start_awaited(
@@ -277,6 +276,7 @@ class Preparer:
                 generation.tools,
                 tenant_id,
                 continues_text=generation.continues_text,
+                is_retained=not tenant.is_zero_retention,
             )
         )
         try:

@@ -54,6 +54,9 @@ class PushedSequence(Protocol):
     def tenant_id(self) -> str: ...
 
     @property
+    def is_zero_retention(self) -> bool: ...
+
+    @property
     def num_tokens(self) -> int: ...
 
     @property
@@ -179,7 +182,12 @@ class KvSender:
         for counts in every:
             counts.begin(self._clock.now())
         try:
-            await link.send(header, self._fill(header), self._sequence.tenant_id)
+            await link.send(
+                header,
+                self._fill(header),
+                self._sequence.tenant_id,
+                is_private=self._sequence.is_zero_retention,
+            )
             for counts in every:
                 counts.num_bytes += header.payload_bytes
                 counts.num_tokens += header.num_tokens * self._shares[header.group]

@@ -23,6 +23,9 @@ class ReservedSequence(Protocol):
     def num_prefill_tokens(self) -> int: ...
 
     @property
+    def is_zero_retention(self) -> bool: ...
+
+    @property
     def block_tables(self) -> Seq[Seq[int]]: ...
 
 

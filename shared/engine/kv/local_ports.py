@@ -106,7 +106,8 @@ class LocalReceivePort:
         writer = KvWriter(
             sequence, self._memory, num_held_tokens=num_held_tokens, shard=self._shard
         )
-        self._receiver.expect(placement_id, writer, bounds)
+        is_private = sequence.is_zero_retention
+        self._receiver.expect(placement_id, writer, bounds, is_private=is_private)
         return writer
 
     async def ready(self, placement_id: bytes) -> None:

@@ -30,7 +30,9 @@ class DirectLink:
         self.headers: list[FrameHeader] = []
         self._fails_at = fails_at
 
-    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
+    async def send(
+        self, header: FrameHeader, fill: Fill, tenant_id: str = "", *, is_private: bool = False
+    ) -> None:
         if len(self.headers) == self._fails_at:
             raise FrameRefused("the link says no")
         self.headers.append(header)

@@ -33,7 +33,9 @@ class FailingLink:
     async def offer(self, placement_id: bytes) -> None:
         self.offered = placement_id
 
-    async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
+    async def send(
+        self, header: FrameHeader, fill: object, tenant_id: str, *, is_private: bool
+    ) -> None:
         await self.is_lost.wait()
         self.num_failed += 1
         raise LinkLost(f"frame {header.sequence_number}")
@@ -44,7 +46,9 @@ class SlowLink:
 
     frame_bytes, frames_under_way = FRAME_BYTES, FRAMES_UNDER_WAY
 
-    async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
+    async def send(
+        self, header: FrameHeader, fill: object, tenant_id: str, *, is_private: bool
+    ) -> None:
         await asyncio.sleep(1.0)
 
 
@@ -126,7 +130,9 @@ def test_frames_are_those_that_the_link_recommends(
     num_under_way: list[int] = [0]
 
     class Accepting(FailingLink):
-        async def send(self, header: FrameHeader, fill: object, tenant_id: str) -> None:
+        async def send(
+            self, header: FrameHeader, fill: object, tenant_id: str, *, is_private: bool
+        ) -> None:
             found.append(header.num_tokens)
             num_under_way.append(num_under_way[-1] + 1)
             await asyncio.sleep(0.1)

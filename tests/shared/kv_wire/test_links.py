@@ -34,6 +34,7 @@ from tests.shared.kv_wire.support import (
     path_of_descriptor,
     payload_of,
 )
+from tests.support.canaries.memory import data_of
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_SLOTS = 4
@@ -303,3 +304,32 @@ async def test_dialer_falls_back_to_tcp(server: KvServer, tmp_path: Path, dialer
         await link.close()
     await other.close()
     assert server.counts.num_frames == 4
+
+
+async def test_private_frames_leave_zeros_at_both_ends(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress
+) -> None:
+    sink, data = RecordingSink(), payload_of(3 << 20)
+    link = await dialer.link(address)
+
+    def num_copies() -> int:
+        of_frame = [frame for frame, _ in sink.frames]
+        found = data_of((link, server), without=(sink.frames, data, *of_frame))
+        return sum(data[:64] in piece for _, piece in found)
+
+    for placement_id, is_private in ((b"placement-a", False), (b"placement-b", True)):
+        server.expect(placement_id, sink, is_private=is_private)
+        await link.send(
+            header(len(data), placement_id=placement_id), fill_with(data), is_private=is_private
+        )
+        assert sink.frames[-1][1] == data
+        assert (num_copies() == 0) is is_private  # the same slots: the last used is the next
+
+
+async def test_late_frames_of_a_private_push_leave_zeros(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress
+) -> None:
+    data, link = payload_of(4096), await dialer.link(address)
+    with pytest.raises(FrameRefused):
+        await link.send(header(4096), fill_with(data), is_private=True)
+    assert not [piece for _, piece in data_of((link, server), without=(data,)) if data in piece]

@@ -204,9 +204,14 @@ class SimulatedReceiver:
         return len(self._placements._expected) + len(self._placements._num_copying)
 
     def expect(
-        self, placement_id: bytes, sink: FrameSink, bounds: PushBounds | None = None
+        self,
+        placement_id: bytes,
+        sink: FrameSink,
+        bounds: PushBounds | None = None,
+        *,
+        is_private: bool = False,
     ) -> None:
-        self._placements.expect(placement_id, sink, bounds)
+        self._placements.expect(placement_id, sink, bounds, is_private=is_private)
 
     def forget(self, placement_id: bytes) -> None:
         self._placements.forget(placement_id)

@@ -38,18 +38,23 @@ class GrammarChecks:
         self._running: dict[Place, asyncio.Task[Verdict]] = {}
         self._verdicts: TenantCache[Verdict] = TenantCache(bounds, of_tenant=of_tenant)
 
-    async def check(self, request: bytes, tenant_id: str, setup: ProcessSetup) -> Verdict:
+    async def check(
+        self, request: bytes, tenant_id: str, setup: ProcessSetup, *, is_retained: bool = True
+    ) -> Verdict:
         """Returns the verdict on `request`, an encoded `GrammarRequest` for the model of `setup`.
-        Raises NoCapacity, and Overloaded if no process becomes free in time.
+        One that is not retained is forgotten then: it has the client's schema. Raises NoCapacity,
+        and Overloaded if no process becomes free in time.
         """
         key = blake2b(request, digest_size=16, key=setup.key.encode()).digest()
-        known = self._verdicts.get(tenant_id, key)
+        known = self._verdicts.get(tenant_id, key) if is_retained else None
         if known is not None:
             return known
         place = (tenant_id, key)
         running = self._running.get(place)
         if running is None:
-            running = start_awaited(self._run(tenant_id, setup, key, request))
+            running = start_awaited(
+                self._run(tenant_id, setup, key, request, is_retained=is_retained)
+            )
             self._running[place] = running
             running.add_done_callback(lambda _: self._running.pop(place))
         # A client that disconnects does not end the check: that would end its process too.
@@ -59,10 +64,11 @@ class GrammarChecks:
         await self._pool.close()  # fails the running checks
 
     async def _run(
-        self, tenant_id: str, setup: ProcessSetup, key: bytes, request: bytes
+        self, tenant_id: str, setup: ProcessSetup, key: bytes, request: bytes, *, is_retained: bool
     ) -> Verdict:
         reply = await self._pool.run(tenant_id, setup, CheckJob(request))
         assert isinstance(reply, Checked | JobRejected), "the reply to a CheckJob"
         num_bytes = len(reply.plan) if isinstance(reply, Checked) else len(reply.reason)
-        self._verdicts.put(tenant_id, key, reply, num_bytes)
+        if is_retained:
+            self._verdicts.put(tenant_id, key, reply, num_bytes)
         return reply

@@ -32,17 +32,21 @@ class RequestGrammars:
         tenant_id: str,
         *,
         continues_text: bool = False,
+        is_retained: bool = True,
     ) -> CheckedPlan | None:
         """Returns the plan within MAX_CHECK_S, or None if the output is unconstrained.
         `continues_text` means that no chat template wrote the prompt, so the output has no markup
-        of the model's family. Raises InvalidRequest, GrammarTooComplex, Overloaded and NoCapacity.
+        of the model's family. A plan that is not retained is made again for the next request.
+        Raises InvalidRequest, GrammarTooComplex, Overloaded and NoCapacity.
         """
         if output is None and (tools is None or tools.choice == "none"):
             return None
         request = encoded_request(output, tools, continues_text=continues_text)
         try:
             async with asyncio.timeout(MAX_CHECK_S):
-                verdict = await self._checks.check(request, tenant_id, self._setup)
+                verdict = await self._checks.check(
+                    request, tenant_id, self._setup, is_retained=is_retained
+                )
         except TimeoutError:  # slow grammars have been rejected before this
             raise Overloaded("too many grammars to check", retry_after_s=1.0) from None
         if isinstance(verdict, JobRejected):

@@ -70,7 +70,9 @@ class Link:
     frame_bytes: int = FRAME_BYTES
     frames_under_way: int = FRAMES_UNDER_WAY
 
-    async def send(self, header: FrameHeader, fill: Fill, tenant_id: str = "") -> None:
+    async def send(
+        self, header: FrameHeader, fill: Fill, tenant_id: str = "", *, is_private: bool = False
+    ) -> None:
         payload = memoryview(bytearray(header.payload_bytes))
         await fill(payload)
         await self.writer.frame(header, payload)

@@ -99,6 +99,7 @@ class GroupPushPort:
             *(placement_id, sequence.tenant_id, sequence.num_tokens, first_token, targets),
             link_key=link_key,
             bounds=bounds,
+            is_zero_retention=sequence.is_zero_retention,
         )
         ranks = [
             rank

@@ -139,6 +139,7 @@ class GroupReceivePort:
             self.link_key(prefill_worker_id, prefill_region),
             bounds,
             prefill_region,
+            sequence.is_zero_retention,
         )
         expected = [self._links.call(rank, command) for rank in self._links.ranks]
         receipt = GroupReceipt(num_held_tokens, self._links.ranks, expected)

@@ -47,6 +47,7 @@ class StartPush(msgspec.Struct, frozen=True, tag=True):
     targets: KvTargets
     link_key: LinkKey | None
     bounds: PushBounds | None = None
+    is_zero_retention: bool = False
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +61,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
     link_key: LinkKey | None
     bounds: PushBounds | None = None
     prefill_region: str | None = None
+    is_zero_retention: bool = False
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):

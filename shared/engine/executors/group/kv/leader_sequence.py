@@ -12,6 +12,7 @@ class LeaderSequence:
     num_tokens: int
     num_cached_tokens: int = 0
     tenant_id: str = ""  # of a push, whose frames take turns with those of other tenants
+    is_zero_retention: bool = False
     block_tables: list[list[int]] = field(default_factory=list)
 
     @property

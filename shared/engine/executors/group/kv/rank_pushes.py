@@ -31,7 +31,11 @@ class RankPushes:
 
     def start(self, command: StartPush) -> Push:
         """The caller awaits `run` of the push."""
-        sequence = LeaderSequence(command.num_tokens, tenant_id=command.tenant_id)
+        sequence = LeaderSequence(
+            command.num_tokens,
+            tenant_id=command.tenant_id,
+            is_zero_retention=command.is_zero_retention,
+        )
         push = self.port.start(
             command.placement_id,
             sequence,

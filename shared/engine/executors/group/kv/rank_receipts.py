@@ -68,7 +68,11 @@ class RankReceipts:
         placement_id = command.placement_id
         receipt = self.port.expect(
             placement_id,
-            LeaderSequence(command.num_tokens, block_tables=command.block_tables),
+            LeaderSequence(
+                command.num_tokens,
+                is_zero_retention=command.is_zero_retention,
+                block_tables=command.block_tables,
+            ),
             num_held_tokens=command.num_held_tokens,
             prefill_worker_id=command.prefill_worker_id,
             bounds=command.bounds,

@@ -84,9 +84,15 @@ class PooledChecks(GrammarChecks):
         super().__init__(self.pool, bounds=bounds, of_tenant=of_tenant)
 
     async def check(
-        self, request: bytes, tenant_id: str, setup: ProcessSetup | None = None
+        self,
+        request: bytes,
+        tenant_id: str,
+        setup: ProcessSetup | None = None,
+        *,
+        is_retained: bool = True,
     ) -> Checked | JobRejected:
-        return await super().check(request, tenant_id, self.setup if setup is None else setup)
+        setup = self.setup if setup is None else setup
+        return await super().check(request, tenant_id, setup, is_retained=is_retained)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -256,6 +262,10 @@ async def test_no_schema_is_read_in_the_gateway(
         found = await grammars.checked_plan(*given, "t")
         assert found is not None and found.plan.grammar.source
     assert len(ran) == 2  # each is planned once
+    for _ in range(2):
+        assert await grammars.checked_plan(output, None, "quiet", is_retained=False)
+    assert len(ran) == 4 and b"quiet" not in repr(checks._verdicts._tenants).encode()
+    del ran[2:]
     assert (
         await grammars.checked_plan(None, msgspec.structs.replace(tools, choice="none"), "t")
         is None
