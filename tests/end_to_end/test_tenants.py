@@ -232,6 +232,21 @@ def test_removed_tenant_leaves_nothing(site: Site) -> None:
     assert again.returncode == 2 and "does not exist" in again.stderr
 
 
+def test_switch_to_zero_retention_drops_what_is_cached(site: Site) -> None:
+    key = site.hearth("tenant", "add", "switched")
+    with site.client(key) as client:
+        chat = body("What is a token? " * 20, max_tokens=4)
+        assert client.post(CHAT, json=chat).status_code == 200
+        wait_until(lambda: site.redis.exists("hearth:switched:prefixes"))
+        assert held_of(site, "switched")["tokens"] > 0
+        site.hearth("tenant", "limits", "switched", "--zero-retention")
+        wait_until(lambda: held_of(site, "switched")["tokens"] == 0)
+        assert client.post(CHAT, json=chat).status_code == 200
+    wait_until(lambda: held_of(site, "switched")["tokens"] == 0, timeout_s=30)
+    found = held_of(site, "switched")
+    assert found["unfinished"] == [] and "records of cached prefixes" not in found["records"]
+
+
 # ── zero retention ───────────────────────────────────────────────────────────────────────────────
 
 CANARY = "CANARY-zq7x-Vorpal"
@@ -316,6 +331,7 @@ def test_zero_retention_tenant_data_is_not_stored(site: Site) -> None:
     asyncio.run(recorder.record(site.cluster.nats_url, action))
     assert statuses == [200, 200, 200, 200, 400, 404, 400, 499]
     wait_until(lambda: usage_of("forgetful", "").encode() in dump(site.redis))
+    assert held_of(site, "forgetful")["tokens"] == 0
     # `forms_in` detects leaks: workers do receive prompts as packed tokens
     assert "packed tokens" in forms_in(recorder.payloads)
     assert not recorder.has_jetstream
