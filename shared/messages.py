@@ -806,9 +806,12 @@ LatencyCounts = Annotated[tuple[Count, ...], Meta(max_length=len(LATENCY_BOUNDS_
 
 
 class SiteRequests(msgspec.Struct, frozen=True, array_like=True):
+    """Requests of a tenant by the site and the region of their last worker; "": unknown."""
+
     site: Name
     tenant_id: Name
     num_requests: Count
+    region: Name = ""
 
 
 class GatewayLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -828,7 +831,7 @@ class GatewayLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     rejections: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=64)] = ()
     # resubmissions by the worker that had the request; those of the last workers
     moved_streams: Annotated[tuple[tuple[ProcessId, Count], ...], Meta(max_length=16)] = ()
-    # requests by the site where they ended and their tenant: the most frequent ones
+    # requests by the site and region where they ended and their tenant: the most frequent ones
     site_requests: Annotated[tuple[SiteRequests, ...], Meta(max_length=64)] = ()
     ttft_counts: LatencyCounts = ()  # requests by time to first token
     itl_counts: LatencyCounts = ()  # tokens by time since the one before

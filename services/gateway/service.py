@@ -248,6 +248,7 @@ class GatewayService:
         metrics.watch_deletions(lambda: self.tenancy.removed.unfinished_s)
         metrics.watch_certificate(lambda: self._web_server.certificate_expires_at)
         metrics.watch_open_streams(lambda: len(self._driver))
+        metrics.watch_regions(self._places.region_of)
         metrics.watch_fleet(self._members)
         if self._sites is not None:
             metrics.watch_copied_tenants(lambda: self.tenancy.copy_counts(self._clock.now()))

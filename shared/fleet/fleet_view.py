@@ -15,8 +15,14 @@ from typing import Any
 import msgspec
 
 from shared.fleet.host_view import HostView, ModelView, host_view, in_order, model_views
-from shared.fleet.link_view import LinkView, LinkViews, TenantSite, tenant_sites
+from shared.fleet.link_view import LinkView, LinkViews
 from shared.fleet.load_rates import load_rates
+from shared.fleet.tenant_views import (
+    TenantRefusal,
+    TenantSite,
+    tenant_refusals,
+    tenant_sites,
+)
 from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import (
     DeviceHealth,
@@ -219,8 +225,12 @@ class FleetView:
         return self._links.views(lambda name: name in self and not self.is_lost(name), models or {})
 
     def tenant_sites(self) -> list[TenantSite]:
-        """Returns where the requests of each tenant ended; empty without links."""
+        """Returns where the requests of each tenant ended; empty without links and regions."""
         return tenant_sites(self._live())
+
+    def tenant_refusals(self) -> list[TenantRefusal]:
+        """Returns what live processes have refused to have of each tenant's data."""
+        return tenant_refusals(self._live())
 
     def _live(self) -> Iterator[Heartbeat]:
         return (each.heartbeat for each in self._known.values() if each.loss is None)

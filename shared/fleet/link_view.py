@@ -43,14 +43,6 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"link to site {self.site}: cut for {self.for_s} s" if self.is_cut else ""
 
 
-class TenantSite(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of a tenant that ended at one site, since the start of the gateways."""
-
-    tenant_id: str
-    site: str
-    num_requests: int
-
-
 class LinkViews:
     """What each process has reported within WINDOW_S."""
 
@@ -146,15 +138,3 @@ def _view(
         num_refused_states=sum(each.num_refused_states for each in loads),
         models=tuple(models)[:MAX_MODELS],
     )
-
-
-def tenant_sites(heartbeats: Iterable[Heartbeat]) -> list[TenantSite]:
-    """Returns the requests by tenant and site, summed over gateways, the most frequent first."""
-    sums: Counter[tuple[str, str]] = Counter()
-    for each in heartbeats:
-        for counted in () if each.gateway is None else each.gateway.site_requests:
-            sums[counted.tenant_id, counted.site] += counted.num_requests
-    return [
-        TenantSite(tenant_id=tenant, site=site, num_requests=count)
-        for (tenant, site), count in sums.most_common()
-    ]

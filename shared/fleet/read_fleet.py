@@ -9,7 +9,8 @@ import msgspec
 
 from shared.fleet.fleet_view import ProcessView
 from shared.fleet.host_view import HostView
-from shared.fleet.link_view import LinkView, TenantSite
+from shared.fleet.link_view import LinkView
+from shared.fleet.tenant_views import TenantRefusal, TenantSite
 from shared.messages import Message, ProcessId, RoleDemand, TotalSeconds
 
 MAX_PROCESSES = 8192
@@ -82,6 +83,7 @@ class FleetRead(Message, frozen=True, kw_only=True):
     demands: tuple[RoleDemand, ...] = ()
     links: tuple[LinkView, ...] = ()
     tenant_sites: tuple[TenantSite, ...] = ()
+    tenant_refusals: tuple[TenantRefusal, ...] = ()
 
     @property
     def sender_id(self) -> str:

@@ -6,13 +6,18 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import redis.asyncio
 
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
-from shared.tenancy.tenant_admin import new_api_key, save_api_key
+from shared.clock import MonotonicClock
+from shared.store import RedisStore
+from shared.tenancy.deletion import kv_drops
+from shared.tenancy.tenant_admin import TenantAdmin, new_api_key, save_api_key
 from tests.chaos.world.workload import Body, requests
 from tests.support.cluster.chaos_cluster import ChaosCluster
 from tests.support.cluster.clients import Exchange, run_exchange
@@ -46,6 +51,38 @@ async def freeze_redis(cluster: ChaosCluster) -> None:
 
 async def thaw_redis(cluster: ChaosCluster) -> None:
     cluster.thaw("redis-server")
+
+
+async def ask_in_the_wrong_region(cluster: ChaosCluster) -> None:
+    """A tenant of another region asks a gateway, which has none."""
+    api_key = new_api_key()
+    async with store_of(cluster) as store:
+        await TenantAdmin(store, time.time).add("bound", {"allowed_regions": ("eu",)}, api_key)
+    headers = {"authorization": f"Bearer {api_key}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+        for url in cluster.urls.values():
+            reply = await client.get(f"{url}/v1/models")
+            assert reply.status_code == 403, reply.text
+
+
+async def remove_without_index(cluster: ChaosCluster) -> None:
+    """The index hangs, and a tenant is removed."""
+    cluster.freeze("kv_index-1")
+    async with store_of(cluster) as store:
+        await kv_drops.order(store, "gone", "removed", time.time())
+
+
+async def thaw_index(cluster: ChaosCluster) -> None:
+    cluster.thaw("kv_index-1")
+
+
+@asynccontextmanager
+async def store_of(cluster: ChaosCluster) -> AsyncIterator[RedisStore]:
+    store = RedisStore(cluster.redis_url, MonotonicClock(), timeout_s=2.0)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def fill_redis(cluster: ChaosCluster) -> None:

@@ -43,7 +43,13 @@ def fleet() -> list[Member]:
     device = DeviceMemory(device="cpu", budget_bytes=2, used_bytes=1)
     hosted = HostedModel(name="m", revision="r", state="hot", device="cpu")
     loads = (
-        heartbeat("gateway-1", gateway=GatewayLoad(), store=StoreLoad(), links=(LINK,)),
+        heartbeat(
+            "gateway-1",
+            gateway=GatewayLoad(),
+            store=StoreLoad(),
+            links=(LINK,),
+            num_refusals=(("gateway", 1),),
+        ),
         heartbeat("scheduler-1", scheduler=SchedulerLoad(demands=(demand("m", 1, 1),))),
         heartbeat("kv_index-1", index=IndexLoad(state="exact")),
         heartbeat("host-1", host=HostLoad(devices=(device,), models=(hosted,))),

@@ -79,6 +79,20 @@ SCENARIOS = (
         "forbidden_lists", ("HearthIndexDegraded",), 80.0, causes.forbid_lists, causes.nothing
     ),
     Scenario(
+        "foreign_region",
+        ("HearthResidencyRefused",),
+        20.0,
+        causes.ask_in_the_wrong_region,
+        causes.nothing,
+    ),
+    Scenario(
+        "stuck_deletion",
+        ("HearthDeletionUnfinished",),
+        85.0,
+        causes.remove_without_index,
+        causes.thaw_index,
+    ),
+    Scenario(
         "full_log",
         ("HearthEventLoopHangs",),
         30.0,

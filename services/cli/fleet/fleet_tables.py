@@ -12,7 +12,7 @@ from services.cli.fleet.demand_table import table_of_demands
 from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.gpu_health import health_text
 from services.cli.fleet.host_tables import STYLES, failures_of, table_of_hosts, table_of_models
-from services.cli.fleet.link_tables import tables_of_links
+from services.cli.fleet.link_tables import tables_of_links, tables_of_tenants
 from services.cli.fleet.recent_faults import restarts_text
 from services.cli.fleet.rejection_table import capacity_note, table_of_day, table_of_rejections
 from services.cli.fleet.report import FleetReport
@@ -37,7 +37,8 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
         _workers(workers, width, wall_s),
         _services(services, width, wall_s),
         _servers((("redis", report.redis), ("nats", report.nats)), width, wall_s),
-        *tables_of_links(report.links, report.tenant_sites, width, wall_s),
+        *tables_of_links(report.links, width, wall_s),
+        *tables_of_tenants(report.tenant_sites, report.tenant_refusals, width),
     ]
     if report.recent is not None:
         shown.append(Text(_figures(report.recent)))

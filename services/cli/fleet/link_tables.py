@@ -1,4 +1,4 @@
-"""The tables of links to other sites, and of the sites where the requests of tenants ran."""
+"""The tables of links to other sites, of where requests of tenants ran, and of what was refused."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from rich.text import Text
 
 from services.cli.fleet.fitted_table import Column, fitted_table
 from services.cli.fleet.times import since
-from shared.fleet.link_view import LinkView, TenantSite
+from shared.fleet.link_view import LinkView
+from shared.fleet.tenant_views import TenantRefusal, TenantSite
 
 MAX_TENANTS = 8
 UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 
-def tables_of_links(
-    links: Sequence[LinkView], tenant_sites: Sequence[TenantSite], width: int, wall_s: float
-) -> list[RenderableType]:
+def tables_of_links(links: Sequence[LinkView], width: int, wall_s: float) -> list[RenderableType]:
     """Returns nothing without links."""
     if not links:
         return []
@@ -37,21 +36,32 @@ def tables_of_links(
         Column("link", lambda each: _state(each, wall_s)),
     )
     cut = [Text(each.loss, style="red") for each in links if each.is_cut]
-    shown: list[RenderableType] = [Group(fitted_table(columns, links, width), *cut)]
-    return [*shown, *_tenants(tenant_sites, width)]
+    return [Group(fitted_table(columns, links, width), *cut)]
 
 
-def _tenants(counts: Sequence[TenantSite], width: int) -> list[RenderableType]:
-    """Returns the busiest tenants, with their requests at each site."""
-    sites: dict[str, list[str]] = {}
+def tables_of_tenants(
+    sites: Sequence[TenantSite], refusals: Sequence[TenantRefusal], width: int
+) -> list[RenderableType]:
+    """Returns a table for each of the two, if there is anything to show."""
+    return [
+        *_by_tenant("requests by site and region", sites, width),
+        *_by_tenant("refused outside of its regions", refusals, width),
+    ]
+
+
+def _by_tenant(
+    heading: str, counts: Sequence[TenantSite] | Sequence[TenantRefusal], width: int
+) -> list[RenderableType]:
+    """Returns the first tenants, each with its counts."""
+    texts: dict[str, list[str]] = {}
     for each in counts:
-        sites.setdefault(each.tenant_id, []).append(f"{each.site} {each.num_requests:,}")
-    if not sites:
+        texts.setdefault(each.tenant_id, []).append(str(each))
+    if not texts:
         return []
-    rows = [(tenant, ", ".join(where)) for tenant, where in sites.items()]
+    rows = [(tenant, ", ".join(found)) for tenant, found in texts.items()]
     columns: tuple[Column[tuple[str, str]], ...] = (
         Column("tenant", lambda row: escape(row[0])),
-        Column("requests by site", lambda row: escape(row[1])),
+        Column(heading, lambda row: escape(row[1])),
     )
     table = fitted_table(columns, rows[:MAX_TENANTS], width)
     if len(rows) <= MAX_TENANTS:

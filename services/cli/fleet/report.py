@@ -12,7 +12,7 @@ import msgspec
 from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView, in_order_of_roles
 from shared.fleet.host_view import HostView, ModelView
-from shared.fleet.link_view import LinkView, TenantSite
+from shared.fleet.link_view import LinkView
 from shared.fleet.read_fleet import (
     FleetRead,
     RecentFigures,
@@ -20,6 +20,7 @@ from shared.fleet.read_fleet import (
     Rejection,
     ServerView,
 )
+from shared.fleet.tenant_views import TenantRefusal, TenantSite
 from shared.messages import RoleDemand
 
 UNKNOWN = ServerView(state="unknown")
@@ -45,6 +46,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     restarts: Sequence[Restarts] = ()  # of a local cluster, within the last hour
     links: Sequence[LinkView] = ()
     tenant_sites: Sequence[TenantSite] = ()
+    tenant_refusals: Sequence[TenantRefusal] = ()
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
                 models=models,
                 links=view.links(),
                 tenant_sites=view.tenant_sites(),
+                tenant_refusals=view.tenant_refusals(),
             )
         known = {each.process_id: each for each in read.processes}
         return cls(
@@ -86,6 +89,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
             models=models,
             links=read.links,
             tenant_sites=read.tenant_sites,
+            tenant_refusals=read.tenant_refusals,
         )
 
     @property
@@ -100,8 +104,8 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> bytes:
         """Encodes the report. `roles` is there only if a scheduler advises, `hosts` and `models`
-        only if there is a host, `links` and `tenant_sites` only with links, `restarts` only after
-        one.
+        only if there is a host, `links` only with links, `tenant_sites` with links or regions,
+        `tenant_refusals` and `restarts` only after one.
         """
         line: dict[str, Any] = {
             "workers": [row for row in self.rows if row.is_worker],
@@ -119,7 +123,11 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.demands:
             line["roles"] = self.demands
         if self.links:
-            line |= {"links": self.links, "tenant_sites": self.tenant_sites}
+            line["links"] = self.links
+        if self.links or self.tenant_sites:
+            line["tenant_sites"] = self.tenant_sites
+        if self.tenant_refusals:
+            line["tenant_refusals"] = self.tenant_refusals
         if self.hosts:
             line |= {"hosts": self.hosts, "models": self.models}
         return msgspec.json.encode(line)

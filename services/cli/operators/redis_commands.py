@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -18,7 +19,16 @@ RedisUrl = Annotated[
 ]
 
 app = typer.Typer()
-MAX_SHOWN = 10_000
+MAX_SHOWN = 30_000
+DEFAULT_SHOWN = 50
+
+
+class AuditKind(StrEnum):
+    """The kinds of `shared.tenancy.audit`, which is imported only where it is used."""
+
+    COMMAND = "command"
+    DELETION = "deletion"
+    REFUSAL = "refusal"
 
 
 @app.command(
@@ -79,17 +89,34 @@ def _password(role: str) -> str:
     return found
 
 
-@app.command(rich_help_panel=OPERATE, epilog="Example:  hearth audit --count 1000 --json | jq")
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog="Examples:  hearth audit --kind refusal  ·  hearth audit --jsonl > audit.jsonl",
+)
 def audit(
     count: Annotated[
-        int, typer.Option(min=1, max=MAX_SHOWN, help="The last so many commands.")
-    ] = 50,
+        int | None,
+        typer.Option(min=1, max=MAX_SHOWN, help="The last so many (default: 50; JSON Lines: all)."),
+    ] = None,
+    kind: Annotated[
+        list[AuditKind] | None,
+        typer.Option(help="command, deletion or refusal; may be repeated (default: all)."),
+    ] = None,
     redis_url: RedisUrl = None,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help="JSON Lines: an object a line, the oldest first.")
+    ] = False,
 ) -> None:
-    """Show the last commands of operators: who, what, when. Redis holds some 10,000."""
-    from services.cli.operators.audit_table import read_audit, show_audit
+    """Show commands of operators, deletions of tenants' data and refusals: who, what, when. Redis
+    holds some 10,000 of each kind.
+    """
+    from services.cli.operators.audit_table import print_lines, read_audit, show_audit
     from services.cli.output import print_json
 
-    lines = read_audit(redis_url, count)
-    print_json(lines) if json else show_audit(lines)
+    num_shown = count or (MAX_SHOWN if jsonl else DEFAULT_SHOWN)
+    lines = read_audit(redis_url, num_shown, [each.value for each in kind or AuditKind])
+    if jsonl:
+        print_lines(lines)
+    else:
+        print_json(lines) if json else show_audit(lines)

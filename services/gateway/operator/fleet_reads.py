@@ -49,6 +49,7 @@ class FleetReads:
             demands=self._cluster.demands(),
             links=self._cluster.links(),
             tenant_sites=self._cluster.tenant_sites(),
+            tenant_refusals=self._cluster.tenant_refusals(),
         )
 
     def _recent(self) -> RecentFigures | None:

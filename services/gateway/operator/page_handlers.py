@@ -34,6 +34,7 @@ def page_handlers(
     guards: list[Guard] = [host_check, cluster.authorize]
     snapshot = _HIDDEN("/v1/cluster", guards=guards)(cluster.snapshot)
     tenants = _HIDDEN("/v1/cluster/tenants", guards=guards)(cluster.tenants)
+    audit = _HIDDEN("/v1/cluster/audit", guards=guards)(cluster.audit)
     events = route(
         "/v1/cluster/events", http_method=HttpMethod.GET, include_in_schema=False, guards=guards
     )
@@ -46,7 +47,7 @@ def page_handlers(
         guards=guards,
     )
     handlers: list[HTTPRouteHandler] = [
-        *(snapshot, tenants, events(cluster.events), targets, inject(faults.inject))
+        *(snapshot, tenants, audit, events(cluster.events), targets, inject(faults.inject))
     ]
     if not has_page:
         handlers.append(_HIDDEN("/")(_index))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.gateway.tenancy.errors import (
     ModelNotAllowed,
     NoRegionAllowed,
+    PermissionDenied,
     ZeroRetentionRejected,
 )
 from shared.tenancy.tenant import TenantRecord
@@ -32,20 +35,38 @@ def may_store(tenant: TenantRecord, region: str) -> bool:
     return not tenant.is_zero_retention and (regions is None or region in regions)
 
 
+# Called with a tenant's id, the feature that would store its text, and why it may not.
+OnRefused = Callable[[str, str, PermissionDenied], None]
+
+
+def ignore_refusal(tenant_id: str, what: str, error: PermissionDenied) -> None:
+    """Takes a refusal that nobody records."""
+
+
 def check_may_store(
-    tenant: TenantRecord, region: str, what: str, *, param: str | None = None
+    tenant: TenantRecord,
+    region: str,
+    what: str,
+    *,
+    param: str | None = None,
+    on_refused: OnRefused = ignore_refusal,
 ) -> None:
     """Raises ZeroRetentionRejected or NoRegionAllowed if text may not be stored. `what` names the
     feature that would store it.
     """
+    if may_store(tenant, region):
+        return
+    error: PermissionDenied
     if tenant.is_zero_retention:
-        raise ZeroRetentionRejected(
+        error = ZeroRetentionRejected(
             f"{what}: its text is stored; this tenant has zero retention", param=param
         )
-    if not may_store(tenant, region):
-        raise NoRegionAllowed(
+    else:
+        error = NoRegionAllowed(
             f"{what}: this gateway is in none of the tenant's regions", param=param
         )
+    on_refused(tenant.tenant_id, what, error)
+    raise error
 
 
 def priority_of(tenant: TenantRecord, requested: int | None) -> int:

@@ -1,13 +1,17 @@
-"""Writes into the audit log what processes have refused, as their heartbeats report it.
+"""Writes into the audit log what processes have refused, as their heartbeats report it, and what
+this gateway has refused to store of text.
 
-Each gateway hears all of them. Redis remembers how much of each kind is in the log, so that of
+Each gateway hears all heartbeats. Redis remembers how much of each kind is in the log, so that of
 several gateways one writes a line, and a gateway that starts repeats none.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import structlog
 
+from services.gateway.tenancy.errors import PermissionDenied
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.messages import Heartbeat
@@ -36,10 +40,12 @@ Kind = tuple[str, int, str, str, str]  # process, epoch, check, tenant, region
 
 
 class RefusalAudit:
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(self, store: Store, clock: Clock, process_id: str = "") -> None:
         self._store = store
         self._clock = clock
+        self._process_id = process_id
         self._increases = RefusalIncreases()
+        self._own: Counter[tuple[str, str, str]] = Counter()  # tenant, what, code
         self._pending: dict[Kind, tuple[int, str]] = {}  # the count, and the process's region
 
     def observe(self, heartbeat: Heartbeat) -> None:
@@ -49,6 +55,12 @@ class RefusalAudit:
             if kind in changed and len(self._pending) < MAX_PENDING:
                 found = (heartbeat.process_id, heartbeat.epoch, *kind)
                 self._pending[found] = each.count, heartbeat.region
+
+    def refused(self, tenant_id: str, what: str, error: PermissionDenied) -> None:
+        """Takes a refusal of this gateway to store text of a tenant: of what, and why."""
+        kind = (tenant_id, what, error.code)
+        if kind in self._own or len(self._own) < MAX_PENDING:
+            self._own[kind] += 1
 
     async def run(self) -> None:
         while True:
@@ -61,6 +73,16 @@ class RefusalAudit:
 
     async def flush(self) -> None:
         """Writes what has come since the last call. Raises StoreUnavailable."""
+        for own in list(self._own):
+            tenant_id, what, code = own
+            count, shown = self._own[own], {"tenant": tenant_id, "count": self._own[own]}
+            arguments = audit.shown_arguments({}, shown)
+            line = audit.line_command(
+                self._process_id, f"refuse {what}", arguments, code, "refusal"
+            )
+            await self._store.write([line])
+            self._own[own] -= count
+            self._own += Counter()  # without zeros
         for kind, (count, own_region) in list(self._pending.items()):
             process_id, epoch, check, tenant_id, region = kind
             name = "|".join((process_id, str(epoch), check, tenant_id, region))

@@ -63,7 +63,7 @@ class Tenancy:
         self._clock, self._classes = clock, classes
         self.usage = UsageCounter(stores.fast, clock, writer_id=writer_id, now=wall_clock)
         self.removed = RemovedTenants(stores.slow, clock, wall_clock)
-        self.refusal_audit = RefusalAudit(stores.slow, clock)
+        self.refusal_audit = RefusalAudit(stores.slow, clock, config.process_id)
         self.redis_memory = RedisMemory(
             stores.slow,
             clock,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.fleet.fleet_view import FleetView
-from shared.fleet.link_view import TenantSite
+from shared.fleet.tenant_views import TenantSite
 from shared.messages import (
     GatewayLoad,
     Heartbeat,
@@ -71,10 +71,10 @@ def test_requests_of_tenants_are_summed_by_site() -> None:
     view = FleetView()
     for name in ("gateway-1", "gateway-2"):
         load = GatewayLoad(
-            site_requests=(SiteRequests("a", "t", 1), SiteRequests("b", "t", 4)),
+            site_requests=(SiteRequests("a", "t", 1), SiteRequests("b", "t", 4, "us")),
         )
         view.observe(beat(name, 1, gateway=load), 0.0)
     assert view.tenant_sites() == [
-        TenantSite(tenant_id="t", site="b", num_requests=8),
+        TenantSite(tenant_id="t", site="b", region="us", num_requests=8),
         TenantSite(tenant_id="t", site="a", num_requests=2),
     ]

@@ -42,6 +42,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         region=parts.config.region,
         region_classes=parts.config.own_classes,
         root_key=root_key(parts.config.cluster_secret),
+        on_refused=parts.tenancy.refusal_audit.refused,
     )
     watcher = PublicPrefixWatcher(
         preparer.public,

@@ -20,7 +20,12 @@ from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.tenancy.errors import PermissionDenied
-from services.gateway.tenancy.permissions import check_may_store, may_store
+from services.gateway.tenancy.permissions import (
+    OnRefused,
+    check_may_store,
+    ignore_refusal,
+    may_store,
+)
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -55,6 +60,7 @@ class PrefixStore:
         region: str = "",
         region_classes: Sequence[str] = (),
         root_key: bytes = b"",
+        on_refused: OnRefused = ignore_refusal,
     ) -> None:
         """`max_all_bytes`: returns the bytes that the prefixes of all tenants may take in Redis.
         `region`: this gateway's region, in `region_classes`. `wall_clock`: returns unix seconds,
@@ -63,6 +69,7 @@ class PrefixStore:
         self._root_key = root_key
         self._region = region
         self._classes = region_classes
+        self._on_refused = on_refused
         self._max_all_bytes = max_all_bytes
         self._requests = health_monitor.requests
         self._store = store
@@ -87,7 +94,7 @@ class PrefixStore:
         AllPrefixesFull, PermissionDenied and its subclasses, StoreUnavailable, and the errors of
         `charge`.
         """
-        check_may_store(tenant, self._region, "a prefix")
+        check_may_store(tenant, self._region, "a prefix", on_refused=self._on_refused)
         if not re.match(NAME_PATTERN, name):
             raise InvalidRequest(
                 "a prefix's name has 1 to 64 letters, digits, dots, dashes and underscores, and "

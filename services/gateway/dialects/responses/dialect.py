@@ -32,6 +32,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         ttl_s=config.response_ttl_s,
         max_all_bytes=lambda: memory.max_response_bytes,
         bulk=stores.bulk,
+        on_refused=parts.tenancy.refusal_audit.refused,
     )
     secret = config.cluster_secret
     seal = Seal(secret, parts.randomness.bytes) if secret else None

@@ -38,7 +38,7 @@ from shared.telemetry.timeline import Timeline
 
 NAMES = ("hearth", "vllm")
 MAX_CODES = 64  # codes of rejections that heartbeats report
-MAX_SITE_REQUESTS = 64  # pairs of site and tenant that they report
+MAX_SITE_REQUESTS = 64  # triples of site, region and tenant that they report
 
 
 class OwnCollector(Collector):
@@ -79,8 +79,8 @@ class OwnCollector(Collector):
         )
         self.site_requests = LabelCounts(
             "hearth_site_requests",
-            "Ended requests by the site of their last worker; only with links to others.",
-            *("site", "tenant"),
+            "Ended requests by the site and the region of their last worker, where it has any.",
+            *("site", "region", "tenant"),
         )
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0
@@ -152,6 +152,7 @@ class GatewayMetrics:
         self._members: Callable[[], Iterable[Member]] = tuple
         self.stopped_workers = StoppedWorkers()
         self._num_open_streams: Callable[[], int] = lambda: 0
+        self._region_of: Callable[[str], str] = lambda process_id: ""
         self._tenants = TenantLabels()
         self._load: Counter[str] = Counter()  # keys are fields of GatewayLoad
         self.rejections: Counter[str] = Counter()  # requests without any output, by error code
@@ -173,6 +174,10 @@ class GatewayMetrics:
 
     def watch_open_streams(self, count: Callable[[], int]) -> None:
         self._num_open_streams = count
+
+    def watch_regions(self, region_of: Callable[[str], str]) -> None:
+        """Counts requests by the region of a process; "": it has none."""
+        self._region_of = region_of
 
     def watch_loaded_models(self, count: Callable[[], int]) -> None:
         self.own.num_loaded_models = count
@@ -241,9 +246,10 @@ class GatewayMetrics:
         if is_failed and not is_lost:  # its client got an error instead of any output
             self.rejections[outcome] += 1
         self.own.requests.add(model, dialect, outcome, self._tenants.of(tenant))
-        if self._site and worker_id is not None:
-            site = site_in(worker_id) or self._site
-            self.own.site_requests.add(site, self._tenants.of(tenant))
+        if worker_id is not None:
+            site, region = site_in(worker_id) or self._site, self._region_of(worker_id)
+            if site or region:
+                self.own.site_requests.add(site, region, self._tenants.of(tenant))
 
     def count_tokens(self, *, model: str, tenant: str, **kinds: int) -> None:
         """Adds the tokens of a request by kind: prompt, cached, output, reasoning."""
@@ -318,7 +324,9 @@ class GatewayMetrics:
 
     def _site_requests(self) -> tuple[SiteRequests, ...]:
         counts = self.own.site_requests.counts.most_common(MAX_SITE_REQUESTS)
-        return tuple(SiteRequests(site, tenant, count) for (site, tenant), count in counts)
+        return tuple(
+            SiteRequests(site, tenant, count, region) for (site, region, tenant), count in counts
+        )
 
     def _latencies(self, name: str) -> tuple[int, ...]:
         """Returns the values of all models by bucket of LATENCY_BOUNDS_S."""

@@ -20,8 +20,9 @@ from services.gateway.operator.cluster.rejected_day import RejectedDay, Rejected
 from services.gateway.operator.cluster.rejections import Rejections
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import HostView, ModelView
-from shared.fleet.link_view import LinkView, TenantSite
+from shared.fleet.link_view import LinkView
 from shared.fleet.read_fleet import Rejection
+from shared.fleet.tenant_views import TenantRefusal, TenantSite
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import GatewayLoad, Heartbeat, RoleDemand
 from shared.model_registry.record import RegisteredModel
@@ -239,6 +240,9 @@ class ClusterView:
 
     def tenant_sites(self) -> tuple[TenantSite, ...]:
         return tuple(self._view.tenant_sites())
+
+    def tenant_refusals(self) -> tuple[TenantRefusal, ...]:
+        return tuple(self._view.tenant_refusals())
 
     def _processes(self) -> dict[str, Fields]:
         return {each.process_id: self._fields(each) for each in self.rows()}

@@ -16,7 +16,7 @@ import structlog
 
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import Clock
-from shared.fleet.link_view import TenantSite
+from shared.fleet.tenant_views import TenantRefusal, TenantSite
 from shared.store import Store, StoreUnavailable
 from shared.tenancy.rate_limit import RATES, enforced_limits
 from shared.tenancy.tenant import USAGE_KINDS, TenantRecord, UsageRow
@@ -50,7 +50,9 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     num_open: int
     limits: list[LimitUse]
-    sites: str = ""  # where its requests ended, as `a 12, b 3`, since the start of the gateways
+    # where its requests ended, as `a/fr 12, b/de 3`, since the start of the gateways
+    sites: str = ""
+    refused: str = ""  # of its data, by check and region, as `decode 2 (us)`
 
 
 class TenantsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +75,13 @@ class TenantUsage:
         clock: Clock,
         wall: Callable[[], float],
         ran: Callable[[], Sequence[TenantSite]] = tuple,
+        refused: Callable[[], Sequence[TenantRefusal]] = tuple,
     ) -> None:
-        """`ran` returns where the requests of tenants ended; nothing without links."""
+        """`ran` returns where the requests of tenants ended, nothing without links and regions;
+        `refused` what was refused of their data.
+        """
         self._ran = ran
+        self._refused = refused
         self._admin = TenantAdmin(store, wall)
         self._clock = clock
         self._wall = wall
@@ -98,13 +104,15 @@ class TenantUsage:
     async def _read(self) -> TenantsReport:
         day, tenants = day_of(self._wall()), await self._admin.all()
         shown = dict(list(tenants.items())[:MAX_TENANTS])
-        usage, ran = await self._admin.usage(list(shown), [day]), self._ran()
+        usage = await self._admin.usage(list(shown), [day])
+        ran, refused = self._ran(), self._refused()
         rows = [
             await self._row(
                 name,
                 record,
                 [each for each in usage if each.tenant_id == name],
                 [each for each in ran if each.tenant_id == name],
+                [each for each in refused if each.tenant_id == name],
             )
             for name, record in shown.items()
         ]
@@ -116,6 +124,7 @@ class TenantUsage:
         record: TenantRecord | None,
         usage: list[UsageRow],
         ran: list[TenantSite],
+        refused: list[TenantRefusal],
     ) -> TenantUse:
         """Returns a tenant's row. `record` is None if it is unreadable."""
         known = TenantRecord(tenant_id=tenant_id) if record is None else record
@@ -129,5 +138,6 @@ class TenantUsage:
             **{kind: sums[kind] for kind in USAGE_KINDS},
             num_open=state.num_open,
             limits=[LimitUse(name, used[name], limit) for name, limit in limits.items()],
-            sites=", ".join(f"{each.site} {each.num_requests:,}" for each in ran),
+            sites=", ".join(map(str, ran)),
+            refused=", ".join(map(str, refused)),
         )

@@ -24,10 +24,10 @@ export async function watchTenants(signal) {
 
 function draw({ is_current: isCurrent, day, num_tenants: num, tenants }) {
   const rest = num > tenants.length ? ` ${count(tenants.length)} of ${count(num)} tenants.` : "";
-  const stale = isCurrent ? "" : "Redis does not answer: these figures are old. ";
-  setText(byId("tenants-status"), `${stale}Used today (${day || "unknown"}, UTC), by all gateways.${rest}`);
+  const stale = isCurrent ? "" : "Redis is away: old figures. ";
+  setText(byId("tenants-status"), `${stale}Used today (${day || "unknown"}, UTC).${rest}`);
   byId("tenants-body").replaceChildren(...tenants.map((each) => make("tr", {},
-    make("th", { scope: "row", class: "who" }, each.tenant_id, make("p", { class: "hint" }, each.sites)), ...AMOUNTS.map((name) => make("td", {}, count(each[name]))),
+    make("th", { scope: "row", class: "who" }, each.tenant_id, make("p", { class: "hint" }, each.sites, each.refused && ` refused: ${each.refused}`)), ...AMOUNTS.map((name) => make("td", {}, count(each[name]))),
     make("td", {}, ...(each.limits.length ? each.limits.map(limit) : ["none"])))));
 }
 

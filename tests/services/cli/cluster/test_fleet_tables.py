@@ -15,7 +15,7 @@ from services.cli.fleet.times import since
 from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import ModelView
-from shared.fleet.link_view import LinkView, TenantSite
+from shared.fleet.link_view import LinkView
 from shared.fleet.read_fleet import (
     FleetRead,
     RecentFigures,
@@ -23,6 +23,7 @@ from shared.fleet.read_fleet import (
     Rejection,
     ServerView,
 )
+from shared.fleet.tenant_views import TenantRefusal, TenantSite
 from shared.messages import RoleDemand
 from tests.support.grids import in_one_test
 
@@ -162,13 +163,15 @@ def test_links_and_where_the_requests_of_tenants_ran(width: int) -> None:
         TenantSite(tenant_id=tenant, site=site, num_requests=5)
         for tenant, site in (("t1", "a"), ("t1", "b"), *((f"u{n}", "a") for n in range(9)))
     )
-    found = report(GATEWAY, links=links, tenant_sites=ran)
+    refused = (TenantRefusal(tenant_id="t1", check="decode", region="us", count=3),)
+    found = report(GATEWAY, links=links, tenant_sites=ran, tenant_refusals=refused)
     assert not found.is_sound
     console = Console(width=width)
     with console.capture() as captured:
         console.print(tables(found, width, NOON))
     shown = captured.get()
     assert "link to site c: cut for 12 s" in shown and "21.3 ms" in shown
+    assert "decode 3 (us)" in shown
     assert "a 5, b 5" in shown and "and 2 other tenants: hearth status --json" in shown
     if width == 200:
         assert "1.2 kB/s" in shown and "connected since 11:59:00Z" in shown

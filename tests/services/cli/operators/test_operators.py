@@ -20,9 +20,10 @@ RUNNER = CliRunner()
 @pytest.fixture
 def url(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("HEARTH_REDIS_URL", redis_server.url)
-    yield redis_server.url
     client = redis.Redis.from_url(redis_server.url)
-    client.delete(audit.AUDIT, *client.keys("hearth:*audited*"))
+    client.delete(*audit.STREAMS.values())  # other tests have refusals there
+    yield redis_server.url
+    client.delete(*audit.STREAMS.values(), *client.keys("hearth:*audited*"))
     client.close()
 
 
@@ -79,6 +80,21 @@ def test_what_was_changed_is_recorded_whole(url: str) -> None:
         "allowed_regions": "()",
         "is_zero_retention": False,
     }
+
+
+def test_kinds_are_chosen_and_exported_as_json_lines(url: str) -> None:
+    client = redis.Redis.from_url(url)
+    hearth("tenant", "add", "audited-4")
+    for kind in ("deletion", "refusal"):
+        fields = {"kind": kind, "who": "p", "command": kind, "arguments": "{}", "outcome": "done"}
+        client.xadd(audit.STREAMS[kind], fields)
+    every = [json.loads(each) for each in hearth("audit", "--jsonl").stdout.splitlines()]
+    assert [each["kind"] for each in every] == ["command", "deletion", "refusal"]
+    chosen = hearth("audit", "--jsonl", "--kind", "refusal", "--kind", "deletion", "--count", "1")
+    assert [json.loads(each)["kind"] for each in chosen.stdout.splitlines()] == ["refusal"]
+    assert hearth("audit", "--kind", "other").exit_code == 2
+    client.delete(*audit.STREAMS.values())
+    client.close()
 
 
 def test_stream_is_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

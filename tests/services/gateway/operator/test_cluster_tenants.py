@@ -12,8 +12,9 @@ import pytest
 from services.gateway.operator.cluster.tenants import READ_S, TenantUsage
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
-from shared.fleet.link_view import TenantSite
+from shared.fleet.tenant_views import TenantRefusal, TenantSite
 from shared.store import RedisStore
+from shared.tenancy import audit
 from shared.tenancy.tenant import usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.gateway.conftest import API_KEY, Cluster
@@ -39,7 +40,8 @@ class Scene:
         self.store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
         self.admin = TenantAdmin(self.store, lambda: NOW)
         ran = [TenantSite(tenant_id="one", site=site, num_requests=1200) for site in "ab"]
-        self.usage = TenantUsage(self.store, self.clock, lambda: NOW, lambda: ran)
+        refused = [TenantRefusal(tenant_id="one", check="decode", region="us", count=2)]
+        self.usage = TenantUsage(self.store, self.clock, lambda: NOW, lambda: ran, lambda: refused)
 
     async def use(self, tenant_id: str, model: str, **counts: int) -> None:
         key = usage_of(tenant_id, day_of(NOW))
@@ -73,6 +75,7 @@ async def test_rows_sum_the_models_of_a_day_and_have_the_limits(scene: Scene) ->
         ("concurrency", 0, 2),
     ]
     assert (rows["two"]["requests"], rows["two"]["sites"]) == (0, "")
+    assert (one["refused"], rows["two"]["refused"]) == ("decode 2 (us)", "")
     assert rows["two"]["limits"] == []
 
 
@@ -106,3 +109,18 @@ async def test_only_the_operator_reads_tenants(cluster: Cluster) -> None:
         found = await beside.http.get(path, headers={"authorization": f"Bearer {TOKEN}"})
         assert found.headers["cache-control"] == "no-store"
         assert "tenant-1" in {each["tenant_id"] for each in found.json()["tenants"]}
+
+
+async def test_operator_reads_deletions_and_refusals(cluster: Cluster) -> None:
+    async with cluster.beside(operator_token=TOKEN) as beside:
+        store = beside.gateway.tenancy.stores.slow
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        for kind in audit.AUDIT_KINDS:
+            await store.write([audit.line_command("p", "c", "{}", "done", kind)])
+        path = "/v1/cluster/audit"
+        assert (await beside.http.get(path)).status_code == 401
+        found = (await beside.http.get(path, headers=headers)).json()
+        assert {each["kind"] for each in found} == {"deletion", "refusal"}
+        for count in ("0", "x"):
+            refused = await beside.http.get(f"{path}?count={count}", headers=headers)
+            assert refused.status_code == 400 and "count" in refused.text

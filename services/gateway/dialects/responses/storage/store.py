@@ -24,7 +24,12 @@ from services.gateway.dialects.responses.storage.record import (
     ResponseRecord,
     decoded_record,
 )
-from services.gateway.tenancy.permissions import check_may_store, may_store
+from services.gateway.tenancy.permissions import (
+    OnRefused,
+    check_may_store,
+    ignore_refusal,
+    may_store,
+)
 from shared.background import Background
 from shared.clock import Clock
 from shared.errors import PayloadTooLarge
@@ -72,12 +77,14 @@ class ResponseStore:
         max_bytes: int = MAX_BYTES_PER_TENANT,
         max_all_bytes: Callable[[], int],
         bulk: Store | None = None,
+        on_refused: OnRefused = ignore_refusal,
     ) -> None:
         self._store = store
         self._bulk = store if bulk is None else bulk
         self._clock = clock
         self._region = region
         self._classes = class_argument(region_classes)
+        self._on_refused = on_refused
         self._now = now
         self._count = count
         self._ttl_s = ttl_s
@@ -92,7 +99,7 @@ class ResponseStore:
 
     def check_may_store(self, tenant: TenantRecord, param: str) -> None:
         """Raises ZeroRetentionRejected and NoRegionAllowed."""
-        check_may_store(tenant, self._region, param, param=param)
+        check_may_store(tenant, self._region, param, param=param, on_refused=self._on_refused)
 
     async def check_available(self, tenant: TenantRecord) -> None:
         """Raises StoreUnavailable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from shared.messages import MatchPrefix, PrefixMatch, PrefixMatches, Request
 from shared.packing import unpack_hashes, unpack_token_ids
 from shared.store import RedisStore
 from shared.subjects import KV_INDEX_GROUP, MATCH
-from shared.tenancy import pinned_prefix
+from shared.tenancy import audit, pinned_prefix
 from shared.tenancy.pinned_prefix import MAX_PER_TENANT, PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
@@ -224,6 +225,11 @@ async def test_tenant_without_permission_stores_no_prefix(
     response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
     check_envelope(response, 403, code, "model" if code == "model_not_allowed" else None)
     assert await pinned_prefix.entries(store, "tenant-2") == {}
+    if code == "zero_retention":
+        await cluster.gateway.tenancy.refusal_audit.flush()
+        line = (await audit.newest(store, 1, ["refusal"]))[0]
+        assert (line.who, line.command) == ("gateway-1", "refuse a prefix")
+        assert (line.outcome, json.loads(line.arguments)["tenant"]) == (code, "tenant-2")
 
 
 @pytest.mark.parametrize(
