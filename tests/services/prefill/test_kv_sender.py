@@ -114,7 +114,7 @@ async def test_nothing_is_sent_outside_of_the_regions(regions: set[str], peer_re
 async def test_a_push_with_bounds_is_offered_first() -> None:
     sender = _sender_over(link := FailingLink(), PushBounds(frozenset({"fr", "de"}), "de"))
     link.is_lost.set()
-    sender.computed(BLOCK_SIZE)
+    sender.computed(3 * BLOCK_SIZE)
     with pytest.raises(LinkLost):
         await sender.run()
     assert link.offered == b"p"
