@@ -96,7 +96,9 @@ def test_every_family_has_a_model() -> None:
         return FAMILIES[architecture].__module__
 
     sized = {configured_in(families.FAMILIES[name].architecture) for name, _ in SIZES.values()}
-    assert sized == {configured_in(architecture) for architecture in FAMILIES}
+    # A family with images launches the kernels of its text model: torch computes the encoder.
+    configured = {configured_in(architecture) for architecture in FAMILIES}
+    assert sized == {each for each in configured if ".vision." not in each}
 
 
 @pytest.mark.parametrize(("case", "mode"), cases((*SHORT, FP8_LATENTS)))

@@ -130,6 +130,10 @@ ALL_COMMANDS = {each for role in REDIS_ROLES.values() for each in role.commands}
 
 
 async def test_gateway_stores_responses_within_the_memory_of_redis(server: RedisServer) -> None:
+    operator = RedisStore(url_of(server, "operator"), MonotonicClock(), timeout_s=2.0)
+    for tenant in ("acme", "other"):
+        await TenantAdmin(operator, lambda: 0.0).add(tenant, {}, f"key of {tenant}")
+    await operator.close()
     store = RedisStore(url_of(server, "gateway"), MonotonicClock(), timeout_s=2.0)
     memory = RedisMemory(store, MonotonicClock())
     await memory.read()
