@@ -118,7 +118,10 @@ class Day:
         random = Random(f"{self.seed} {number}")
         await asyncio.sleep(at_s + random.random() * 0.2)
         tenant_id = QUIET if number % 2 else OTHER
-        prompt = [random.randrange(1_000, 32_000) for _ in range(random.randrange(20, 120))]
+        # odd and even: KV is equal where all tokens before it are
+        prompt = [
+            2 * random.randrange(500, 16_000) + number % 2 for _ in range(random.randrange(20, 120))
+        ]
         choices = {index: [] for index in range(random.choice((1, 1, 1, 3)))}
         request = request_of(
             prompt,
