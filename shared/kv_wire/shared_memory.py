@@ -173,9 +173,17 @@ class SharedMemoryReception:
     def _release(self, slot_index: int, header: FrameHeader, is_private: bool) -> None:
         """The sender zeroes the slot itself."""
         if is_private:
-            copied = 0 if self._page_lock is None else slot_index
-            zero(self._private[copied][: header.payload_bytes])
+            self._zero(slot_index, header.payload_bytes)
         self._held_slots.discard(slot_index)
+
+    def _zero(self, slot_index: int, num_bytes: int) -> None:
+        """Zeroes the copy of a frame: of one that was rejected, perhaps once it has been made."""
+        copying = self._copies.get(slot_index)
+        copy = self._private[0 if self._page_lock is None else slot_index][:num_bytes]
+        if copying is None or copying.done():
+            zero(copy)
+        else:
+            copying.add_done_callback(lambda _: zero(copy))
 
     def payload_arrived(self, checksum: int) -> None:
         raise ProtocolError("payloads are not sent on this connection")

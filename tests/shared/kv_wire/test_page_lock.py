@@ -155,7 +155,7 @@ class SlowFirstCopy(FakeLock):
             super().copy(destination, source)
             return
         self.num_copied_bytes += len(source)
-        read = bytes(source)
+        self.first, read = destination, bytes(source)
         assert self.may_end.wait(DEADLINE_S)
         destination[:] = read
         self.has_ended.set()
@@ -184,6 +184,19 @@ async def test_copy_of_a_rejected_frame_does_not_reach_the_next_one() -> None:
         asyncio.get_running_loop().call_later(0.1, receiver.may_end.set)
         await link.send(header(len(second)), fill_with(second))  # in the same slot
     assert [data for _, data in sink.frames] == [second]
+
+
+async def test_copy_of_a_rejected_frame_is_zeroed_when_it_has_ended() -> None:
+    """It may be a late frame of a tenant with zero retention."""
+    receiver = SlowFirstCopy()
+    async with link_with(FakeLock(), receiver, RecordingSink()) as link:
+        unknown = header(5000, placement_id=b"placement-b")
+        with pytest.raises(FrameRefused):
+            await link.send(unknown, fill_with(payload_of(5000)), is_private=True)
+        await eventually(lambda: receiver.num_copied_bytes == 5000)
+        receiver.may_end.set()
+        assert await asyncio.to_thread(receiver.has_ended.wait, DEADLINE_S)
+        await eventually(lambda: not any(receiver.first))
 
 
 async def test_slot_that_is_being_filled_stays_locked_after_the_link_has_ended() -> None:
