@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,9 +86,10 @@ def test_what_was_changed_is_recorded_whole(url: str) -> None:
 def test_kinds_are_chosen_and_exported_as_json_lines(url: str) -> None:
     client = redis.Redis.from_url(url)
     hearth("tenant", "add", "audited-4")
-    for kind in ("deletion", "refusal"):
+    added_ms = int(time.time() * 1000)
+    for later_ms, kind in enumerate(("deletion", "refusal"), start=1):
         fields = {"kind": kind, "who": "p", "command": kind, "arguments": "{}", "outcome": "done"}
-        client.xadd(audit.STREAMS[kind], fields)
+        client.xadd(audit.STREAMS[kind], fields, id=f"{added_ms + later_ms}-0")
     every = [json.loads(each) for each in hearth("audit", "--jsonl").stdout.splitlines()]
     assert [each["kind"] for each in every] == ["command", "deletion", "refusal"]
     chosen = hearth("audit", "--jsonl", "--kind", "refusal", "--kind", "deletion", "--count", "1")
