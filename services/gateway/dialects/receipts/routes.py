@@ -54,4 +54,4 @@ class ReceiptRoutes:
     async def keys(self) -> Response[bytes]:
         """Returns this site's key first, then those of linked sites."""
         found = msgspec.json.encode(await self._receipts.keys())
-        return Response(found, media_type="application/jwk-set+json")
+        return Response(found, media_type="application/json")

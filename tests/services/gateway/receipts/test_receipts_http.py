@@ -254,6 +254,8 @@ async def test_keys_have_those_of_linked_sites(
         await store.write([("DEL", SITE_KEYS)])
     assert linked == jwk_of(peer, "b")
     async with httpx.AsyncClient(base_url=gateway.http_address) as nobody:
-        shown = json.loads((await nobody.get("/v1/receipts/keys")).content)["keys"]
+        response = await nobody.get("/v1/receipts/keys")
+    assert response.headers["content-type"] == "application/json"  # as it is documented
+    shown = json.loads(response.content)["keys"]
     assert shown[0]["kid"] == own.kid
     assert shown[0]["kty"] == "OKP"
