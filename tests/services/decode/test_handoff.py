@@ -254,8 +254,8 @@ def test_corrupt_frame_moves_prefill_to_the_next_candidate():
         async with cluster() as it:
             expect = it.decode.receiver.expect
 
-            def corrupt_first(placement_id, sink, bounds):
-                expect(placement_id, sink, bounds)
+            def corrupt_first(placement_id, sink, bounds, **options):
+                expect(placement_id, sink, bounds, **options)
                 it.decode.receiver.expect = expect
                 it.decode.receiver.corrupt_next(placement_id)
 
