@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,20 @@ from shared.sizes import parse_size, shortest_size
 START, OPERATE = "Start and use", "Operate"  # panels of the help
 UNLIMITED, ALL = "unlimited", "all"
 MAX_BYTES = 4 << 20
+
+GatewayUrl = Annotated[
+    str | None, typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster).")
+]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key (default: local cluster's).")
+]
+OperatorNatsUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="HEARTH_NATS_URL",
+        help="NATS URL with an operator's credential (default: local cluster).",
+    ),
+]
 
 
 def among(*values: str) -> Callable[[str], list[str]]:

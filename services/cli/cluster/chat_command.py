@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import START
+from services.cli.options import START, ApiKey, GatewayUrl
 
 app = typer.Typer()
 
@@ -23,13 +23,8 @@ def chat(
     question: Annotated[
         str | None, typer.Argument(help="Answer this and end (default: a conversation).")
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster)."),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key (default: local cluster's).")
-    ] = None,
+    url: GatewayUrl = None,
+    api_key: ApiKey = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model (default: the cluster's first).")
     ] = None,

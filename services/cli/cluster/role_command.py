@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from services.cli.operators.audited import audited
-from services.cli.options import among
+from services.cli.options import OperatorNatsUrl, among
 
 app = typer.Typer()
 
@@ -27,13 +27,7 @@ def role(
             autocompletion=among("prefill", "decode", "both"),
         ),
     ],
-    nats_url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="HEARTH_NATS_URL",
-            help="NATS URL with an operator's credential (default: local cluster).",
-        ),
-    ] = None,
+    nats_url: OperatorNatsUrl = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also of the last worker that decodes its model.")
     ] = False,

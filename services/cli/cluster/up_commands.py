@@ -9,7 +9,7 @@ import typer
 
 from services.cli.cluster import up_options as given
 from services.cli.cluster.service_options import model_name_for
-from services.cli.options import START
+from services.cli.options import START, GatewayUrl
 from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions, worker_counts
@@ -141,10 +141,7 @@ def up(
     "hearth bench --model DIR --decode 2 --rate 20",
 )
 def bench(
-    url: Annotated[
-        str | None,
-        typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster)."),
-    ] = None,
+    url: GatewayUrl = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="API key.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from services.cli.operators.audited import audited
-from services.cli.options import OPERATE
+from services.cli.options import OPERATE, OperatorNatsUrl
 
 app = typer.Typer()
 
@@ -39,13 +39,7 @@ def drain(
     force: Annotated[
         bool, typer.Option("--force", help="Also the last worker that decodes its model.")
     ] = False,
-    nats_url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="HEARTH_NATS_URL",
-            help="NATS URL with an operator's credential (default: local cluster).",
-        ),
-    ] = None,
+    nats_url: OperatorNatsUrl = None,
 ) -> None:
     """Stop giving requests to a worker, or to all of a machine, and wait until it is safe to stop.
 

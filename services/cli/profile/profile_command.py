@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from services.cli.operators.audited import audited
-from services.cli.options import OPERATE
+from services.cli.options import OPERATE, OperatorNatsUrl
 
 app = typer.Typer()
 
@@ -32,13 +32,7 @@ def profile(
         float,
         typer.Option("--timeout-s", help="Seconds in which the steps come, at most 300."),
     ] = 30.0,
-    nats_url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="HEARTH_NATS_URL",
-            help="NATS URL with an operator's credential (default: local cluster).",
-        ),
-    ] = None,
+    nats_url: OperatorNatsUrl = None,
 ) -> None:
     """Record the next steps of a worker for ui.perfetto.dev. They are slower meanwhile."""
     from services.cli.profile.step_profile import run_profile

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import OPERATE
+from services.cli.options import OPERATE, ApiKey, GatewayUrl
 
 app = typer.Typer()
 
@@ -51,13 +51,8 @@ def verify(
     replay: Annotated[
         bool, typer.Option("--replay", help="Compute the answer again, and compare.")
     ] = False,
-    url: Annotated[
-        str | None,
-        typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster)."),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key (default: local cluster's).")
-    ] = None,
+    url: GatewayUrl = None,
+    api_key: ApiKey = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check the receipt of a response. Exit status 1: something is wrong; 3: not compared."""
