@@ -154,10 +154,15 @@ async def test_tenant_that_a_site_may_not_serve_any_more_leaves_nothing_there(
         await pinned_prefix.save(store, prefix, time.time())
         await admin.change("leaving", {"is_zero_retention": True})
         await until(lambda: has_order(store, "zero_retention"))
-        assert await pinned_prefix.entries(store, "a/leaving") == {}
+        await until(lambda: has_no_prefixes(store, "a/leaving"))
         await admin.change("leaving", {"sites": ()})
         await until(lambda: has_order(store, "removed"))
     await until_status(sites.b, "key of leaving", 401)
+
+
+async def has_no_prefixes(store: RedisStore, tenant_id: str) -> bool:
+    """The order is there before Redis has nothing of the tenant."""
+    return await pinned_prefix.entries(store, tenant_id) == {}
 
 
 async def has_order(store: RedisStore, reason: str) -> bool:
