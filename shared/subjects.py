@@ -552,12 +552,13 @@ def permissions(
 
 
 def api_permissions(gateway: str) -> Permissions:
-    """Permissions of a gateway's connection to the API clients, in their account: it sends replies
-    alone.
+    """Permissions of a gateway's connection to the API clients, in their account: it sends to their
+    inboxes alone. Replies by permission alone would not do: a server that reads its configuration
+    again forgets who may reply to whom, and streams under way would break off.
     """
     any_instance = f"{gateway}.*"
     return Permissions(
-        publish=(),
+        publish=("_INBOX.*.>",),
         subscribe=(
             f"{inbox_prefix(any_instance)}.>",
             API_REQUESTS,

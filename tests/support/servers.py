@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -118,21 +119,34 @@ class NatsServer(Server):
         classes: RegionClasses = NO_CLASSES,
     ) -> None:
         port = free_port()
-        config = nats_server_config(
-            [each if isinstance(each, NatsUser) else NatsUser(*each, PASSWORD) for each in users],
-            host="127.0.0.1",
-            port=port,
-            max_payload_bytes=max_payload_bytes,
-            links=links,
-            classes=classes,
-        )
-        path = directory / f"nats-{port}.conf"
-        path.write_text(config + more_config)
+
+        def config(users: Sequence[tuple[CredentialRole, str] | NatsUser]) -> str:
+            return nats_server_config(
+                [
+                    each if isinstance(each, NatsUser) else NatsUser(*each, PASSWORD)
+                    for each in users
+                ],
+                host="127.0.0.1",
+                port=port,
+                max_payload_bytes=max_payload_bytes,
+                links=links,
+                classes=classes,
+            )
+
+        self._users, self._config = users, config
+        self._path = directory / f"nats-{port}.conf"
+        self._path.write_text(config(users) + more_config)
         super().__init__(
-            [find_binary("nats-server"), "-c", str(path)],
+            [find_binary("nats-server"), "-c", str(self._path)],
             port,
             nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0))),
         )
+
+    def add_user(self, role: CredentialRole, credential: str) -> None:
+        """Has the server read its configuration again, with one more user; it does so later."""
+        self._users = [*self._users, (role, credential)]
+        self._path.write_text(self._config(self._users))
+        os.kill(self.pid, signal.SIGHUP)
 
     def api_url(self, gateway: str) -> str:
         """Returns the NATS address of a gateway in the account of the API's clients."""

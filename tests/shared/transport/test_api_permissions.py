@@ -18,6 +18,7 @@ from shared.lifecycle.identity import connect_to_clients
 from shared.subjects import api_request, sent_by
 from tests.shared.transport.test_bus import raw_client
 from tests.support.servers import NatsServer
+from tests.support.waiting import until
 
 OWN_INBOX = "_INBOX.client-1.abc"
 
@@ -158,7 +159,7 @@ async def test_gateway_serves_clients_of_a_server_without_their_account(server: 
     assert "no_account_of_clients" not in [line["event"] for line in logged]
 
 
-async def test_gateway_sends_many_replies_but_nothing_else_to_a_client(server: NatsServer) -> None:
+async def test_gateway_sends_many_replies_to_clients_alone(server: NatsServer) -> None:
     """And the client answers a message with a reply subject of the gateway, once it came."""
     check = "_INBOX.gateway-1.-.check"
     async with (
@@ -187,10 +188,38 @@ async def test_gateway_sends_many_replies_but_nothing_else_to_a_client(server: N
         await client.publish(check, b"here")
         assert await asyncio.wait_for(answers.get(), timeout=5) == b"here"
         assert await rejections(gateway, errors) == []
-        for subject in ("_INBOX.client-1.other", "_INBOX.client-2.abc"):
+        for subject in (api_request("chat", "client-1"), "_INBOX", "hearth.v1.anything"):
             await gateway.publish(subject, b"x")
         found = await rejections(gateway, errors)
-    assert ["permissions violation for publish" in each for each in found] == [True, True]
+    assert ["permissions violation for publish" in each for each in found] == [True] * 3
+
+
+async def test_stream_goes_on_when_the_server_reads_its_configuration(server: NatsServer) -> None:
+    """A worker joins: the server then forgets whose replies it has permitted."""
+    async with (
+        raw_client(server, "gateway-1.api") as (gateway, errors),
+        raw_client(server, "client-1") as (client, _),
+    ):
+        requests = await gateway.subscribe(subjects.API_REQUESTS)
+        inbox = await client.subscribe("_INBOX.client-1.>")
+        await gateway.flush()
+        await client.publish(api_request("chat", "client-1"), b"{}", reply=OWN_INBOX)
+        request = await requests.next_msg(timeout=5)
+        await gateway.publish(request.reply, b"before")
+        assert (await inbox.next_msg(timeout=5)).data == b"before"
+        server.add_user("decode", "decode-9")
+        await until(lambda: is_accepted(server, "decode-9"))
+        await gateway.publish(request.reply, b"after")
+        assert await rejections(gateway, errors) == []
+        assert (await inbox.next_msg(timeout=5)).data == b"after"
+
+
+async def is_accepted(server: NatsServer, user: str) -> bool:
+    try:
+        await (await nats.connect(server.url(user), allow_reconnect=False)).close()
+    except nats.errors.Error:
+        return False
+    return True
 
 
 async def test_other_processes_send_few_replies(server: NatsServer) -> None:
