@@ -1450,7 +1450,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True):
     epoch: Epoch  # random at each start
     sequence_number: Count
     roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=8)]
-    state: ProcessState
+    state: Annotated[ProcessState, Meta(extra={"newer": "starting"})]  # of a later release
     interval_s: Duration
     region: Name = ""
     load: WorkerLoad | None = None

@@ -45,11 +45,12 @@ from shared.tls import TlsFiles
 from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient, PublishDenied, Take
+from shared.transport.newer_values import announcement_decoder
 from shared.transport.nkeys import API_KEY, UserKey
 from shared.transport.sender_check import SenderCheck
 from shared.transport.site_bytes import SiteBytes
 from shared.transport.untyped_messages import UntypedMessages
-from shared.transport.wire_errors import OUTSIDE_REGIONS, UNREADABLE, RejectedMessages
+from shared.transport.wire_errors import INVALID, OUTSIDE_REGIONS, UNREADABLE, RejectedMessages
 
 log = structlog.get_logger(__name__)
 
@@ -229,7 +230,7 @@ def hand_over(
     try:
         message = decode(data)
     except UNREADABLE as error:
-        rejections.write("message_invalid", subject, str(error))
+        rejections.write(INVALID, subject, str(error))
         return
     except SenderMismatch as error:
         rejections.write("sender_mismatch", subject, error.message)
@@ -547,7 +548,7 @@ class NatsBus:
         queue: str = "",
         gather_s: float = 0.0,
     ) -> Unsubscribe:
-        decode = msgspec.msgpack.Decoder(message_type).decode
+        decode = announcement_decoder(message_type)
 
         def handle(wire_subject: str, data: bytes) -> None:
             checked = self._sender_check.checked(decode, wire_subject)

@@ -18,6 +18,7 @@ from shared.telemetry.log_limit import LogLimit
 log = structlog.get_logger(__name__)
 
 OUTSIDE_REGIONS = "outside_regions"
+INVALID = "message_invalid"
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -27,9 +28,9 @@ def one_line(error: Exception) -> str:
 
 
 class RejectedMessages:
-    """Logs messages that are invalid or name a wrong sender. Those of another site, and those that
-    may not be in this region, have one line of each kind a minute: neither a link nor a bug must
-    fill this site's disks.
+    """Logs messages that are invalid or name a wrong sender. Invalid ones, those of another site,
+    and those that may not be in this region have one line of each kind a minute: neither a link,
+    nor a bug, nor heartbeats of a newer release must fill this site's disks.
     """
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
@@ -39,6 +40,8 @@ class RejectedMessages:
         site = site_of(subject)
         if site is None and event == OUTSIDE_REGIONS:
             self._limit.write(log.warning, event, error, subject=subject, error=error)
+        elif site is None and event == INVALID:
+            self._limit.write(log.warning, event, subject, subject=subject, error=error)
         elif site is None:
             log.warning(event, subject=subject, error=error)
         else:
