@@ -49,7 +49,7 @@ MAX_SITE_ROWS = 32  # gateways of other sites that are compared, of which each s
 # Bursts below the capacity of a site stay there: besides the round trip, a request waits for so
 # long, or for as long as so many prompts of its length take.
 HOME_WAIT_S, MAX_HOME_WAIT_S = 0.25, 2.0
-NUM_HOME_PROMPTS = 2
+NUM_HOME_PROMPTS = 4
 
 RandomBelow = Callable[[int], int]  # uniform in [0, limit)
 

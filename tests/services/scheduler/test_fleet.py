@@ -221,7 +221,7 @@ def test_worker_that_changes_its_roles_keeps_its_speed_and_its_assignments() -> 
         (0.0, 0.0, True, False),
         (HOME_WAIT_S + 0.09, 0.0, True, False),
         (HOME_WAIT_S + 0.1, 0.0, True, True),
-        (HOME_WAIT_S + 0.1, HOME_WAIT_S / 2, True, True),
+        (HOME_WAIT_S + 0.1, HOME_WAIT_S / NUM_HOME_PROMPTS, True, True),
         (NUM_HOME_PROMPTS * 0.5 + 0.09, 0.5, True, False),
         (NUM_HOME_PROMPTS * 0.5 + 0.11, 0.5, True, True),
         (MAX_HOME_WAIT_S + 0.11, 60.0, True, True),
