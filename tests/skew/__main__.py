@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -59,6 +60,9 @@ def main() -> int:
 async def _roll(
     fleet: RollingFleet, old: Release, new: Release, num_rolls: int, orders: Sequence[str]
 ) -> int:
+    running = asyncio.current_task()
+    assert running is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     try:
         await fleet.start()
         nats = await HearthClient.connect(fleet.client_url)
