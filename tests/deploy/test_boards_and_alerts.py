@@ -22,8 +22,8 @@ from tests.deploy.scenarios import SCENARIOS
 BOARDS = [DEPLOY / "grafana" / name for name in ("hearth.json", "hearth-fleet.json")]
 TESTS = Path(__file__).with_name("alert_tests.yml")
 VLLM = Path(__file__).with_name("vllm_expressions.txt")
-# processes of one tree have one release, and its workers one format; a failed host, a full disk, HTTPS, GPUs and
-# other sites are not of this cluster
+# processes of one tree have one release, and its workers one format; a failed host, a full disk,
+# HTTPS, GPUs and other sites are not of this cluster
 BY_HAND = {
     *("HearthKvMismatch", "HearthModelFailed", "HearthRedisRejectsWrites"),
     *("HearthCertificateExpires", "HearthGpuFault", "HearthGpuThrottled"),
