@@ -39,6 +39,7 @@ from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_nor
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
+from kernels.reference.gated import clamped_gate as reference_clamped_gate
 from kernels.reference.gated import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
 from kernels.reference.grouped_linear import expert_mlp as reference_expert_mlp
@@ -129,6 +130,7 @@ TRITON_MODULES = {
 CPU_MODULES = {
     "add_experts": "moe.expert_rows",
     "add_rms_norm": "layer.add_rms_norm",
+    "clamped_gate": "layer.gated",
     "decode_attention": "attention.decode_attention",
     "gelu_and_mul": "layer.gated",
     "grouped_linear": "gemm.grouped_linear",
@@ -205,6 +207,7 @@ class Operation(Generic[P, R]):
 add_experts = Operation(torch_add_experts)
 add_rms_norm = Operation(reference_add_rms_norm)
 apply_token_mask = Operation(torch_apply_token_mask)
+clamped_gate = Operation(reference_clamped_gate)
 copy_blocks = Operation(torch_copy_blocks)
 decode_attention = Operation(reference_decode_attention)
 expert_mlp = Operation(reference_expert_mlp)
