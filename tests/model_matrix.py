@@ -40,6 +40,7 @@ MODELS = {
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
     "Qwen3MoeForCausalLM": "Qwen3 30B-A3B, 235B-A22B",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6",
+    "GptOssForCausalLM": "gpt-oss 20b, 120b",
 }
 _PACKED = {
     "quant_method": "compressed-tensors",

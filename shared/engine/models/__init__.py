@@ -21,7 +21,7 @@ from shared.engine.models import (
     qwen2,
     qwen3,
 )
-from shared.engine.models.moe import glm4_moe, llama4, mixtral, qwen3_moe
+from shared.engine.models.moe import glm4_moe, gpt_oss, llama4, mixtral, qwen3_moe
 from shared.engine.models.vision import smolvlm
 from shared.errors import CheckpointError
 
@@ -45,6 +45,7 @@ FAMILIES: dict[str, Configure] = {
     "MixtralForCausalLM": mixtral.configure,
     "Qwen3MoeForCausalLM": qwen3_moe.configure,
     "Glm4MoeForCausalLM": glm4_moe.configure,
+    "GptOssForCausalLM": gpt_oss.configure,
 }
 
 
@@ -69,8 +70,8 @@ BY_MODEL_TYPE = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
-PLANNED = ("GptOssForCausalLM",)
 # Names of a family's classes: `Qwen3Model`, `LlamaForSequenceClassification`.
 _STEM = re.compile(r"(\w+?)(Text)?(Model|PreTrainedModel|For[A-Z]\w*)")
 
@@ -89,5 +90,4 @@ def supported_architecture(architecture: str, model_type: str) -> str:
     if not architecture and not model_type:
         raise CheckpointError("it names no architecture of a language model")
     named = f"architecture {architecture!r}" if architecture else f"model_type {model_type!r}"
-    yet = " yet" if architecture in PLANNED else ""
-    raise CheckpointError(f"{named} is not served{yet}: `hearth models` lists those that are")
+    raise CheckpointError(f"{named} is not served: `hearth models` lists those that are")

@@ -48,10 +48,7 @@ class StoredWeights:
 
 def _part_of(tensor: HeaderTensor, place: StackedPart) -> HeaderTensor:
     """Returns one expert's weight of a tensor of all experts."""
-    shape = place.shape(tensor.shape)
-    if place.end is not None and len(tensor.shape) == 3 and tensor.shape[2] < place.end:
-        shape = tensor.shape  # the tensor's shape differs from the weight's
-    return tensor._replace(shape=shape)
+    return tensor._replace(shape=place.shape(tensor.shape))
 
 
 def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:

@@ -95,6 +95,16 @@ GLM4_MOE = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+# rows of gate and up alternate; the clamp limits many, and sinks take much of the weights
+GPT_OSS = {
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "sliding_window": 21,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -314,6 +324,18 @@ FAMILIES = {
             "routed_scaling_factor": 0.5,
             "use_qk_norm": True,
             "attention_bias": True,
+        },
+    ),
+    "gpt-oss": Family("GptOssForCausalLM", GPT_OSS),
+    "gpt-oss, listed layers, no biases, truncated": Family(
+        "GptOssForCausalLM",
+        {
+            **GPT_OSS,
+            "attention_bias": False,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 7.0,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "rope_parameters": {**YARN, "truncate": True},
         },
     ),
 }
