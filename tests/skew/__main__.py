@@ -74,14 +74,14 @@ async def _roll(
             order = orders[number // 2 % len(orders)]
             row = await roll(fleet, streams, order, number, *pair, is_back=is_back)
             print(msgspec.json.encode(row).decode(), flush=True)
+            for name, found in (("lost", streams.lost), ("altered", streams.altered)):
+                for line in found[len(found) - getattr(row, name) :]:
+                    print(f"{name}: {line[:600]}", flush=True)
         await nats.close()
     finally:
         fleet.stop()
     print(f"answers: {dict(streams.answered)}")
     print(f"refused: {dict(streams.refused)}")
-    for name, found in (("lost", streams.lost), ("altered", streams.altered)):
-        for line in found[:20]:
-            print(f"{name}: {line[:600]}")
     return int(bool(streams.lost or streams.altered))
 
 
