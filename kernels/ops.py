@@ -63,10 +63,12 @@ from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes
 from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
 from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
+from kernels.torch_ops.encoder import Gelu as Gelu
 from kernels.torch_ops.encoder import encoder_attention as encoder_attention
 from kernels.torch_ops.encoder import encoder_linear as encoder_linear
 from kernels.torch_ops.encoder import layer_norm as layer_norm
 from kernels.torch_ops.encoder import pack_encoder_weight as pack_encoder_weight
+from kernels.torch_ops.encoder import rotate_pairs as rotate_pairs
 from kernels.torch_ops.expert_rows import add_experts as torch_add_experts
 from kernels.torch_ops.expert_rows import sort_by_expert as torch_sort_by_expert
 from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks

@@ -199,6 +199,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     padding: bool = True
     # origins such as https://example.com whose pages may call, or * for all; empty: none
     cors_origin: tuple[str, ...] = ()
+    image_host: tuple[str, ...] = ()  # hosts that images are fetched from; empty: none is
     # the name of this gateway's site, where its NATS has links to other sites; empty: it has none
     site: str = ""
     # sites to which it has links, each with the weight of its requests here, as `b` or `b=0.5`; one
@@ -271,6 +272,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
         if self.chat_template and self.model_dir is None:
             yield "chat_template needs a model_dir: it is of the gateway's own model"
         yield from _origin_problems(self.cors_origin)
+        for each in self.image_host:
+            if IMAGE_HOST.fullmatch(each) is None:
+                yield f"image_host {each!r} is no host such as images.example.com or a.example:444"
         if "*" in self.cors_origin and not self.metrics_token:
             yield "cors_origin * needs a metrics_token: every page could read /metrics"
         if self.trace_region and not _SUBJECT_TOKEN.fullmatch(self.trace_region):
@@ -701,6 +705,12 @@ def _network_problems(networks: Iterable[str]) -> Iterator[str]:
 
 
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[1-9][0-9]{0,4})?")
+
+
+# Scheme, name and port: of these only the name is required.
+IMAGE_HOST = re.compile(
+    r"(?:(https?)://)?([a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?)(?::([1-9]\d{0,4}))?", re.ASCII
+)
 
 
 def _origin_problems(origins: Iterable[str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from services.gateway.structured.tools.families import FAMILIES as TOOL_FAMILIES
 from shared.engine.model_config.quantization_config import checkpoint_formats
 from shared.engine.models import BY_MODEL_TYPE, FAMILIES, Configure
 from shared.engine.models.rope_config import ROPE_TYPES
-from shared.engine.models.vision import smolvlm
+from shared.engine.models.vision import kimi, llama4, smolvlm
 from shared.errors import CheckpointError
 
 PAGE = Path(__file__).resolve().parents[1] / "services/guides/models.md"
@@ -92,8 +92,10 @@ def architectures() -> str:
 
 
 def _parts(configure: Configure) -> str:
-    if configure is smolvlm.configure:
+    if configure in (smolvlm.configure, kimi.configure):
         return "text and images; no video"
+    if configure is llama4.configure:
+        return "text and images"
     is_text_part = configure.__name__ == "configure_text_part"
     return "text part; images are refused" if is_text_part else "all"
 

@@ -14,6 +14,7 @@ from services.gateway.dialects.dialect import Dialect, DialectParts
 from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.dialects.open_dialects import OpenDialects
 from services.gateway.dialects.transport_parts import TransportParts
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.server import WebServer
 from services.gateway.images.pixel_access import open_pixel_holder
 from services.gateway.models.gateway_models import GatewayModels
@@ -127,6 +128,7 @@ class GatewayService:
             self._health_monitor.refusals,
         )
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
+        budget = BodyBudget()
         self.preparer = Preparer.of(
             config,
             pools.requests,
@@ -134,6 +136,7 @@ class GatewayService:
             clock,
             randomness,
             max_payload_bytes=lambda: bus.max_payload_bytes,
+            budget=budget,
         )
         self.capacity = self.preparer.capacity
         self.dialects = OpenDialects(dialects, self._dialect_parts())
@@ -148,6 +151,7 @@ class GatewayService:
             max_image_body_bytes=self._max_image_body_bytes,
             clock=clock,
             new_request_id=self.new_request_id,
+            budget=budget,
         )
         self._web_server = WebServer.of(
             config,

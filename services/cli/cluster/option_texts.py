@@ -53,7 +53,8 @@ PANELS = {
     "Secrets": ("operator_token", "metrics_token", "cluster_secret", "fault_token"),
     "Limits": (
         *("default_max_tokens", "max_requests", "preparations_per_tenant", "max_body_bytes"),
-        *("max_image_body_bytes", "max_images", "max_image_pixels", "max_pixel_bytes"),
+        *("max_image_body_bytes", "max_images", "max_image_pixels", "image_host"),
+        "max_pixel_bytes",
         *("max_tenant_pixel_bytes", "max_unsent_bytes", "max_tenant_unsent_bytes"),
         *("response_ttl_s", "receipt_ttl_s", "max_receipt_bytes"),
         *("max_stored_response_bytes", "max_stored_prefix_bytes", "max_queued_requests"),
@@ -149,6 +150,8 @@ HELP = {
     "max_image_body_bytes": "Maximum size of a body with images, for models that take images; the "
     "rest of the body is limited as others are.",
     "max_images": "Maximum images of a request.",
+    "image_host": "Host such as images.example.com whose images the gateway fetches over HTTPS, or "
+    "with http:// before it without TLS; repeatable (default: none).",
     "max_image_pixels": "Maximum pixels of an image, width times height, before it is decoded.",
     "max_pixel_bytes": "Maximum pixels of open requests in memory, until their answers end.",
     "max_tenant_pixel_bytes": "Maximum of those of one tenant.",

@@ -75,15 +75,23 @@ TEXT_PART = CheckpointForm(
     dropped=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
 )
 
-# The same for SmolVLM and Idefics 3, and the part that TEXT_OF_IDEFICS leaves out.
+# The same for SmolVLM and Idefics 3.
 _IDEFICS_VISION = r"(model\.)?(vision_model|connector)\."
 TEXT_OF_IDEFICS = CheckpointForm(
     renames=((r"^model\.text_model\.", "model."), (r"^text_model\.", "model.")),
     dropped=(_IDEFICS_VISION,),
 )
-VISION_OF_IDEFICS = CheckpointForm(
-    renames=((r"^model\.", ""),), dropped=(rf"(?!{_IDEFICS_VISION})",)
-)
+
+
+def _encoder_alone(*parts: str) -> CheckpointForm:
+    """The tensors of an image encoder and its projector alone."""
+    own = rf"(model\.)?({'|'.join(parts)})\."
+    return CheckpointForm(renames=((r"^model\.", ""),), dropped=(rf"(?!{own})",))
+
+
+VISION_OF_IDEFICS = _encoder_alone("vision_model", "connector")
+VISION_OF_LLAMA4 = _encoder_alone("vision_model", "multi_modal_projector")
+VISION_OF_KIMI = _encoder_alone("vision_tower", "mm_projector")
 
 
 # A base model has the tensors of the decoder by their names in it, whatever its family.

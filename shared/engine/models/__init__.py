@@ -22,14 +22,15 @@ from shared.engine.models import (
     qwen3,
 )
 from shared.engine.models.moe import glm4_moe, gpt_oss, llama4, mixtral, qwen3_moe
-from shared.engine.models.vision import smolvlm
+from shared.engine.models.vision import kimi, smolvlm
+from shared.engine.models.vision import llama4 as llama4_with_images
 from shared.errors import CheckpointError
 
 Configure = Callable[[Mapping[str, Any]], ModelConfig]
 FAMILIES: dict[str, Configure] = {
     "LlamaForCausalLM": llama.configure,
     "Llama4ForCausalLM": llama4.configure,
-    "Llama4ForConditionalGeneration": llama4.configure_text_part,
+    "Llama4ForConditionalGeneration": llama4_with_images.configure,
     "MistralForCausalLM": mistral.configure,
     "Qwen2ForCausalLM": qwen2.configure,
     "Qwen3ForCausalLM": qwen3.configure,
@@ -38,8 +39,8 @@ FAMILIES: dict[str, Configure] = {
     "Gemma3ForConditionalGeneration": gemma3.configure_text_part,
     "Phi3ForCausalLM": phi3.configure,
     "DeepseekV3ForCausalLM": deepseek.configure,
-    "KimiK25ForConditionalGeneration": deepseek.configure_text_part,
-    "Kimi_K25ForConditionalGeneration": deepseek.configure_text_part,
+    "KimiK25ForConditionalGeneration": kimi.configure,
+    "Kimi_K25ForConditionalGeneration": kimi.configure,
     "SmolVLMForConditionalGeneration": smolvlm.configure,
     "Idefics3ForConditionalGeneration": smolvlm.configure,
     "MixtralForCausalLM": mixtral.configure,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.engine.model_config.checkpoint_form import (
-    VISION_OF_IDEFICS,
     StackedPart,
     is_quantized_part,
     model_names,
@@ -88,7 +87,7 @@ def _check_encoder(
     """
     expected = {name: Expected(shape) for name, shape in vision_tensors(config).items()}
     by_name = {tensor.name: tensor for tensors in files for tensor in tensors}
-    names = {name: given for given, name in model_names(by_name, VISION_OF_IDEFICS)}
+    names = {name: given for given, name in model_names(by_name, config.form)}
     _expect_all(model_dir, expected.keys() - names.keys())
     for name, each in expected.items():
         _check(by_name[names[name]], each)
