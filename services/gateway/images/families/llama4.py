@@ -67,11 +67,18 @@ class Llama4Processor:
 
     def _size_within(self, size: tuple[int, int], canvas: tuple[int, int]) -> tuple[int, int]:
         """Returns the size, (width, height), of the image on its canvas, at its aspect ratio."""
-        (width, height), (most_width, most_height) = size, canvas
-        if not self.config.fills_canvas:
-            most_width = min(max(width, self.config.tile_size), most_width)
-            most_height = min(max(height, self.config.tile_size), most_height)
+        (width, height) = size
+        most_width, most_height = (self._limit(*each) for each in zip(size, canvas, strict=True))
         across, down = most_width / width, most_height / height
         if across < down:
-            return most_width, max(1, min(math.floor(height * across), most_height))
-        return max(1, min(math.floor(width * down), most_width)), most_height
+            width, height = int(most_width), min(math.floor(height * across), int(most_height))
+        else:
+            width, height = min(math.floor(width * down), int(most_width)), int(most_height)
+        return max(1, width), max(1, height)
+
+    def _limit(self, side: int, canvas: int) -> int | np.float32:
+        """Returns the most pixels of a side on its canvas: in FP32 where that of the canvas
+        decides, as transformers' rounding follows from it.
+        """
+        most = max(side, self.config.tile_size)
+        return np.float32(canvas) if self.config.fills_canvas or canvas < most else most

@@ -21,9 +21,23 @@ from services.gateway.images.families.llama4_config import Llama4Config
 from shared.errors import ConfigError
 
 TILE, PATCH = 24, 4
-# (width, height) -> rows and columns, as transformers 5.24 and torchvision 0.29 choose them, of at
+# (width, height) -> rows and columns, as transformers 5.24 chooses them, of at
 # most 16 tiles, and of at most 5 that are filled
-GRIDS: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]] = {}
+GRIDS = {
+    (1, 1): ((0, 0), (2, 2)),
+    (24, 24): ((0, 0), (2, 2)),
+    (25, 23): ((1, 2), (2, 2)),
+    (200, 150): ((3, 4), (2, 2)),
+    (90, 251): ((6, 2), (3, 1)),
+    (96, 96): ((4, 4), (2, 2)),
+    (500, 7): ((1, 16), (1, 5)),
+    (3, 900): ((16, 1), (5, 1)),
+    (48, 72): ((3, 2), (2, 2)),
+    (30, 20): ((1, 2), (2, 2)),
+    (64, 400): ((8, 2), (5, 1)),
+}
+# The size on a canvas that decides it, as transformers rounds it in FP32: FP64 gives another
+SIZES_ON_CANVAS = {(183, 183): (95, 96), (194, 97): (120, 59)}
 
 
 def drawn(width: int, height: int) -> Image.Image:
@@ -69,6 +83,17 @@ def kimi(max_patches: int = 16_384, max_patches_aside: int = 512) -> KimiProcess
 def test_canvases_of_llama4_are_those_of_transformers(size: tuple[int, int]) -> None:
     assert (llama4().grid_of(*size), llama4(5, fills_canvas=True).grid_of(*size)) == GRIDS[size]
     assert llama4().grid_of(*size, "low") == (0, 0)
+
+
+@pytest.mark.parametrize(("size", "found"), SIZES_ON_CANVAS.items())
+def test_sizes_on_a_canvas_are_rounded_as_in_transformers(
+    size: tuple[int, int], found: tuple[int, int]
+) -> None:
+    rows, columns = llama4().grid_of(*size)
+    tiles = llama4().pixels_of(Image.new("RGB", size, (255, 255, 255)))[:-1]
+    shown = tiles.reshape(rows, columns, 3, TILE, TILE).transpose(2, 0, 3, 1, 4)
+    canvas = shown.reshape(3, rows * TILE, columns * TILE)[0]
+    assert (int(canvas[0].astype(bool).sum()), int(canvas[:, 0].astype(bool).sum())) == found
 
 
 def test_tiles_of_llama4_are_the_canvas_and_the_complete_image() -> None:
