@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,6 +43,12 @@ KIMI_VISION = {
     "pos_emb_width": 6,
     "initializer_range": 0.2,
 }
+# Starts of names that transformers writes, and those of the checkpoint
+PUBLISHED = {
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    "model.mm_projector.": "mm_projector.",
+}
 
 
 def write_llama4(folder: Path) -> PreTrainedModel:
@@ -57,8 +64,10 @@ def write_llama4(folder: Path) -> PreTrainedModel:
 
 
 def write_kimi(folder: Path) -> PreTrainedModel:
-    """transformers writes the published names of tensors, and its own of the config."""
-    return write_model(
+    """Writes the published names of tensors, some of which transformers 5.24 does not give back;
+    the names in the config are transformers'.
+    """
+    model = write_model(
         folder,
         "Kimi_K25ForConditionalGeneration",
         text_config={"model_type": "deepseek_v3", **TEXT, **SHAPE, **DEEPSEEK},
@@ -67,6 +76,14 @@ def write_kimi(folder: Path) -> PreTrainedModel:
         image_token_id=IMAGE_TOKEN,
         media_placeholder_token_id=IMAGE_TOKEN,
     )
+    path = folder / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for written, published in PUBLISHED.items():
+            name = name.replace(written, published)
+        tensors[name] = tensor
+    save_file(tensors, path, {"format": "pt"})
+    return model
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -100,20 +117,27 @@ def kimi_vectors(model: PreTrainedModel, pixels: np.ndarray) -> Tensor:
 
 
 def llama4_logprobs(model: PreTrainedModel, token_ids: Sequence[int], *pictures: Picture) -> Tensor:
-    """Returns transformers' log-probabilities after every token, [T, vocab_size]."""
-    pixels = np.concatenate([each.pixels for each in pictures])
-    return _logprobs(model, token_ids, pixel_values=_in_bf16(pixels))
+    """Returns transformers' log-probabilities after every token, [T, vocab_size]: by its parts, as
+    transformers 5.24 fails for the whole model.
+    """
+    vectors = llama4_vectors(model, np.concatenate([each.pixels for each in pictures]))
+    text = torch.tensor([token_ids])
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(text)
+        mask = (text == IMAGE_TOKEN).unsqueeze(-1).expand_as(embedded)
+        embedded = embedded.masked_scatter(mask, vectors)
+        found = model.language_model(inputs_embeds=embedded)
+    return found.logits[0].float().log_softmax(-1)
 
 
 def kimi_logprobs(model: PreTrainedModel, token_ids: Sequence[int], *pictures: Picture) -> Tensor:
+    """Returns transformers' log-probabilities after every token, [T, vocab_size]."""
     parts = [_patches(each.pixels) for each in pictures]
     patches, grids = (torch.cat(each) for each in zip(*parts, strict=True))
-    return _logprobs(model, token_ids, pixel_values=patches, image_grid_thw=grids)
-
-
-def _logprobs(model: PreTrainedModel, token_ids: Sequence[int], **images: Tensor) -> Tensor:
     with torch.no_grad():
-        found = model(input_ids=torch.tensor([token_ids]), **images)
+        found = model(
+            input_ids=torch.tensor([token_ids]), pixel_values=patches, image_grid_thw=grids
+        )
     return found.logits[0].float().log_softmax(-1)
 
 

@@ -19,6 +19,7 @@ from shared.engine.planning.stored_weights import read_stored
 from shared.engine.planning.vision_tensors import vision_tensors
 from shared.engine.vision.load_encoder import LoadedEncoder, load_encoder
 from shared.errors import CheckpointError
+from tests.shared.engine.planning.sparse import KIMI
 from tests.support.engine.seeing_models import (
     change_config,
     image,
@@ -107,7 +108,6 @@ def test_bits_do_not_depend_on_what_was_encoded_before(written: Written, dtype: 
 
 
 def test_published_names_of_kimi_are_read() -> None:
-    text = {"model_type": "kimi_k2", "vocab_size": 163_840, "hidden_size": 7168}
     published = {
         "vt_hidden_size": 1152,
         "vt_intermediate_size": 4304,
@@ -119,12 +119,12 @@ def test_published_names_of_kimi_are_read() -> None:
         "merge_kernel_size": [2, 2],
         "projector_ln_eps": 1e-4,
     }
-    given = {"text_config": text, "vision_config": published, "media_placeholder_token_id": 7}
+    given = {**KIMI, "vision_config": published, "media_placeholder_token_id": 7}
     vision = kimi.configure(given).vision
     assert vision is not None
     assert (vision.position_rows, vision.position_columns) == (32, 48)
     assert (vision.projector_eps, vision.image_token_id, vision.output_size) == (1e-4, 7, 7168)
-    assert kimi.configure({"text_config": text}).vision is None
+    assert kimi.configure({**KIMI, "vision_config": None}).vision is None
 
 
 @pytest.mark.parametrize(
