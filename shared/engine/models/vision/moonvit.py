@@ -70,7 +70,7 @@ class MoonVit(nn.Module):
 
     def _positions(self, height: int, width: int) -> Tensor:
         """Returns [height · width, hidden], resampled in FP32."""
-        learned = self.positions
+        learned: Tensor = self.positions
         if learned.shape[:2] != (height, width):
             planes = learned.float().permute(2, 0, 1).unsqueeze(0)
             found = functional.interpolate(planes, (height, width), mode="bicubic")
