@@ -30,7 +30,7 @@ _GELU = "gelu_pytorch_tanh"
 _MAX_MERGE = 8
 
 
-class VisionFields(msgspec.Struct, frozen=True, kw_only=True):
+class KimiVisionFields(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: Width = 1152
     intermediate_size: Width = 4304
     num_hidden_layers: NumLayers = 27
@@ -46,7 +46,7 @@ class VisionFields(msgspec.Struct, frozen=True, kw_only=True):
     projector_ln_eps: PositiveFloat = 1e-5
 
 
-class ImageFields(msgspec.Struct, frozen=True, kw_only=True):
+class KimiImageFields(msgspec.Struct, frozen=True, kw_only=True):
     vision_config: dict[str, Any] | None = None
     media_placeholder_token_id: TokenId | None = None
     image_token_id: TokenId = 163_605
@@ -55,11 +55,11 @@ class ImageFields(msgspec.Struct, frozen=True, kw_only=True):
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
     config = deepseek.configure_text_part(given)
-    fields = read_fields(given, ImageFields)
+    fields = read_fields(given, KimiImageFields)
     if fields.vision_config is None:
         return config
     own = {_own_name(name): value for name, value in fields.vision_config.items()}
-    vision = _vision_config(read_fields(own, VisionFields), fields, config.hidden_size)
+    vision = _vision_config(read_fields(own, KimiVisionFields), fields, config.hidden_size)
     check_image_token(vision.image_token_id, config, "media_placeholder_token_id")
     return replace(config, vision=vision)
 
@@ -68,7 +68,9 @@ def _own_name(name: str) -> str:
     return name.removeprefix("vt_").removeprefix("init_")
 
 
-def _vision_config(vision: VisionFields, fields: ImageFields, output_size: int) -> MoonVitConfig:
+def _vision_config(
+    vision: KimiVisionFields, fields: KimiImageFields, output_size: int
+) -> MoonVitConfig:
     """Raises CheckpointError."""
     check_encoder(
         *(vision.hidden_size, vision.num_attention_heads, vision.hidden_act, _GELU),

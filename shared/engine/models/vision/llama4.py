@@ -31,11 +31,11 @@ from shared.errors import CheckpointError
 _EPS = 1e-5
 
 
-class RopeFields(msgspec.Struct, frozen=True, kw_only=True):
+class Llama4RopeFields(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: PositiveFloat = 10_000.0
 
 
-class VisionFields(msgspec.Struct, frozen=True, kw_only=True):
+class Llama4VisionFields(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: Width = 768
     hidden_act: str = "gelu"
     num_hidden_layers: NumLayers = 34
@@ -50,17 +50,17 @@ class VisionFields(msgspec.Struct, frozen=True, kw_only=True):
     projector_output_dim: Width = 4096
     multi_modal_projector_bias: bool = False
     rope_theta: PositiveFloat | None = None
-    rope_parameters: RopeFields | None = None
+    rope_parameters: Llama4RopeFields | None = None
 
 
-class ImageFields(msgspec.Struct, frozen=True, kw_only=True):
-    vision_config: VisionFields | None = None
+class Llama4ImageFields(msgspec.Struct, frozen=True, kw_only=True):
+    vision_config: Llama4VisionFields | None = None
     image_token_index: TokenId = 200_092
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
     config = llama4.configure_text_part(given)
-    fields = read_fields(given, ImageFields)
+    fields = read_fields(given, Llama4ImageFields)
     if fields.vision_config is None:
         return config
     vision = _vision_config(fields.vision_config, fields.image_token_index, config.hidden_size)
@@ -69,7 +69,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def _vision_config(
-    fields: VisionFields, image_token_id: int, output_size: int
+    fields: Llama4VisionFields, image_token_id: int, output_size: int
 ) -> Llama4VisionConfig:
     """Raises CheckpointError."""
     check_channels(fields.num_channels)
@@ -100,7 +100,7 @@ def _vision_config(
     )
 
 
-def _check_adapter(fields: VisionFields, scale: int) -> None:
+def _check_adapter(fields: Llama4VisionFields, scale: int) -> None:
     """Raises CheckpointError for sizes of the adapter that do not follow one another."""
     sizes = {
         "intermediate_size": (fields.intermediate_size, fields.hidden_size * scale**2),
