@@ -23,6 +23,7 @@ from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
     DELETE_LUA,
+    NEW,
     RECORD_BYTES,
     SAVE_LUA,
     TENANTS_LUA,
@@ -218,7 +219,8 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
     if region and not _may_store(store, keys[8], tenant_id, *region):
         return b"forbidden"
     entries = _fields(store, keys[0])
-    if replaces and replaces != _digest_of(entries.get(name.encode())):
+    digest = _digest_of(entries.get(name.encode()))
+    if name.encode() in entries if replaces == NEW else replaces and replaces != digest:
         return b"changed"
     others = [each for each in entries if each != name.encode()]
     if len(others) >= max_prefixes:
