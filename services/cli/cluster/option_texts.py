@@ -64,6 +64,7 @@ PANELS = {
     "Placement": (
         *("local_prefill_tokens", "max_local_prefill_tokens", "automatic_roles"),
         *("min_role_workers", "role_change_min_s", "target_itl_s", "residency", "wake_ttft_s"),
+        "cold_start_s",
         *("linked_site", "kv_networks", "stale_s"),
     ),
     "KV cache": (
@@ -200,6 +201,8 @@ HELP = {
     "role_change_min_s": "Seconds between two automatic changes of a model's workers.",
     "target_itl_s": "Seconds between two tokens that a decode worker shall not exceed: with longer "
     "steps it counts as full, when roles change and in the advice for an autoscaler.",
+    "cold_start_s": "Seconds that a request waits for the first worker of its model, which an "
+    "autoscaler starts: idle models then need none. 0: each needs one.",
     "residency": "demand: hosts keep the models hot whose use is expected soonest; lru: those used "
     "last.",
     "wake_ttft_s": "Seconds to the first token within which requests of a parked model gather, if "
