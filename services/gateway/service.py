@@ -295,10 +295,10 @@ class GatewayService:
         self._background.start_own(self._rejection_log.run())
         self._background.start_own(self.receipts.run())
         self._background.start_own(self.tenancy.refusal_audit.run())
-        followers = [self._driver.change_regions, self.receipts.change_regions]
-        if self._sites is not None:
-            followers.append(self._sites.regions_changed)
-        self._background.start_own(self.tenancy.watch_regions(*followers))
+        changed = self.tenancy.watch_regions(
+            self._driver.change_regions, self.receipts.change_regions
+        )
+        self._background.start_own(changed)
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:
             self._background.start_own(self._operator.history.run())

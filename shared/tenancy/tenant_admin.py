@@ -213,8 +213,10 @@ class TenantAdmin:
     ) -> None:
         """A record does not tell in which region it was stored: a region less deletes all."""
         tenant_id, regions = after.tenant_id, after.allowed_regions
-        is_repeated = changes.get("allowed_regions") is not None
-        is_repeated = is_repeated and regions == before.allowed_regions
+        named = changes.get("allowed_regions") is not None or bool(changes.get("region_class"))
+        is_repeated = named and (regions, after.region_class) == (
+            *(before.allowed_regions, before.region_class),
+        )
         has_all = _covers(regions, before.allowed_regions) and not is_repeated
         has_all = has_all and after.region_class in ("", before.region_class)
         if after.is_zero_retention or not has_all:

@@ -14,7 +14,7 @@ from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant import TenantRecord
-from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.simulation.plan import Plan
 from tests.simulation.residency.borders import WITHDRAWN_S, Borders
 from tests.simulation.residency.canaries import fingerprints_of, search_of_all
@@ -82,11 +82,10 @@ class RegionFleet(Fleet):
         admin = TenantAdmin(self.store, self.store.now)
         for each in self._of.of_tenants.tenants.values():
             if each.home == self.site:
-                await store_api_key(self.store, each.tenant_id, each.tenant_id)
-                changes = {**each.limits.changes, "is_zero_retention": each.is_zero_retention}
-                await admin.change(each.tenant_id, changes)
+                fields = {**each.limits.changes, "is_zero_retention": each.is_zero_retention}
+                record = await admin.add(each.tenant_id, fields, each.tenant_id)
                 if each.tenant_id in self._of.of_tenants.prefixes:
-                    await self._save_prefix(await admin.one(each.tenant_id), each)
+                    await self._save_prefix(record, each)
 
     async def _save_prefix(self, record: TenantRecord, tenant: TenantPlan) -> None:
         """As a gateway of this site does for its tenant."""
