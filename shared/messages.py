@@ -1204,12 +1204,14 @@ class ReportUsage(Message, frozen=True, kw_only=True):
 
 
 class WithdrawTenant(Message, frozen=True, kw_only=True):
-    """Has the receiving site drop what it holds of a tenant of the sender's site, whose data may
-    not be there any more. `tenant_id` is its name at home. The reply is Done.
+    """Has the receiving site drop what it holds of a tenant of the sender's site, but for processes
+    in `kept_regions`: data of the tenant may be nowhere else any more. `tenant_id` is its name at
+    home. The reply is Done.
     """
 
     gateway_id: ProcessId
     tenant_id: Name
+    kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
 
     @property
     def sender_id(self) -> str:

@@ -75,7 +75,7 @@ class SiteTenants:
         )
         self._usage = UsageReporter(homes, clock, store, gateway_id=name)
         self._withdrawals = SiteWithdrawals(
-            homes, clock, store, classes, withdrawal, gateway_id=name
+            *(homes, clock, store, classes, withdrawal), gateway_id=name, region=config.region
         )
 
     async def start(self) -> None:

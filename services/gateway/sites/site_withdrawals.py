@@ -23,6 +23,7 @@ from shared.store import Store, StoreUnavailable
 from shared.subjects import at_site
 from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import KvDrop
+from shared.tenancy.deletion.site_drops import SiteDrop
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
 from shared.tenancy.tenant import TENANTS, decoded_tenant
 
@@ -44,14 +45,17 @@ class SiteWithdrawals:
         withdrawal: TenantWithdrawal,
         *,
         gateway_id: str,
+        region: str,
     ) -> None:
-        """`gateway_id` is `{site}/{gateway}`. `withdrawal` deletes what this site holds."""
+        """`gateway_id` is `{site}/{gateway}`, in `region`. `withdrawal` deletes what this site
+        holds.
+        """
         self._homes = homes
         self._clock = clock
         self._store = store
         self._classes = classes
         self._withdrawal = withdrawal
-        self._name = gateway_id
+        self._name, self._region = gateway_id, region
         self._last = 0  # the number of the last order
         self._drops: Sequence[KvDrop] = ()
         self._positions: dict[str, int] = {}  # by site: as Redis has them
@@ -95,46 +99,48 @@ class SiteWithdrawals:
 
     async def _send_orders(self, site: str) -> int:
         """Returns the number up to which the site has confirmed. Raises StoreUnavailable."""
-        position, region = self._positions.get(site, 0), self._homes.region_of(site)
+        position = self._positions.get(site, 0)
         position = 0 if position > self._last else position  # that of a Redis before
         has_missed = site_drops.has_missed(self._drops, position, self._last)
-        if has_missed and not await self._catch_up(site, region):
+        if has_missed and not await self._catch_up(site):
             return position
         self._caught_up.pop(site, None)
-        due = site_drops.orders_for(self._drops, position, region, self._classes)
+        due = site_drops.orders_for(self._drops, position, self._classes)
         for first in range(0, len(due), MAX_AT_ONCE):
             some = due[first : first + MAX_AT_ONCE]
-            sent = await self._send_some(site, [each.tenant_id for each in some])
-            if sent < len(some):
-                return some[sent].number - 1
+            num_sent = await self._send_some(site, some)
+            if num_sent < len(some):
+                return some[num_sent].number - 1
         return self._last
 
-    async def _catch_up(self, site: str, region: str) -> bool:
+    async def _catch_up(self, site: str) -> bool:
         """Returns whether the site has confirmed all; the next round goes on with the others.
         Raises StoreUnavailable.
         """
         sent = self._caught_up.setdefault(site, set())
-        due = [each for each in await self._tenants_outside(region) if each not in sent]
+        due = [each for each in await self._of_all_tenants() if each.tenant_id not in sent]
         for first in range(0, len(due), MAX_AT_ONCE):
             some = due[first : first + MAX_AT_ONCE]
             num_sent = await self._send_some(site, some)
-            sent.update(some[:num_sent])
+            sent.update(each.tenant_id for each in some[:num_sent])
             if num_sent < len(some):
                 return False
         return True
 
-    async def _tenants_outside(self, region: str) -> list[str]:
+    async def _of_all_tenants(self) -> list[SiteDrop]:
         found = map(decoded_tenant, (await self._store.hash_get(TENANTS)).values())
         records = (each for each in found if each is not None)
-        return site_drops.tenants_outside(records, region, self._classes)
+        return site_drops.drops_of_records(records, self._classes)
 
-    async def _send_some(self, site: str, tenants: list[str]) -> int:
+    async def _send_some(self, site: str, drops: list[SiteDrop]) -> int:
         """Returns how many the site has confirmed before the first that it has not."""
-        confirmed = await asyncio.gather(*(self._send_order(site, each) for each in tenants))
+        confirmed = await asyncio.gather(*(self._send_order(site, each) for each in drops))
         return [*confirmed, False].index(False)
 
-    async def _send_order(self, site: str, tenant_id: str) -> bool:
-        command = WithdrawTenant(gateway_id=self._name, tenant_id=tenant_id)
+    async def _send_order(self, site: str, drop: SiteDrop) -> bool:
+        command = WithdrawTenant(
+            gateway_id=self._name, tenant_id=drop.tenant_id, kept_regions=tuple(sorted(drop.kept))
+        )
         try:
             await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
         except HearthError as error:  # the next round asks again
@@ -152,8 +158,11 @@ class SiteWithdrawals:
         allowed = self._allowed.setdefault(site, Allowance(MAX_PER_S, 1.0, now))
         if not allowed.takes(1.0, now):
             raise Overloaded("this site withdraws too many tenants", retry_after_s=1.0)
-        return self._withdraw(at_site(site, command.tenant_id))
+        return self._withdraw(at_site(site, command.tenant_id), command.kept_regions)
 
-    async def _withdraw(self, tenant_id: str) -> Done:
-        await self._withdrawal.order(tenant_id, "regions")
+    async def _withdraw(self, tenant_id: str, kept_regions: tuple[str, ...]) -> Done:
+        if self._region in kept_regions:  # workers of this site may be in other regions
+            await self._withdrawal.order(tenant_id, "regions", kept_regions)
+        else:
+            await self._withdrawal.delete(tenant_id, "regions")
         return Done()

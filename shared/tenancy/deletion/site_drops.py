@@ -18,8 +18,10 @@ from shared.regions.region_classes import RegionClasses
 from shared.store import Store, reading_reply
 from shared.subjects import is_at_site
 from shared.tenancy.deletion.kv_drops import LAST, SITE_POSITIONS, KvDrop
-from shared.tenancy.residency import may_hold
+from shared.tenancy.residency import regions_of
 from shared.tenancy.tenant import TenantRecord
+
+NONE = frozenset[str]()
 
 # KEYS: the positions, the last number. ARGV: a site, a number. A position never decreases, and a
 # Redis that was emptied takes none of its predecessor's orders.
@@ -34,10 +36,11 @@ return 1
 
 
 class SiteDrop(NamedTuple):
-    """`number` is that of the order."""
+    """What a site drops of a tenant: all but what is in `kept` regions. `number` is the order's."""
 
     number: int
     tenant_id: str
+    kept: frozenset[str] = frozenset()
 
 
 async def positions(store: Store) -> dict[str, int]:
@@ -55,18 +58,17 @@ async def confirm(store: Store, site: str, number: int) -> bool:
         return bool(int(reply))
 
 
-def orders_for(
-    drops: Sequence[KvDrop], position: int, region: str, classes: RegionClasses
-) -> list[SiteDrop]:
-    """Returns what a site in `region` has not confirmed of tenants of this site; `drops` are sorted
-    by number. Of several orders on one tenant, the first stands for all: the site drops everything
-    whenever it comes.
+def orders_for(drops: Sequence[KvDrop], position: int, classes: RegionClasses) -> list[SiteDrop]:
+    """Returns what a site has not confirmed of tenants of this site; `drops` are sorted by number.
+    Several orders on one tenant are one, at the place of the first. Sites in allowed regions get
+    them as well: they may have workers in others.
     """
     found: dict[str, SiteDrop] = {}
     for each in drops:
-        is_new = each.number > position and not is_at_site(each.tenant_id)
-        if is_new and _concerns(each, region, classes):
-            found.setdefault(each.tenant_id, SiteDrop(each.number, each.tenant_id))
+        kept = _kept(each, classes)
+        if each.number > position and kept is not None and not is_at_site(each.tenant_id):
+            first = found.setdefault(each.tenant_id, SiteDrop(each.number, each.tenant_id, kept))
+            found[each.tenant_id] = first._replace(kept=first.kept & kept)
     return list(found.values())
 
 
@@ -76,19 +78,18 @@ def has_missed(drops: Sequence[KvDrop], position: int, last: int) -> bool:
     return position < min(oldest - 1, last)
 
 
-def tenants_outside(
-    records: Iterable[TenantRecord], region: str, classes: RegionClasses
-) -> list[str]:
-    """Returns the tenants of which a site in `region` may retain nothing."""
+def drops_of_records(records: Iterable[TenantRecord], classes: RegionClasses) -> list[SiteDrop]:
+    """Returns what a site that has missed orders drops, of all tenants; the numbers are 0."""
+    kept = ((each, regions_of(each, classes)) for each in records)
     return [
-        each.tenant_id
-        for each in records
-        if each.is_zero_retention or not may_hold(each, region, classes)
+        SiteDrop(0, each.tenant_id, frozenset() if each.is_zero_retention else regions or NONE)
+        for each, regions in kept
+        if each.is_zero_retention or regions is not None
     ]
 
 
-def _concerns(drop: KvDrop, region: str, classes: RegionClasses) -> bool:
-    if drop.reason != "regions":
-        return True
-    kept = classes.allowed(drop.region_class, drop.kept_regions)
-    return kept is not None and region not in kept
+def _kept(drop: KvDrop, classes: RegionClasses) -> frozenset[str] | None:
+    """Returns None for an order that concerns nobody."""
+    return (
+        classes.allowed(drop.region_class, drop.kept_regions) if drop.reason == "regions" else NONE
+    )

@@ -44,14 +44,21 @@ class TenantWithdrawal:
         self._store = store
         self._now = now
 
-    async def order(self, tenant_id: str, reason: DropReason) -> None:
-        """Deletes what Redis holds, but its usage, which its home site gets, and has workers drop
-        its KV. Raises StoreUnavailable.
-        """
+    async def order(
+        self, tenant_id: str, reason: DropReason, kept_regions: tuple[str, ...] = ()
+    ) -> None:
+        """Has workers that are not in `kept_regions` drop its KV. Raises StoreUnavailable."""
         found = (each.drop for each in await kv_drops.orders(self._store))
-        own = (each for each in found if (each.tenant_id, each.reason) == (tenant_id, reason))
+        ordered = tenant_id, reason, kept_regions
+        own = (e for e in found if (e.tenant_id, e.reason, e.kept_regions) == ordered)
         if all(self._now() - each.ordered_at > SAME_CHANGE_S for each in own):
-            await kv_drops.order(self._store, tenant_id, reason, self._now())
+            await kv_drops.order(self._store, tenant_id, reason, self._now(), kept_regions)
+
+    async def delete(self, tenant_id: str, reason: DropReason) -> None:
+        """Has all workers drop its KV, and deletes what Redis holds, but its usage, which its home
+        site gets. Raises StoreUnavailable.
+        """
+        await self.order(tenant_id, reason)
         await tenant_data.delete(self._store, tenant_id, self._now(), with_usage=False)
 
 

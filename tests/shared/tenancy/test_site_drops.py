@@ -23,19 +23,24 @@ def drop(number: int, tenant_id: str, kept: tuple[str, ...] | None = (), **field
     return msgspec.structs.replace(order, number=number, **fields)
 
 
-def test_a_site_gets_each_tenant_once_that_may_not_be_there() -> None:
+def test_a_site_gets_each_tenant_once_with_the_regions_that_it_keeps() -> None:
     drops = [
         drop(1, "before", ("fr",)),
-        drop(2, "twice", ("fr",)),
-        drop(3, "allowed", ("fr", "us")),
+        drop(2, "twice", ("fr", "us")),
+        drop(3, "everywhere", None),
         drop(4, "of-class", None, region_class="eu"),
         drop(5, "b/of-another-site", ("fr",)),
-        drop(6, "twice", ()),
+        drop(6, "twice", ("fr", "de")),
         drop(7, "removed", reason="removed"),
+        drop(8, "unknown-class", ("fr",), region_class="asia"),
     ]
-    found = site_drops.orders_for(drops, 1, "us", CLASSES)
-    assert found == [(2, "twice"), (4, "of-class"), (7, "removed")]
-    assert site_drops.orders_for(drops, 0, "fr", CLASSES) == [(6, "twice"), (7, "removed")]
+    assert site_drops.orders_for(drops, 1, CLASSES) == [
+        (2, "twice", {"fr"}),
+        (4, "of-class", {"fr", "de"}),
+        (7, "removed", set()),
+        (8, "unknown-class", set()),
+    ]
+    assert site_drops.orders_for(drops, 8, CLASSES) == []
 
 
 @pytest.mark.parametrize(
@@ -47,14 +52,18 @@ def test_orders_that_were_forgotten_are_missed(position: int, last: int, expecte
     assert site_drops.has_missed([], position, last) is (position < last)
 
 
-def test_a_site_that_has_missed_orders_gets_all_that_it_may_not_retain() -> None:
+def test_a_site_that_has_missed_orders_gets_all_tenants_with_limits() -> None:
     records = [
         TenantRecord(tenant_id="anywhere"),
         TenantRecord(tenant_id="quiet", is_zero_retention=True),
-        TenantRecord(tenant_id="here", allowed_regions=("us",)),
-        TenantRecord(tenant_id="elsewhere", region_class="eu"),
+        TenantRecord(tenant_id="nowhere", allowed_regions=()),
+        TenantRecord(tenant_id="bound", region_class="eu", allowed_regions=("us", "fr")),
     ]
-    assert site_drops.tenants_outside(records, "us", CLASSES) == ["quiet", "elsewhere"]
+    assert site_drops.drops_of_records(records, CLASSES) == [
+        (0, "quiet", set()),
+        (0, "nowhere", set()),
+        (0, "bound", {"fr"}),
+    ]
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ class Gateway:
             *(self._homes, self._clock, self.store, CLASSES),
             TenantWithdrawal(self.store, store.now),
             gateway_id=at_site(site, name),
+            region=REGIONS[site],
         )
 
     async def start(self) -> None:
@@ -109,8 +110,12 @@ class Sites:
 
     async def ordered(self, site: str) -> list[str]:
         """Returns the tenants that a site has had dropped."""
+        return [tenant_id for tenant_id, _ in await self.kept(site)]
+
+    async def kept(self, site: str) -> list[tuple[str, tuple[str, ...] | None]]:
+        """Returns the tenants that a site has had dropped, and the regions that keep theirs."""
         found = await kv_drops.orders(self.stores[site])
-        return [each.drop.tenant_id for each in found]
+        return [(each.drop.tenant_id, each.drop.kept_regions) for each in found]
 
     async def positions(self) -> dict[str, int]:
         return await site_drops.positions(self.stores["a"])
@@ -131,7 +136,8 @@ def test_a_site_that_the_tenant_leaves_drops_it_within_a_heartbeat() -> None:
     async def test(sites: Sites) -> None:
         await sites.allow("fr", "jp")
         await asyncio.sleep(0.5)
-        assert (await sites.ordered("b"), await sites.ordered("c")) == (["a/acme"], [])
+        assert await sites.kept("c") == [("a/acme", ("fr", "jp"))], "of its workers elsewhere"
+        assert await sites.kept("b") == [("a/acme", ())], "it is in no region of the tenant"
         assert await sites.positions() == {"b": 1, "c": 1}
         await asyncio.sleep(SOON_S)
         assert sites.gateways["b"][0].num_asked == 1
@@ -247,6 +253,17 @@ def test_every_order_reaches_the_sites_that_it_concerns(change: dict[str, object
         await sites.admin.change("acme", change)
         await asyncio.sleep(0.5)
         assert (await sites.ordered("b"), await sites.ordered("c")) == (["a/acme"], ["a/acme"])
+
+    scenario(test)
+
+
+def test_another_change_is_ordered_though_the_last_one_is_recent() -> None:
+    async def test(sites: Sites) -> None:
+        for regions in (("fr", "jp"), ("jp",), ("fr", "jp")):
+            await sites.allow(*regions)
+            await asyncio.sleep(0.5)
+        assert await sites.kept("c") == [("a/acme", ("fr", "jp")), ("a/acme", ("jp",))]
+        assert await sites.kept("b") == [("a/acme", ())]
 
     scenario(test)
 
