@@ -27,6 +27,7 @@ from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.receipts.places import Places
 from services.gateway.receipts.receipts import Receipts
+from services.gateway.receipts.site_receipts import SiteReceipts
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.submission import Submission
 from services.gateway.sites.site_service import SiteService
@@ -128,6 +129,10 @@ class GatewayService:
             self._health_monitor.refusals,
         )
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
+        self.site_receipts = SiteReceipts(
+            *(self.receipts, self.telemetry.request_id_of, self.tenancy.record_of),
+            *(bus, self._health_monitor),
+        )
         budget = BodyBudget()
         self.preparer = Preparer.of(
             config,
@@ -173,6 +178,7 @@ class GatewayService:
             metrics=self.metrics,
             telemetry=self.telemetry,
             receipts=self.receipts,
+            site_receipts=self.site_receipts,
             clock=self._clock,
             wall_clock=self._wall_clock,
             randomness=self._randomness,
@@ -283,6 +289,7 @@ class GatewayService:
         self._limits.start()
         self._usage.start(self.submission.count_usage)
         await self.telemetry.serve(self._bus)
+        await self.site_receipts.serve()
         await self._operator.fleet_reads.serve()
         await self._health_monitor.start()
         await self.telemetry.open()
