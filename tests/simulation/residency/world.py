@@ -12,6 +12,7 @@ from shared.store import Command
 from shared.tenancy import pinned_prefix
 from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.refusals import Refusals
 from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
@@ -23,7 +24,7 @@ from tests.simulation.residency.plan import CLASSES, PLANTED, ResidencyPlan, Ten
 from tests.simulation.residency.traffic import Traffic, pieces_of
 from tests.simulation.sites.world import LinkedFleets
 from tests.simulation.world.fleet import JOIN_S, Fleet
-from tests.simulation.world.members import AnyHost
+from tests.simulation.world.members import AnyHost, health_monitor_of
 from tests.support.world.process import SimulatedProcess
 from tests.support.world.store import MemoryStore
 from tests.support.world.workers import MODEL, SimulatedWorker
@@ -103,6 +104,7 @@ class RegionFleet(Fleet):
     def _new_host(self, role: str, process_id: str) -> AnyHost:
         host = super()._new_host(role, process_id)
         self._of.regions_of[host.process] = self.region_of(process_id)
+        self._of.refusals.append(health_monitor_of(host).refusals)
         if isinstance(host, RegionGateway):
             host.take_spans = self._of.traffic.span
             host.text_of = lambda tenant_id: self._of.of_tenants.tenants[tenant_id].text
@@ -138,6 +140,7 @@ class ResidencyFleets(LinkedFleets):
         self.borders = Borders(WITHDRAWN_S + longest_fault_s(plan))
         self.borders.begin(plan.tenants.values())
         self.regions_of: dict[SimulatedProcess, str] = {}
+        self.refusals: list[Refusals] = []  # of all processes that have been
         fingerprints = fingerprints_of(plan.tenants.values())
         self.traffic = Traffic(
             search_of_all().copy(), fingerprints, self.borders, self.regions_of.__getitem__
