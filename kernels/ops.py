@@ -39,6 +39,7 @@ from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_nor
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
+from kernels.reference.gated import clamped_gate as reference_clamped_gate
 from kernels.reference.gated import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.gated import silu_and_mul as reference_silu_and_mul
 from kernels.reference.grouped_linear import expert_mlp as reference_expert_mlp
@@ -62,10 +63,12 @@ from kernels.split_weight import SplitWeight, split_weight
 from kernels.sum_lanes import SumLanes
 from kernels.torch_ops.apply_token_mask import apply_token_mask as torch_apply_token_mask
 from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
+from kernels.torch_ops.encoder import Gelu as Gelu
 from kernels.torch_ops.encoder import encoder_attention as encoder_attention
 from kernels.torch_ops.encoder import encoder_linear as encoder_linear
 from kernels.torch_ops.encoder import layer_norm as layer_norm
 from kernels.torch_ops.encoder import pack_encoder_weight as pack_encoder_weight
+from kernels.torch_ops.encoder import rotate_pairs as rotate_pairs
 from kernels.torch_ops.expert_rows import add_experts as torch_add_experts
 from kernels.torch_ops.expert_rows import sort_by_expert as torch_sort_by_expert
 from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks
@@ -129,6 +132,7 @@ TRITON_MODULES = {
 CPU_MODULES = {
     "add_experts": "moe.expert_rows",
     "add_rms_norm": "layer.add_rms_norm",
+    "clamped_gate": "layer.gated",
     "decode_attention": "attention.decode_attention",
     "gelu_and_mul": "layer.gated",
     "grouped_linear": "gemm.grouped_linear",
@@ -205,6 +209,7 @@ class Operation(Generic[P, R]):
 add_experts = Operation(torch_add_experts)
 add_rms_norm = Operation(reference_add_rms_norm)
 apply_token_mask = Operation(torch_apply_token_mask)
+clamped_gate = Operation(reference_clamped_gate)
 copy_blocks = Operation(torch_copy_blocks)
 decode_attention = Operation(reference_decode_attention)
 expert_mlp = Operation(reference_expert_mlp)

@@ -40,6 +40,8 @@ MODULES = {
     "profile": "cli.profile.profile_command",
     "redis-acl": "cli.operators.redis_commands",
     "audit": "cli.operators.redis_commands",
+    "backup": "cli.operators.backup_commands",
+    "restore": "cli.operators.backup_commands",
     "trace": "cli.trace.trace_command",
     "verify": "cli.verify.verify_command",
     "version": "cli.version_command",

@@ -177,6 +177,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     preparations_per_tenant: int = 2  # requests that are rendered and tokenized at once
     default_max_tokens: int = 1024
     cluster_secret: str = ""  # equal in all gateways and the index; workers have none
+    cold_start_s: float = 0.0  # as of schedulers: keeps the card of a model without workers
     # Time after SIGTERM in which balancers see /ready; then come drain and stop
     lame_duck_s: float = 5.0
     write_timeout_s: float = 30.0  # time without a byte taken by the client
@@ -199,6 +200,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     padding: bool = True
     # origins such as https://example.com whose pages may call, or * for all; empty: none
     cors_origin: tuple[str, ...] = ()
+    image_host: tuple[str, ...] = ()  # hosts that images are fetched from; empty: none is
     # the name of this gateway's site, where its NATS has links to other sites; empty: it has none
     site: str = ""
     # sites to which it has links, each with the weight of its requests here, as `b` or `b=0.5`; one
@@ -271,6 +273,9 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
         if self.chat_template and self.model_dir is None:
             yield "chat_template needs a model_dir: it is of the gateway's own model"
         yield from _origin_problems(self.cors_origin)
+        for each in self.image_host:
+            if IMAGE_HOST.fullmatch(each) is None:
+                yield f"image_host {each!r} is no host such as images.example.com or a.example:444"
         if "*" in self.cors_origin and not self.metrics_token:
             yield "cors_origin * needs a metrics_token: every page could read /metrics"
         if self.trace_region and not _SUBJECT_TOKEN.fullmatch(self.trace_region):
@@ -299,6 +304,9 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     min_role_workers: int = 1  # automatic changes leave as many in each role
     role_change_min_s: float = 15.0  # time between two automatic changes of one model
     target_itl_s: float = 0.05  # a decode worker with longer steps counts as full
+    # time that requests wait for the first worker of a model, which an autoscaler starts: then an
+    # idle model needs no worker; 0: each needs one
+    cold_start_s: float = 0.0
     residency: Residency = "demand"  # the choice of hot models: by expected demand, or lru
     # requests of a parked model gather as long as this time to first token allows, if waking it
     # parks another one in use
@@ -314,6 +322,7 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
             "wake_ttft_s",
         )
         yield from _site_problems(self.site)
+        yield from _cold_start_problems(self.cold_start_s)
         if self.automatic_roles not in ("off", "on"):
             yield f"automatic_roles {self.automatic_roles!r} is not off or on"
         if not 0 <= self.role_change_min_s < inf:
@@ -667,6 +676,11 @@ def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[s
 _SITE = re.compile(r"[A-Za-z0-9_-]+")
 
 
+def _cold_start_problems(cold_start_s: float) -> Iterator[str]:
+    if not 0 <= cold_start_s < inf:
+        yield f"cold_start_s {cold_start_s} is not a duration of at least 0"
+
+
 def _site_problems(site: str) -> Iterator[str]:
     if site and _SITE.fullmatch(site) is None:
         yield f"site {site!r} may have letters, digits, - and _ only"
@@ -701,6 +715,12 @@ def _network_problems(networks: Iterable[str]) -> Iterator[str]:
 
 
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[1-9][0-9]{0,4})?")
+
+
+# Scheme, name and port: of these only the name is required.
+IMAGE_HOST = re.compile(
+    r"(?:(https?)://)?([a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?)(?::([1-9]\d{0,4}))?", re.ASCII
+)
 
 
 def _origin_problems(origins: Iterable[str]) -> Iterator[str]:

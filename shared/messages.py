@@ -117,7 +117,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Traceparent = Annotated[bytes, Meta(min_length=25, max_length=25)]
 BlockSize = Annotated[int, Meta(ge=1, le=2**20)]  # tokens
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
-TileCount = Annotated[int, Meta(ge=0, le=64)]
+TileCount = Annotated[int, Meta(ge=0, le=256)]
 PixelCount = Annotated[int, Meta(ge=1, le=2**20)]  # along one dimension
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is invalid
 NumRanks = Annotated[int, Meta(ge=1, le=1024)]
@@ -190,19 +190,15 @@ class ImagePart(Message, frozen=True, kw_only=True):
     be other ones, such as those that separate tiles.
 
     `image_hash` covers the processed pixels, the grid, the processor's configuration and the
-    encoder's weights. An image is split into `grid` rows and columns of tiles, or (0, 0) if it is
-    not, and the complete image follows as one more tile.
+    encoder's weights. `grid` has rows and columns. Of most families it counts tiles, or is (0, 0)
+    if the image is not split, and the complete image follows as one more tile; of Kimi K2.5 it
+    counts the image's tokens.
     """
 
     first_token: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)]
     num_tokens: NumTokens
     image_hash: Digest
     grid: tuple[TileCount, TileCount]
-
-    @property
-    def num_tiles(self) -> int:
-        rows, columns = self.grid
-        return rows * columns + 1
 
 
 ImageParts = Annotated[tuple[ImagePart, ...], Meta(max_length=MAX_IMAGES)]
@@ -1208,12 +1204,14 @@ class ReportUsage(Message, frozen=True, kw_only=True):
 
 
 class WithdrawTenant(Message, frozen=True, kw_only=True):
-    """Has the receiving site drop what it holds of a tenant of the sender's site, whose data may
-    not be there any more. `tenant_id` is its name at home. The reply is Done.
+    """Has the receiving site drop what it holds of a tenant of the sender's site, but for processes
+    in `kept_regions`: data of the tenant may be nowhere else any more. `tenant_id` is its name at
+    home. The reply is Done.
     """
 
     gateway_id: ProcessId
     tenant_id: Name
+    kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
 
     @property
     def sender_id(self) -> str:

@@ -261,5 +261,16 @@ def _as_text(command: Command) -> list[str | msgspec.Raw]:
     return [_as_raw(part) if isinstance(part, bytes) else str(part) for part in command]
 
 
+def packed_for_lua(value: Any) -> bytes:
+    """Returns msgpack of lists of strings, bytes and whole numbers, for `cmsgpack.unpack`."""
+    return _encode(_raw_parts(value))
+
+
+def _raw_parts(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_raw_parts(each) for each in value]
+    return _as_raw(value) if isinstance(value, bytes) else value
+
+
 def _as_raw(part: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"\xdb" + len(part).to_bytes(4, "big") + part)

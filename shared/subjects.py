@@ -177,6 +177,11 @@ def pixels(gateway_id: str) -> str:
     return command("gateway", gateway_id, "pixels")
 
 
+def receipt(gateway_id: str) -> str:
+    """Carries ReadReceipt."""
+    return command("gateway", gateway_id, "receipt")
+
+
 def trace(gateway_id: str) -> str:
     """Carries ReadTimeline."""
     return command("gateway", gateway_id, "trace")
@@ -422,6 +427,7 @@ _PROFILE = (f"{PREFIX}.prefill.*.*.profile", f"{PREFIX}.decode.*.*.profile")
 _TENANT_KV = (f"{PREFIX}.prefill.*.*.tenant_kv", f"{PREFIX}.decode.*.*.tenant_kv")
 _TRACE = f"{PREFIX}.gateway.*.*.trace"
 _FLEET = f"{PREFIX}.gateway.*.*.fleet"
+_RECEIPT = f"{PREFIX}.gateway.*.*.receipt"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
 _LIST_MODELS = f"{PREFIX}.host.*.*.list_models"
 _PIXELS = f"{PREFIX}.gateway.*.*.pixels"
@@ -435,6 +441,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         f"{PREFIX}.decode.*.*.control",
         f"{PREFIX}.decode.*.*.resend",
         _LIST_MODELS,
+        _RECEIPT,
     ),
     "scheduler": (
         MATCH,

@@ -17,7 +17,7 @@ from services.gateway.structured.tools.families import FAMILIES as TOOL_FAMILIES
 from shared.engine.model_config.quantization_config import checkpoint_formats
 from shared.engine.models import BY_MODEL_TYPE, FAMILIES, Configure
 from shared.engine.models.rope_config import ROPE_TYPES
-from shared.engine.models.vision import smolvlm
+from shared.engine.models.vision import kimi, llama4, smolvlm
 from shared.errors import CheckpointError
 
 PAGE = Path(__file__).resolve().parents[1] / "services/guides/models.md"
@@ -40,6 +40,7 @@ MODELS = {
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
     "Qwen3MoeForCausalLM": "Qwen3 30B-A3B, 235B-A22B",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6",
+    "GptOssForCausalLM": "gpt-oss 20b, 120b",
 }
 _PACKED = {
     "quant_method": "compressed-tensors",
@@ -91,8 +92,10 @@ def architectures() -> str:
 
 
 def _parts(configure: Configure) -> str:
-    if configure is smolvlm.configure:
+    if configure in (smolvlm.configure, kimi.configure):
         return "text and images; no video"
+    if configure is llama4.configure:
+        return "text and images"
     is_text_part = configure.__name__ == "configure_text_part"
     return "text part; images are refused" if is_text_part else "all"
 

@@ -29,6 +29,7 @@ from PIL import Image
 
 from benchmarks.report import Row, at_most, write_result
 from services.gateway.dialects.openai.dialect import CHAT
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.models.model_check import checked_files
 from services.gateway.models.preparation_pools import PREPARATION_PROCESS
 from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
@@ -105,7 +106,9 @@ async def measure(model_dir: Path, num_requests: int) -> list[Row]:
     clock, randomness = MonotonicClock(), SystemRandomness()
     config = GatewayConfig(nats_url="nats://n", process_id="g", redis_url="redis://r")
     preparer = Preparer.of(
-        config, pool, lambda: 0, clock, randomness, max_payload_bytes=lambda: PAYLOAD_BYTES
+        *(config, pool, lambda: 0, clock, randomness),
+        max_payload_bytes=lambda: PAYLOAD_BYTES,
+        budget=BodyBudget(),
     )
     preparation = Preparation(config, randomness)
     data = body_of(jpeg())

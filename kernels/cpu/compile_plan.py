@@ -38,6 +38,7 @@ class CompilePlan:
     quantized_experts: tuple[QuantizedKind, ...] = ()  # gate and up, down
     has_experts: bool = False  # some layers have them
     has_latents: bool = False  # instead of keys and values
+    has_clamped_gates: bool = False  # of experts with biases, after norms that are rounded once
     has_fp8_kv: bool = False  # then layers have no kernel of all of their operations
 
     def marker(self, part: Part) -> Path:

@@ -91,16 +91,21 @@ def compile_layers(plan: CompilePlan) -> None:
 
 def _compile_single_operations(plan: CompilePlan) -> None:
     from kernels.cpu.attention.rotate_and_store import rotate_and_store
-    from kernels.cpu.layer.gated import gelu_and_mul, silu_and_mul
+    from kernels.cpu.layer.gated import clamped_gate, gelu_and_mul, silu_and_mul
     from kernels.cpu.layer.rms_norm import rms_norm
 
     cos, sin = torch.zeros(2, _MANY, plan.head_dim // 2)
     for num_rows in (_FEW, _MANY):
-        rms_norm(_zeros(plan, num_rows, _BLOCK), _zeros(plan, _BLOCK), 0.0)
+        mode = {"is_rounded_once": plan.has_clamped_gates}
+        rms_norm(_zeros(plan, num_rows, _BLOCK), _zeros(plan, _BLOCK), 0.0, **mode)
         if not (plan.has_latents or plan.has_fp8_kv):
             heads, slots = _zeros(plan, num_rows, 3, plan.head_dim), torch.full((num_rows,), -1)
             rotate_and_store(heads, cos[:num_rows], sin[:num_rows], _cache(plan), slots)
-    (gelu_and_mul if plan.has_gelu else silu_and_mul)(_zeros(plan, _FEW, 2 * _BLOCK))
+    gate_up = _zeros(plan, _FEW, 2 * _BLOCK)
+    if plan.has_clamped_gates:
+        clamped_gate(gate_up, gate_up, torch.zeros(_FEW).long(), limit=1.0, alpha=1.0)
+    else:
+        (gelu_and_mul if plan.has_gelu else silu_and_mul)(gate_up)
 
 
 def _compile_gemms(plan: CompilePlan) -> None:

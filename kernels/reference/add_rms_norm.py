@@ -8,8 +8,15 @@ from kernels.reference.rms_norm import rms_norm
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    has_unit_offset: bool = False,
+    is_rounded_once: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x, residual [..., hidden], weight [hidden] -> (y, s), both like x; s is rounded first."""
     total = x + residual
-    return rms_norm(total, weight, eps, has_unit_offset=has_unit_offset), total
+    mode = {"has_unit_offset": has_unit_offset, "is_rounded_once": is_rounded_once}
+    return rms_norm(total, weight, eps, **mode), total

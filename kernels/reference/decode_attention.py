@@ -19,6 +19,7 @@ def decode_attention(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     value_dim: int | None = None,
+    sinks: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [S, num_heads, D] -> [S, num_heads, D] in its dtype; computed in FP32.
@@ -37,5 +38,6 @@ def decode_attention(
         softcap=softcap,
         kv_scales=kv_scales,
         value_dim=value_dim,
+        sinks=sinks,
         is_batch_invariant=is_batch_invariant,
     )

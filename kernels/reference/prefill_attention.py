@@ -18,6 +18,7 @@ def prefill_attention(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     value_dim: int | None = None,
+    sinks: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [T, num_heads, D], sequences concatenated -> same shape and dtype; computed in FP32.
@@ -30,8 +31,10 @@ def prefill_attention(
     values, in a cache of FP8 e4m3 or any other dtype. With `value_dim`, values are the first
     elements of their keys and have their scale, kv_cache has one plane and one head, and the result
     is [T, num_heads, value_dim] (multi-head latent attention with absorbed projections:
-    DeepSeek-V2, 2024, section 2.1). With `is_batch_invariant`, a token's bits depend only on itself
-    and the tokens that it attends to; here they always do.
+    DeepSeek-V2, 2024, section 2.1). `sinks` [num_heads] in FP32 are one more score of each head, of
+    a key whose value is zero: weights then add up to less than 1 (gpt-oss; Xiao and others,
+    Efficient streaming language models with attention sinks, 2024). With `is_batch_invariant`, a
+    token's bits depend only on itself and the tokens that it attends to; here they always do.
     """
     width = query.shape[2] if value_dim is None else value_dim
     out = query.new_empty((*query.shape[:2], width))
@@ -48,8 +51,16 @@ def prefill_attention(
             _is_hidden(rows.stop - rows.start, context_len, bounds, query), -torch.inf
         )
         value = _spread(value, query)[..., :width]
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        out[rows] = torch.einsum("hqk,khd->qhd", _weights(scores, sinks), value)
     return out
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """scores [num_heads, tokens, keys] -> the same shape."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
 def _context(

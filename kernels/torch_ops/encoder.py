@@ -8,10 +8,13 @@ other tiles nor on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+Gelu = Literal["none", "tanh"]  # how it is approximated, in torch's words
 
 
 def pack_encoder_weight(weight: Tensor) -> Tensor:
@@ -27,17 +30,15 @@ def pack_encoder_weight(weight: Tensor) -> Tensor:
 
 
 def encoder_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, has_gelu: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: Gelu | None = None
 ) -> Tensor:
-    """x [T, K], weight [N, K] packed or not, bias [N] -> [T, N]; with `has_gelu` its GELU,
-    approximated by tanh.
-    """
+    """x [T, K], weight [N, K] packed or not, bias [N] -> [T, N]; with `gelu` its GELU."""
     if weight.is_mkldnn:
-        activation, form = ("gelu", "tanh") if has_gelu else ("none", "")
+        activation, form = ("none", "") if gelu is None else ("gelu", gelu)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], form)
         return y
     y = functional.linear(x, weight, bias)
-    return functional.gelu(y, approximate="tanh") if has_gelu else y
+    return y if gelu is None else functional.gelu(y, approximate=gelu)
 
 
 def encoder_attention(query: Tensor, key: Tensor, value: Tensor, lens: Sequence[int]) -> Tensor:
@@ -47,6 +48,16 @@ def encoder_attention(query: Tensor, key: Tensor, value: Tensor, lens: Sequence[
     rows = zip(*(each.split(list(lens)) for each in (query, key, value)), strict=True)
     parts = [_attend(*each) for each in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [T, num_heads, dim], its pairs (0, 1), (2, 3) and so on; the angles of these [T, dim / 2]
+    in FP32 -> the pairs rotated, computed in FP32.
+    """
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosine.unsqueeze(1), sine.unsqueeze(1)
+    rotated = (first * cosine - second * sine, first * sine + second * cosine)
+    return torch.stack(rotated, dim=-1).flatten(-2).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -50,9 +50,11 @@ def time_text(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -> T:
+def with_store(
+    redis_url: str | None, action: Callable[[Store], Awaitable[T]], *, timeout_s: float = TIMEOUT_S
+) -> T:
     """Runs a function with a connection to Redis. Raises ConfigError, or StoreUnavailable if Redis
-    does not reply.
+    does not reply within `timeout_s`.
     """
     from shared.store import RedisStore  # 0.1 s, for commands that have no store
 
@@ -62,7 +64,7 @@ def with_store(redis_url: str | None, action: Callable[[Store], Awaitable[T]]) -
         store = RedisStore(
             url,
             MonotonicClock(),
-            timeout_s=TIMEOUT_S,
+            timeout_s=timeout_s,
             tls=TlsFiles.of_environ("REDIS", os.environ),
         )
         try:

@@ -14,6 +14,7 @@ from services.gateway.dialects.dialect import Dialect, DialectParts
 from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.dialects.open_dialects import OpenDialects
 from services.gateway.dialects.transport_parts import TransportParts
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.server import WebServer
 from services.gateway.images.pixel_access import open_pixel_holder
 from services.gateway.models.gateway_models import GatewayModels
@@ -26,6 +27,7 @@ from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.operator.operator_routes import OperatorRoutes
 from services.gateway.receipts.places import Places
 from services.gateway.receipts.receipts import Receipts
+from services.gateway.receipts.site_receipts import SiteReceipts
 from services.gateway.request.preparer import Preparer
 from services.gateway.request.submission import Submission
 from services.gateway.sites.site_service import SiteService
@@ -127,6 +129,11 @@ class GatewayService:
             self._health_monitor.refusals,
         )
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
+        self.site_receipts = SiteReceipts(
+            *(self.receipts, self.telemetry.request_id_of, self.tenancy.record_of),
+            *(bus, self._health_monitor),
+        )
+        budget = BodyBudget()
         self.preparer = Preparer.of(
             config,
             pools.requests,
@@ -134,6 +141,7 @@ class GatewayService:
             clock,
             randomness,
             max_payload_bytes=lambda: bus.max_payload_bytes,
+            budget=budget,
         )
         self.capacity = self.preparer.capacity
         self.dialects = OpenDialects(dialects, self._dialect_parts())
@@ -148,6 +156,7 @@ class GatewayService:
             max_image_body_bytes=self._max_image_body_bytes,
             clock=clock,
             new_request_id=self.new_request_id,
+            budget=budget,
         )
         self._web_server = WebServer.of(
             config,
@@ -169,6 +178,7 @@ class GatewayService:
             metrics=self.metrics,
             telemetry=self.telemetry,
             receipts=self.receipts,
+            site_receipts=self.site_receipts,
             clock=self._clock,
             wall_clock=self._wall_clock,
             randomness=self._randomness,
@@ -279,6 +289,7 @@ class GatewayService:
         self._limits.start()
         self._usage.start(self.submission.count_usage)
         await self.telemetry.serve(self._bus)
+        await self.site_receipts.serve()
         await self._operator.fleet_reads.serve()
         await self._health_monitor.start()
         await self.telemetry.open()
@@ -291,10 +302,10 @@ class GatewayService:
         self._background.start_own(self._rejection_log.run())
         self._background.start_own(self.receipts.run())
         self._background.start_own(self.tenancy.refusal_audit.run())
-        followers = [self._driver.change_regions, self.receipts.change_regions]
-        if self._sites is not None:
-            followers.append(self._sites.regions_changed)
-        self._background.start_own(self.tenancy.watch_regions(*followers))
+        changed = self.tenancy.watch_regions(
+            self._driver.change_regions, self.receipts.change_regions
+        )
+        self._background.start_own(changed)
         self._background.start_own(self._operator.servers.watch())
         if self._operator.history.is_on:
             self._background.start_own(self._operator.history.run())

@@ -137,7 +137,10 @@ class SchedulerService:
             start=self._background.start_item,
         )
         self._unserved = UnservedRequests(
-            self._candidates, self._residency, requeue=self._requeue, fail=self._fail
+            *(self._candidates, self._residency),
+            requeue=self._requeue,
+            fail=self._fail,
+            cold_start_s=config.cold_start_s,
         )
         self._placing: set[asyncio.Task[None]] = set()
         self._sending: set[asyncio.Task[None]] = set()

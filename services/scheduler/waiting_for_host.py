@@ -2,7 +2,10 @@
 
     ┌──a worker serves it──▶ requeued
 waiting ──a host can serve it──▶ waits, until its deadline or until the wake is known to be late
-    └──nobody can, for NO_WORKER_GRACE_S──▶ failed
+    └──nobody can, for NO_WORKER_GRACE_S or cold_start_s──▶ failed
+
+Each waits in its queue, within the bounds of all queues and until its deadline. `cold_start_s` is
+for a model without any worker, which an autoscaler starts.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ class UnservedRequests:
         *,
         requeue: Callable[[QueuedRequest], None],
         fail: Callable[[QueuedRequest, Exception], None],
+        cold_start_s: float = 0.0,
     ) -> None:
+        self._cold_start_s = cold_start_s
         self._candidates, self._residency = candidates, residency
         self._requeue, self._fail = requeue, fail
         self._waiting: dict[QueuedRequest, None] = {}
@@ -71,7 +76,7 @@ class UnservedRequests:
             error = self._residency.error(ticket, now)
             if error is not None:
                 self._end(ticket, error)
-        elif now >= _give_up_at(ticket, ticket.unservable_since):
+        elif now >= self._give_up_at(ticket, ticket.unservable_since):
             self._end(ticket, self._error(ticket, now))
         else:
             ticket.waits_for_host = False
@@ -92,9 +97,10 @@ class UnservedRequests:
         del self._waiting[ticket]
         self._fail(ticket, error)
 
-
-def _give_up_at(ticket: QueuedRequest, unservable_since: float) -> float:
-    give_up_at = unservable_since + NO_WORKER_GRACE_S
-    if ticket.silent_since is None:
-        return give_up_at
-    return min(give_up_at, ticket.silent_since + SILENT_GRACE_S)
+    def _give_up_at(self, ticket: QueuedRequest, unservable_since: float) -> float:
+        if not self._candidates.has_excluded(ticket):
+            return unservable_since + max(NO_WORKER_GRACE_S, self._cold_start_s)
+        give_up_at = unservable_since + NO_WORKER_GRACE_S
+        if ticket.silent_since is None:
+            return give_up_at
+        return min(give_up_at, ticket.silent_since + SILENT_GRACE_S)

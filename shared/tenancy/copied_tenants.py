@@ -17,7 +17,7 @@ from math import inf
 from msgspec import structs
 
 from shared.messages import MAX_COPIES, SignedCopy, TenantCopies
-from shared.subjects import at_site
+from shared.subjects import SITE_SEPARATOR, at_site
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_copy import CopyRejected, TenantCopy, opened_copy
 
@@ -61,6 +61,11 @@ class CopiedTenants:
     def find(self, key_digest: str) -> CopiedTenant | None:
         """Returns the tenant of a valid key, whether or not it is confirmed."""
         return self._by_digest.get(key_digest)
+
+    def named(self, name: str) -> CopiedTenant | None:
+        """Returns the tenant whose name here is `{home}/{tenant}`."""
+        home, _, tenant_id = name.partition(SITE_SEPARATOR)
+        return self._by_home.get(home, {}).get(tenant_id)
 
     def versions(self, home: str) -> tuple[tuple[str, int], ...]:
         """Returns the tenants of a site, and the versions of their copies."""

@@ -42,6 +42,7 @@ ENDS_KEY = "hearth:pinned_prefixes:ends"
 RECORD_BYTES = 1024  # memory of Redis for a prefix besides its PinnedPrefix
 MAX_CHANGES = 10_000  # tenants; who missed more changes reads all tenants
 REASONS_S = 86_400
+NEW = "new"  # instead of the digest of an Entry
 PAGE = 500  # tenants that Redis looks at for one page
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 
@@ -78,8 +79,8 @@ end
 # tenant's reasons, the sizes, the ends, all tenants' records, which an operator may have changed.
 # ARGV: name, Entry, PinnedPrefix, time when it expires (0: never), creation time, tenant, the
 # limits of prefixes and of their bytes, the start of the keys of the tenant's prefixes, now, the
-# limit of all tenants' bytes (-1: none), the digest in the Entry to replace (empty: any or none),
-# and the writer's region and its classes.
+# limit of all tenants' bytes (-1: none), the digest in the Entry to replace (empty: any or none;
+# NEW: there is no Entry), and the writer's region and its classes.
 SAVE_LUA = (
     MAY_STORE_LUA
     + _HAS_DIGEST
@@ -87,7 +88,11 @@ SAVE_LUA = (
     + _SET_SIZE
     + f"""
 if ARGV[13] and not may_store(KEYS[9], ARGV[6], ARGV[13], ARGV[14]) then return 'forbidden' end
-if ARGV[12] ~= '' and not has_digest(KEYS[1], ARGV[1], ARGV[12]) then return 'changed' end
+if ARGV[12] == '{NEW}' then
+  if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 'changed' end
+elseif ARGV[12] ~= '' and not has_digest(KEYS[1], ARGV[1], ARGV[12]) then
+  return 'changed'
+end
 local now, ends_at, max_all = tonumber(ARGV[10]), tonumber(ARGV[4]), tonumber(ARGV[11])
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[8], '-inf', now, 'LIMIT', 0, 256)) do
   set_size(key, 0, 0)
@@ -271,8 +276,8 @@ async def save(
     region_classes: Iterable[str] = (),
 ) -> bool:
     """Adds a prefix, or replaces the one with the same name; with `replaces`, only one whose Entry
-    has this digest. Returns False if there is no such one, or if the tenant's present record
-    forbids a writer of this region to store it.
+    has this digest, and with NEW none. Returns False if that fails, or if the tenant's present
+    record forbids a writer of this region to store it.
 
     `now` is in unix seconds. `max_all_bytes` is the limit of Redis for all tenants' prefixes.
     `region` is the writer's, or None for an operator; `region_classes` are those that contain it.

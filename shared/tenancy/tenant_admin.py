@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
 from shared.subjects import SITE_SEPARATOR
-from shared.tenancy import pinned_prefix, stored_responses
+from shared.tenancy import pinned_prefix, retractions, stored_responses
 from shared.tenancy.declared_classes import check_declared
 from shared.tenancy.deletion import kv_drops
 from shared.tenancy.rate_limit import (
@@ -134,9 +135,13 @@ class TenantAdmin:
     unreadable record.
     """
 
-    def __init__(self, store: Store, now: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, now: Callable[[], float], retractions_file: Path | None = None
+    ) -> None:
+        """`retractions_file` is the list of `retractions.py` beside the one in Redis."""
         self._store = store
         self._now = now
+        self._file = retractions_file
 
     # ── tenants ──────────────────────────────────────────────────────────────────────────────────
 
@@ -183,10 +188,21 @@ class TenantAdmin:
             if "region_class" in changes:
                 await check_declared(self._store, changed.region_class)
             await self._name_sites(tenant_id, sorted({*changed.sites} - {*record.sites}))
+            entries = self._retention_entries(record, changed)
+            unlisted = await retractions.list_entries(self._store, self._file, entries)
             if await self._swap(tenant_id, before, msgspec.json.encode(changed)):
                 await self._apply_retention(record, changed, changes)
+                if unlisted is not None:
+                    raise unlisted
                 return changed
         raise ConfigError(f"the tenant {tenant_id!r} was modified concurrently; try again")
+
+    def _retention_entries(
+        self, before: TenantRecord, after: TenantRecord
+    ) -> list[retractions.Retraction]:
+        was = before.is_zero_retention, before.allowed_regions, before.region_class
+        now = after.is_zero_retention, after.allowed_regions, after.region_class
+        return [] if was == now else [retractions.of_retention(after, self._now())]
 
     async def _name_sites(self, tenant_id: str, sites: Sequence[str]) -> None:
         await check_sites(self._store, sites)
@@ -197,8 +213,10 @@ class TenantAdmin:
     ) -> None:
         """A record does not tell in which region it was stored: a region less deletes all."""
         tenant_id, regions = after.tenant_id, after.allowed_regions
-        is_repeated = changes.get("allowed_regions") is not None
-        is_repeated = is_repeated and regions == before.allowed_regions
+        named = changes.get("allowed_regions") is not None or bool(changes.get("region_class"))
+        is_repeated = named and (regions, after.region_class) == (
+            *(before.allowed_regions, before.region_class),
+        )
         has_all = _covers(regions, before.allowed_regions) and not is_repeated
         has_all = has_all and after.region_class in ("", before.region_class)
         if after.is_zero_retention or not has_all:
@@ -286,23 +304,34 @@ class TenantAdmin:
             raise ConfigError(f"{key_id!r} is a NATS client, which no API key can replace")
         await self._store.write(_key_commands(api_key, tenant_id, self._now()))
         ends_at = self._now() + keep_s
-        for key, digest in replaced:
-            if key.expires_at is None or key.expires_at > ends_at:
-                await self._end(digest, "expires_at", ends_at)
+        ended = [
+            (key, digest)
+            for key, digest in replaced
+            if key.expires_at is None or key.expires_at > ends_at
+        ]
+        await self._end(ended, "expires_at", ends_at)
         return [key.key_id for key, _ in replaced]
 
     async def revoke(self, tenant_id: str, key_id: str | None) -> list[str]:
         """Revokes the key `key_id`, or all if None. Returns their ids."""
         await self.one(tenant_id)
         revoked = await self._valid(tenant_id, key_id)
-        for _, digest in revoked:
-            await self._end(digest, "revoked_at", self._now())
+        await self._end(revoked, "revoked_at", self._now())
         return [key.key_id for key, _ in revoked]
 
-    async def _end(self, digest: str, field: str, at: float) -> None:
-        name = api_key_record(digest)
+    async def _end(
+        self,
+        keys: Sequence[tuple[ApiKeyRecord, str]],
+        field: retractions.KeyEnd,
+        at: float,
+    ) -> None:
         ttl_s = int(max(0.0, at - self._now())) + FORGET_S
-        await self._store.write([("HSET", name, field, at), ("EXPIRE", name, ttl_s)])
+        entries = [retractions.of_key(*each, self._now(), field=field, ends_at=at) for each in keys]
+        unlisted = await retractions.list_entries(self._store, self._file, entries)
+        for name in (api_key_record(digest) for _, digest in keys):
+            await self._store.write([("HSET", name, field, at), ("EXPIRE", name, ttl_s)])
+        if unlisted is not None:
+            raise unlisted
 
     async def _valid(self, tenant_id: str, key_id: str | None) -> list[tuple[ApiKeyRecord, str]]:
         digests = await self._digests(tenant_id)

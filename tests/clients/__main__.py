@@ -22,6 +22,8 @@ from tests.support.account import (
     ALIAS,
     BROWSER,
     EXPIRED,
+    EYES,
+    EYES_MODEL,
     LIMITED,
     MODEL,
     OTHER,
@@ -33,6 +35,7 @@ from tests.support.account import (
 )
 from tests.support.cluster.hearth_up import Cluster, run_cluster
 from tests.support.services.running import run_hearth
+from tests.support.services.seeing_dir import write_seeing_dir
 from tests.wide.checkpoint import write_wide_checkpoint
 
 FOLDER = Path(__file__).parent
@@ -73,9 +76,11 @@ def run_accounts(folder: Path) -> Iterator[list[Account]]:
     """Runs the clusters, tenants and aliases of `tests/support/account.py`; yields the accounts."""
     model = write_chat_checkpoint(folder / MODEL, max_position_embeddings=CONTEXT)
     wide = write_wide_checkpoint(folder / AGENT_MODEL)
+    seeing = write_seeing_dir(folder / EYES_MODEL)
     with (
         run_cluster(folder, "--model", str(model)) as cluster,
         run_cluster(folder / AGENTS, "--model", str(wide)) as agents,
+        run_cluster(folder / EYES, "--model", str(seeing)) as eyes,
         run_cluster(folder / BROWSER, "--decode", "2") as browser,
     ):
         keys = {name: hearth(folder, "tenant", "add", name, *TENANTS[name]) for name in TENANTS}
@@ -84,6 +89,7 @@ def run_accounts(folder: Path) -> Iterator[list[Account]]:
         keys[ACCOUNT] = cluster.state.api_key
         accounts = [Account(cluster.url, name, key) for name, key in keys.items()]
         accounts.append(Account(agents.url, AGENTS, agents.state.api_key))
+        accounts.append(Account(eyes.url, EYES, eyes.state.api_key))
         yield [*accounts, *browser_accounts(folder / BROWSER, browser)]
 
 

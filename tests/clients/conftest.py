@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.account import (
     ACCOUNT,
+    EYES,
     LIMITED,
     MODEL,
     OTHER,
@@ -25,6 +26,11 @@ def accounts() -> dict[str, Account]:
 @pytest.fixture
 def account(accounts: dict[str, Account]) -> Account:
     return accounts[ACCOUNT]
+
+
+@pytest.fixture
+def seeing_account(accounts: dict[str, Account]) -> Account:
+    return accounts[EYES]
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from tests.deploy.scenarios import SCENARIOS
 BOARDS = [DEPLOY / "grafana" / name for name in ("hearth.json", "hearth-fleet.json")]
 TESTS = Path(__file__).with_name("alert_tests.yml")
 VLLM = Path(__file__).with_name("vllm_expressions.txt")
-# workers of one release on one machine have one format; a failed host, a full disk, HTTPS, GPUs and
-# other sites are not of this cluster
+# processes of one tree have one release, and its workers one format; a failed host, a full disk,
+# HTTPS, GPUs and other sites are not of this cluster
 BY_HAND = {
     *("HearthKvMismatch", "HearthModelFailed", "HearthRedisRejectsWrites"),
     *("HearthCertificateExpires", "HearthGpuFault", "HearthGpuThrottled"),
-    *("HearthLinkCut", "HearthSpillOver", "HearthDrainLong"),
+    *("HearthLinkCut", "HearthSpillOver", "HearthDrainLong", "HearthMixedReleases"),
 }
 VARIABLES = {
     **{"$__rate_interval": "5m", "$__range": "1h"},

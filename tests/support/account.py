@@ -22,6 +22,8 @@ RESTRICTED = "restricted"  # may use another model only
 AGENTS = "agents"  # an account of a second cluster, which serves AGENT_MODEL alone
 BROWSER = "browser"  # an account of a third cluster, with the demo model and two decode workers
 EXPIRED = "expired"  # of the same cluster, with an expired key and a limit of 60 requests a minute
+EYES = "eyes"  # an account of a fourth cluster, which serves EYES_MODEL alone
+EYES_MODEL = "seeing"  # takes images
 AGENT_MODEL = "wide"  # calls the tools that it is offered
 
 

@@ -17,6 +17,7 @@ from numba import prange
 from torch import Tensor
 
 from kernels.cpu.attention.query_runs import runs_of
+from kernels.cpu.attention.sinks import sink_exponents, sink_factor
 from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.amx_gemm import STEP_BYTES, configure_for, multiply_block
 from kernels.cpu.gemm.gemm_common import BLOCK
@@ -41,7 +42,14 @@ from kernels.cpu.simd.f32x32 import (
     total,
     weights_of,
 )
-from kernels.cpu.simd.intrinsics import LOG2_E, array, exp2, expect_load, tanh, transpose_words
+from kernels.cpu.simd.intrinsics import (
+    LOG2_E,
+    array,
+    exp2,
+    expect_load,
+    tanh,
+    transpose_words,
+)
 from kernels.cpu.simd.tasks import num_tasks
 
 SEGMENT = 128  # tokens
@@ -69,11 +77,12 @@ def amx_attention(
     *,
     lower: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [T, num_heads, D], flat over S sequences -> [T, num_heads, D].
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, B]; query_lens and
-    context_lens [S], where a context includes the new tokens. `lower` and `softcap` as in
+    context_lens [S], where a context includes the new tokens. `lower`, `softcap` and `sinks` as in
     `decode_attention`.
     """
     num_tokens, num_heads, head_dim = query.shape
@@ -96,6 +105,7 @@ def amx_attention(
             _f32(0.0 if softcap is None else softcap),
             _f32(scale),
             _f32(scale * LOG2_E if softcap is None else LOG2_E),
+            sink_exponents(sinks),
         ),
         num_together,
         num_tasks(len(runs) * num_kv_heads // num_together),
@@ -116,6 +126,7 @@ class AmxMask(NamedTuple):
     softcap: Any
     scale: Any  # applied before the soft cap
     factor: Any  # applied after the soft cap, converts to an exponent of 2
+    sinks: Any  # [num_heads] exponents of 2, or [0] for none
 
 
 class AmxScratch(NamedTuple):
@@ -183,7 +194,7 @@ def _attend(
                     mask,
                     scratch,
                 )
-                _divide(scratch, head, low, high - low, out)
+                _divide(scratch, head, low, high - low, mask.sinks, out)
         tile_release()
 
 
@@ -342,11 +353,13 @@ def _add_values(scratch: Any, low: int, high: int, num_columns: int) -> None:
 
 
 @compiled(is_inlined=True)
-def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> None:
+def _divide(scratch: Any, head: int, low: int, num_tokens: int, sinks: Any, out: Any) -> None:
     _, num_heads, group, head_dim = out.shape
-    _, _, _, _, _, _, sums, attended = scratch
+    _, _, _, _, _, tops, sums, attended = scratch
     for row in range(num_tokens * group):
         factor = _f32(1.0) / sums[row]
+        if len(sinks):
+            factor = sink_factor(tops[row], sums[row], sinks[head * group + row % group])
         attended_at = attended.ctypes.data + row * head_dim * 4
         token, member = low + row // group, row % group
         out_at = out.ctypes.data + ((token * num_heads + head) * group + member) * head_dim * 2

@@ -23,6 +23,7 @@ def dequantized_attention(
     kv_scales: Tensor | None,
     lower: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes `vector_attention` over a quantized cache, of which one sequence is dequantized at
     a time: the memory is that of one context.
@@ -49,6 +50,7 @@ def dequantized_attention(
             scale,
             lower=bounds,
             softcap=softcap,
+            sinks=sinks,
         )
         out[rows] = attended
     return out

@@ -22,6 +22,7 @@ def prefill_attention(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     value_dim: int | None = None,
+    sinks: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Computes kernels.reference.prefill_attention with the bits of `decode_attention`."""
@@ -31,10 +32,12 @@ def prefill_attention(
             kv_scales=kv_scales,
             lower=lower,
             softcap=softcap,
+            sinks=sinks,
         )[..., :value_dim]
     attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
     return attend(
         *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),
         lower=lower,
         softcap=softcap,
+        sinks=sinks,
     )[..., :value_dim]

@@ -17,6 +17,7 @@ from numba import prange
 from torch import Tensor
 
 from kernels.cpu.attention.query_runs import runs_of
+from kernels.cpu.attention.sinks import sink_exponents, sink_factor
 from kernels.cpu.compile import compiled
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.dtype_convert import load_numbers, store_numbers
@@ -61,6 +62,7 @@ def vector_attention(
     *,
     lower: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes kernels.cpu.attention.amx_attention for any dtype, head_dim and block_size."""
     num_tokens, num_heads, head_dim = query.shape
@@ -75,7 +77,7 @@ def vector_attention(
         Cache(array(key), array(value)),
         block_tables.long().contiguous().numpy(),  # of a device: int32, a variant more
         runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
-        _mask(lower, softcap, num_tokens),
+        _mask(lower, softcap, sinks, num_tokens),
         True if is_direct else None,
         _f32(scale if softcap is not None else scale * LOG2_E),
         numba.get_num_threads(),
@@ -94,11 +96,14 @@ class Mask(NamedTuple):
 
     lower: Any  # [T] int32: the first visible position of each new token
     softcap: Any
+    sinks: Any  # [num_heads] exponents of 2, or [0] for none
 
 
-def _mask(lower: Tensor | None, softcap: float | None, num_tokens: int) -> Mask:
+def _mask(
+    lower: Tensor | None, softcap: float | None, sinks: Tensor | None, num_tokens: int
+) -> Mask:
     bounds = np.zeros(num_tokens, np.int32) if lower is None else lower.numpy()
-    return Mask(bounds, _f32(0.0 if softcap is None else softcap))
+    return Mask(bounds, _f32(0.0 if softcap is None else softcap), sink_exponents(sinks))
 
 
 class Scratch(NamedTuple):
@@ -182,7 +187,7 @@ def _attend(
                 _score(cache, block_table, at, direct, scratch)
                 _weigh(at, mask, scratch)
                 _add_values(cache, block_table, at, direct, scratch)
-                _divide(scratch, head, low, num_tokens, out)
+                _divide(scratch, head, low, num_tokens, mask.sinks, out)
 
 
 @compiled()
@@ -389,14 +394,16 @@ def _add_values(cache: Any, block_table: Any, at: Any, direct: Any, scratch: Any
 
 
 @compiled(is_inlined=True)
-def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> None:
-    _, _, _, _, _, totals, chain, sums = scratch
+def _divide(scratch: Any, head: int, low: int, num_tokens: int, sinks: Any, out: Any) -> None:
+    _, _, _, _, tops, totals, chain, sums = scratch
     _, num_heads, group, head_dim = out.shape
     width = _whole(head_dim, SIDE)
     for token in range(num_tokens):
         for member in range(group):
             row = token * group + member
             factor = _f32(1.0) / totals[row]
+            if len(sinks):
+                factor = sink_factor(tops[row], totals[row], sinks[head * group + member])
             place = ((low + token) * num_heads + head) * group + member
             out_at = out.ctypes.data + place * head_dim * out.itemsize
             for d in range(0, head_dim, NUM_FLOATS):

@@ -35,6 +35,16 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def clamped_gate(
+    gate_up: Tensor, bias: Tensor, experts: Tensor, *, limit: float, alpha: float
+) -> Tensor:
+    """Computes kernels.reference.gated.clamped_gate, with e**x as in the others."""
+    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    numbers = array(gate_up), array(bias), experts.contiguous().numpy()
+    _clamped_gate(*numbers, _f32(limit), _f32(-alpha * LOG2_E), array(out), num_tasks(len(out)))
+    return out
+
+
 @compiled(parallel=True)
 def _silu_and_mul(gate_up: Any, out: Any, num_tasks: int) -> None:
     for task in prange(num_tasks):
@@ -66,3 +76,24 @@ def _gelu_row(gate: Any, up: Any, out: Any) -> None:
         exponent = (x * x * GELU_CUBIC + _f32(1.0)) * x * GELU_FACTOR
         decay = exp2(min(exponent, _f32(128.0)))
         out[index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
+
+
+@compiled(parallel=True)
+def _clamped_gate(
+    gate_up: Any, bias: Any, experts: Any, limit: Any, factor: Any, out: Any, num_tasks: int
+) -> None:
+    for task in prange(num_tasks):
+        first, end = len(out) * task // num_tasks, len(out) * (task + 1) // num_tasks
+        for row in range(first, end):
+            _clamped_row(gate_up[row], bias[experts[row]], limit, factor, out[row])
+
+
+@compiled(is_inlined=True)
+def _clamped_row(gate_up: Any, bias: Any, limit: Any, factor: Any, out: Any) -> None:
+    width = len(out)
+    for index in range(width):
+        x = min(widen(gate_up[index]) + widen(bias[index]), limit)
+        up = widen(gate_up[width + index]) + widen(bias[width + index])
+        up = max(min(up, limit), -limit)
+        decay = exp2(min(x * factor, _f32(128.0)))
+        out[index] = narrow(x / (_f32(1.0) + decay) * (up + _f32(1.0)), out.dtype)

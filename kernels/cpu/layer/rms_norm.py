@@ -16,12 +16,22 @@ from kernels.cpu.simd.intrinsics import FEW_ROWS, LANES, array, fma, narrow, sum
 _f32 = np.float32
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    has_unit_offset: bool = False,
+    is_rounded_once: bool = False,
+) -> Tensor:
     """x [..., hidden], weight [hidden] -> the shape and dtype of x.
 
     The mean and the scaling are FP32; the product with the weight is in the dtype of x, as in the
     published checkpoints' own code. `has_unit_offset`: the factor is 1 + weight, in FP32 (Gemma).
+    `is_rounded_once`: it is weight, in FP32 (gpt-oss): the norm of rows in FP32.
     """
+    if is_rounded_once and x.dtype != torch.float32:
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
     arguments = array(rows), array(weight), _f32(eps), has_unit_offset, array(out)

@@ -47,6 +47,7 @@ def expect_attention(
     scale: float,
     kv_scales: Tensor | None,
     lower: Tensor | None,
+    sinks: Tensor | None,
     value_dim: int | None,
 ) -> None:
     """Checks the common arguments of both wrappers. Raises BadTensor, ValueError."""
@@ -76,6 +77,13 @@ def expect_attention(
         expect(
             *("lower", lower, query.shape[:1]),
             dtype=torch.int32,
+            device=device,
+            is_contiguous=True,
+        )
+    if sinks is not None:
+        expect(
+            *("sinks", sinks, (num_heads,)),
+            dtype=torch.float32,
             device=device,
             is_contiguous=True,
         )
@@ -405,6 +413,19 @@ def merge(state, more):
     total = tl.fma(more_total, added, total * kept)
     acc = tl.fma(more_acc, added[:, None], acc * kept[:, None])
     return higher, total, acc
+
+
+@triton.jit
+def with_sinks(state, sinks_ptr, head):
+    """Adds the scores of keys whose values are zero. `head` [rows]: the head of each row.
+
+    Once a row, after all its tokens: where a context was cut changes no bit.
+    """
+    top, total, acc = state
+    sink = tl.load(sinks_ptr + head) * LOG2_E
+    higher = tl.maximum(top, sink)
+    kept = tl.exp2(top - higher)  # 0 for a row without visible tokens
+    return higher, tl.fma(total, kept, tl.exp2(sink - higher)), acc * kept[:, None]
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from kernels.gpu.attention.attention_tile import (
     normalized,
     padded,
     scales,
+    with_sinks,
 )
 from kernels.integers import cdiv, next_power_of_2
 
@@ -46,11 +47,12 @@ def decode_attention(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     value_dim: int | None = None,
+    sinks: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Computes kernels.reference.decode_attention with Triton. Raises BadTensor."""
     expect_attention(
-        query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, value_dim
+        query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, sinks, value_dim
     )
     num_seqs, num_heads, head_dim = query.shape
     expect("context_lens", context_lens, (num_seqs,))
@@ -84,6 +86,7 @@ def decode_attention(
         *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
         *(num_seqs, num_splits, max_units, num_parts, scale, softcap),
         *(*columns, block_size, tile_heads, tiles, block_m, tile_tokens, *plan),
+        sinks_ptr=sinks,
         num_warps=_num_warps(block_m, query.dtype, value_dim, is_batch_invariant),
         num_stages=3,
         enable_fp_fusion=False,
@@ -93,6 +96,7 @@ def decode_attention(
             *(context_lens, lower, kv_scales, out, parts, sums),
             *(num_seqs, num_splits, max_units, num_parts),
             *(width, group, columns.block_d, PARTS_AT_ONCE, *plan),
+            sinks_ptr=sinks,
             num_warps=max(1, columns.block_d // 32),
             enable_fp_fusion=False,
         )
@@ -164,6 +168,7 @@ def _decode_attention_kernel(
     BLOCK_SEQS: tl.constexpr,
     UNIT: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
+    sinks_ptr=None,
 ):
     head = tl.program_id(0)  # number of a tile of GROUP query heads
     kv_head, num_kv_heads = head // TILES, tl.num_programs(0) // TILES
@@ -211,7 +216,7 @@ def _decode_attention_kernel(
     first_full = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
     end_full = length // BLOCK_N * BLOCK_N
     num_heads = tl.num_programs(0) * GROUP
-    target = (out_ptr, parts_ptr, sums_ptr, seq, head, num_heads, num_parts)
+    target = (out_ptr, parts_ptr, sums_ptr, sinks_ptr, seq, head, num_heads, num_parts)
     if IS_INVARIANT:
         end_unit = tl.maximum(end_unit, first_unit + 1)
         # What the stores need is computed again for each unit, not retained across its loop.
@@ -247,7 +252,7 @@ def _store(
 ):
     """Stores the result of a sequence with one part, or else the part."""
     top, total, acc = state
-    out_ptr, parts_ptr, sums_ptr, seq, head, num_heads, num_parts = target
+    out_ptr, parts_ptr, sums_ptr, sinks_ptr, seq, head, num_heads, num_parts = target
     row = tl.arange(0, acc.shape[0])
     column = tl.arange(0, acc.shape[1])[None, :]
     # One address and the same offsets for all: each row's own would take registers of the sums.
@@ -263,6 +268,8 @@ def _store(
         tl.store(sums_ptr + first + row, top, mask=row < GROUP)
         tl.store(total_ptr + first + row, total, mask=row < GROUP)
     else:
+        if sinks_ptr is not None:  # rows beyond GROUP are not stored
+            top, total, acc = with_sinks(state, sinks_ptr, first_head + row % GROUP)
         out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
         first = seq.to(tl.int64) * num_heads + first_head
         tl.store(out_ptr + first * VALUE_DIM + place, out, mask=is_inside)
@@ -287,6 +294,7 @@ def _join_kernel(
     BLOCK_SEQS: tl.constexpr,
     UNIT: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
+    sinks_ptr=None,
 ):
     """Joins the parts of one head of one sequence in order, as if one program had computed all."""
     seq = tl.program_id(0)
@@ -326,6 +334,8 @@ def _join_kernel(
             parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
         for index in tl.static_range(PARTS_AT_ONCE):
             top, total, acc = merge((top, total, acc), parts[index])
+    if sinks_ptr is not None:
+        top, total, acc = with_sinks((top, total, acc), sinks_ptr, head + one)
     value_scale = 1.0
     if kv_scales_ptr is not None:
         value_scale = tl.load(kv_scales_ptr + num_heads // GROUP + head // GROUP)

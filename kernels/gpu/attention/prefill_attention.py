@@ -25,6 +25,7 @@ from kernels.gpu.attention.attention_tile import (
     merge,
     normalized,
     scales,
+    with_sinks,
 )
 from kernels.integers import cdiv, next_power_of_2
 
@@ -41,11 +42,12 @@ def prefill_attention(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     value_dim: int | None = None,
+    sinks: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """Computes kernels.reference.prefill_attention with Triton. Raises BadTensor."""
     expect_attention(
-        query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, value_dim
+        query, kv_cache, block_tables, context_lens, scale, kv_scales, lower, sinks, value_dim
     )
     num_seqs, num_tokens = context_lens.shape[0], query.shape[0]
     expect(
@@ -73,6 +75,7 @@ def prefill_attention(
         *(out.stride(0), num_seqs, scale, softcap),
         *(*columns, block_size, tile_heads, tiles, block_m),
         *(tile_tokens, SEGMENT if has_segments else None),
+        sinks_ptr=sinks,
         num_warps=8,  # 16 rows each: sums and scores just fit into their registers
         num_stages=3,
         enable_fp_fusion=False,
@@ -110,6 +113,7 @@ def _prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
+    sinks_ptr=None,
 ):
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     # Heavy tiles first: a sequence's last tokens attend to the most tokens.
@@ -157,7 +161,7 @@ def _prefill_attention_kernel(
         first_full = tl.cdiv(tl.load(lower_ptr + last), BLOCK_N) * BLOCK_N
     if SEGMENT is None:
         span = (lowest, first_full, end_full, stop)
-        _, total, acc = attend(
+        top, total, acc = attend(
             *(q, tail, position, span, paged, scoring),
             *(HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N),
         )
@@ -189,6 +193,9 @@ def _prefill_attention_kernel(
         *(cu_seqlens_q_ptr, seq, tile, head, stride_out_token, VALUE_DIM),
         *(VALUE_DIM, GROUP, BLOCK_M, BLOCK_D),
     )
+    if sinks_ptr is not None:
+        heads = head * GROUP + tl.arange(0, BLOCK_M) % GROUP
+        top, total, acc = with_sinks((top, total, acc), sinks_ptr, heads)
     out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + first_row + (offset[:, None] + column), out, mask=is_inside)
 

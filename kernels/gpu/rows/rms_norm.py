@@ -19,13 +19,27 @@ ELEMENTS_PER_WARP = 1024
 MAX_WARPS = 16
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    has_unit_offset: bool = False,
+    is_rounded_once: bool = False,
+) -> Tensor:
     """Computes kernels.reference.rms_norm with Triton. Raises BadTensor."""
-    return norm(x, None, weight, eps, has_unit_offset=has_unit_offset)[0]
+    mode = {"has_unit_offset": has_unit_offset, "is_rounded_once": is_rounded_once}
+    return norm(x, None, weight, eps, **mode)[0]
 
 
 def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, has_unit_offset: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    has_unit_offset: bool,
+    is_rounded_once: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns the normalised sum (or x, if residual is None) and the sum. Raises BadTensor."""
     shape, hidden = x.shape, x.shape[-1]
@@ -46,6 +60,7 @@ def norm(
         *(hidden, eps),
         HAS_RESIDUAL=residual is not None,
         HAS_UNIT_OFFSET=has_unit_offset,
+        IS_ROUNDED_ONCE=is_rounded_once,
         BLOCK=block,
         num_warps=max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP)),
         enable_fp_fusion=True,
@@ -67,6 +82,7 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_ROUNDED_ONCE: tl.constexpr = False,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -85,6 +101,8 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_UNIT_OFFSET:
         out = scaled * (weight + 1.0)
+    elif IS_ROUNDED_ONCE:
+        out = scaled * weight
     else:  # rounds the product as the checkpoints' own code does, in their dtype
         out = scaled.to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * hidden + column, out.to(dtype), mask=is_inside)

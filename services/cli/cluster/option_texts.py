@@ -53,7 +53,8 @@ PANELS = {
     "Secrets": ("operator_token", "metrics_token", "cluster_secret", "fault_token"),
     "Limits": (
         *("default_max_tokens", "max_requests", "preparations_per_tenant", "max_body_bytes"),
-        *("max_image_body_bytes", "max_images", "max_image_pixels", "max_pixel_bytes"),
+        *("max_image_body_bytes", "max_images", "max_image_pixels", "image_host"),
+        "max_pixel_bytes",
         *("max_tenant_pixel_bytes", "max_unsent_bytes", "max_tenant_unsent_bytes"),
         *("response_ttl_s", "receipt_ttl_s", "max_receipt_bytes"),
         *("max_stored_response_bytes", "max_stored_prefix_bytes", "max_queued_requests"),
@@ -63,6 +64,7 @@ PANELS = {
     "Placement": (
         *("local_prefill_tokens", "max_local_prefill_tokens", "automatic_roles"),
         *("min_role_workers", "role_change_min_s", "target_itl_s", "residency", "wake_ttft_s"),
+        "cold_start_s",
         *("linked_site", "kv_networks", "stale_s"),
     ),
     "KV cache": (
@@ -149,6 +151,8 @@ HELP = {
     "max_image_body_bytes": "Maximum size of a body with images, for models that take images; the "
     "rest of the body is limited as others are.",
     "max_images": "Maximum images of a request.",
+    "image_host": "Host such as images.example.com whose images the gateway fetches over HTTPS, or "
+    "with http:// before it without TLS; repeatable (default: none).",
     "max_image_pixels": "Maximum pixels of an image, width times height, before it is decoded.",
     "max_pixel_bytes": "Maximum pixels of open requests in memory, until their answers end.",
     "max_tenant_pixel_bytes": "Maximum of those of one tenant.",
@@ -197,6 +201,8 @@ HELP = {
     "role_change_min_s": "Seconds between two automatic changes of a model's workers.",
     "target_itl_s": "Seconds between two tokens that a decode worker shall not exceed: with longer "
     "steps it counts as full, when roles change and in the advice for an autoscaler.",
+    "cold_start_s": "Seconds that a request waits for the first worker of its model, which an "
+    "autoscaler starts: idle models then need none. 0: each needs one.",
     "residency": "demand: hosts keep the models hot whose use is expected soonest; lru: those used "
     "last.",
     "wake_ttft_s": "Seconds to the first token within which requests of a parked model gather, if "

@@ -21,10 +21,15 @@ from services.local.hub_download import is_hub_id, local_copy
 from shared.config import ProcessConfig, RankConfig, WorkerConfig, check
 
 DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
+DEMO_VISION_DIR = DEMO_MODEL_DIR.with_name("demo_vision_model")
 WITH_WEIGHTS = (WorkerConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
+# Models that come with Hearth, where their folders do.
+DEMO_MODELS = {DEMO_MODEL_NAME: DEMO_MODEL_DIR, "hearth-demo-vision": DEMO_VISION_DIR}
 
-REPEATABLE = {"budget", "cors_origin", "kv_networks", "linked_site", "region_classes"}
+REPEATABLE = {
+    *("budget", "cors_origin", "image_host", "kv_networks", "linked_site", "region_classes"),
+}
 _OPTION_TYPES: dict[str, Any] = {
     "process_id": str | None,
     **dict.fromkeys(REPEATABLE, list[str]),
@@ -107,18 +112,15 @@ def _model(given: str, name: str, *, needs_weights: bool) -> dict[str, Any]:
 
 
 def model_name_for(model_dir: Path, name: str) -> str:
-    """Returns `name`, else a hub model's id, else the demo model's fixed name, else "" (for the
+    """Returns `name`, else a hub model's id, else a demo model's fixed name, else "" (for the
     directory's name).
     """
     if name:
         return name
     if is_hub_id(model_dir):
         return str(model_dir)
-    return DEMO_MODEL_NAME if _is_demo(model_dir) else ""
-
-
-def _is_demo(model_dir: Path) -> bool:
-    return model_dir.resolve() == DEMO_MODEL_DIR.resolve()
+    own = model_dir.resolve()
+    return next((name for name, each in DEMO_MODELS.items() if each.resolve() == own), "")
 
 
 def _leave(status: int) -> NoReturn:

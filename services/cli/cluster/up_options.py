@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from services.cli.cluster.option_texts import VALUES
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, model_name_for
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODELS, model_name_for
 from services.cli.options import among, size_option
 from services.local.hub_download import local_copy
 from services.local.model_list import NamedModel, named_models
@@ -318,11 +318,19 @@ class GivenModels(msgspec.Struct, frozen=True):
 
 def given_models(texts: Sequence[str] | None, name: str) -> GivenModels:
     """Returns the models of the command line. Raises ConfigError."""
-    texts = texts or [str(DEMO_MODEL_DIR)]
+    texts = [_with_folder(each) for each in texts or [str(DEMO_MODEL_DIR)]]
     several = named_models(texts) if len(texts) > 1 or "=" in texts[0] else ()
     if len(several) == 1:
         return GivenModels(several[0].source, name or several[0].name, ())
     return GivenModels(texts[0], name, several)
+
+
+def _with_folder(text: str) -> str:
+    """Returns NAME=DIR for the name of a model that comes with Hearth, unless a folder has it."""
+    folder = DEMO_MODELS.get(text)
+    if folder is None or not folder.is_dir() or Path(text).exists():
+        return text
+    return f"{text}={folder}"
 
 
 def num_workers(

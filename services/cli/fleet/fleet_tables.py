@@ -57,9 +57,8 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
         shown.append(table_of_hosts(report.hosts, width))
     if report.models:
         shown.append(Group(table_of_models(report.models, width), *failures_of(report.models)))
-    note = capacity_note(report)
-    if note:
-        shown.append(Text(note, style="yellow"))
+    notes = capacity_note(report), releases_note(report.rows)
+    shown += [Text(note, style="yellow") for note in notes if note]
     return Group(*_spaced([*shown, *_notes(report)]))
 
 
@@ -81,6 +80,20 @@ def _shortage(row: ProcessView) -> Text:
 
 def _duration(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def releases_note(rows: Sequence[ProcessView]) -> str:
+    """Returns which releases the live processes are of, if there are several; else ""."""
+    of_release: dict[str, list[str]] = {}
+    for row in rows:
+        if row.release and not row.is_lost and not row.has_stopped:
+            of_release.setdefault(row.release, []).append(row.process_id)
+    if len(of_release) < 2:
+        return ""
+    by_size = sorted(of_release.items(), key=lambda each: len(each[1]))
+    *few, (most, names) = by_size
+    shown = [f"{release}: {', '.join(sorted(each))}" for release, each in few]
+    return f"several releases: {'; '.join(shown)}; {most}: {len(names)} others"
 
 
 def _spaced(shown: Sequence[RenderableType]) -> list[RenderableType]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 
 from services.cli.output import with_store
 from shared.store import Store
+from shared.tenancy import retractions
 from shared.tenancy.deletion import kv_drops
 from shared.tenancy.deletion.kv_drops import OrderedDrop
 from shared.tenancy.deletion.tenant_removal import TenantRemoval
@@ -22,7 +24,7 @@ def remove_tenant(tenant_id: str, redis_url: str | None, *, with_usage: bool) ->
     """Removes a tenant. Raises ConfigError for one that does not exist, StoreUnavailable."""
 
     async def remove(store: Store) -> OrderedDrop | None:
-        removal = TenantRemoval(store, time.time)
+        removal = TenantRemoval(store, time.time, retractions.file_of(os.environ))
         drop = await removal.remove(tenant_id, with_usage=with_usage)
         found = await _awaited(store, drop.number)
         if found is not None and found.progress is not None:  # else nothing runs

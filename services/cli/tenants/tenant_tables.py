@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from services.cli.options import ALL, UNLIMITED
 from services.cli.output import time_text, with_store
 from shared.errors import ConfigError
 from shared.store import Store
+from shared.tenancy import retractions
 from shared.tenancy.rate_limit import LimitState
 from shared.tenancy.site_admin import copied_tenants, is_copied
 from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
@@ -25,7 +27,8 @@ def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awa
     """Runs a function with the tenants' admin. Raises ConfigError, or StoreUnavailable if Redis
     does not reply.
     """
-    return with_store(redis_url, lambda store: action(TenantAdmin(store, time.time)))
+    file = retractions.file_of(os.environ)
+    return with_store(redis_url, lambda store: action(TenantAdmin(store, time.time, file)))
 
 
 async def all_tenants(store: Store) -> dict[str, TenantRecord | None]:

@@ -13,6 +13,7 @@ from services.gateway.models.gateway_models import GatewayModels
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.observability.telemetry.telemetry import RequestTelemetry
 from services.gateway.receipts.receipts import Receipts
+from services.gateway.receipts.site_receipts import SiteReceipts
 from services.gateway.request.endpoint import Endpoint, EndpointState
 from services.gateway.request.preparer import Preparer
 from services.gateway.tenancy.tenancy import Tenancy
@@ -49,6 +50,7 @@ class DialectParts:
     metrics: GatewayMetrics
     telemetry: RequestTelemetry
     receipts: Receipts
+    site_receipts: SiteReceipts
     clock: Clock
     wall_clock: Callable[[], float]
     randomness: Randomness

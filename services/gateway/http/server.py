@@ -56,6 +56,7 @@ HEAD_TIMEOUT_S = 10.0  # the connection's start or first byte to the last header
 BODY_TIMEOUT_S = 60.0  # the last header to the last byte
 WRITE_TIMEOUT_S = 30.0  # the client takes no byte
 TICK_S = 0.1  # uvicorn's tick, of which each tenth renews the date of responses
+FIRST_REQUEST_S = 1.0  # after the last connection
 STOP_POLL_S = 0.01  # between checks whether the last responses are sent
 
 
@@ -135,6 +136,7 @@ class _Http(HttpToolsProtocol):
         self._unparsed = b""
         self._num_buffered_bytes = 0  # bytes since the parser's last event
         self._is_idle = False
+        self.has_request = False  # or is closed
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -150,6 +152,7 @@ class _Http(HttpToolsProtocol):
         self._wait(self._head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.has_request = True
         self._stop_waiting()
         if self._grace is not None:
             self._grace.cancel()
@@ -232,6 +235,7 @@ class _Http(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def on_headers_complete(self) -> None:
+        self.has_request = True
         self._num_buffered_bytes = 0
         self._wait(self._body_timeout_s)
         http_version = self.parser.get_http_version()
@@ -352,6 +356,7 @@ class _Server(uvicorn.Server):
         state = self.server_state
         for each in (*self.servers, *(sockets or ())):
             each.close()
+        await self._receive_first_requests()
         for connection in list(state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -361,6 +366,17 @@ class _Server(uvicorn.Server):
         for task in state.tasks:
             task.cancel()
         await self.lifespan.shutdown()
+
+    async def _receive_first_requests(self) -> None:
+        """Waits for the requests of connections that have just been opened: their clients could not
+        know whether a request without an answer was served.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_REQUEST_S):
+                while not all(  # noqa: ASYNC110  # they have no event
+                    getattr(each, "has_request", True) for each in self.server_state.connections
+                ):
+                    await asyncio.sleep(STOP_POLL_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

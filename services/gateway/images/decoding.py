@@ -26,7 +26,7 @@ MAX_SIDE = 16_384  # pixels
 OPENED = ("JPEG", "PNG", "WEBP", "GIF")
 # MPO: what cameras call a JPEG with a preview beside it
 FORMATS = {**dict(zip(OPENED, MEDIA_TYPES, strict=True)), "MPO": "image/jpeg"}
-BAND_ROWS = 1024  # of an image with transparency that are composed at once
+BAND_ROWS = 64  # of an image with transparency that are composed at once
 _DEEP = ("I;16", "I;16B", "I;16L", "I;16N")  # 16 bits a pixel
 
 Image.MAX_IMAGE_PIXELS = None  # ours is the limit

@@ -13,6 +13,7 @@ from shared.errors import InvalidRequest
 Detail = Literal["auto", "low", "high"]
 MEDIA_TYPES = ("image/jpeg", "image/png", "image/webp", "image/gif")
 NO_IMAGES = "this model takes no images"  # in all dialects
+NOT_FETCHED = "images are not fetched from addresses: send the image as a data URL"
 _OTHER_NAMES = {"image/jpg": "image/jpeg"}
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,128})(?P<options>(?:;[^;,]{0,128}){0,8}),", re.I)
 _SPACES = re.compile(rb"\s")
@@ -21,7 +22,8 @@ _NUMBERS = "an array of numbers from 0 to 255"
 
 class InputImage(msgspec.Struct, frozen=True, array_like=True):
     """`place`: of the image in the request, which errors name. `data`: as sent, in base64 unless
-    `is_decoded`. `media_type`: of MEDIA_TYPES; empty if the client names none.
+    `is_decoded`. `media_type`: of MEDIA_TYPES; empty if the client names none. `address`: of an
+    image that is not fetched yet, which has no data.
     """
 
     place: str
@@ -29,10 +31,15 @@ class InputImage(msgspec.Struct, frozen=True, array_like=True):
     media_type: str = ""
     detail: Detail = "auto"
     is_decoded: bool = False
+    address: str = ""
 
     @property
     def content(self) -> bytes:
-        """The bytes of the image. Raises InvalidRequest for what is not base64."""
+        """The bytes of the image. Raises InvalidRequest for what is not base64, and for an image
+        that was not fetched.
+        """
+        if self.address:
+            raise bad_image(self.place, NOT_FETCHED)
         if self.is_decoded:
             return self.data
         text = _SPACES.sub(b"", self.data)  # some clients write lines
@@ -60,15 +67,14 @@ def bad_image(place: str, reason: str) -> InvalidRequest:
 
 
 def image_of_url(place: str, url: str, detail: Detail = "auto") -> InputImage:
-    """Returns the image of a data URL. Raises InvalidRequest for any other URL."""
+    """Returns the image of a data URL, or of an address, whose host the operator may allow. Raises
+    InvalidRequest for any other URL.
+    """
     found = _DATA_URL.match(url)
     if found is None:
-        scheme = url[:16].partition(":")[0].lower()
-        if scheme in ("http", "https"):
-            reason = "images are not fetched from addresses: send the image as a data URL"
-        else:
-            reason = "the URL of an image must be a data URL: data:image/png;base64,…"
-        raise bad_image(place, reason)
+        if url[:16].partition(":")[0].lower() in ("http", "https"):
+            return InputImage(place, b"", detail=detail, address=url)
+        raise bad_image(place, "the URL of an image must be a data URL: data:image/png;base64,…")
     if not found["options"].lower().endswith(";base64"):
         raise bad_image(place, "the data URL must be in base64: data:image/png;base64,…")
     return image_of_base64(place, url[found.end() :], found["type"], detail)

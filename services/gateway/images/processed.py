@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from services.gateway.images.config import ImageConfig
 from services.gateway.images.decoding import decoded
-from services.gateway.images.idefics3 import Grid, grid_of, num_tiles, tiles_of
+from services.gateway.images.families.processor import Grid, Processor
 from services.gateway.images.input_image import ImageContext, InputImage
 
 HASH_BYTES = 16
@@ -19,7 +19,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """`pixels`: uint8, [tiles, 3, tile_size, tile_size]."""
+    """`pixels`: uint8, [tiles, 3, H, W]."""
 
     pixels: bytearray
     grid: Grid
@@ -29,6 +29,7 @@ class ProcessedImage:
 def processed(
     images: Sequence[InputImage],
     config: ImageConfig,
+    processor: Processor,
     context: ImageContext,
     check_tokens: Callable[[int], None],
 ) -> Iterator[ProcessedImage]:
@@ -38,12 +39,12 @@ def processed(
     num_tokens = 0
     for image in images:
         opened = decoded(image, max_pixels=context.max_pixels)
-        grid = grid_of(*opened.size, config, image.detail)
-        num_tokens += num_tiles(grid) * config.tokens_per_tile
+        grid = processor.grid_of(*opened.size, image.detail)
+        num_tokens += config.num_tokens(grid)
         check_tokens(num_tokens)
-        tiles = tiles_of(opened, config, image.detail)
-        found = image_hash(tiles, grid, config, context.revision)
-        yield ProcessedImage(bytearray(tiles.data), grid, found)
+        pixels = processor.pixels_of(opened, image.detail)
+        found = image_hash(pixels, grid, config, context.revision)
+        yield ProcessedImage(bytearray(pixels.data), grid, found)
 
 
 def image_hash(
@@ -53,7 +54,8 @@ def image_hash(
     configuration of the processor and of the same weights.
     """
     digest = blake2b(digest_size=HASH_BYTES, person=b"hearth-image")
-    for field in (config.digest, revision.encode(), bytes(grid)):
+    sides = b"".join(each.to_bytes(2, "little") for each in grid)
+    for field in (config.digest, revision.encode(), sides):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     digest.update(pixels.data)

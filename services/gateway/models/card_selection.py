@@ -30,7 +30,9 @@ class CardSelection:
     clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        """`hold_s`: seconds for which a card stays after its last worker has left."""
+        self._hold_s = hold_s
         self._live: dict[str, ModelCard] = {}  # by worker
         self._left: dict[ModelCard, float] = {}  # when its last worker left
         self._known: dict[Version, None] = {}  # the longest known first
@@ -57,13 +59,13 @@ class CardSelection:
         self._expires_at = -inf
 
     def card(self, now: float) -> ModelCard | None:
-        """Returns None if no worker has been live for HOLD_S."""
+        """Returns None if no worker has been live for `hold_s`."""
         if now >= self._expires_at:
             self._select(now)
         return self._selected
 
     def _select(self, now: float) -> None:
-        self._left = {card: at for card, at in self._left.items() if now < at + HOLD_S}
+        self._left = {card: at for card, at in self._left.items() if now < at + self._hold_s}
         cards = [*self._live.values(), *self._left]
         versions = {version_of(card) for card in cards}
         self._known = {each: None for each in self._known if each in versions}
@@ -73,7 +75,7 @@ class CardSelection:
         if selected is not None:
             selected = msgspec.structs.replace(selected, features=self._features(version))
         self._selected = selected
-        self._expires_at = min(self._left.values(), default=inf) + HOLD_S
+        self._expires_at = min(self._left.values(), default=inf) + self._hold_s
 
     def _features(self, version: Version | None) -> tuple[str, ...]:
         live = (card.features for card in self._live.values() if version_of(card) == version)

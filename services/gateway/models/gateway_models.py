@@ -38,7 +38,8 @@ class GatewayModels:
     ) -> None:
         self.pools, own = pools, pools.own
         self.checks = GrammarChecks(pools.grammars)
-        self.live = Catalog(fleet, config.served_name, clock)
+        is_cold_started = config.cold_start_s > 0
+        self.live = Catalog(fleet, config.served_name, clock, is_cold_started=is_cold_started)
         loader = TextLoader(pools.requests, self.checks, tool_format=config.tool_format)
         self.encoding = loader.encoding
         self.texts = LoadedTexts(loader.load, clock, max_loaded=config.max_loaded_models)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from math import inf
 
 import msgspec
 import structlog
 
-from services.gateway.models.card_selection import CardSelection
+from services.gateway.models.card_selection import HOLD_S, CardSelection
 from shared.clock import Clock
 from shared.errors import NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
@@ -58,11 +59,18 @@ class Catalog:
     can start one.
     """
 
-    def __init__(self, fleet: Fleet, name: str, clock: Clock) -> None:
-        """`name`: the gateway's own model; empty if it has none."""
+    def __init__(
+        self, fleet: Fleet, name: str, clock: Clock, *, is_cold_started: bool = False
+    ) -> None:
+        """`name`: the gateway's own model; empty if it has none. `is_cold_started`: requests wait
+        for the first worker of that model, so that its card stays without one.
+        """
         self._fleet = fleet
         self._clock = clock
-        self._cards = CardSelection()  # the cards of the gateway's own model
+        self._is_cold_started = is_cold_started
+        self._cards = CardSelection(
+            inf if is_cold_started else HOLD_S
+        )  # the cards of the gateway's own model
         self._others: dict[Revision, CardSelection] = {}
         self._places: dict[str, CardSelection] = {}  # the selection that has each worker's card
         self._block_sizes: dict[str, tuple[Revision, int]] = {}  # by worker, of any role
@@ -185,7 +193,8 @@ class Catalog:
         elif not self.name and not self._decodes() and not self._ids("host"):
             reason = "no live worker and no host"
         elif self.name and not self._decodes():
-            reason = "no live decode worker"
+            is_awaited = self._is_cold_started and self.cards()
+            reason = None if is_awaited else "no live decode worker"
         elif self.name and not self._has_free_blocks():
             reason = "no decode worker has free blocks"
         return Readiness(

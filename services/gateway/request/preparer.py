@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
+from services.gateway.images.addresses.image_fetcher import Budget
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.observability.telemetry.request_record import RequestRecord
 from services.gateway.preparation.preparation_pool import MAX_BATCH, PreparationPool
@@ -109,9 +110,11 @@ class Preparer:
         randomness: Randomness,
         *,
         max_payload_bytes: Callable[[], int],
+        budget: Budget,
     ) -> Self:
         """Makes a Preparer with its capacity. `num_open`: returns the number of requests that run.
-        `max_payload_bytes`: returns the bytes that one message on the bus may have.
+        `max_payload_bytes`: returns the bytes that one message on the bus may have. `budget`: of
+        bodies, and of images that are fetched.
         """
         return cls(
             Preparation(config, randomness),
@@ -119,7 +122,7 @@ class Preparer:
             RequestCapacity(config.max_requests, num_open),
             clock,
             max_payload_bytes=max_payload_bytes,
-            images=ImagePreparation.of(config),
+            images=ImagePreparation.of(config, budget),
             slots_per_tenant=config.preparations_per_tenant,
             max_waiting=config.max_requests // 2,  # others find room
             max_wait_s=config.request_timeout_s,

@@ -22,7 +22,6 @@ from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.sites.site_prefills import SitePrefills
 from services.gateway.sites.site_requests import narrowed, site_request
 from services.gateway.sites.site_tenants import SiteTenants
-from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
 from shared.background import Background, failing_alone, is_logged
@@ -142,11 +141,6 @@ class SiteService:
         self._flush()
         await self._send_state(is_last=True)
         await self._outbox.stop()
-
-    def regions_changed(self, changed: ChangedRegions) -> None:
-        """Has other sites drop what they hold of a tenant that has left them."""
-        if self._over_sites is not None:
-            self._over_sites.regions_changed(changed)
 
     # ── the state of this site ───────────────────────────────────────────────────────────────────
 

@@ -13,7 +13,6 @@ from services.gateway.sites.linked_homes import LinkedHomes, site_of
 from services.gateway.sites.site_withdrawals import SiteWithdrawals
 from services.gateway.sites.tenant_copies import TenantCopyReader
 from services.gateway.sites.usage_reports import UsageReporter
-from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.tenancy.tenancy import Tenancy
 from shared.background import Background, is_logged
 from shared.clock import Clock
@@ -31,6 +30,7 @@ from shared.messages import (
 from shared.regions.region_classes import region_classes
 from shared.store import StoreUnavailable
 from shared.subjects import at_site, from_sites
+from shared.tenancy.deletion.kv_drops import SITE_POSITIONS
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
 from shared.tenancy.rate_limit import LimitCommand, LimitState
 from shared.tenancy.tenant_copy import SITES
@@ -57,6 +57,7 @@ class SiteTenants:
         self._name = name = at_site(config.site, config.process_id)
         self._background = Background()
         self.homes = homes = LinkedHomes(bus, clock, self._on_new_site)
+        classes = region_classes(config.region_classes)
         accounts = HomeAccounts(tenancy.stores.fast, wall_clock, gateway_id=name)
         self._home = HomeTenants(
             store,
@@ -66,14 +67,16 @@ class SiteTenants:
             gateway_id=name,
             cluster_secret=config.cluster_secret,
             region_of=homes.region_of,
-            classes=region_classes(config.region_classes),
+            classes=classes,
         )
         withdrawal = TenantWithdrawal(store, wall_clock)
         self._copies = TenantCopyReader(
             homes, clock, store, tenancy.copied, withdrawal, gateway_id=name
         )
         self._usage = UsageReporter(homes, clock, store, gateway_id=name)
-        self._withdrawals = SiteWithdrawals(homes, clock, withdrawal, gateway_id=name)
+        self._withdrawals = SiteWithdrawals(
+            *(homes, clock, store, classes, withdrawal), gateway_id=name, region=config.region
+        )
 
     async def start(self) -> None:
         subject = from_sites("gateway", self._bus.process_id, "tenants")
@@ -93,7 +96,9 @@ class SiteTenants:
 
     async def _note_site(self, site: str) -> None:
         try:
-            await self._store.write([("HSETNX", SITES, site, "")])
+            await self._store.write(
+                [("HSETNX", SITES, site, ""), ("HSETNX", SITE_POSITIONS, site, 0)]
+            )
         except StoreUnavailable:
             self.homes.by_site.pop(site, None)  # the next state tries again
 
@@ -103,10 +108,6 @@ class SiteTenants:
         if isinstance(command, WithdrawTenant):
             return self._withdrawals.answer(command)
         return self._home.answer(command)
-
-    def regions_changed(self, changed: ChangedRegions) -> None:
-        """Has other sites drop what they hold of a tenant of this site that has left them."""
-        self._withdrawals.regions_changed(changed)
 
     def observe(self, state: SiteState) -> None:
         """Takes the state of a gateway of a linked site."""

@@ -1,66 +1,154 @@
 """Has other sites drop what they hold of tenants whose data may not be there any more.
 
-A site that is cut off is told once its link is back, as long as this gateway lives.
+Redis has the orders, and how far each site has confirmed them (`site_drops.py`): so a site that was
+cut off gets what it has missed, and a gateway that starts sends what was ordered without it. Every
+gateway sends; the others see in Redis what the first one has had confirmed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+from collections.abc import Coroutine, Sequence
 
 import structlog
 
 from services.gateway.sites.linked_homes import LinkedHomes, site_of
-from services.gateway.streams.changed_regions import ChangedRegions
 from shared.allowance import Allowance
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import HearthError, Overloaded
 from shared.messages import Done, WithdrawTenant
+from shared.regions.region_classes import RegionClasses
+from shared.store import Store, StoreUnavailable
 from shared.subjects import at_site
+from shared.tenancy.deletion import kv_drops, site_drops
+from shared.tenancy.deletion.kv_drops import KvDrop
+from shared.tenancy.deletion.site_drops import SiteDrop
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
+from shared.tenancy.tenant import TENANTS, decoded_tenant
 
 log = structlog.get_logger(__name__)
 
-RETRY_S = 0.25
+ROUND_S = 0.25
 TIMEOUT_S = 1.0
+MAX_AT_ONCE = 16  # to one site
 MAX_PER_S = 64.0  # of one site
-MAX_PENDING = 10_000  # tenants and sites
 
 
 class SiteWithdrawals:
     def __init__(
-        self, homes: LinkedHomes, clock: Clock, withdrawal: TenantWithdrawal, *, gateway_id: str
+        self,
+        homes: LinkedHomes,
+        clock: Clock,
+        store: Store,
+        classes: RegionClasses,
+        withdrawal: TenantWithdrawal,
+        *,
+        gateway_id: str,
+        region: str,
     ) -> None:
-        """`gateway_id` is `{site}/{gateway}`. `withdrawal` deletes what this site holds."""
+        """`gateway_id` is `{site}/{gateway}`, in `region`. `withdrawal` deletes what this site
+        holds.
+        """
         self._homes = homes
         self._clock = clock
+        self._store = store
+        self._classes = classes
         self._withdrawal = withdrawal
-        self._name = gateway_id
-        self._pending: dict[tuple[str, str], None] = {}  # site, tenant
+        self._name, self._region = gateway_id, region
+        self._last = 0  # the number of the last order
+        self._drops: Sequence[KvDrop] = ()
+        self._positions: dict[str, int] = {}  # by site: as Redis has them
+        self._caught_up: dict[str, set[str]] = {}  # by site that has missed orders: tenants sent
         self._allowed: dict[str, Allowance] = {}  # by site: those of the configuration
 
-    def regions_changed(self, changed: ChangedRegions) -> None:
-        """Has the sites asked that the tenant has left."""
-        for site in self._homes.by_site:
-            if changed.excludes(self._homes.region_of(site)) and len(self._pending) < MAX_PENDING:
-                self._pending[site, changed.tenant_id] = None
+    # ── to other sites ───────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
         while True:
             with failing_alone("withdrawals_not_sent"):
-                await self.send()
-            await self._clock.sleep(RETRY_S)
+                try:
+                    await self.round()
+                except StoreUnavailable as error:  # the next round reads what was ordered since
+                    log.debug("withdrawals_not_read", reason=error.message)
+            await self._clock.sleep(ROUND_S)
 
-    async def send(self) -> None:
-        """Asks the sites that are heard; those that do not reply are asked again."""
-        for site, tenant_id in [each for each in self._pending if self._homes.is_heard(each[0])]:
-            command = WithdrawTenant(gateway_id=self._name, tenant_id=tenant_id)
+    async def round(self) -> None:
+        """Sends to each site that is heard what it has not confirmed. Raises StoreUnavailable."""
+        last = await kv_drops.last_number(self._store)
+        if last != self._last:
+            self._drops = [each.drop for each in await kv_drops.orders(self._store)]
+            self._positions, self._last = {}, last
+        behind = [each for each in self._homes.by_site if self._is_behind(each)]
+        if behind:
+            self._positions = await site_drops.positions(self._store)
+            await asyncio.gather(*(self._send(each) for each in behind if self._is_behind(each)))
+
+    def _is_behind(self, site: str) -> bool:
+        position = self._positions.get(site, 0)
+        return (position < self._last or position > self._last) and self._homes.is_heard(site)
+
+    async def _send(self, site: str) -> None:
+        """One site that does not reply holds up no other one."""
+        with failing_alone("withdrawals_not_sent", site=site):
             try:
-                await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
-            except HearthError as error:
-                log.debug("withdrawal_not_sent", site=site, reason=error.message)
-                continue
-            del self._pending[site, tenant_id]
+                confirmed = await self._send_orders(site)
+                await site_drops.confirm(self._store, site, confirmed)
+            except StoreUnavailable as error:
+                log.debug("withdrawals_not_confirmed", site=site, reason=error.message)
+
+    async def _send_orders(self, site: str) -> int:
+        """Returns the number up to which the site has confirmed. Raises StoreUnavailable."""
+        position = self._positions.get(site, 0)
+        position = 0 if position > self._last else position  # that of a Redis before
+        has_missed = site_drops.has_missed(self._drops, position, self._last)
+        if has_missed and not await self._catch_up(site):
+            return position
+        self._caught_up.pop(site, None)
+        due = site_drops.orders_for(self._drops, position, self._classes)
+        for first in range(0, len(due), MAX_AT_ONCE):
+            some = due[first : first + MAX_AT_ONCE]
+            num_sent = await self._send_some(site, some)
+            if num_sent < len(some):
+                return some[num_sent].number - 1
+        return self._last
+
+    async def _catch_up(self, site: str) -> bool:
+        """Returns whether the site has confirmed all; the next round goes on with the others.
+        Raises StoreUnavailable.
+        """
+        sent = self._caught_up.setdefault(site, set())
+        due = [each for each in await self._of_all_tenants() if each.tenant_id not in sent]
+        for first in range(0, len(due), MAX_AT_ONCE):
+            some = due[first : first + MAX_AT_ONCE]
+            num_sent = await self._send_some(site, some)
+            sent.update(each.tenant_id for each in some[:num_sent])
+            if num_sent < len(some):
+                return False
+        return True
+
+    async def _of_all_tenants(self) -> list[SiteDrop]:
+        found = map(decoded_tenant, (await self._store.hash_get(TENANTS)).values())
+        records = (each for each in found if each is not None)
+        return site_drops.drops_of_records(records, self._classes)
+
+    async def _send_some(self, site: str, drops: list[SiteDrop]) -> int:
+        """Returns how many the site has confirmed before the first that it has not."""
+        confirmed = await asyncio.gather(*(self._send_order(site, each) for each in drops))
+        return [*confirmed, False].index(False)
+
+    async def _send_order(self, site: str, drop: SiteDrop) -> bool:
+        command = WithdrawTenant(
+            gateway_id=self._name, tenant_id=drop.tenant_id, kept_regions=tuple(sorted(drop.kept))
+        )
+        try:
+            await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
+        except HearthError as error:  # the next round asks again
+            log.debug("withdrawal_not_sent", site=site, reason=error.message)
+            return False
+        return True
+
+    # ── from other sites ─────────────────────────────────────────────────────────────────────────
 
     def answer(self, command: WithdrawTenant) -> Coroutine[object, object, Done]:
         """Returns the work that replies to another site, about a tenant of its own. Raises
@@ -70,8 +158,11 @@ class SiteWithdrawals:
         allowed = self._allowed.setdefault(site, Allowance(MAX_PER_S, 1.0, now))
         if not allowed.takes(1.0, now):
             raise Overloaded("this site withdraws too many tenants", retry_after_s=1.0)
-        return self._withdraw(at_site(site, command.tenant_id))
+        return self._withdraw(at_site(site, command.tenant_id), command.kept_regions)
 
-    async def _withdraw(self, tenant_id: str) -> Done:
-        await self._withdrawal.order(tenant_id, "regions")
+    async def _withdraw(self, tenant_id: str, kept_regions: tuple[str, ...]) -> Done:
+        if self._region in kept_regions:  # workers of this site may be in other regions
+            await self._withdrawal.order(tenant_id, "regions", kept_regions)
+        else:
+            await self._withdrawal.delete(tenant_id, "regions")
         return Done()

@@ -146,5 +146,5 @@ class TenantCopyReader:
     async def _withdraw(self) -> None:
         """Deletes what is due; what Redis does not take now is due with the next reply."""
         for name, reason in list(self._due.items()):
-            await self._withdrawal.order(name, reason)
+            await self._withdrawal.delete(name, reason)
             del self._due[name]

@@ -23,10 +23,6 @@ class ChangedRegions:
     error: HearthError | None = None
     is_gone: bool = False
 
-    def excludes(self, region: str) -> bool:
-        """Whether no data of the tenant may be in the region."""
-        return self.is_gone or (bool(self.allowed_regions) and region not in self.allowed_regions)
-
     def applied(self, request: Request) -> Request:
         return msgspec.structs.replace(
             request, allowed_regions=self.allowed_regions, region_class=self.region_class

@@ -19,11 +19,12 @@ from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.regions.region_classes import region_classes
 from shared.store import StoreUnavailable
+from shared.subjects import is_at_site
 from shared.tenancy.copied_tenants import CopiedTenants
 from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.refusals import Refusals
 from shared.tenancy.residency import may_hold
-from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord, tenant_of
 
 DECLARE_S = 1.0
 
@@ -81,6 +82,15 @@ class Tenancy:
                 each(changed)
 
         await RegionChanges(self.stores.slow, self._clock, on_change).run()
+
+    async def record_of(self, tenant_id: str) -> TenantRecord | None:
+        """Returns the record of a tenant of this site, or of another site that is served here; None
+        for an unknown one. Raises ConfigError and StoreUnavailable.
+        """
+        if is_at_site(tenant_id):
+            copied = self.copied.named(tenant_id)
+            return None if copied is None else copied.tenant
+        return await tenant_of(self.stores.slow, tenant_id)
 
     async def declare_regions(self) -> None:
         """Writes the region classes for the commands of operators, once Redis takes them."""

@@ -141,7 +141,7 @@ class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class TokenizedImage(msgspec.Struct, frozen=True, array_like=True):
     """An image of a prompt. `num_bytes`: of its pixels, which follow the reply unless those of the
-    same image do; `pixels`: uint8, [tiles, 3, size, size].
+    same image do; `pixels`: uint8, [tiles, 3, H, W].
     """
 
     part: ImagePart

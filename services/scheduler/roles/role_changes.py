@@ -79,7 +79,7 @@ class RoleChanges:
         self._policies = {key: own for key, own in self._policies.items() if key in models}
         self._demands = {}
         changes = []
-        for model in sorted(models):
+        for model in sorted({*models, *(queues if self._config.cold_start_s else ())}):
             workers = self._rates.workers(model)
             queued = self._queued(model, queues.get(model, ()))
             demand = demand_of(workers, queued, target_itl_s=self._config.target_itl_s)
@@ -146,14 +146,20 @@ class RoleChanges:
                 num_queued_tokens=waits.num_prompt_tokens,
                 work_s=demand.queued_s if demand.waits_for == role else 0.0,
                 num_workers=counts[role] + split.num_both,
-                num_wanted_workers=wanted_workers(busy, self._config.min_role_workers),
+                num_wanted_workers=self._num_wanted(busy, queued if not workers else waits),
             )
+
+    def _num_wanted(self, busy: float, waiting: QueuedWork) -> int:
+        """Returns at least one where requests wait; without cold starts, at least one anyway."""
+        if not self._config.cold_start_s:
+            return wanted_workers(busy, self._config.min_role_workers)
+        return wanted_workers(busy, min(1, waiting.num_requests))
 
 
 def _queues(waiting: Iterable[QueuedRequest]) -> dict[ModelKey, list[QueuedRequest]]:
     queues: dict[ModelKey, list[QueuedRequest]] = defaultdict(list)
     for ticket in waiting:
-        if not ticket.is_placing:
+        if not ticket.is_placing or ticket.unservable_since is not None:
             queues[ticket.queue.served].append(ticket)
     return queues
 

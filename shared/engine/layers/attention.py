@@ -14,7 +14,7 @@ from shared.engine.layers.attention_inputs import (
     PrefillRows,
 )
 from shared.engine.layers.destinations import child_destinations
-from shared.engine.layers.linear import Linear
+from shared.engine.layers.linear import Linear, unset_parameter
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.model_config.model_config import LayerConfig, ModelConfig
 from shared.engine.parallel.cuts import head_lanes
@@ -28,6 +28,7 @@ class PagedAttention(nn.Module):
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention
     value_dim: int | None = None
+    sinks: nn.Parameter | None  # [num_heads] FP32
     kv_scales: Tensor | None  # [2, num_kv_heads] FP32 of a cache in FP8; of latents one, twice
 
     def __init__(self, config: ModelConfig) -> None:
@@ -36,6 +37,9 @@ class PagedAttention(nn.Module):
         self.softcap = config.attention_softcap
         self.library: Library | None = None  # of prompts' attention, where it can
         self.register_buffer("kv_scales", None, persistent=False)
+        self.sinks = None
+        if config.has_sinks:
+            self.sinks = unset_parameter(config.num_heads, dtype=torch.float32)
 
     def attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
         """Rotated queries [T, num_heads, D], whose keys and values are stored -> the same shape,
@@ -74,6 +78,7 @@ class PagedAttention(nn.Module):
             softcap=self.softcap,
             kv_scales=self.kv_scales,
             value_dim=self.value_dim,
+            sinks=self.sinks,
             is_batch_invariant=self.is_batch_invariant,
         )
 
@@ -88,6 +93,7 @@ class PagedAttention(nn.Module):
             softcap=self.softcap,
             kv_scales=self.kv_scales,
             value_dim=self.value_dim,
+            sinks=self.sinks,
             is_batch_invariant=self.is_batch_invariant,
         )
 
@@ -126,7 +132,8 @@ class Attention(PagedAttention):
             )
 
     def destinations(self) -> dict[str, Tensor]:
-        return child_destinations(self, self.parts)
+        found = child_destinations(self, self.parts)
+        return found if self.sinks is None else {**found, "sinks": self.sinks}
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs

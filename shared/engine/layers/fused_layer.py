@@ -55,7 +55,7 @@ def fused_layer(
     `norms` are those before attention, before the MLP, and, if the layer has them, of both outputs.
     """
     linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
-    if any(each.bias is not None for each in linears[1:]):
+    if any(each.bias is not None for each in linears[1:]) or norms[0].mode["is_rounded_once"]:
         return None
     lanes = self_attn.o_proj.lanes, mlp.down_proj.lanes
     assert lanes[0] is not None
@@ -70,7 +70,7 @@ def fused_layer(
         head_norms=[each.weight for each in head_norms if each is not None],
         post_norms=[each.weight for each in post_attention],
         eps=before_attention.eps,
-        has_unit_offset=before_attention.has_unit_offset,
+        has_unit_offset=before_attention.mode["has_unit_offset"],
         activation=mlp.activation,
     )
     return None if kernel is None else FusedLayer(kernel, self_attn, mlp, norms)

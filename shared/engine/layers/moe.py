@@ -25,6 +25,7 @@ from kernels.ops import (
     SumLanes,
     add_experts,
     can_compress_experts,
+    clamped_gate,
     expert_mlp,
     gelu_and_mul,
     is_for_library,
@@ -122,6 +123,7 @@ class Experts(nn.Module):
         self.inner = moe.held.columns[1] - moe.held.columns[0]
         self.hidden = config.hidden_size
         self.gate = GATES[config.activation]
+        self.clamped_gate = moe.clamped_gate
         num_held, inner, hidden = (
             len(self.held),
             whole_blocks(self.inner),
@@ -132,6 +134,11 @@ class Experts(nn.Module):
         shapes = (num_held, 2 * inner, hidden), (num_held, hidden, inner)
         self.gate_up_proj = ExpertLinear(shapes[0], lanes[0], share, dtype=dtype)
         self.down_proj = ExpertLinear(shapes[1], lanes[1], share, dtype=dtype)
+        self.gate_up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if self.clamped_gate is not None:
+            self.gate_up_bias = zero_parameter(num_held, 2 * inner, dtype=dtype)
+            self.down_bias = zero_parameter(num_held, hidden, dtype=dtype)
 
     def linears(self) -> list[tuple[ExpertLinear, dict[str, int], int]]:
         """Yields each weight with the checkpoint's layers that it consists of, one below the other:
@@ -147,6 +154,18 @@ class Experts(nn.Module):
         for linear, rows, width in self.linears():
             for name, tensors in zip(rows, linear.stored(rows, width), strict=True):
                 found |= {f"{name}.{kind}": tensor for kind, tensor in tensors.items()}
+        return found | self._bias_destinations()
+
+    def _bias_destinations(self) -> dict[str, Tensor]:
+        if self.gate_up_bias is None or self.down_bias is None:
+            return {}
+        found: dict[str, Tensor] = {}
+        for expert, gate_up, down in zip(
+            self.held, self.gate_up_bias.unflatten(1, (2, -1)), self.down_bias, strict=True
+        ):
+            for name, bias in zip(_GATED, gate_up, strict=True):
+                found[f"{expert}.{name}.bias"] = bias[: self.inner]
+            found[f"{expert}.down_proj.bias"] = down[: self.hidden]
         return found
 
     def join(self, mesh: Mesh) -> None:
@@ -190,11 +209,21 @@ class Experts(nn.Module):
             factors[rows.places.view(-1)] = choice.weights.view(-1)
             scaled = x.index_select(0, tokens).float() * factors[own].unsqueeze(1)
             x, tokens = scaled.to(x.dtype), None
-        gated = self.gate(self.gate_up_proj(x, tokens, offsets))
+        gate_up = self.gate_up_proj(x, tokens, offsets)
+        if self.clamped_gate is None or self.gate_up_bias is None or self.down_bias is None:
+            return self._down(self.gate(gate_up), offsets)
+        experts = torch.empty_like(rows.tokens)
+        experts[rows.places.view(-1)] = choice.ids.view(-1) - self.held.start
+        experts = experts[own]
+        limits = {"limit": self.clamped_gate.limit, "alpha": self.clamped_gate.alpha}
+        gated = clamped_gate(gate_up, self.gate_up_bias, experts, **limits)
+        return self._down(gated, offsets) + self.down_bias.index_select(0, experts)
+
+    def _down(self, gated: Tensor, offsets: Tensor) -> Tensor:
         if self.adds is None:
             return self.down_proj(gated, None, offsets)
         sums = self.down_proj.method.partials(gated, None, offsets, self.num_sums)
-        return self.adds.add(sums, x.dtype)
+        return self.adds.add(sums, gated.dtype)
 
 
 def own_lanes(mesh: Mesh) -> tuple[int, int]:
@@ -267,6 +296,7 @@ class MoeMlp(nn.Module):
             has_library=is_for_library(x, is_batch_invariant=mode),
             is_whole=is_whole and all(each.mesh is None for each in self._shared()),
             has_bias=any(each.bias is not None for each in self._shared()),
+            has_clamped_gate=self.experts.clamped_gate is not None,
             scales_many_inputs=self.config.routing.scales_input
             and self.config.experts_per_token > 1,
             weights=self._dense(),

@@ -23,19 +23,22 @@ class RMSNorm(nn.Module):
             self.register_buffer("weight", torch.ones(size, dtype=dtype), persistent=False)
         self.has_weight = has_weight
         self.eps = config.rms_norm_eps
-        self.has_unit_offset = config.has_unit_offset_norms
+        self.mode = {
+            "has_unit_offset": config.has_unit_offset_norms,
+            "is_rounded_once": config.has_norms_rounded_once,
+        }
 
     def destinations(self) -> dict[str, Tensor]:
         return {"weight": self.weight} if self.has_weight else {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, has_unit_offset=self.has_unit_offset)
+        return rms_norm(x, self.weight, self.eps, **self.mode)
 
     def of_sum(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the norm of x + update, and the sum; with update None those of x."""
         if update is None:
             return self(x), x
-        return add_rms_norm(x, update, self.weight, self.eps, has_unit_offset=self.has_unit_offset)
+        return add_rms_norm(x, update, self.weight, self.eps, **self.mode)
 
 
 class LayerNorm(nn.Module):

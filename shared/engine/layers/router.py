@@ -33,15 +33,17 @@ class Router(MatmulModule):
         self.hidden_size = hidden_size
         shape = whole_blocks(config.num_experts), whole_blocks(hidden_size)
         self.set_parameter(zero_parameter(*shape, dtype=torch.float32))
+        self.logit_bias: nn.Parameter | None = None
+        if config.routing.has_bias:
+            self.logit_bias = zero_parameter(config.num_experts, dtype=torch.float32)
         self.bias: nn.Parameter | None = None
         if config.routing.has_choice_bias:
             self.bias = zero_parameter(config.num_experts, dtype=torch.float32)
 
     def destinations(self) -> dict[str, Tensor]:
         weight = self.parameter[: self.config.num_experts, : self.hidden_size]
-        if self.bias is None:
-            return {"weight": weight}
-        return {"weight": weight, "e_score_correction_bias": self.bias}
+        found = {"weight": weight, "bias": self.logit_bias, "e_score_correction_bias": self.bias}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def pack(self) -> None:
         super().pack()
@@ -51,6 +53,8 @@ class Router(MatmulModule):
     def forward(self, x: Tensor) -> ExpertChoice:
         """x [T, K], of full blocks."""
         logits = self._logits(x)[:, : self.config.num_experts]
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias
         routing = self.config.routing
         return route(logits, self.bias, self.config.experts_per_token, routing)
 

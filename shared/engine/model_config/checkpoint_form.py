@@ -20,7 +20,7 @@ KV_SCALE = re.compile(
 )
 # The tensors that quantization puts beside or in place of a layer's weight.
 _QUANTIZED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_GATE_UP, _DOWN, _BIAS = ".experts.gate_up_proj", ".experts.down_proj", "_bias"
 
 
 class PairedRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +40,13 @@ class StackedExperts(msgspec.Struct, frozen=True, kw_only=True):
 
     The model's names end with `experts.gate_up_proj` [num_experts, hidden, 2 · inner], gate first,
     and `experts.down_proj` [num_experts, inner, hidden]. The model has a weight [N, K] of each.
+    If it `is_interleaved`, columns of gate and up alternate. Biases have the same names and
+    `_bias`: [num_experts, 2 · inner] and [num_experts, hidden].
     """
 
     num_experts: int
     inner: int
+    is_interleaved: bool = False
 
 
 class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,15 +75,23 @@ TEXT_PART = CheckpointForm(
     dropped=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
 )
 
-# The same for SmolVLM and Idefics 3, and the part that TEXT_OF_IDEFICS leaves out.
+# The same for SmolVLM and Idefics 3.
 _IDEFICS_VISION = r"(model\.)?(vision_model|connector)\."
 TEXT_OF_IDEFICS = CheckpointForm(
     renames=((r"^model\.text_model\.", "model."), (r"^text_model\.", "model.")),
     dropped=(_IDEFICS_VISION,),
 )
-VISION_OF_IDEFICS = CheckpointForm(
-    renames=((r"^model\.", ""),), dropped=(rf"(?!{_IDEFICS_VISION})",)
-)
+
+
+def _encoder_alone(*parts: str) -> CheckpointForm:
+    """The tensors of an image encoder and its projector alone."""
+    own = rf"(model\.)?({'|'.join(parts)})\."
+    return CheckpointForm(renames=((r"^model\.", ""),), dropped=(rf"(?!{own})",))
+
+
+VISION_OF_IDEFICS = _encoder_alone("vision_model", "connector")
+VISION_OF_LLAMA4 = _encoder_alone("vision_model", "multi_modal_projector")
+VISION_OF_KIMI = _encoder_alone("vision_tower", "mm_projector")
 
 
 # A base model has the tensors of the decoder by their names in it, whatever its family.
@@ -116,31 +127,44 @@ def is_quantized_part(name: str, expected: Container[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StackedPart:
-    """Columns [first, end) of expert `index` of a tensor [E, K, N], transposed."""
+    """Columns [first, end) of expert `index` of a tensor [E, K, N], transposed, or of a bias
+    [E, N]. Only each `step`-th column.
+    """
 
     index: int
     first: int
     end: int | None  # None: all from `first` on
+    is_bias: bool = False
+    step: int = 1
 
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
-        """[N, K]; the full shape if it has no experts in it."""
-        if len(full) != 3 or self.index >= full[0]:
+        """[N, K], or [N] of a bias; the full shape if it does not have this part."""
+        if len(full) != (2 if self.is_bias else 3) or self.index >= full[0]:
             return tuple(full)
-        end = full[2] if self.end is None else self.end
-        return end - self.first, full[1]
+        if self.end is not None and self.end > full[-1]:
+            return tuple(full)
+        rows = len(range(self.first, full[-1] if self.end is None else self.end, self.step))
+        return (rows,) if self.is_bias else (rows, full[1])
 
 
 def stacked_parts(name: str, experts: StackedExperts | None) -> dict[str, StackedPart]:
     """Returns the weights that a tensor consists of, by the model's names; none if
     it is one itself.
     """
-    if experts is None or not name.endswith((_GATE_UP, _DOWN)):
+    stem = name.removesuffix(_BIAS)
+    if experts is None or not stem.endswith((_GATE_UP, _DOWN)):
         return {}
-    layer, inner = name.rpartition(".")[0], experts.inner
-    is_down = name.endswith(_DOWN)
-    places = {"gate_proj": (0, inner), "up_proj": (inner, 2 * inner)}
+    layer, is_bias, inner = stem.rpartition(".")[0], stem != name, experts.inner
+    places: dict[str, tuple[int, int | None, int]]
+    if stem.endswith(_DOWN):
+        places = {"down_proj": (0, None, 1)}
+    elif experts.is_interleaved:
+        places = {"gate_proj": (0, 2 * inner, 2), "up_proj": (1, 2 * inner, 2)}
+    else:
+        places = {"gate_proj": (0, inner, 1), "up_proj": (inner, 2 * inner, 1)}
+    kind = "bias" if is_bias else "weight"
     return {
-        f"{layer}.{index}.{part}.weight": StackedPart(index, *place)
+        f"{layer}.{index}.{part}.{kind}": StackedPart(index, first, end, is_bias, step)
         for index in range(experts.num_experts)
-        for part, place in ({"down_proj": (0, None)} if is_down else places).items()
+        for part, (first, end, step) in places.items()
     }

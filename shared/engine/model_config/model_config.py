@@ -113,6 +113,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     has_qk_norm: bool = False
     has_post_norms: bool = False  # a norm also after attention and MLP
     has_unit_offset_norms: bool = False  # the checkpoint stores a norm's weight minus 1
+    has_norms_rounded_once: bool = False  # after the product with the weight, not before it, too
+    has_sinks: bool = False  # a score of each head for a key whose value is zero
     has_fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
     checkpoint: CheckpointForm = CheckpointForm()
     embedding_scale: float | None = None

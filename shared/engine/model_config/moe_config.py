@@ -11,17 +11,26 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The choice and weights of a token's experts; the formula is in `kernels/routing.py`.
 
     Experts come from at most `top_groups` of `num_groups`. If it `has_choice_bias`, each expert's
-    score has a bias, for the choice alone. If `is_renormalised`, the weights' sum is 1, before
-    `scale`. If it `scales_input`, the weight scales an expert's input, and its output has none.
+    score has a bias, for the choice alone; if it `has_bias`, each logit has one. If
+    `is_renormalised`, the weights' sum is 1, before `scale`. If it `scales_input`, the weight
+    scales an expert's input, and its output has none.
     """
 
     score: Literal["softmax", "sigmoid"]
     is_renormalised: bool = False
     has_choice_bias: bool = False
+    has_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
     scales_input: bool = False
+
+
+class ClampedGate(msgspec.Struct, frozen=True, kw_only=True):
+    """The gate of experts whose projections have biases; see kernels.reference.gated."""
+
+    limit: float
+    alpha: float
 
 
 class ExpertPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +54,7 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     intermediate_size: int
     routing: Routing
     shared_intermediate_size: int = 0
+    clamped_gate: ClampedGate | None = None  # instead of the model's; projections have biases
     part: ExpertPart | None = None
 
     @property

@@ -21,15 +21,16 @@ from shared.engine.models import (
     qwen2,
     qwen3,
 )
-from shared.engine.models.moe import glm4_moe, llama4, mixtral, qwen3_moe
-from shared.engine.models.vision import smolvlm
+from shared.engine.models.moe import glm4_moe, gpt_oss, llama4, mixtral, qwen3_moe
+from shared.engine.models.vision import kimi, smolvlm
+from shared.engine.models.vision import llama4 as llama4_with_images
 from shared.errors import CheckpointError
 
 Configure = Callable[[Mapping[str, Any]], ModelConfig]
 FAMILIES: dict[str, Configure] = {
     "LlamaForCausalLM": llama.configure,
     "Llama4ForCausalLM": llama4.configure,
-    "Llama4ForConditionalGeneration": llama4.configure_text_part,
+    "Llama4ForConditionalGeneration": llama4_with_images.configure,
     "MistralForCausalLM": mistral.configure,
     "Qwen2ForCausalLM": qwen2.configure,
     "Qwen3ForCausalLM": qwen3.configure,
@@ -38,13 +39,14 @@ FAMILIES: dict[str, Configure] = {
     "Gemma3ForConditionalGeneration": gemma3.configure_text_part,
     "Phi3ForCausalLM": phi3.configure,
     "DeepseekV3ForCausalLM": deepseek.configure,
-    "KimiK25ForConditionalGeneration": deepseek.configure_text_part,
-    "Kimi_K25ForConditionalGeneration": deepseek.configure_text_part,
+    "KimiK25ForConditionalGeneration": kimi.configure,
+    "Kimi_K25ForConditionalGeneration": kimi.configure,
     "SmolVLMForConditionalGeneration": smolvlm.configure,
     "Idefics3ForConditionalGeneration": smolvlm.configure,
     "MixtralForCausalLM": mixtral.configure,
     "Qwen3MoeForCausalLM": qwen3_moe.configure,
     "Glm4MoeForCausalLM": glm4_moe.configure,
+    "GptOssForCausalLM": gpt_oss.configure,
 }
 
 
@@ -69,8 +71,8 @@ BY_MODEL_TYPE = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
-PLANNED = ("GptOssForCausalLM",)
 # Names of a family's classes: `Qwen3Model`, `LlamaForSequenceClassification`.
 _STEM = re.compile(r"(\w+?)(Text)?(Model|PreTrainedModel|For[A-Z]\w*)")
 
@@ -89,5 +91,4 @@ def supported_architecture(architecture: str, model_type: str) -> str:
     if not architecture and not model_type:
         raise CheckpointError("it names no architecture of a language model")
     named = f"architecture {architecture!r}" if architecture else f"model_type {model_type!r}"
-    yet = " yet" if architecture in PLANNED else ""
-    raise CheckpointError(f"{named} is not served{yet}: `hearth models` lists those that are")
+    raise CheckpointError(f"{named} is not served: `hearth models` lists those that are")

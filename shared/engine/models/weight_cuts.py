@@ -11,6 +11,7 @@ from shared.engine.weights.quantized_cut import quantized_cut
 
 _EXPERT = re.compile(r"(?<=experts)\.\d+")  # all experts are cut alike
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SINKS = ".self_attn.sinks"
 
 
 class WeightCuts:
@@ -44,12 +45,15 @@ class WeightCuts:
             self._by_layer |= _mlp_cuts("mlp.experts", part.experts.columns)
             self._by_layer |= _mlp_cuts("mlp.shared_experts", part.experts.shared)
         self._vocabulary = _rows(part.vocabulary)
+        self._heads = _rows(heads)
         self._layers = config.layers
 
     def of(self, name: str) -> Cut:
         """Norms are whole, as are the biases of row-parallel GEMMs: they follow the sum."""
         if name in (_EMBEDDING, _HEAD):
             return self._vocabulary
+        if name.endswith(_SINKS):
+            return self._heads
         path, _, kind = name.removeprefix("model.layers.").rpartition(".")
         index, _, inside = path.partition(".")
         cut = self._by_layer.get(_EXPERT.sub("", inside), WHOLE)

@@ -41,9 +41,12 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Shapes:
 
 def _experts(config: ModelConfig, moe: MoeConfig) -> Shapes:
     yield "mlp.gate.weight", (moe.num_experts, config.hidden_size)
+    if moe.routing.has_bias:
+        yield "mlp.gate.bias", (moe.num_experts,)
     if moe.routing.has_choice_bias:
         yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
-    parts = list(_mlp(replace(config, has_mlp_bias=False), "", moe.intermediate_size))
+    has_biases = moe.clamped_gate is not None
+    parts = list(_mlp(replace(config, has_mlp_bias=has_biases), "", moe.intermediate_size))
     for expert in range(moe.num_experts):
         yield from ((f"mlp.experts.{expert}{name}", shape) for name, shape in parts)
     if moe.shared_intermediate_size:
@@ -62,6 +65,8 @@ def _attention(config: ModelConfig) -> Shapes:
     yield from _linears("self_attn", rows, hidden, has_bias=config.has_qkv_bias)
     output = {"o_proj": hidden}
     yield from _linears("self_attn", output, query, has_bias=config.has_output_bias)
+    if config.has_sinks:
+        yield "self_attn.sinks", (config.num_heads,)
     if config.has_qk_norm:
         yield from ((f"self_attn.{name}.weight", (dim,)) for name in ("q_norm", "k_norm"))
 

@@ -8,7 +8,7 @@ from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.rank_part import RankPart, local_config
 from shared.engine.planning.quantized_bytes import saved_bytes
 
-FP32_BYTES = 4  # of a router's weight
+FP32_BYTES = 4  # of a weight of a router, and of a sink
 
 
 def num_weights(config: ModelConfig, part: RankPart) -> int:
@@ -29,9 +29,10 @@ def num_weights(config: ModelConfig, part: RankPart) -> int:
 
 def weight_bytes(config: ModelConfig, part: RankPart, item_bytes: int) -> int:
     """Returns the bytes of those weights. `item_bytes` is the size of one that is not quantized."""
-    routers = num_router_weights(config, part) * (FP32_BYTES - item_bytes)
+    num_sinks = len(part.layers) * len(part.heads) * config.has_sinks
+    wide = (num_router_weights(config, part) + num_sinks) * (FP32_BYTES - item_bytes)
     saved = saved_bytes(config, part, item_bytes)
-    return num_weights(config, part) * item_bytes + routers - saved
+    return num_weights(config, part) * item_bytes + wide - saved
 
 
 def kv_values_per_token(config: ModelConfig, part: RankPart) -> int:
@@ -58,6 +59,8 @@ def _layer_weights(local: ModelConfig, layer: LayerConfig) -> int:
         end - first for first, end in (moe.held.experts, moe.held.columns, moe.held.shared)
     )
     expert = 3 * whole_blocks(columns) * whole_blocks(hidden)
+    if moe.clamped_gate is not None:  # its projections have biases
+        expert += 2 * whole_blocks(columns) + whole_blocks(hidden)
     return count + experts * expert + _router_weights(local, moe) + _mlp_weights(local, shared)
 
 
@@ -73,11 +76,12 @@ def attention_weights(local: ModelConfig) -> int:
 
 
 def _attention_biases(local: ModelConfig) -> int:
-    """Counts the biases of attention, but for that of the output."""
+    """Counts the biases of attention, but for that of the output, and its sinks."""
+    sinks = local.num_heads * local.has_sinks
     if not local.has_qkv_bias:
-        return 0
+        return sinks
     if local.latent is None:
-        return (local.num_heads + 2 * local.num_kv_heads) * local.head_dim
+        return sinks + (local.num_heads + 2 * local.num_kv_heads) * local.head_dim
     return local.latent.kv_rank + local.latent.rope_dim + (local.latent.query_rank or 0)
 
 
@@ -93,5 +97,5 @@ def _mlp_weights(local: ModelConfig, columns: int) -> int:
 
 
 def _router_weights(local: ModelConfig, moe: MoeConfig) -> int:
-    bias = moe.num_experts * moe.routing.has_choice_bias
+    bias = moe.num_experts * (moe.routing.has_choice_bias + moe.routing.has_bias)
     return whole_blocks(moe.num_experts) * whole_blocks(local.hidden_size) + bias

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.engine.model_config.checkpoint_form import (
-    VISION_OF_IDEFICS,
     StackedPart,
     is_quantized_part,
     model_names,
@@ -48,10 +47,7 @@ class StoredWeights:
 
 def _part_of(tensor: HeaderTensor, place: StackedPart) -> HeaderTensor:
     """Returns one expert's weight of a tensor of all experts."""
-    shape = place.shape(tensor.shape)
-    if place.end is not None and len(tensor.shape) == 3 and tensor.shape[2] < place.end:
-        shape = tensor.shape  # the tensor's shape differs from the weight's
-    return tensor._replace(shape=shape)
+    return tensor._replace(shape=place.shape(tensor.shape))
 
 
 def read_stored(model_dir: Path, config: ModelConfig) -> StoredWeights:
@@ -91,7 +87,7 @@ def _check_encoder(
     """
     expected = {name: Expected(shape) for name, shape in vision_tensors(config).items()}
     by_name = {tensor.name: tensor for tensors in files for tensor in tensors}
-    names = {name: given for given, name in model_names(by_name, VISION_OF_IDEFICS)}
+    names = {name: given for given, name in model_names(by_name, config.form)}
     _expect_all(model_dir, expected.keys() - names.keys())
     for name, each in expected.items():
         _check(by_name[names[name]], each)

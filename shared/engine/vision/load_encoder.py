@@ -12,8 +12,14 @@ from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
 from shared.engine.layers.linear import MatmulModule, weights_unset_on
-from shared.engine.model_config.checkpoint_form import VISION_OF_IDEFICS
-from shared.engine.model_config.vision_config import VisionConfig
+from shared.engine.model_config.vision_config import (
+    Llama4VisionConfig,
+    MoonVitConfig,
+    SiglipConfig,
+    VisionConfig,
+)
+from shared.engine.models.vision.llama4_vision import Llama4Encoder
+from shared.engine.models.vision.moonvit import MoonVit
 from shared.engine.models.vision.siglip import SiglipEncoder
 from shared.engine.weights.checkpoint_files import Reading
 from shared.engine.weights.checkpoint_tensors import FormedTensors
@@ -27,6 +33,7 @@ from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
 
 PROCESSOR = "preprocessor_config.json"
 _LEVELS = 256
+EncoderModel = SiglipEncoder | Llama4Encoder | MoonVit
 
 
 class PixelFields(msgspec.Struct, frozen=True):
@@ -35,12 +42,16 @@ class PixelFields(msgspec.Struct, frozen=True):
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
 
+class _Processor(msgspec.Struct, frozen=True):
+    media_proc_cfg: msgspec.Raw = msgspec.Raw()  # Kimi's place for all fields
+
+
 class LoadedEncoder:
     """A `TileEncoder`: a model, and the values of its pixels."""
 
     def __init__(
         self,
-        model: SiglipEncoder,
+        model: EncoderModel,
         pixels: PixelFields,
         device: torch.device,
         num_threads: int | None = None,
@@ -51,7 +62,9 @@ class LoadedEncoder:
         self._model = model
         self._device = device
         self._num_threads = num_threads or torch.get_num_threads()
-        self._values = _values_of_levels(pixels).to(device)
+        # Llama 4 computes the values of its pixels in BF16
+        dtype = torch.bfloat16 if isinstance(model, Llama4Encoder) else torch.float32
+        self._values = _values_of_levels(pixels, dtype).to(device)
         # on CUDA one beside that of the steps, so that these do not wait for a tile
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -84,14 +97,14 @@ def load_encoder(
     """Raises CheckpointError."""
     target = torch.device(device)
     with target, weights_unset_on(target):
-        model = SiglipEncoder(config, dtype=getattr(torch, dtype)).eval()
+        model = _model_of(config, getattr(torch, dtype)).eval()
     destinations = model.weight_destinations()
     described = msgspec.json.encode([config, dtype, "vision"])
     if load_format == "dummy":
         _fill(model, DummyTensors(model_dir, destinations), destinations, described, target)
     else:
         with open_checkpoint(model_dir, Reading(LocalStaging(), digest_cache())) as tensors:
-            formed = FormedTensors(tensors, VISION_OF_IDEFICS)
+            formed = FormedTensors(tensors, config.form)
             _fill(model, formed, destinations, described, target)
     for module in model.modules():
         if isinstance(module, MatmulModule):
@@ -99,8 +112,18 @@ def load_encoder(
     return LoadedEncoder(model, _pixel_fields(model_dir), target, num_threads)
 
 
+def _model_of(config: VisionConfig, dtype: torch.dtype) -> EncoderModel:
+    match config:
+        case SiglipConfig():
+            return SiglipEncoder(config, dtype=dtype)
+        case Llama4VisionConfig():
+            return Llama4Encoder(config, dtype=dtype)
+        case MoonVitConfig():
+            return MoonVit(config, dtype=dtype)
+
+
 def _fill(
-    model: SiglipEncoder,
+    model: EncoderModel,
     tensors: WeightSource,
     destinations: dict[str, Tensor],
     described: bytes,
@@ -116,11 +139,17 @@ def _fill(
 
 def _pixel_fields(model_dir: Path) -> PixelFields:
     path = model_dir / PROCESSOR
-    return read_checkpoint_json(path, PixelFields) if exists(path) else PixelFields()
+    if not exists(path):
+        return PixelFields()
+    nested = bytes(read_checkpoint_json(path, _Processor).media_proc_cfg)
+    if nested:
+        return msgspec.json.decode(nested, type=PixelFields)
+    return read_checkpoint_json(path, PixelFields)
 
 
-def _values_of_levels(pixels: PixelFields) -> Tensor:
-    """[3, 256] FP32: the value of each level of a channel."""
-    levels = torch.arange(_LEVELS, dtype=torch.float32) * pixels.rescale_factor
-    mean, std = (torch.tensor(each)[:, None] for each in (pixels.image_mean, pixels.image_std))
-    return (levels - mean) / std
+def _values_of_levels(pixels: PixelFields, dtype: torch.dtype) -> Tensor:
+    """[3, 256] FP32: the value of each level of a channel, computed in `dtype`."""
+    levels = torch.arange(_LEVELS, dtype=torch.float32).to(dtype) * pixels.rescale_factor
+    given = (pixels.image_mean, pixels.image_std)
+    mean, std = (torch.tensor(each, dtype=dtype)[:, None] for each in given)
+    return ((levels - mean) / std).float()

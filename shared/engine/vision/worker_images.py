@@ -17,6 +17,7 @@ from shared.errors import InvalidRequest
 from shared.messages import ImagePart, Request, RunPrefill, WorkerLoad
 from shared.packing import unpack_token_ids
 from shared.pixels.pixel_fetcher import PixelFetcher, PixelRequest
+from shared.pixels.pixel_frames import MAX_IMAGE_BYTES, image_bytes
 
 
 class WorkerImages:
@@ -75,23 +76,30 @@ class WorkerImages:
         end = part.first_token + part.num_tokens
         here = token_ids[part.first_token : end]
         found = part.first_token + np.flatnonzero(here == self._config.image_token_id)
-        expected = part.num_tiles * self._config.tokens_per_tile
+        expected = self._config.num_tokens(part.grid)
         is_complete = end <= len(token_ids)
         if len(found) > expected or (is_complete and len(found) < expected):
             raise InvalidRequest(
-                f"image {number + 1} has {len(found)} tokens in the prompt, its {part.num_tiles} "
-                f"tiles have {expected}",
+                f"image {number + 1} has {len(found)} tokens in the prompt, its grid of "
+                f"{part.grid[0]} x {part.grid[1]} has {expected}",
                 param="images",
             )
         return found
 
     def _wanted(self, message: Request | RunPrefill, part: ImagePart) -> WantedImage:
+        """Raises InvalidRequest for an image that is larger than any gateway sends."""
+        shape = self._config.pixel_shape(part.grid)
+        if image_bytes(shape) > MAX_IMAGE_BYTES:
+            raise InvalidRequest(
+                f"an image of the shape {shape} has more bytes than {MAX_IMAGE_BYTES}",
+                param="images",
+            )
         pixels = PixelRequest(
             gateway_id=message.gateway_id,
             tenant_id=message.tenant_id,
             request_id=message.request_id,
             image_hash=part.image_hash,
-            shape=(part.num_tiles, *self._config.tile_shape),
+            shape=shape,
             region_class=message.region_class,
         )
         key = ImageKey(message.tenant_id, message.cache_root, part.image_hash)

@@ -100,7 +100,8 @@ class SafetensorsFile:
 
     def content(self, name: str) -> Content:
         with self._named(name):
-            digest = self._remembered.get(name) or self._bytes.digest(name)
+            known = self._remembered.get(name) or self._digests.get(name)
+            digest = known or self._bytes.digest(name)
         self._digests[name] = digest
         return Content(*self.info(name), digest)
 

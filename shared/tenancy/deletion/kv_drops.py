@@ -3,11 +3,13 @@
     hearth:kv_drops            hash: number → a KvDrop as JSON
     hearth:kv_drops:progress   hash: number → a DropProgress as JSON
     hearth:kv_drops:last       the number of the last order
+    hearth:kv_drops:sites      hash: see site_drops.py
 
     command, gateway ──KvDrop──▶ kv_index ──DropTenantKv──▶ every worker
                                  DropProgress ◀──TenantKvDropped──┘
 
-An order stays for RETENTION_S: a worker that was silent gets it when it is back.
+An order stays for RETENTION_S: a worker that was silent gets it when it is back. One that a linked
+site has not confirmed stays for SITE_RETENTION_S.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ import msgspec
 from msgspec import Meta
 
 from shared.messages import Count, Name
-from shared.store import Command, Store
+from shared.store import Store
 from shared.transport.wire_errors import UNREADABLE
 
 ORDERS = "hearth:kv_drops"
 PROGRESS = "hearth:kv_drops:progress"
 LAST = "hearth:kv_drops:last"
+SITE_POSITIONS = "hearth:kv_drops:sites"
 RETENTION_S = 86_400.0
+SITE_RETENTION_S = 30 * RETENTION_S
 MAX_ORDERS = 1000
 T = TypeVar("T")
 
@@ -32,16 +36,22 @@ T = TypeVar("T")
 # workers outside of its regions drop its KV.
 DropReason = Literal["zero_retention", "removed", "regions"]
 
-# KEYS: the last number. Returns the next one.
-NEXT_LUA = "return redis.call('INCRBY', KEYS[1], 1)"
+# KEYS: the last number, the orders. ARGV: an order. Returns its number. Both are written at once:
+# whoever reads the last number finds all orders up to it.
+ORDER_LUA = """
+local number = redis.call('INCRBY', KEYS[1], 1)
+redis.call('HSET', KEYS[2], number, ARGV[1])
+return number
+"""
 
 
 class KvDrop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An order. Workers that are in `kept_regions` (None: any), and in the region class, if there
-    is one, keep the KV of a tenant whose regions have changed. Times are Unix seconds.
+    """An order; its field of the hash is its number. Workers in `kept_regions` (None: any), and in
+    the region class, if there is one, keep the KV of a tenant whose regions have changed. Times are
+    Unix seconds.
     """
 
-    number: Count
+    number: Count = 0
     tenant_id: Name
     reason: DropReason
     kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] | None = ()
@@ -80,20 +90,24 @@ async def order(
     """Orders workers to drop the KV of a tenant; `now` is in Unix seconds. Raises
     StoreUnavailable.
     """
-    number = int(await store.evaluate(NEXT_LUA, [LAST], []))
     drop = KvDrop(
-        number=number,
         tenant_id=tenant_id,
         reason=reason,
         kept_regions=kept_regions,
         region_class=region_class,
         ordered_at=now,
     )
-    forgotten = [str(each.drop.number) for each in _over(await orders(store), now)]
-    deletions: list[Command] = [("HDEL", key, *forgotten) for key in (ORDERS, PROGRESS)]
-    added: Command = ("HSET", ORDERS, number, msgspec.json.encode(drop))
-    await store.write([added, *(deletions if forgotten else ())])
-    return drop
+    number = int(await store.evaluate(ORDER_LUA, [LAST, ORDERS], [msgspec.json.encode(drop)]))
+    await _forget(store, now)
+    return msgspec.structs.replace(drop, number=number)
+
+
+async def _forget(store: Store, now: float) -> None:
+    found = await store.hash_get(SITE_POSITIONS)
+    confirmed = min((int(each) for each in found.values() if each.isdigit()), default=None)
+    forgotten = [str(each.drop.number) for each in _over(await orders(store), now, confirmed)]
+    if forgotten:
+        await store.write([("HDEL", key, *forgotten) for key in (ORDERS, PROGRESS)])
 
 
 async def last_number(store: Store) -> int:
@@ -109,8 +123,9 @@ async def orders(store: Store) -> list[OrderedDrop]:
     found = []
     for name, data in ordered.items():
         drop = _decoded(data, KvDrop)
-        if drop is not None:
-            found.append(OrderedDrop(drop, _decoded(progress.get(name, b""), DropProgress)))
+        if drop is not None and name.isdigit():
+            numbered = msgspec.structs.replace(drop, number=int(name))
+            found.append(OrderedDrop(numbered, _decoded(progress.get(name, b""), DropProgress)))
     return sorted(found, key=lambda each: each.drop.number)
 
 
@@ -124,14 +139,21 @@ def oldest_unfinished(found: list[OrderedDrop]) -> KvDrop | None:
     return next((each.drop for each in found if not each.is_finished), None)
 
 
-def _over(found: list[OrderedDrop], now: float) -> list[OrderedDrop]:
-    """Returns what to forget: finished orders that are old, and the oldest above MAX_ORDERS."""
-    num_above = max(0, len(found) - MAX_ORDERS + 1)
+def _over(found: list[OrderedDrop], now: float, confirmed: int | None) -> list[OrderedDrop]:
+    """Returns what to forget: finished orders that are old, and the oldest above MAX_ORDERS. All
+    sites have confirmed the orders up to `confirmed`; None: there are none.
+    """
+    num_above = max(0, len(found) - MAX_ORDERS)
     return [
         each
         for index, each in enumerate(found)
-        if index < num_above or (each.is_finished and now - each.drop.ordered_at > RETENTION_S)
+        if index < num_above or (each.is_finished and _is_old(each.drop, now, confirmed))
     ]
+
+
+def _is_old(drop: KvDrop, now: float, confirmed: int | None) -> bool:
+    is_waiting = confirmed is not None and drop.number > confirmed
+    return now - drop.ordered_at > (SITE_RETENTION_S if is_waiting else RETENTION_S)
 
 
 def _decoded(data: bytes, kind: type[T]) -> T | None:

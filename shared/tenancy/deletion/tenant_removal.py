@@ -9,16 +9,18 @@ An interrupted removal is repeated: the order says that it has begun.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from shared.errors import ConfigError
 from shared.store import Store
 from shared.subjects import SITE_SEPARATOR
+from shared.tenancy import retractions
 from shared.tenancy.deletion import kv_drops, tenant_data
 from shared.tenancy.deletion.kv_drops import DropReason, KvDrop, OrderedDrop
 from shared.tenancy.site_usage import TENANT_SITES
-from shared.tenancy.tenant import TENANTS, check_tenant_id
+from shared.tenancy.tenant import TENANTS, TenantRecord, check_tenant_id, decoded_tenant
 
 SAME_CHANGE_S = 30.0  # gateways of one site find a change within this time
 
@@ -42,36 +44,56 @@ class TenantWithdrawal:
         self._store = store
         self._now = now
 
-    async def order(self, tenant_id: str, reason: DropReason) -> None:
-        """Deletes what Redis holds, but its usage, which its home site gets, and has workers drop
-        its KV. Raises StoreUnavailable.
-        """
+    async def order(
+        self, tenant_id: str, reason: DropReason, kept_regions: tuple[str, ...] = ()
+    ) -> None:
+        """Has workers that are not in `kept_regions` drop its KV. Raises StoreUnavailable."""
         found = (each.drop for each in await kv_drops.orders(self._store))
-        own = (each for each in found if (each.tenant_id, each.reason) == (tenant_id, reason))
+        ordered = tenant_id, reason, kept_regions
+        own = (e for e in found if (e.tenant_id, e.reason, e.kept_regions) == ordered)
         if all(self._now() - each.ordered_at > SAME_CHANGE_S for each in own):
-            await kv_drops.order(self._store, tenant_id, reason, self._now())
+            await kv_drops.order(self._store, tenant_id, reason, self._now(), kept_regions)
+
+    async def delete(self, tenant_id: str, reason: DropReason) -> None:
+        """Has all workers drop its KV, and deletes what Redis holds, but its usage, which its home
+        site gets. Raises StoreUnavailable.
+        """
+        await self.order(tenant_id, reason)
         await tenant_data.delete(self._store, tenant_id, self._now(), with_usage=False)
 
 
 class TenantRemoval:
     """`now` returns Unix seconds. Every method raises StoreUnavailable."""
 
-    def __init__(self, store: Store, now: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, now: Callable[[], float], retractions_file: Path | None = None
+    ) -> None:
+        """`retractions_file` is the list of `retractions.py` beside the one in Redis."""
         self._store = store
         self._now = now
+        self._file = retractions_file
 
     async def remove(self, tenant_id: str, *, with_usage: bool) -> KvDrop:
         """Removes a tenant and what is stored of it, its usage only `with_usage`; its requests end
         and its KV is dropped. Raises ConfigError for one that does not exist.
         """
-        if check_tenant_id(tenant_id).encode() not in await self._store.hash_get(TENANTS):
+        data = (await self._store.hash_get(TENANTS)).get(check_tenant_id(tenant_id).encode())
+        if data is None:
             drop = await self._begun(tenant_id)
             if drop is None:
                 raise ConfigError(f"tenant {tenant_id!r} does not exist: see `hearth tenant list`")
-        else:
-            drop = await kv_drops.order(self._store, tenant_id, "removed", self._now())
+            await self._delete(tenant_id, with_usage=with_usage)
+            return drop
+        record = decoded_tenant(data)
+        if record is None:  # whatever it was, it is not to come back
+            record = TenantRecord(tenant_id=tenant_id, created_at=self._now())
+        entry = retractions.of_removal(record, self._now(), with_usage=with_usage)
+        unlisted = await retractions.list_entries(self._store, self._file, [entry])
+        drop = await kv_drops.order(self._store, tenant_id, "removed", self._now())
         await self._store.write([("HDEL", TENANTS, tenant_id)])  # nothing is stored from now on
         await self._delete(tenant_id, with_usage=with_usage)
+        if unlisted is not None:
+            raise unlisted
         return drop
 
     async def finish(self, tenant_id: str, *, with_usage: bool) -> None:

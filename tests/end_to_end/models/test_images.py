@@ -9,21 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from shared.messages import Heartbeat, WorkerLoad
 from tests.support.cluster.model_cluster import ModelCluster, run_model
-from tests.support.engine.vision_models import write_smolvlm
-from tests.support.services.vision_dir import (
-    PATCH,
-    PREPROCESSOR,
-    SCALE,
-    TILE,
-    write_vision_dir,
-)
+from tests.support.services.seeing_dir import write_seeing_dir
+from tests.support.services.vision_dir import PATCH, SCALE, TILE
 from tests.support.waiting import wait_until
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
@@ -43,20 +36,7 @@ def running_model(
     folder: Path, vision: dict[str, int], scale: int = SCALE
 ) -> Iterator[ModelCluster]:
     """Serves a small random model with this encoder."""
-    model_dir = write_vision_dir(folder / "smolvlm-tiny")
-    config = msgspec.json.decode((model_dir / "config.json").read_bytes())
-    write_smolvlm(
-        model_dir,
-        image_token_id=config["image_token_id"],
-        scale_factor=scale,
-        text=config["text_config"],
-        vision=vision,
-    )
-    side = vision["image_size"]
-    edges = {"size": {"longest_edge": 4 * side}, "max_image_size": {"longest_edge": side}}
-    (model_dir / "preprocessor_config.json").write_bytes(
-        msgspec.json.encode({**PREPROCESSOR, **edges})
-    )
+    model_dir = write_seeing_dir(folder / "smolvlm-tiny", vision, scale)
     options = {"dtype": "float32", "kv-cache-bytes": str(32 << 20)}
     with run_model(folder, model_dir, WORKERS, options) as running:
         yield running

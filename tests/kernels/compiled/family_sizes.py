@@ -104,6 +104,17 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             num_local_experts=16,
         ),
     ),
+    "gpt-oss 20B": (
+        "gpt-oss",
+        _sizes(
+            *(2880, 2880, (64, 8, 64)),
+            num_hidden_layers=2,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            sliding_window=128,
+            swiglu_limit=7.0,
+        ),
+    ),
 }
 
 

@@ -40,11 +40,15 @@ class LaunchClass:
 
     @cached_property
     def text(self) -> str:
-        """All that tells it from other classes, the same with each release of Triton."""
+        """All that tells it from other classes, the same with each release of Triton. An argument
+        that has its default is left out, so that a kernel's rows stay when it learns an option.
+        """
         fixed = {path[0]: value for path, value in self.constants.items()}
         parts = [self.name, *(f"{name}={value}" for name, value in self.options.items())]
         for index, (name, kind) in enumerate(self.signature.items()):
-            given = fixed.get(index, kind)
+            given, param = fixed.get(index, kind), self.kernel.params[index]
+            if param.has_default and index in fixed and given == param.default:
+                continue
             is_aligned = bool(self.attributes.get((index,)))
             parts.append(f"{name}={given}{'/16' if is_aligned else ''}")
         return " ".join(parts)

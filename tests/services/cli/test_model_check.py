@@ -34,11 +34,6 @@ def gguf(folder: Path) -> str:
     return "has *.gguf alone: GGUF is not served"
 
 
-def gpt_oss(folder: Path) -> str:
-    set_config(folder, architectures=["GptOssForCausalLM"], model_type="gpt_oss")
-    return "architecture 'GptOssForCausalLM' is not served yet: `hearth models` lists those that"
-
-
 def mamba(folder: Path) -> str:
     set_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
     return "architecture 'MambaForCausalLM' is not served: `hearth models` lists those that are"
@@ -49,7 +44,7 @@ def other_shape(folder: Path) -> str:
     return "has shape [256, 704], the config requires [256, 8]"
 
 
-@pytest.mark.parametrize("change", [gguf, gpt_oss, mamba, other_shape])
+@pytest.mark.parametrize("change", [gguf, mamba, other_shape])
 def test_commands_refuse_a_checkpoint_in_the_same_words(
     tmp_path: Path, demo: Path, change: object
 ) -> None:

@@ -20,6 +20,7 @@ from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
 from shared.subjects import API_REQUESTS, api_cancel, endpoint_and_client
 from shared.transport.server_config import NatsUser
 from tests.support.servers import PASSWORD, NatsServer
+from tests.support.waiting import LIMIT_S
 
 BODY = {"messages": [], "seed": 7}
 CHECK = "_INBOX.gateway-1.-.check"
@@ -133,7 +134,7 @@ async def test_request_returns_the_body_and_answers_checks(
     assert reply == {"tokens": [1, 2]}
     headers = {"Hearth-Deadline-S": "2.5", "Hearth-Affinity": "s", "Hearth-Checks": "true"}
     assert peer.requests == [("tokenize", "client-1", {"prompt": "x"}, headers)]
-    assert await asyncio.wait_for(peer.answers.get(), timeout=5) == f"{CHECK}.0"
+    assert await asyncio.wait_for(peer.answers.get(), timeout=LIMIT_S) == f"{CHECK}.0"
 
 
 async def test_stream_yields_events_and_answers_checks_of_an_idle_consumer(
@@ -151,7 +152,7 @@ async def test_stream_yields_events_and_answers_checks_of_an_idle_consumer(
         received.append(each["choices"][0]["delta"]["content"])
         if len(received) == 1:  # while the consumer does not read
             for number in (1, 2):
-                answered = await asyncio.wait_for(peer.answers.get(), timeout=5)
+                answered = await asyncio.wait_for(peer.answers.get(), timeout=LIMIT_S)
                 assert answered == f"{CHECK}.{number}"
     assert received == ["a", "b", "c"]
     assert peer.requests[0][2] == {**BODY, "stream": True}
@@ -169,7 +170,7 @@ async def test_lost_message_raises_and_cancels(
     await peer.serve(respond)
     with pytest.raises(ResponseLost, match="message 1 of r1 was lost"):
         await texts(client)
-    assert await asyncio.wait_for(peer.cancelled.get(), timeout=5) == "r1"
+    assert await asyncio.wait_for(peer.cancelled.get(), timeout=LIMIT_S) == "r1"
 
 
 async def test_silence_raises(
@@ -215,7 +216,7 @@ async def test_stream_closed_early_is_cancelled(client: HearthClient, peer: Peer
     async with aclosing(client.stream("chat", dict(BODY))) as events:
         async for _ in events:
             break
-    assert await asyncio.wait_for(peer.cancelled.get(), timeout=5) == "r1"
+    assert await asyncio.wait_for(peer.cancelled.get(), timeout=LIMIT_S) == "r1"
     assert await client.cancel("r2", "gateway-1.-")
     assert peer.cancelled.get_nowait() == "r2"
 
@@ -248,7 +249,7 @@ async def test_example_repeats_a_lost_response_with_its_seed(
     listening = await example_summaries.serve(client, 0)
     reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
     writer.write(b"A long text.\n")
-    assert await asyncio.wait_for(reader.readline(), timeout=5) == b"The model is small.\n"
+    assert await asyncio.wait_for(reader.readline(), timeout=LIMIT_S) == b"The model is small.\n"
     first, second = (body for _, _, body, _ in peer.requests)
     assert first == second and first["seed"] is not None
     writer.close()

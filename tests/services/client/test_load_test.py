@@ -13,6 +13,7 @@ from shared.errors import DependencyUnavailable, HearthError
 from shared.tls import pinned_context
 from tests.support.certificates import Authority
 from tests.support.grids import in_one_test
+from tests.support.waiting import LIMIT_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (
@@ -61,7 +62,7 @@ async def sample_of(response: bytes) -> Sample:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     connection = await Connection.open(f"http://127.0.0.1:{port}")
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(LIMIT_S):
         sample = await connection.request(b"POST / HTTP/1.1\r\n\r\n")
         if not sample.error:
             again = await connection.request(b"POST / HTTP/1.1\r\n\r\n")

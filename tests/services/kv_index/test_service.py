@@ -25,6 +25,7 @@ from shared.subjects import HEARTBEATS, MATCH
 from shared.transport.bus import NatsBus
 from tests.services.kv_index.rig import CacheWorker, Rig, all_matches, block, eventually
 from tests.support.servers import NatsServer, RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.support.world.clock import run
 
 
@@ -406,7 +407,7 @@ async def test_service_runs_on_real_servers(
 
 async def _wait_for_matches(bus: NatsBus, expected: dict[str, int], *numbers: int) -> None:
     """Queries until the matches are as expected; each query is a round trip, not a sleep."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             try:
                 if await all_matches(bus, *numbers) == ("exact", expected):  # type: ignore[arg-type]

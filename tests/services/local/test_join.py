@@ -36,6 +36,7 @@ from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import RedisServer, free_port
+from tests.support.waiting import LIMIT_S
 
 OWNER = Credential("decode", "decode-1")
 
@@ -90,7 +91,7 @@ async def test_new_credential_works_without_disconnecting_others(
     assert added.credential.role == "worker"
     assert not added.is_reachable
     # The server reloads its configuration after a signal, so the first attempts may fail.
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(LIMIT_S):
         while not await connects(added.nats_url):
             pass
     assert not await connects(added.nats_url.replace(added.credential.password, "wrong"))
@@ -139,7 +140,7 @@ async def test_client_credential_belongs_to_its_tenant(
     assert url.startswith("nats://billing:")
     other = (await add("client", "--tenant", "acme")).stdout.strip()
     assert other.startswith("nats://client-")
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(LIMIT_S):
         while not (await connects(url) and await connects(other)):
             pass
     keys = ApiKeys(store, MonotonicClock())

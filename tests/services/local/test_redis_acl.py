@@ -32,7 +32,7 @@ SOURCES = {
         *("shared/tenancy/audit.py", "shared/tenancy/deletion/kv_drops.py"),
     ),
     "host": ("shared/model_registry",),
-    "operator": ("services/cli", "shared/tenancy", "shared/model_registry"),
+    "operator": ("services/cli", "shared/backup", "shared/tenancy", "shared/model_registry"),
 }
 OWN_KEYS = {
     "gateway": ("hearth:acme:meter", "hearth:acme:usage:2026-01-01", "hearth:api_key:0ff"),

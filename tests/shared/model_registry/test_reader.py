@@ -15,6 +15,7 @@ from shared.model_registry.record import REGISTRY, REGISTRY_VERSION
 from shared.store import RedisStore, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.tenant import GENERATION
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 
 class Polls:
@@ -36,7 +37,7 @@ class Polls:
 
     async def wait(self) -> None:
         """Until the next poll has ended."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(LIMIT_S):
             await self._asleep.wait()
 
     async def poll(self) -> None:

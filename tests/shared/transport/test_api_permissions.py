@@ -18,7 +18,7 @@ from shared.lifecycle.identity import connect_to_clients
 from shared.subjects import api_request, sent_by
 from tests.shared.transport.test_bus import raw_client
 from tests.support.servers import NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 OWN_INBOX = "_INBOX.client-1.abc"
 
@@ -186,7 +186,7 @@ async def test_gateway_sends_many_replies_to_clients_alone(server: NatsServer) -
         received = [await inbox.next_msg(timeout=5) for _ in range(100)]
         assert [message.data for message in received] == [b"%d" % number for number in range(100)]
         await client.publish(check, b"here")
-        assert await asyncio.wait_for(answers.get(), timeout=5) == b"here"
+        assert await asyncio.wait_for(answers.get(), timeout=LIMIT_S) == b"here"
         assert await rejections(gateway, errors) == []
         for subject in (api_request("chat", "client-1"), "_INBOX", "hearth.v1.anything"):
             await gateway.publish(subject, b"x")

@@ -29,7 +29,7 @@ from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Fai
 from shared.transport.bus import NatsBus, error_of, failure_of, reply_to
 from shared.transport.wire_errors import RejectedMessages
 from tests.support.servers import NatsServer, free_port
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 Connect = Callable[[str], Awaitable[NatsBus]]
 ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
@@ -63,7 +63,7 @@ class Inbox:
         self.messages.put_nowait(message)
 
     async def next(self) -> object:
-        return await asyncio.wait_for(self.messages.get(), timeout=5)
+        return await asyncio.wait_for(self.messages.get(), timeout=LIMIT_S)
 
 
 async def test_publish_arrives_in_order(connect: Connect) -> None:
@@ -303,7 +303,7 @@ async def test_process_subscribes_only_to_its_own_subjects(
     async with raw_client(nats_server, process_id) as (client, errors):
         await client.subscribe(subscribed_subject(own))
         await client.subscribe(subscribed_subject(foreign))
-        violation = await asyncio.wait_for(errors.get(), timeout=5)
+        violation = await asyncio.wait_for(errors.get(), timeout=LIMIT_S)
         assert "permissions violation for subscription" in violation
         assert f'"{subscribed_subject(foreign)}"'.lower() in violation  # not `own`, which was first
 
@@ -348,7 +348,7 @@ async def test_process_publishes_only_to_its_own_subjects(
     async with raw_client(nats_server, process_id) as (client, errors):
         await client.publish(subjects.sent_by(own, process_id), b"")
         await client.publish(subjects.sent_by(foreign, process_id), b"")
-        violation = await asyncio.wait_for(errors.get(), timeout=5)
+        violation = await asyncio.wait_for(errors.get(), timeout=LIMIT_S)
         assert "permissions violation for publish" in violation
         foreign_on_wire = subjects.sent_by(foreign, process_id)
         assert f'"{foreign_on_wire}"'.lower() in violation  # not `own`, which was first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shared.transport.gathered_messages import GatheredMessages
+from tests.support.waiting import LIMIT_S
 
 
 async def test_first_message_is_handed_over_at_once_and_the_next_together() -> None:
@@ -26,7 +27,7 @@ async def test_first_message_is_handed_over_at_once_and_the_next_together() -> N
     gathered.add("b", b"")
     gathered.add("c", b"")
     assert groups == [["a"]]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await third.wait()
     assert groups == [["a"], ["b", "c"]]
     gathered.add("d", b"")

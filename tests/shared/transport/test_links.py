@@ -130,7 +130,7 @@ async def linked(near: Spy, far: Spy, subject: str, seen_as: str) -> None:
         await near.publish(subject)
         return seen_as in far.subjects
 
-    await until(crosses, timeout_s=10)
+    await until(crosses)
     await near.publish(f"{subject[:-1]}last")
     await until(lambda: f"{seen_as[:-1]}last" in far.subjects)
     near.received.clear()

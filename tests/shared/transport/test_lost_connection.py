@@ -7,6 +7,7 @@ from shared.clock import MonotonicClock
 from shared.transport.bus import NatsBus
 from shared.transport.lost_connection import AWAY_S, POLL_S, STOPPED_S, LostConnection
 from tests.support.servers import NatsServer
+from tests.support.waiting import LIMIT_S
 
 
 def test_connection_that_stops_reading_is_lost_after_seconds() -> None:
@@ -52,7 +53,7 @@ async def test_process_ends_when_the_read_loop_of_its_client_has_ended(
     for task in (bus._client._reading_task, bus._client._ping_interval_task):
         assert task is not None
         task.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert str(await failed) == "the connection to NATS has stopped reading"
     assert bus.is_connected  # as health checks see it
     await bus.close()

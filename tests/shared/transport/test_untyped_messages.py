@@ -17,6 +17,7 @@ from shared.transport.bus import NatsBus
 from shared.transport.nats_client import DirectClient
 from shared.transport.server_config import NatsUser
 from tests.support.servers import PASSWORD, NatsServer
+from tests.support.waiting import LIMIT_S
 
 MAX_PAYLOAD_BYTES = 8192
 SUBJECT, INBOX = api_request("chat", "client-1"), "_INBOX.client-1.abc"
@@ -61,7 +62,7 @@ class Inbox:
         self._received.put_nowait(received)  # type: ignore[arg-type]
 
     async def next(self) -> Received:
-        return await asyncio.wait_for(self._received.get(), timeout=5)
+        return await asyncio.wait_for(self._received.get(), timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("is_direct", [True, False])

@@ -30,6 +30,7 @@ class ResidencyOutcome:
     num_seen: Counter[str] = field(default_factory=Counter)  # sightings, where they may be, too
     events: Counter[str] = field(default_factory=Counter)  # of logs
     wrongs: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)  # of all processes, by check
     num_runs: int = 1
     num_changes: int = 0  # of tenants' regions
     num_faults: int = 0  # of links and of processes
@@ -98,6 +99,8 @@ def _judge(fleets: ResidencyFleets, logs: SearchedLog, outcome: ResidencyOutcome
     outcome.not_found.update(FORMS - set(+borders.planted))
     outcome.events = Counter(logs.events)
     outcome.wrongs.update(fleets.wrongs)
+    for each in fleets.refusals:
+        outcome.refusals.update(each.totals)
     outcome.num_changes = len(plan.changes)
     of_processes = sum(len(each.faults) for each in plan.sites.sites.values())
     outcome.num_faults = len(plan.sites.faults) + of_processes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class Traffic:
         self._borders.judge((place, Sighting(each, "fingerprint", 0)) for each in known if each)
 
 
+@lru_cache(100_000)
 def subject_pattern(subject: str) -> str:
     """Returns the subject or key without names, to count leaks by it."""
     return re.sub(r"[^.:]*[0-9%][^.:]*", "*", subject.replace("v1", "v")).replace("v.", "v1.", 1)

@@ -12,9 +12,10 @@ from shared.store import Command
 from shared.tenancy import pinned_prefix
 from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.refusals import Refusals
 from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant import TenantRecord
-from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.simulation.plan import Plan
 from tests.simulation.residency.borders import WITHDRAWN_S, Borders
 from tests.simulation.residency.canaries import fingerprints_of, search_of_all
@@ -23,7 +24,7 @@ from tests.simulation.residency.plan import CLASSES, PLANTED, ResidencyPlan, Ten
 from tests.simulation.residency.traffic import Traffic, pieces_of
 from tests.simulation.sites.world import LinkedFleets
 from tests.simulation.world.fleet import JOIN_S, Fleet
-from tests.simulation.world.members import AnyHost
+from tests.simulation.world.members import AnyHost, health_monitor_of
 from tests.support.world.process import SimulatedProcess
 from tests.support.world.store import MemoryStore
 from tests.support.world.workers import MODEL, SimulatedWorker
@@ -82,11 +83,10 @@ class RegionFleet(Fleet):
         admin = TenantAdmin(self.store, self.store.now)
         for each in self._of.of_tenants.tenants.values():
             if each.home == self.site:
-                await store_api_key(self.store, each.tenant_id, each.tenant_id)
-                changes = {**each.limits.changes, "is_zero_retention": each.is_zero_retention}
-                await admin.change(each.tenant_id, changes)
+                fields = {**each.limits.changes, "is_zero_retention": each.is_zero_retention}
+                record = await admin.add(each.tenant_id, fields, each.tenant_id)
                 if each.tenant_id in self._of.of_tenants.prefixes:
-                    await self._save_prefix(await admin.one(each.tenant_id), each)
+                    await self._save_prefix(record, each)
 
     async def _save_prefix(self, record: TenantRecord, tenant: TenantPlan) -> None:
         """As a gateway of this site does for its tenant."""
@@ -104,6 +104,7 @@ class RegionFleet(Fleet):
     def _new_host(self, role: str, process_id: str) -> AnyHost:
         host = super()._new_host(role, process_id)
         self._of.regions_of[host.process] = self.region_of(process_id)
+        self._of.refusals.append(health_monitor_of(host).refusals)
         if isinstance(host, RegionGateway):
             host.take_spans = self._of.traffic.span
             host.text_of = lambda tenant_id: self._of.of_tenants.tenants[tenant_id].text
@@ -139,6 +140,7 @@ class ResidencyFleets(LinkedFleets):
         self.borders = Borders(WITHDRAWN_S + longest_fault_s(plan))
         self.borders.begin(plan.tenants.values())
         self.regions_of: dict[SimulatedProcess, str] = {}
+        self.refusals: list[Refusals] = []  # of all processes that have been
         fingerprints = fingerprints_of(plan.tenants.values())
         self.traffic = Traffic(
             search_of_all().copy(), fingerprints, self.borders, self.regions_of.__getitem__

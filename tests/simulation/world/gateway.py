@@ -129,9 +129,7 @@ class SimulatedGateway(StreamGateway):
     def _regions_changed(self, tenant_id: str, record: TenantRecord | None) -> None:
         self._api_keys.forget(tenant_id)
         refusals = self.health_monitor.refusals
-        changed = changed_regions(tenant_id, record, refusals)
-        self.driver.change_regions(changed)
-        self.sites.regions_changed(changed)
+        self.driver.change_regions(changed_regions(tenant_id, record, refusals))
 
     async def stop(self) -> None:
         await self._background.stop()

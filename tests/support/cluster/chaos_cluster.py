@@ -34,6 +34,7 @@ from tests.support.cluster.service_processes import (
     start_python,
 )
 from tests.support.servers import PASSWORD, Server, find_binary, free_port
+from tests.support.waiting import LIMIT_S
 
 START_TIMEOUT_S = 300.0  # the first start compiles kernels
 POLL_S = 0.05
@@ -206,7 +207,7 @@ class ChaosCluster:
         path = self._census_folder / f"{pid}.json"
         path.unlink(missing_ok=True)
         os.kill(pid, signal.SIGUSR1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not path.exists():
                 await asyncio.sleep(POLL_S)
         return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) | descriptors(pid)

@@ -44,6 +44,8 @@ def run_model(
     """Serves `model_dir` under its name. `workers` are process ids, such as `worker-1`. By default
     workers hand off even short prompts.
     """
+    workers = (*workers,)
+    _compile_first(model_dir, [{**options, **options_of.get(each, {})} for each in workers])
     local = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": str(max_local_prefill_tokens)}
     processes = ChaosCluster(
         folder,
@@ -64,6 +66,30 @@ def run_model(
             yield ModelCluster(state, client, processes)
     finally:
         processes.stop()
+
+
+def _compile_first(model_dir: Path, options_of_workers: Iterable[Mapping[str, str]]) -> None:
+    """Compiles the workers' kernels in forked children. Those of a worker first import torch and
+    numba, which takes 2 s of CPU each.
+    """
+    from kernels.ops import cpu_host
+    from shared.engine.executors.loading.warm import compile_model
+    from tests.support.kernels.compile_template import forked_compilers
+
+    if not cpu_host().has_kernels:
+        return
+    with forked_compilers():
+        for dtype, kv_dtype in {
+            (each.get("dtype", "auto"), each.get("kv-dtype", "auto")) for each in options_of_workers
+        }:
+            compile_model(
+                model_dir,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                weights="auto",
+                block_size=16,
+                has_rows=False,
+            )
 
 
 def _state_of(processes: ChaosCluster) -> LocalClusterState:

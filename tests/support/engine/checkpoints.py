@@ -61,6 +61,8 @@ def write_model(
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
+            elif name.endswith("sinks"):
+                torch.nn.init.normal_(parameter, std=2.0)
             elif "norm" in name:  # ones or zeros
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.planning.vision_tensors import vision_tensors
 from tests.support.engine.checkpoints import LLAMA3_ROPE, write_model
 from tests.support.engine.vision_models import write_smolvlm
 
@@ -95,6 +97,16 @@ GLM4_MOE = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+# rows of gate and up alternate; the clamp limits many, and sinks take much of the weights
+GPT_OSS = {
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "sliding_window": 21,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -177,16 +189,29 @@ class KimiText(Family):
         tensors = load_file(path)
         renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
         number = SHAPE["num_hidden_layers"]
-        unused = torch.ones(2)
-        renamed[f"language_model.model.layers.{number}.eh_proj.weight"] = unused
-        renamed["vision_tower.encoder.blocks.0.wqkv.weight"] = unused.clone()
-        renamed["mm_projector.proj.0.weight"] = unused.clone()
-        save_file(renamed, path, {"format": "pt"})
+        renamed[f"language_model.model.layers.{number}.eh_proj.weight"] = torch.ones(2)
         config = folder / "config.json"
         text = {**json.loads(config.read_text()), "model_type": "kimi_k2"}
         text["architectures"] = ["DeepseekV3ForCausalLM"]
-        whole = {"architectures": [self.architecture], "model_type": "kimi_k25", "eos_token_id": 2}
-        config.write_text(json.dumps({**whole, "text_config": text}))
+        whole = {
+            "architectures": [self.architecture],
+            "model_type": "kimi_k25",
+            "eos_token_id": 2,
+            "media_placeholder_token_id": 0,
+            "vision_config": {
+                "vt_hidden_size": 16,
+                "vt_intermediate_size": 24,
+                "vt_num_hidden_layers": 1,
+                "vt_num_attention_heads": 2,
+            },
+            "text_config": text,
+        }
+        config.write_text(json.dumps(whole))
+        vision = read_config(folder).vision
+        assert vision is not None
+        for name, shape in vision_tensors(vision).items():
+            renamed[name] = torch.ones(shape)
+        save_file(renamed, path, {"format": "pt"})
         return model
 
 
@@ -314,6 +339,18 @@ FAMILIES = {
             "routed_scaling_factor": 0.5,
             "use_qk_norm": True,
             "attention_bias": True,
+        },
+    ),
+    "gpt-oss": Family("GptOssForCausalLM", GPT_OSS),
+    "gpt-oss, listed layers, no biases, truncated": Family(
+        "GptOssForCausalLM",
+        {
+            **GPT_OSS,
+            "attention_bias": False,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 7.0,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "rope_parameters": {**YARN, "truncate": True},
         },
     ),
 }

@@ -38,6 +38,7 @@ FEATURES: dict[str, Callable[[ModelConfig], bool]] = {
     ),
     "biases": lambda config: config.has_qkv_bias or config.has_mlp_bias,
     "softcaps": lambda config: config.attention_softcap is not None,
+    "sinks": lambda config: config.has_sinks,
     "images": lambda config: config.vision is not None,
     "tied": lambda config: config.has_tied_embeddings,
 }

@@ -67,6 +67,7 @@ class LiveCluster:
     index: KvIndexService
     prefill: WorkerProcess
     decode: WorkerProcess
+    redis_url: str
 
     async def chat(self, content: str, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
@@ -136,7 +137,8 @@ class _Cluster:
                 await asyncio.sleep(0.01)
         relays = self._relays
         return LiveCluster(
-            gateway, http, self._executors, relays, scheduler, index, prefill, decode
+            *(gateway, http, self._executors, relays, scheduler, index, prefill, decode),
+            redis_url=self._redis()["redis_url"],
         )
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────

@@ -17,12 +17,14 @@ from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.model_registry.admin import SWAP_MODEL
 from shared.model_registry.reader import READ_REGISTRY
 from shared.store import StoreRejected
-from shared.tenancy.deletion.kv_drops import NEXT_LUA
+from shared.tenancy.deletion.kv_drops import ORDER_LUA
+from shared.tenancy.deletion.site_drops import CONFIRM_LUA
 from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
 from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
     DELETE_LUA,
+    NEW,
     RECORD_BYTES,
     SAVE_LUA,
     TENANTS_LUA,
@@ -218,7 +220,8 @@ def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) 
     if region and not _may_store(store, keys[8], tenant_id, *region):
         return b"forbidden"
     entries = _fields(store, keys[0])
-    if replaces and replaces != _digest_of(entries.get(name.encode())):
+    digest = _digest_of(entries.get(name.encode()))
+    if name.encode() in entries if replaces == NEW else replaces and replaces != digest:
         return b"changed"
     others = [each for each in entries if each != name.encode()]
     if len(others) >= max_prefixes:
@@ -296,9 +299,21 @@ def _tenant_record(store: MemoryStore, keys: Sequence[str], arguments: Arguments
     return _fields(store, keys[0]).get(arguments[0].encode())
 
 
-def _next_number(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+def _order_drop(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
     store.apply([("INCRBY", keys[0], 1)])
-    return int(store.data[keys[0]])
+    number = int(store.data[keys[0]])
+    store.apply([("HSET", keys[1], number, arguments[0])])
+    return number
+
+
+def _confirm_drops(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    site, number = arguments
+    last = int(store.data.get(keys[1], b"0"))
+    before = int(store.data.get(keys[0], {}).get(str(site).encode(), b"0"))
+    if int(number) > last or int(number) <= before <= last:
+        return 0
+    store.apply([("HSET", keys[0], site, number)])
+    return 1
 
 
 def _delete_records(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
@@ -378,7 +393,8 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     PIN_LUA: _pin_key,
     RECORD_TOTALS_LUA: _record_totals,
     UNMARK_LUA: _unmark,
-    NEXT_LUA: _next_number,
+    CONFIRM_LUA: _confirm_drops,
+    ORDER_LUA: _order_drop,
     DELETE_RECORDS_LUA: _delete_records,
     READ_REGISTRY: _read_registry,
     SWAP_MODEL: _swap_model,

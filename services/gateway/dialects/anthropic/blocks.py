@@ -19,11 +19,13 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 class ImageSource(msgspec.Struct, frozen=True, kw_only=True):
     type: str
-    """`base64`; `url` and `file` are refused: nothing is fetched, and no files are kept."""
+    """`base64`, or `url` where the operator allows its host; no files are kept."""
     media_type: str | None = None
     """`image/jpeg`, `image/png`, `image/webp` or `image/gif`."""
     data: str | None = None
     """The image in base64."""
+    url: str | None = None
+    """The address of the image."""
 
 
 class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):

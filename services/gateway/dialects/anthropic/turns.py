@@ -29,7 +29,12 @@ from services.gateway.dialects.anthropic.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from services.gateway.images.input_image import InputImage, bad_image, image_of_base64
+from services.gateway.images.input_image import (
+    InputImage,
+    bad_image,
+    image_of_base64,
+    image_of_url,
+)
 from services.gateway.request.conversation import (
     Part,
     Reasoning,
@@ -181,6 +186,8 @@ def _shown(block: ResultBlock, place: str) -> ShownPart | None:
 
 
 def _image(source: ImageSource, place: str) -> InputImage:
+    if source.type == "url" and source.url is not None:
+        return image_of_url(place, source.url)
     if source.type != "base64":
         kind = source.type[:64]
         raise bad_image(place, f"a source of type {kind!r} is not supported: send base64")

@@ -14,7 +14,7 @@ RECEIPT = Endpoint(name="receipt", request=ReceiptRequest, response=IssuedReceip
 
 def _open(parts: DialectParts) -> OpenDialect:
     store = parts.tenancy.stores.slow
-    receipts = TenantReceipts(parts.receipts, parts.telemetry.request_id_of, store, parts.clock)
+    receipts = TenantReceipts(parts.receipts, parts.site_receipts, store, parts.clock)
     return OpenDialect(
         answers={RECEIPT.name: receipts.answer}, handlers=ReceiptRoutes(receipts).handlers
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import structlog
 
 from services.gateway.http.errors import RouteNotFound
 from services.gateway.receipts.receipts import Receipts
+from services.gateway.receipts.site_receipts import SiteReceipts
 from shared.clock import Clock
 from shared.errors import InvalidRequest
 from shared.receipts.jws import JwkSet, jwk_of
@@ -22,6 +21,10 @@ log = structlog.get_logger(__name__)
 
 READ_S = 10.0  # anybody may ask for the keys
 KEY_BYTES = 32
+NOT_FOUND = (
+    "no gateway of this site has a receipt of such a request: ask at the site to which the request "
+    "was sent"
+)
 
 
 class ReceiptRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,31 +34,25 @@ class ReceiptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantReceipts:
-    """`request_id_of` returns the id of a request by that of its response."""
-
     def __init__(
-        self,
-        receipts: Receipts,
-        request_id_of: Callable[[str], str],
-        store: Store,
-        clock: Clock,
+        self, receipts: Receipts, at_site: SiteReceipts, store: Store, clock: Clock
     ) -> None:
+        """`at_site` are those of all gateways of this site."""
         self._receipts = receipts
-        self._request_id_of = request_id_of
+        self._at_site = at_site
         self._store = store
         self._clock = clock
         self._linked: dict[str, bytes] = {}  # keys of linked sites
         self._read_at = -READ_S
 
-    def find(self, tenant: TenantRecord, name: str) -> IssuedReceipt:
+    async def find(self, tenant: TenantRecord, name: str) -> IssuedReceipt:
         """Raises RouteNotFound alike for a request without a receipt, for one that is forgotten,
-        and for one of another tenant or gateway.
+        and for one of another tenant or site.
         """
-        found = self._receipts.read(tenant, name)
+        found, num_silent = await self._at_site.find(tenant, name)
         if found is None:
-            found = self._receipts.read(tenant, self._request_id_of(name))
-        if found is None:
-            raise RouteNotFound("this gateway has no receipt of such a request")
+            silent = f"; {num_silent} of its gateways did not answer" if num_silent else ""
+            raise RouteNotFound(f"{NOT_FOUND}{silent}")
         return found
 
     async def answer(self, tenant: TenantRecord, body: bytes) -> bytes:
@@ -64,7 +61,7 @@ class TenantReceipts:
             request = msgspec.json.decode(body, type=ReceiptRequest)
         except UNREADABLE as error:
             raise InvalidRequest(f'the body must be {{"request": ID}}: {error}') from None
-        return msgspec.json.encode(self.find(tenant, request.request))
+        return msgspec.json.encode(await self.find(tenant, request.request))
 
     async def keys(self) -> JwkSet:
         """Returns the key of this site, and of linked sites those that this site has pinned."""

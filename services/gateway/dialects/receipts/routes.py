@@ -28,8 +28,8 @@ class ReceiptRoutes:
             "/v1/requests/{request_id:str}/receipt",
             summary="Proves where a response was computed",
             description=(
-                "By the id of the request or of its response, to its tenant alone. 404 from a "
-                "gateway that did not serve the request, or has forgotten it."
+                "By the id of the request or of its response, to its tenant alone, from any "
+                "gateway of the site to which the request was sent. 404 once it is forgotten."
             ),
             opt={IS_FREE: True},
             responses=described(IssuedReceipt, ErrorEnvelope, 401, 403, 404),
@@ -46,7 +46,8 @@ class ReceiptRoutes:
 
     async def receipt(self, request: Request[Any, Any, Any]) -> Response[bytes]:
         """Returns the receipt as a JWS, with its salt."""
-        found = self._receipts.find(request.state.tenant, str(request.path_params["request_id"]))
+        name = str(request.path_params["request_id"])
+        found = await self._receipts.find(request.state.tenant, name)
         headers = {"x-request-id": request.state.request_id, **NO_STORE}
         encoded = msgspec.json.encode(found)
         return Response(encoded, headers=headers, media_type="application/json")

@@ -6,6 +6,8 @@ from typing import Self
 
 import msgspec
 
+from services.gateway.images.addresses.allowed_hosts import AllowedHosts
+from services.gateway.images.addresses.image_fetcher import Budget, ImageFetcher
 from services.gateway.images.input_image import ImageContext
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.request.images.image_prompts import check_images
@@ -21,23 +23,31 @@ def has_images(prompt: Prompt) -> bool:
 class ImagePreparation:
     """`limits`: of images, without a model."""
 
-    def __init__(self, limits: ImageContext) -> None:
+    def __init__(self, limits: ImageContext, fetcher: ImageFetcher) -> None:
         self._limits = limits
+        self._fetcher = fetcher
 
     @classmethod
-    def of(cls, config: GatewayConfig) -> Self:
+    def of(cls, config: GatewayConfig, budget: Budget) -> Self:
+        """`budget`: of bodies, which the bytes of fetched images belong to."""
         return cls(
             ImageContext(
                 max_images=config.max_images,
                 max_pixels=config.max_image_pixels,
                 max_text_bytes=config.max_body_bytes,
-            )
+            ),
+            ImageFetcher(AllowedHosts.of(config.image_host), budget),
         )
 
     def check(self, prompt: Prompt, text: ServedText) -> None:
-        """Raises InvalidRequest for images that the model does not take, and for too many."""
+        """Raises InvalidRequest for images that the model does not take, for too many, and for
+        addresses that are not allowed.
+        """
         if isinstance(prompt, ChatPrompt):
             check_images(prompt.images, text.files, self._limits.max_images)
+            for each in prompt.images:
+                if each.address:
+                    self._fetcher.hosts.address_of(each)
 
     def of_body(self, model: ServedModel, max_text_bytes: int | None) -> ImageContext:
         """Returns what a process needs for the images of a large body. `max_text_bytes`: of the
@@ -59,17 +69,23 @@ class ImagePreparation:
         add_generation_prompt: bool = True,
         has_pixels: bool = True,
     ) -> TokenizedPrompt:
-        """Renders and tokenizes a conversation with images. Raises as `Renderer` does."""
+        """Fetches what has an address, renders and tokenizes a conversation with images. Raises as
+        `ImageFetcher` and `Renderer` do.
+        """
         values = (prompt.messages, prompt.tools, add_generation_prompt, prompt.variables)
-        job = ImageChatJob(
-            encoded_values(*values),
-            [*prompt.images],
-            self._of_model(model),
-            max_context_tokens=model.card.max_context_tokens,
-            has_pixels=has_pixels,
-            param=prompt.param,
-        )
-        return await model.text.renderer.prepare_image_chat(job, tenant_id=tenant_id)
+        counted = self._fetcher.bytes_of(tenant_id)
+        try:
+            job = ImageChatJob(
+                encoded_values(*values),
+                [*await self._fetcher.fetched(prompt.images, counted)],
+                self._of_model(model),
+                max_context_tokens=model.card.max_context_tokens,
+                has_pixels=has_pixels,
+                param=prompt.param,
+            )
+            return await model.text.renderer.prepare_image_chat(job, tenant_id=tenant_id)
+        finally:
+            counted.release()
 
     def _of_model(self, model: ServedModel) -> ImageContext:
         return msgspec.structs.replace(self._limits, revision=model.card.revision)

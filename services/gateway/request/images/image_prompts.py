@@ -1,12 +1,12 @@
 """Prompts with images, in a preparation process: what stands for an image in the rendered prompt is
-replaced by the tokens of its tiles.
+replaced by the tokens of its pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from services.gateway.images.config import IMAGE_TOKEN, ImageConfig
+from services.gateway.images.config import ImageConfig
 from services.gateway.images.input_image import NO_IMAGES, ImageContext, InputImage, bad_image
 from services.gateway.request.generation_request import prompt_too_long
 from services.gateway.request.prompt import ChatPrompt
@@ -47,22 +47,23 @@ def tokenized_with_images(
     template that leaves an image out, and PromptTooLong.
     """
     # Pillow and numpy, which the gateway's own process does not load
-    from services.gateway.images.idefics3 import num_tiles, placeholder
     from services.gateway.images.processed import processed
+    from services.gateway.images.processors import processor_of
 
     config = files.images
     assert config is not None, "checked before"
-    _check_places(prompt)
+    processor = processor_of(config)
+    _check_places(prompt, processor.place)
 
     def check(num_tokens: int) -> None:
         if max_context_tokens is not None and num_tokens >= max_context_tokens:
             length = f"at least {num_tokens} tokens of images"
             raise prompt_too_long(prompt.param, length, max_context_tokens)
 
-    found = [*processed(prompt.images, config, context, check)]
-    texts = iter([placeholder(each.grid, config.tokens_per_tile) for each in found])
-    token_ids = files.tokenizer.encode([*_expanded(prompt.parts, texts)])
-    spans = _spans(token_ids, config, [num_tiles(each.grid) for each in found])
+    found = [*processed(prompt.images, config, processor, context, check)]
+    texts = iter([processor.placeholder(each.grid) for each in found])
+    token_ids = files.tokenizer.encode([*_expanded(prompt.parts, texts, processor.place)])
+    spans = _spans(token_ids, config, [config.num_tokens(each.grid) for each in found])
     images, sent = [], set[bytes]()
     for each, (first, count) in zip(found, spans, strict=True):
         is_sent = has_pixels and each.image_hash not in sent
@@ -75,9 +76,9 @@ def tokenized_with_images(
     return token_ids, images
 
 
-def _check_places(prompt: ChatPrompt) -> None:
+def _check_places(prompt: ChatPrompt, place_text: str) -> None:
     """Raises InvalidRequest unless the template writes one place for each image."""
-    count = sum(each.count(IMAGE_TOKEN) for each in prompt.parts if not _is_literal(each))
+    count = sum(each.count(place_text) for each in prompt.parts if not _is_literal(each))
     if count != len(prompt.images):
         place = prompt.images[min(count, len(prompt.images) - 1)].place
         raise bad_image(
@@ -85,13 +86,13 @@ def _check_places(prompt: ChatPrompt) -> None:
         )
 
 
-def _expanded(parts: Sequence[str], texts: Iterator[str]) -> Iterator[str]:
+def _expanded(parts: Sequence[str], texts: Iterator[str], place: str) -> Iterator[str]:
     """Yields the parts, with the next of `texts` in each place of an image."""
     for part in parts:
-        if _is_literal(part) or IMAGE_TOKEN not in part:
+        if _is_literal(part) or place not in part:
             yield part
             continue
-        first, *others = part.split(IMAGE_TOKEN)
+        first, *others = part.split(place)
         yield first + "".join(next(texts) + each for each in others)
 
 
@@ -100,16 +101,16 @@ def _is_literal(part: str) -> bool:
 
 
 def _spans(
-    token_ids: Sequence[int], config: ImageConfig, num_tiles: Sequence[int]
+    token_ids: Sequence[int], config: ImageConfig, num_tokens: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Returns the first token of each image, and the number of tokens to its last one. Raises
-    InvalidRequest for a tokenizer that has no token for images.
+    """Returns the first token of each image, and the number of tokens to its last one. `num_tokens`
+    are those of each image. Raises InvalidRequest for a tokenizer that has no token for images.
     """
     places = [n for n, each in enumerate(token_ids) if each == config.image_token_id]
-    if len(places) != sum(num_tiles) * config.tokens_per_tile:
+    if len(places) != sum(num_tokens):
         raise InvalidRequest("this model's tokenizer has no token for images")
     spans, end = [], 0
-    for count in num_tiles:
-        begin, end = end, end + count * config.tokens_per_tile
+    for count in num_tokens:
+        begin, end = end, end + count
         spans.append((places[begin], places[end - 1] - places[begin] + 1))
     return spans

@@ -38,10 +38,10 @@ class OpenPixels:
         assert isinstance(prompt, PackedPrompt), "it is tokenized before"
         config = prepared.model.text.files.images
         assert config is not None, "checked before"
-        side, regions = config.tile_size, frozenset(request.allowed_regions) or None
+        regions = frozenset(request.allowed_regions) or None
         for image in prompt.images:
             if image.num_bytes:  # else the same image is in the prompt before
-                shape = (image.part.num_tiles, 3, side, side)
+                shape = config.pixel_shape(image.part.grid)
                 self._holder.put(
                     request.request_id,
                     request.tenant_id,

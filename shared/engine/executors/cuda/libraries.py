@@ -100,5 +100,6 @@ def _state(model: Decoder, layout: KvLayout) -> AttentionState:
         scale=config.attention_scale,
         has_reach=any(layer.reach is not None for layer in config.layers),
         has_softcap=config.attention_softcap is not None,
+        has_sinks=config.has_sinks,
         is_latent=config.latent is not None,
     )

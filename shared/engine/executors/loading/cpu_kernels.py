@@ -66,6 +66,7 @@ def compile_plan(
         quantized_experts=_quantized_kinds(config, dtype, _EXPERTS),
         has_experts=config.has_experts,
         has_latents=config.latent is not None,
+        has_clamped_gates=config.moe is not None and config.moe.clamped_gate is not None,
         has_fp8_kv=kv_layout.dtype == FP8,
     )
 

@@ -43,6 +43,7 @@ class AttentionState(NamedTuple):
     scale: float
     has_reach: bool  # windows or chunks, in any layer
     has_softcap: bool
+    has_sinks: bool
     is_latent: bool
 
 
@@ -77,6 +78,7 @@ def _reasons(state: AttentionState, mode: Mode, facts: CudnnFacts) -> list[tuple
         (state.is_latent, "it has no attention over latents"),
         (state.has_reach, "windows and chunks are not given to it"),
         (state.has_softcap, "it has no softcap"),
+        (state.has_sinks, "sinks are not given to it"),
         (state.kv_dtype != state.dtype, "KV in FP8 needs queries in FP8"),
         (state.dtype not in (torch.bfloat16, torch.float16), f"it has no {state.dtype}"),
         (state.head_dim % 8 != 0, f"heads of {state.head_dim} are no multiple of 8"),

@@ -141,6 +141,7 @@ class ExpertsState(NamedTuple):
     has_library: bool  # the device's fast products
     is_whole: bool  # no rank has another part of the layer
     has_bias: bool  # of the shared MLP
+    has_clamped_gate: bool  # experts have biases
     scales_many_inputs: bool  # those of more than one expert of a token
     weights: tuple[object, ...]
 
@@ -155,6 +156,8 @@ def reason_against_fusing(state: ExpertsState) -> str:
         return "ranks add their sums"
     if state.has_bias:
         return "the shared MLP has biases"
+    if state.has_clamped_gate:
+        return "experts have biases and a clamped gate"
     if state.scales_many_inputs:
         return "a token's input is another for each of its experts"
     if not all(isinstance(each, Tensor) and each.is_floating_point() for each in state.weights):

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from shared.engine.layers.encoder_layer import EncoderLayer, EncoderLinear
 from shared.engine.layers.linear import unset_parameter
 from shared.engine.layers.norm import LayerNorm
-from shared.engine.model_config.vision_config import VisionConfig
+from shared.engine.model_config.vision_config import SiglipConfig
+from shared.engine.models.vision.patches import patches_of, shuffled
 
 
 class SiglipEncoder(nn.Module):
     """`forward` takes tiles one after the other: a tile's bits do not depend on others."""
 
-    def __init__(self, config: VisionConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: SiglipConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, patch = config.hidden_size, config.patch_size
         self.config = config
@@ -51,12 +52,12 @@ class SiglipEncoder(nn.Module):
         """tile [3, H, W] -> [tokens, output_size]; H and W multiples of patch · scale_factor."""
         height, width = (side // self.config.patch_size for side in tile.shape[1:])
         positions = _positions(height, width, self.config.patches_per_side).to(tile.device)
-        x = self.patch_embedding(_patches(tile, self.config.patch_size))
+        x = self.patch_embedding(patches_of(tile, self.config.patch_size))
         x = x + self.position_embedding.index_select(0, positions)
         for layer in self.layers:
             x = layer(x, [height * width])
         x = self.post_layernorm(x).view(height, width, -1)
-        return self.projection(_shuffled(x, self.config.scale_factor))
+        return self.projection(shuffled(x, self.config.scale_factor))
 
     def weight_destinations(self) -> dict[str, Tensor]:
         """Returns the checkpoint's tensor names -> their destinations."""
@@ -76,21 +77,6 @@ class SiglipEncoder(nn.Module):
             for name, tensor in layer.destinations().items():
                 found[f"vision_model.encoder.layers.{index}.{name}"] = tensor
         return {name: tensor.detach() for name, tensor in found.items()}
-
-
-def _patches(tile: Tensor, size: int) -> Tensor:
-    """[3, H, W] -> [h · w, 3 · size²], the factors of a convolution without overlap."""
-    channels, height, width = tile.shape
-    rows, columns = height // size, width // size
-    cut = tile.view(channels, rows, size, columns, size).permute(1, 3, 0, 2, 4)
-    return cut.reshape(rows * columns, channels * size * size)
-
-
-def _shuffled(x: Tensor, scale: int) -> Tensor:
-    """[h, w, hidden] -> [h · w / scale², scale² · hidden]: each square of patches, row by row."""
-    height, width, hidden = x.shape
-    squares = x.view(height // scale, scale, width // scale, scale, hidden)
-    return squares.transpose(1, 2).reshape(-1, scale * scale * hidden)
 
 
 @lru_cache(64)

@@ -57,7 +57,14 @@ class Paged:
             block = self.table[token // block_size]
             self.cache[:, block, :, token % block_size] = self.kv[:, token]
 
-    def attend(self, query: Tensor, position: int, reach: Reach, cap: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        position: int,
+        reach: Reach,
+        cap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """query [num_heads, D] at `position`, in FP64."""
         start = first_seen(reach, position)
         group = query.shape[0] // self.kv.shape[2]
@@ -65,7 +72,10 @@ class Paged:
         scores = torch.einsum("hd,thd->ht", query.double(), key) / math.sqrt(query.shape[1])
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        return torch.einsum("ht,thd->hd", scores.softmax(-1), value)
+        weights = scores.softmax(-1)
+        if sinks is not None:
+            weights = weights * (scores.logsumexp(-1) - sinks.double()).sigmoid()[:, None]
+        return torch.einsum("ht,thd->hd", weights, value)
 
 
 def prefill(
@@ -120,6 +130,52 @@ def test_prefill_and_decode_equal_fp64_and_each_other(
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(unchunked.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(decode(paged, query, torch.arange(1, 132), reach, cap), unchunked)
+
+
+@pytest.mark.parametrize("reach", [None, Window(37)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size"),
+    [(torch.float32, 64, 16), (torch.bfloat16, 64, 16), (torch.bfloat16, 10, 4)],
+)
+def test_sinks_take_a_part_of_the_weights(
+    dtype: torch.dtype, head_dim: int, block_size: int, reach: Reach
+) -> None:
+    """Near FP64, with equal bits of prefill, decode and chunks; one sink is above all scores."""
+    num_tokens = SEGMENT + 50
+    shape = {"heads": 2, "head_dim": head_dim, "block_size": block_size}
+    paged = Paged(num_tokens, dtype=dtype, **shape)
+    query = (torch.randn(num_tokens, 6, head_dim) * 2).to(dtype)
+    sinks = torch.tensor([-4.0, 0.5, 4.0, 90.0, 1.0, -90.0])
+
+    def attended(first: int, end: int) -> Tensor:
+        return prefill_attention(
+            query[first:end],
+            paged.cache,
+            paged.table.unsqueeze(0),
+            torch.tensor([0, end - first]),
+            torch.tensor([end]),
+            head_dim**-0.5,
+            lower=lower_of(reach, [end - first], [end], query.device),
+            sinks=sinks,
+        )
+
+    whole = attended(0, num_tokens)
+    places = [0, 1, 40, num_tokens - 1]
+    expected = torch.stack([paged.attend(query[i], i, reach, None, sinks) for i in places])
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(whole[places].double(), expected, rtol=tolerance, atol=tolerance)
+    chunks = [attended(0, 100), attended(100, 101), attended(101, num_tokens)]
+    assert torch.equal(torch.cat(chunks), whole)
+    decoded = decode_attention(
+        query,
+        paged.cache,
+        paged.table.expand(num_tokens, -1),
+        torch.arange(1, num_tokens + 1),
+        head_dim**-0.5,
+        lower=lower_of(reach, [1] * num_tokens, range(1, num_tokens + 1), query.device),
+        sinks=sinks,
+    )
+    assert torch.equal(decoded, whole)
 
 
 @pytest.mark.parametrize("reach", [None, Window(300), Window(SEGMENT), Chunk(300)])

@@ -91,6 +91,18 @@ def test_reaches_and_capped_scores(
     _check(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
 
 
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+@pytest.mark.parametrize("reach", [None, Window(40)])
+def test_sinks(
+    reach: Reach, is_batch_invariant: bool, device: torch.device, small_segments: None
+) -> None:
+    """Contexts are split, and a sink counts once; one of them is above all scores."""
+    dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
+    sinks = torch.tensor([-4.0, 0.5, 4.0, 90.0, 1.0, -90.0], device=device)
+    options: dict[str, Any] = {"reach": reach, "is_batch_invariant": is_batch_invariant}
+    _check(3, 64, 16, dtype, device, sinks=sinks, **options)
+
+
 @pytest.mark.parametrize("num_processors", [1, 7, 132])
 def test_any_number_of_processors(
     num_processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -132,16 +144,17 @@ def test_fp8_cache_with_scales(dtype: torch.dtype, device: torch.device) -> None
 
 
 @pytest.mark.parametrize(
-    ("group", "head_dim", "reach"),
+    ("group", "head_dim", "reach", "has_sinks"),
     [
-        *[(7, 64, None), (1, 80, Window(70)), (1, 80, Chunk(48))],
-        pytest.param(8, 128, None, marks=pytest.mark.long),
+        *[(7, 64, None, False), (1, 80, Window(70), True), (1, 80, Chunk(48), False)],
+        pytest.param(8, 128, None, True, marks=pytest.mark.long),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks(
     group: int,
     head_dim: int,
     reach: Reach,
+    has_sinks: bool,
     dtype: torch.dtype,
     device: torch.device,
     small_segments: None,
@@ -155,6 +168,8 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks(
     )
     query = _query(context, group, dtype)
     options: dict[str, Any] = {"is_batch_invariant": True}
+    if has_sinks:
+        options["sinks"] = random(group, like=device, dtype=torch.float32, seed=3)
 
     def lower(query_len: int, *lens: int) -> Tensor | None:
         return lower_of(reach, [query_len] * len(lens), lens, device)

@@ -97,6 +97,18 @@ def test_reaches_and_capped_scores(
     _check(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
 
 
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+@pytest.mark.parametrize("reach", [None, Window(40)])
+def test_sinks(
+    reach: Reach, is_batch_invariant: bool, device: torch.device, small_segments: None
+) -> None:
+    """Contexts are split, and a sink counts once; one of them is above all scores."""
+    dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
+    sinks = torch.tensor([-4.0, 0.5, 4.0, 90.0, 1.0, -90.0], device=device)
+    options: dict[str, Any] = {"reach": reach, "is_batch_invariant": is_batch_invariant}
+    _check(3, 64, 16, dtype, device, sinks=sinks, **options)
+
+
 @pytest.mark.parametrize("reach", [Window(40), Chunk(70), Window(150), Chunk(16)])
 def test_blocks_before_the_reach_are_not_read(reach: Window | Chunk, device: torch.device) -> None:
     """These blocks may belong to other sequences by now."""
@@ -206,3 +218,6 @@ def test_invalid_arguments_raise(device: torch.device) -> None:
     fails("query has 3 heads for 2 KV heads", query[:, :3], cache, tables, starts, lens)
     scales = torch.ones(2, 3, device=device)
     fails("kv_scales has shape", query, cache, tables, starts, lens, kv_scales=scales)
+    sinks = torch.ones(5, device=device)
+    fails("sinks has shape", query, cache, tables, starts, lens, sinks=sinks)
+    fails("sinks is torch.float16", query, cache, tables, starts, lens, sinks=sinks[:4].half())

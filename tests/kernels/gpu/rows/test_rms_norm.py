@@ -14,15 +14,19 @@ WIDTHS = [63, 1024, 1, 100]
 
 @pytest.mark.parametrize("num_rows", [1, 63])
 @pytest.mark.parametrize("hidden", WIDTHS)
-@pytest.mark.parametrize("has_unit_offset", [False, True])
+@pytest.mark.parametrize("mode", [{}, {"has_unit_offset": True}, {"is_rounded_once": True}])
 def test_rms_norm(
-    num_rows: int, hidden: int, has_unit_offset: bool, dtype: torch.dtype, device: torch.device
+    num_rows: int,
+    hidden: int,
+    mode: dict[str, bool],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     x = random(num_rows, hidden, like=device, dtype=dtype)
     weight = random(hidden, like=device, dtype=dtype, seed=1)
     with poisoned_outputs():
-        out = rms_norm(x, weight, 1e-5, has_unit_offset=has_unit_offset)
-    expected = reference_rms_norm(x.float(), weight.float(), 1e-5, has_unit_offset=has_unit_offset)
+        out = rms_norm(x, weight, 1e-5, **mode)
+    expected = reference_rms_norm(x.float(), weight.float(), 1e-5, **mode)
     assert out.dtype == dtype
     assert_near(out, expected)
 

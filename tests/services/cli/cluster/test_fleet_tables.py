@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.cli.fleet.fleet_tables import tables
+from services.cli.fleet.fleet_tables import releases_note, tables
 from services.cli.fleet.rejection_table import capacity_note
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
@@ -67,6 +67,28 @@ def read(*processes: ProcessView, **fields: Any) -> FleetRead:
 
 def report(*processes: ProcessView, **fields: Any) -> FleetReport:
     return FleetReport.of(FleetView(), read(*processes, **fields), 0.0)
+
+
+@pytest.mark.parametrize(
+    "releases, expected",
+    [
+        ({}, ""),
+        ({"decode-1": "0.2.0", "decode-2": "0.2.0"}, ""),
+        ({"decode-1": "0.2.0", "decode-2": ""}, ""),  # older than the field
+        (
+            {"b": "0.1.0", "a": "0.1.0", "c": "0.2.0", "d": "0.2.0", "e": "0.2.0"},
+            "several releases: 0.1.0: a, b; 0.2.0: 3 others",
+        ),
+    ],
+)
+def test_processes_of_another_release_are_named(releases: dict[str, str], expected: str) -> None:
+    rows = [worker(name, release=release) for name, release in releases.items()]
+    gone = [worker("x", release="1", state="silent"), worker("y", release="2", state="stopped")]
+    assert releases_note([*rows, *gone]) == expected
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(tables(report(*rows, *gone), 200, NOON))
+    assert ("several releases" in captured.get()) == bool(expected)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

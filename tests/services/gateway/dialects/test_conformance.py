@@ -39,7 +39,7 @@ from tests.services.gateway.dialects.endpoints import (
 from tests.services.gateway.nats_api.conftest import Api, api, connected
 from tests.services.gateway.nats_api.test_requests import limited
 from tests.support.servers import NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 __all__ = ["api"]
 
@@ -217,7 +217,7 @@ async def test_client_that_leaves_ends_its_request(api: Api, row: Row) -> None:
     async with aclosing(_parts(api, row)) as parts:
         await anext(parts)
         ((placement_id, _),) = decode.runs.items()
-    abort = await asyncio.wait_for(decode.aborts.get(), timeout=10)
+    abort = await asyncio.wait_for(decode.aborts.get(), timeout=LIMIT_S)
     assert (abort.placement_id, abort.reason) == (placement_id, "client_gone")
     assert not decode.runs
     await until(lambda: not len(api.cluster.gateway._driver))

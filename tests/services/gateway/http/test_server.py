@@ -341,6 +341,31 @@ async def test_idle_server_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
 
 
+async def test_request_on_a_new_connection_is_answered_while_the_server_stops() -> None:
+    server = WebServer(app, "127.0.0.1", 0)
+    await server.start()
+    async with asyncio.timeout(20):
+        address = server.address
+        idle, writer = await asyncio.open_connection(*address)
+        writer.write(GET)
+        assert (await idle.readuntil(b"\r\n\r\n")).startswith(OK)
+        reader, writer = await asyncio.open_connection(*address)
+        stopping = asyncio.ensure_future(server.stop())
+        await until(lambda: is_refused(address))
+        writer.write(GET)
+        assert (await rest_of(reader)).startswith(OK)
+        assert await rest_of(idle) == b"0\r\n\r\n"  # of the first response
+        await stopping
+
+
+def is_refused(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 async def test_server_that_ends_by_itself_ends_the_process() -> None:
     reported: list[str] = []
     loop = asyncio.get_running_loop()

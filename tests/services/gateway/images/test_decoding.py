@@ -139,8 +139,6 @@ def test_data_urls() -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("https://example.com/a.png", "not fetched"),
-        ("HTTP://127.0.0.1/", "not fetched"),
         ("file:///etc/passwd", "must be a data URL"),
         ("data:image/png,abc", "must be in base64"),
         ("data:image/svg+xml;base64,YQ==", "is not one of"),
@@ -151,6 +149,14 @@ def test_data_urls() -> None:
 def test_other_urls_are_named(url: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         image_of_url(PLACE, url)
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.png", "HTTP://127.0.0.1/"])
+def test_an_address_has_no_bytes_until_it_is_fetched(url: str) -> None:
+    found = image_of_url(PLACE, url)
+    assert found.address == url
+    with pytest.raises(InvalidRequest, match="not fetched"):
+        _ = found.content
 
 
 @pytest.mark.parametrize("text", ["!!!!", "YQ", "YQ==YQ==", "Ā"])

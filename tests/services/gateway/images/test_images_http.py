@@ -10,6 +10,7 @@ from shared.block_hash import image_extras, prompt_chain
 from shared.messages import Request
 from shared.packing import pack_hashes
 from tests.services.gateway.images.conftest import MODEL, Eyes, base64_of, data_url, picture
+from tests.services.gateway.images.test_image_fetcher import fetcher, listening, sends
 from tests.support.services.vision_dir import TILE, TOKENS_PER_TILE
 from tests.support.waiting import until
 
@@ -148,7 +149,7 @@ def check_chain(request: Request) -> None:
 async def test_every_dialect_sends_the_same_request(eyes: Eyes) -> None:
     found = {name: await eyes.request_of(*door) for name, door in DOORS.items()}
     (image,) = found["chat"].images
-    assert image.grid == GRID and image.num_tiles == NUM_TILES
+    assert image.grid == GRID
     for name, request in found.items():
         assert request.images == (image,), name
         assert request.prompt_token_ids == found["chat"].prompt_token_ids, name
@@ -284,6 +285,32 @@ async def test_other_sources_are_named(eyes: Eyes, name: str) -> None:
     path, body, param = SOURCES[name]
     response = await eyes.http.post(path, json={"model": MODEL, **body})
     assert response.status_code == 400 and param in response.text, response.text
+
+
+async def test_an_image_of_a_host_that_the_operator_names(
+    eyes: Eyes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await eyes.request_of("/v1/chat/completions", chat(image_part(), text_part()))
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(PICTURE)
+    async with listening(sends(head + PICTURE)) as port:
+        images = eyes.gateway.preparer._images
+        monkeypatch.setattr(images, "_fetcher", fetcher(port))
+        url = f"http://pictures.example:{port}/a.png"
+        found = await eyes.request_of("/v1/chat/completions", chat(image_part(url), text_part()))
+        assert [each.image_hash for each in found.images] == [
+            each.image_hash for each in expected.images
+        ]
+        given = message({"type": "image", "source": {"type": "url", "url": url}}, text_part())
+        found = await eyes.request_of("/v1/messages", {"model": MODEL, "max_tokens": 4, **given})
+        assert [each.image_hash for each in found.images] == [
+            each.image_hash for each in expected.images
+        ]
+        large = chat(image_part(url), user="u" * (260 << 10))  # read without a network
+        response = await eyes.http.post("/v1/chat/completions", json=large)
+        assert response.status_code == 400 and "not fetched" in response.text
+        other = chat(image_part("https://other.example/a.png"))
+        response = await eyes.http.post("/v1/chat/completions", json=other)
+        assert response.status_code == 400 and "from https://other.example" in response.text
 
 
 async def test_too_many_images_and_too_many_tokens(eyes: Eyes) -> None:

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 from tokenizers import Tokenizer
 
-from services.gateway.images.config import ImageConfig, read_image_config
+from services.gateway.images.config import read_image_config
 from services.gateway.images.decoding import in_rgb
-from services.gateway.images.idefics3 import grid_of, placeholder, tiles_of
+from services.gateway.images.families.idefics3 import Idefics3Processor
+from services.gateway.images.families.idefics3_config import Idefics3Config
 from services.gateway.images.processed import image_hash
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import ConfigError
-from tests.support.services.vision_dir import LONGEST_EDGE, PREPROCESSOR, TILE, write_vision_dir
+from tests.support.services.vision_dir import PREPROCESSOR, TILE, write_vision_dir
 
 SIZES = [
     (1, 1),
@@ -36,9 +38,9 @@ def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config(vision_dir: Path) -> ImageConfig:
+def config(vision_dir: Path) -> Idefics3Config:
     found = read_image_config(vision_dir)
-    assert found is not None
+    assert isinstance(found, Idefics3Config)
     return found
 
 
@@ -52,7 +54,9 @@ def drawn(width: int, height: int, mode: str = "RGB") -> Image.Image:
 
 @pytest.mark.parametrize("is_split", [True, False])
 @pytest.mark.parametrize("family", ["Idefics3", "SmolVLM"])
-def test_pixels_are_those_of_transformers(config: ImageConfig, family: str, is_split: bool) -> None:
+def test_pixels_are_those_of_transformers(
+    config: Idefics3Config, family: str, is_split: bool
+) -> None:
     module = pytest.importorskip(
         f"transformers.models.{family.lower()}.image_processing_pil_{family.lower()}"
     )
@@ -60,14 +64,12 @@ def test_pixels_are_those_of_transformers(config: ImageConfig, family: str, is_s
     theirs = getattr(module, f"{family}ImageProcessorPil")(
         **given, do_normalize=False, do_rescale=False, do_image_splitting=is_split
     )
-    ours = ImageConfig(
-        config.tile_size, config.longest_edge, config.tokens_per_tile, 0, b"", is_split
-    )
+    ours = Idefics3Processor(structs.replace(config, is_split=is_split))
     for size in SIZES:
         image = drawn(*size)
         expected = theirs(image, return_tensors="np", return_row_col_info=True)
-        grid = grid_of(*size, ours)
-        pixels = tiles_of(image, ours)
+        grid = ours.grid_of(*size)
+        pixels = ours.pixels_of(image)
         assert grid == (expected["rows"][0][0], expected["cols"][0][0]), size
         assert pixels.shape == expected["pixel_values"][0].shape, size
         assert np.abs(pixels.astype(int) - expected["pixel_values"][0].astype(int)).max() <= 1, size
@@ -91,7 +93,9 @@ def test_modes_become_rgb_as_in_transformers(mode: str) -> None:
 
 
 @pytest.mark.parametrize("grid", [(0, 0), (1, 2), (3, 4)])
-def test_placeholders_are_those_of_transformers(vision_dir: Path, grid: tuple[int, int]) -> None:
+def test_placeholders_are_those_of_transformers(
+    vision_dir: Path, config: Idefics3Config, grid: tuple[int, int]
+) -> None:
     processing = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
     text = processing.get_image_prompt_string(
         *grid,
@@ -100,20 +104,21 @@ def test_placeholders_are_those_of_transformers(vision_dir: Path, grid: tuple[in
         fake_token_around_image="<fake_token_around_image>",
         global_image_token="<global-img>",
     )
-    assert placeholder(grid, 4) == text
+    assert Idefics3Processor(config).placeholder(grid) == text
     tokenizer = Tokenizer.from_file(str(vision_dir / "tokenizer.json"))
     count = tokenizer.encode(text).ids.count(tokenizer.token_to_id("<image>"))
     assert count == 4 * (grid[0] * grid[1] + 1)
 
 
-def test_low_detail_is_one_tile(config: ImageConfig) -> None:
-    assert grid_of(1000, 800, config) == (4, 4)
-    assert grid_of(1000, 800, config, "low") == (0, 0)
-    assert tiles_of(drawn(1000, 800), config, "low").shape == (1, 3, TILE, TILE)
+def test_low_detail_is_one_tile(config: Idefics3Config) -> None:
+    ours = Idefics3Processor(config)
+    assert ours.grid_of(1000, 800) == (4, 4)
+    assert ours.grid_of(1000, 800, "low") == (0, 0)
+    assert ours.pixels_of(drawn(1000, 800), "low").shape == (1, 3, TILE, TILE)
 
 
-def test_hash_differs_by_one_level_grid_configuration_and_weights(config: ImageConfig) -> None:
-    pixels = tiles_of(drawn(60, 60), config)
+def test_hash_differs_by_one_level_grid_configuration_and_weights(config: Idefics3Config) -> None:
+    pixels = Idefics3Processor(config).pixels_of(drawn(60, 60))
     other = pixels.copy()
     other[0, 0, 0, 0] ^= 1
     found = {
@@ -121,7 +126,7 @@ def test_hash_differs_by_one_level_grid_configuration_and_weights(config: ImageC
         image_hash(other, (2, 2), config, "a"),
         image_hash(pixels, (1, 4), config, "a"),
         image_hash(pixels, (2, 2), config, "b"),
-        image_hash(pixels, (2, 2), ImageConfig(TILE, LONGEST_EDGE, 4, 0, b"other", True), "a"),
+        image_hash(pixels, (2, 2), structs.replace(config, digest=b"other"), "a"),
     }
     assert len(found) == 5
 

@@ -231,3 +231,27 @@ def test_any_order_of_heartbeats_gives_one_card(
     for worker_id in data.draw(st.permutations(sorted(workers))):
         rig.beat(worker_id, workers[worker_id][1], revision=workers[worker_id][0])
         assert rig.catalog.card("m") == first
+
+
+@pytest.mark.parametrize("is_cold_started", [True, False])
+def test_model_that_is_cold_started_keeps_its_card_without_a_worker(is_cold_started: bool) -> None:
+    rig = Rig()
+    rig.catalog = Catalog(rig.fleet, "m", rig, is_cold_started=is_cold_started)
+
+    def reason() -> str | None:
+        state = rig.catalog.readiness(is_connected=True, is_draining=False, redis="ok")
+        return state.reason
+
+    rig.beat("s1", role="scheduler")
+    assert reason() == "no live decode worker"  # and it has never had one
+    rig.beat("d1", 4096)
+    rig.beat("d1", 4096, state="draining")
+    rig.catalog.lost("d1")
+    rig.time += 100 * HOLD_S
+    rig.beat("s1", role="scheduler")
+    if is_cold_started:
+        assert rig.context() == 4096
+        assert reason() is None
+    else:
+        assert rig.catalog.cards() == []
+        assert reason() == "no live decode worker"

@@ -29,7 +29,7 @@ from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import NoCapacity
 from tests.support.services.model_dir import served_text, without_process, write_model_dir
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 
 def load_of(pools: EncodingPools) -> tuple[int, int, int]:
@@ -109,7 +109,7 @@ async def test_process_of_a_text_ends_with_it_and_with_no_client(
     gc.collect()
     assert seats[0].process is not None and seats[0].process.pid == pid
     assert load_of(loader.encoding) == (0, 0, 2)  # a counter: it remembers those that have left
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert await seats[0].process.process.wait() == -signal.SIGKILL
 
 
@@ -157,7 +157,7 @@ async def test_source_that_hangs_delays_no_other(dirs: list[Path]) -> None:
     rig.may_load.clear()
     hangs = asyncio.create_task(rig.get(dirs[0]))
     other = asyncio.create_task(rig.get(dirs[1]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while len(rig.loads) < 2:  # both are being read
             await asyncio.sleep(0.001)
     assert not hangs.done()

@@ -33,14 +33,14 @@ from tests.services.gateway.models.conftest import (
     card_of,
 )
 from tests.services.gateway.samples import sample_sum
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NO_HOST_S = 5.0
 
 
 async def submitted(fleet: Fleet) -> Request:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         return (await fleet.scheduler.submits.get()).request
 
 
@@ -232,7 +232,7 @@ async def test_prefixes_are_of_a_model_and_hidden_with_it(fleet: Fleet) -> None:
     hidden = await fleet.get("/v1/prefixes/shown", "other")
     check_envelope(hidden, 404, "prefix_not_found", "name")
     saved: PinnedPrefix | None = None
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while saved is None or not saved.token_ids:  # by the poll of the gateway
             await asyncio.sleep(0.05)
             saved = await pinned_prefix.load(fleet.store, PUBLIC_TENANT_ID, "shown")

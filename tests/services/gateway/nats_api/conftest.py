@@ -17,7 +17,7 @@ from services.gateway.service import GatewayService
 from shared.subjects import api_request
 from tests.services.gateway.conftest import Cluster
 from tests.support.servers import NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 
 def has_joined(gateway: GatewayService) -> bool:
@@ -74,7 +74,7 @@ class Api:
 
 
 async def next_of(received: asyncio.Queue[Msg]) -> Msg:
-    return await asyncio.wait_for(received.get(), timeout=10)
+    return await asyncio.wait_for(received.get(), timeout=LIMIT_S)
 
 
 async def all_of(received: asyncio.Queue[Msg]) -> list[Msg]:

@@ -26,6 +26,7 @@ from shared.errors import Overloaded
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser
 from tests.support.servers import PASSWORD, NatsServer
+from tests.support.waiting import LIMIT_S
 
 INBOX = "_INBOX.client-1.abc"
 METADATA = {"gateway": "gateway-1"}
@@ -98,7 +99,7 @@ class RawClient:
         return await self.next()
 
     async def next(self) -> bytes:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while not (line := await self._reader.readline()).startswith((b"MSG ", b"HMSG ")):
                 assert line in (b"PING\r\n", b"PONG\r\n"), line
                 self._writer.write(b"PONG\r\n")

@@ -25,7 +25,7 @@ from tests.services.gateway.dialects.openai.test_chat_http import BODY
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
 from tests.services.gateway.nats_api.test_responses import check_error
 from tests.support.servers import NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 STREAMED = {**BODY, "stream": True}
 
@@ -171,7 +171,7 @@ async def test_cancelled_stream_ends_and_frees_its_worker(api: Api) -> None:
     assert headers["Hearth-Gateway"] == HERE
     assert await api.client.cancel(headers["Hearth-Request"], HERE)
     check_error((await all_of(replies))[-1], 499, "request_cancelled", None)
-    assert (await asyncio.wait_for(decode.aborts.get(), timeout=5)).reason == "client_gone"
+    assert (await asyncio.wait_for(decode.aborts.get(), timeout=LIMIT_S)).reason == "client_gone"
     assert not await api.client.cancel(headers["Hearth-Request"], HERE)
     assert not await api.client.cancel("unknown", HERE)
     with pytest.raises(ApiError, match="503"):
@@ -227,7 +227,7 @@ async def test_request_is_cancelled_while_it_is_prepared(
 
     monkeypatch.setattr(gateway.preparer, "prepare", wait)
     replies = await api.send("chat", BODY)
-    await asyncio.wait_for(began.wait(), timeout=5)
+    await asyncio.wait_for(began.wait(), timeout=LIMIT_S)
     assert gateway._nats_api is not None
     ((_, request_id),) = gateway._nats_api._running
     assert await api.client.cancel(request_id, HERE)
@@ -273,7 +273,7 @@ async def test_vanished_client_frees_its_worker(
     if phase == "running":
         assert (await cluster.decodes[0].aborts.get()).reason == "client_gone"
     else:
-        assert await asyncio.wait_for(cluster.scheduler.cancels.get(), timeout=5)
+        assert await asyncio.wait_for(cluster.scheduler.cancels.get(), timeout=LIMIT_S)
 
 
 @pytest.mark.usefixtures("quick_checks")

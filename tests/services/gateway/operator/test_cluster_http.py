@@ -16,7 +16,7 @@ from services.gateway.operator.cluster.state import ClusterView
 from shared.clock import MonotonicClock
 from shared.lifecycle.health import Fleet, Loss
 from tests.services.gateway.conftest import API_KEY, Beside, Cluster, SharedCluster
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 TOKEN = "of-the-operator"
 PATHS = ("/v1/cluster", "/v1/cluster/events")
@@ -122,7 +122,7 @@ async def test_events_start_with_a_snapshot_and_go_on_with_deltas(
         assert name == "snapshot"
         await cluster.decodes[1].stop()
         lost: dict[str, Any] = {}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while "decode-2" not in lost:
                 name, delta = await anext(events)
                 assert name == "delta"
@@ -142,7 +142,7 @@ async def test_readers_share_one_computation_that_ends_with_the_last(opened: Bes
     ):
         one, other = read(first), read(second)
         seen: list[dict[int, Any]] = [{}, {}]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not set(seen[0]) & set(seen[1]):
                 feed._urgent.set()
                 for found, events in zip(seen, (one, other), strict=True):
@@ -176,5 +176,5 @@ async def test_closed_feed_ends_its_streams(opened: Beside) -> None:
         events = read(response)
         await anext(events)
         await opened.gateway._operator.feed.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             assert [name async for name, _ in events] in ([], ["delta"])

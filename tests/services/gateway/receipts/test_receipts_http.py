@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway.dialects.receipts.issued import TenantReceipts
+from services.gateway.dialects.receipts.issued import NOT_FOUND, TenantReceipts
 from shared.messages import Finish, KvPush, Served
 from shared.packing import pack_token_ids
 from shared.receipts.jws import JwkSet, jwk_of, parsed_jws
@@ -190,7 +190,7 @@ async def test_only_the_tenant_reads_its_receipts(
     assert "x-hearth-receipt" not in off.headers
     unknown = await cluster.http.get(f"/v1/requests/{off.headers['x-request-id']}/receipt")
     assert unknown.status_code == 404
-    assert unknown.json()["error"]["message"] == "this gateway has no receipt of such a request"
+    assert unknown.json()["error"]["message"] == NOT_FOUND
 
 
 async def test_zero_retention_has_a_receipt_if_it_asks(
@@ -237,6 +237,17 @@ async def test_kv_hops_of_failed_prefills_are_named(cluster: Cluster) -> None:
     assert hops == [("prefill-1", 16), ("prefill-2", 32)]
 
 
+async def test_each_gateway_of_the_site_finds_a_receipt(cluster: Cluster) -> None:
+    response = await cluster.http.post(CHAT, json=BODY)
+    names = (response.headers["x-request-id"], response.json()["id"])
+    async with cluster.beside() as beside:
+        for name in names:
+            found, _ = await read(beside.http, name)
+            assert payload_hash(found.payload) == response.headers["x-hearth-receipt"]
+            assert found.gateway.id == cluster.gateway._config.process_id
+        assert (await beside.http.get("/v1/requests/unknown/receipt")).status_code == 404
+
+
 async def test_keys_have_those_of_linked_sites(
     cluster: Cluster, shared_cluster: SharedCluster
 ) -> None:
@@ -244,9 +255,7 @@ async def test_keys_have_those_of_linked_sites(
     store: RedisStore = shared_cluster.store
     peer = SigningKey.of_secret("of b").public
     gateway = cluster.gateway
-    receipts = TenantReceipts(
-        gateway.receipts, gateway.telemetry.request_id_of, store, gateway._clock
-    )
+    receipts = TenantReceipts(gateway.receipts, gateway.site_receipts, store, gateway._clock)
     await store.write([("HSET", SITE_KEYS, "b", peer, "bad", b"short")])
     try:
         own, linked = (await receipts.keys()).keys

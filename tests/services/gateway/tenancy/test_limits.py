@@ -28,7 +28,7 @@ from shared.tenancy.rate_limit import LEASE_S, LimitState
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.servers import RedisServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 from tests.support.world.clock import VirtualClock, run
 from tests.support.world.store import MemoryStore
 
@@ -314,7 +314,7 @@ def test_leases_of_many_tenants_do_not_expire_in_a_distant_redis() -> None:
 
 async def until_renewed(store: RedisStore, name: str) -> None:
     script = "return redis.call('ZSCORE', KEYS[1], 'a')"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while float(await store.evaluate(script, [name], []) or 0) < 10:
             await asyncio.sleep(0.01)
 
@@ -339,7 +339,7 @@ async def test_request_cancelled_during_redis_call_is_refunded(
 
 
 async def until_flushed(limits: Limits) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not await limits.flush():
             await asyncio.sleep(0.01)
 
@@ -553,7 +553,7 @@ async def test_unsent_settlements_are_dropped_when_leases_expire(
 
 
 async def until_open(store: RedisStore, record: TenantRecord, num_open: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while (await state(store, record)).num_open != num_open:
             await asyncio.sleep(0.01)
 

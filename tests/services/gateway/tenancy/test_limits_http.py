@@ -29,7 +29,7 @@ from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import PeerDecode, Run
 from tests.support.servers import RedisServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 KEY = "key-of-acme"
 EMBEDDINGS, COMPLETIONS = "/v1/embeddings", "/v1/completions"
@@ -369,7 +369,7 @@ async def test_usage_of_a_running_stream_is_counted_before_its_end(acme: Acme) -
     for each in acme.cluster.decodes:
         each.hold_at = 5
     stream = asyncio.create_task(acme.post_chat(stream=True))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while (await _counted(acme)).output_tokens < 5:
             await asyncio.sleep(0.01)
     running = await _counted(acme)

@@ -19,6 +19,7 @@ from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.tenant import GENERATION, TENANTS
 from shared.tenancy.tenant_admin import store_api_key
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.support.world.store import MemoryStore
 
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
@@ -184,7 +185,7 @@ async def test_known_alias_does_not_wait_for_a_slow_lookup(
     clock.time += REFRESH_S
     store.answers.clear()
     monkeypatch.setattr("services.gateway.tenancy.model_aliases.KNOWN_KEY_WAIT_S", 0.0)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(LIMIT_S):
         assert await aliases.resolve("acme", "a") == "native"
         assert await aliases.of_tenant("acme") == {"a": "native"}
     unknown = asyncio.create_task(aliases.resolve("acme", "b"))

@@ -83,7 +83,7 @@ def test_what_a_record_means_for_open_requests() -> None:
     anywhere = changed_regions("acme", TenantRecord(tenant_id="acme"), refusals)
     assert (anywhere.allowed_regions, anywhere.error) == ((), None)
     gone = changed_regions("acme", None, refusals)
-    assert gone.error is None and gone.excludes("fr")
+    assert gone.error is None and gone.is_gone
     assert not refusals.totals
     for record in (
         TenantRecord(tenant_id="acme", allowed_regions=("us",)),

@@ -23,6 +23,7 @@ from shared.messages import SamplingParams
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.rig import new_sequence, row_of
 from tests.support.engine.steps import Blocks, Line, advance, greedy, prefill, step_of
+from tests.support.waiting import LIMIT_S
 
 PROMPT = torch.randint(3, 199, (83,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -85,9 +86,9 @@ async def test_small_copies_do_not_wait_for_large_ones(model_dir: Path) -> None:
     num_large = 64 * executor.kv_layout.block_size
     large = memoryview(bytearray(num_large * executor.kv_layout.bytes_per_token))
     may_end = threading.Event()
-    executor._copy_thread.submit(may_end.wait, 10)
+    executor._copy_thread.submit(may_end.wait, 2 * LIMIT_S)
     waiting = asyncio.create_task(executor.read_kv(KvRun(blocks, 0, num_large), large))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         small = memoryview(bytearray(16 * executor.kv_layout.bytes_per_token))
         await executor.write_kv(KvRun(blocks, 0, 16), small)
         await executor.read_kv(KvRun(blocks, 0, 16), small)

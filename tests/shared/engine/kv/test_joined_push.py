@@ -8,6 +8,7 @@ import pytest
 
 from shared.engine.kv.joined_push import JoinedPush
 from shared.errors import LinkLost
+from tests.support.waiting import LIMIT_S
 
 
 class Part:
@@ -56,7 +57,7 @@ async def test_error_of_one_part_cancels_the_others_and_is_raised_after_them(fai
     push = JoinedPush(parts)
     running = asyncio.create_task(push.run())
     push.computed(5)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         with pytest.raises(LinkLost, match="gone"):
             await running
     assert all(part.has_ended for part in parts)

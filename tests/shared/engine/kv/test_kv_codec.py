@@ -55,7 +55,7 @@ def test_compiled_codec_waits_for_no_other_compiler() -> None:
     started: list[Bf16FrameCodec] = []
     with cpu_host().compile_lock():  # as another process that compiles
         Thread(target=lambda: started.append(Bf16FrameCodec()), daemon=True).start()
-        wait_until(lambda: started, timeout_s=20)
+        wait_until(lambda: started)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2, 63, 1024, 2047])

@@ -28,6 +28,7 @@ FAST = ExpertsState(
     has_library=True,
     is_whole=True,
     has_bias=False,
+    has_clamped_gate=False,
     scales_many_inputs=False,
     weights=DENSE,
 )
@@ -43,6 +44,7 @@ QUANTIZED = torch.zeros(2, dtype=torch.uint8), torch.zeros(2, 2)
         (FAST._replace(has_library=False), "the device has one kind of products"),
         (FAST._replace(is_whole=False), "ranks add their sums"),
         (FAST._replace(has_bias=True), "the shared MLP has biases"),
+        (FAST._replace(has_clamped_gate=True), "experts have biases and a clamped gate"),
         (FAST._replace(scales_many_inputs=True), "another for each of its experts"),
         (FAST._replace(weights=QUANTIZED), "weights are not dense"),
         (FAST._replace(weights=(*DENSE, object(), object())), "weights are not dense"),

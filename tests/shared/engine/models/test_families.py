@@ -39,8 +39,9 @@ KINDS = (
     "llama4, experts in each second layer",
     "deepseek",
     "qwen3 moe",
+    "gpt-oss",
 )
-CHUNKED = KINDS[0], KINDS[2], KINDS[4]  # the others: test_invariance.py
+CHUNKED = KINDS[0], KINDS[2], *KINDS[4:]  # the others: test_invariance.py
 LENGTHENED = ("llama, dynamic", "phi3, longrope")  # a rope that depends on the context's length
 PROMPT = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 

@@ -91,7 +91,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_theta": 500_000.0,
             "head_dim": 24,
         },
-        "vision_config": {"model_type": "llama4_vision_model", "num_hidden_layers": 1},
+        "vision_config": {
+            "model_type": "llama4_vision_model",
+            "hidden_size": 1408,
+            "num_hidden_layers": 1,
+            "image_size": 336,
+            "vision_output_dim": 4096,
+        },
+        "image_token_index": 6,
     },
     "MixtralForCausalLM": {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
     "Qwen3MoeForCausalLM": {

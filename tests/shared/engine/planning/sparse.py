@@ -7,7 +7,11 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from shared.engine.models.vision import kimi, llama4
+from shared.engine.planning.vision_tensors import vision_tensors
 
 Tensors = Iterator[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
 ITEM_BYTES = {"BF16": 2, "F32": 4, "I32": 4}
@@ -74,7 +78,13 @@ SCOUT: dict[str, Any] = {
             "rope_type": "llama3",
         },
     },
-    "vision_config": {"num_hidden_layers": 34},
+    "vision_config": {
+        "hidden_size": 1408,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 34,
+        "image_size": 336,
+        "vision_output_dim": 4096,
+    },
 }
 
 
@@ -101,8 +111,7 @@ def scout_tensors() -> Tensors:
     yield from bf16(ends, "language_model.")
     for index in range(48):
         yield from bf16(layer, f"language_model.model.layers.{index}.")
-    yield from bf16({"multi_modal_projector.linear_1.weight": (5120, 4096)})
-    yield from bf16({"vision_model.class_embedding": (1408,)})
+    yield from _encoder(llama4, SCOUT)
 
 
 KIMI: dict[str, Any] = {
@@ -212,8 +221,13 @@ def kimi_tensors() -> Tensors:
         for expert in range(384):
             for name, shape in _mlp(2048).items():
                 yield from _int4(f"{layer}mlp.experts.{expert}.{name}", *shape)
-    yield from bf16({f"vision_tower.tensor_{index}": (1152,) for index in range(329)})
-    yield from bf16({f"mm_projector.tensor_{index}": (1152,) for index in range(6)})
+    yield from _encoder(kimi, KIMI)
+
+
+def _encoder(family: ModuleType, config: dict[str, Any]) -> Tensors:
+    vision = family.configure(config).vision
+    assert vision is not None
+    yield from bf16(vision_tensors(vision))
 
 
 def _mlp(inner: int) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ from shared.engine.model_config.model_config import (
     ModelConfig,
     RopeConfig,
 )
-from shared.engine.model_config.moe_config import MoeConfig, Routing
+from shared.engine.model_config.moe_config import ClampedGate, MoeConfig, Routing
 from shared.engine.models.decoder import Decoder
 from shared.engine.parallel.rank_part import rank_part, whole_model
 from shared.engine.planning.rank_bytes import (
@@ -53,11 +53,25 @@ MOE = MoeConfig(
     shared_intermediate_size=40,
     routing=Routing(score="sigmoid", has_choice_bias=True),
 )
+BIASED = MoeConfig(
+    num_experts=7,
+    experts_per_token=3,
+    intermediate_size=40,
+    routing=Routing(score="softmax", has_bias=True),
+    clamped_gate=ClampedGate(limit=7.0, alpha=1.702),
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"has_tied_embeddings": True},
     "biases": {"has_qkv_bias": True, "has_output_bias": True, "has_mlp_bias": True},
     "experts": {"layers": (LayerConfig(), *(LayerConfig(moe=MOE),) * 4), "hidden_size": 48},
+    "sinks, experts with biases": {
+        "layers": (LayerConfig(moe=BIASED),) * 5,
+        "hidden_size": 48,
+        "has_qkv_bias": True,
+        "has_output_bias": True,
+        "has_sinks": True,
+    },
     "norms": {"has_qk_norm": True, "has_post_norms": True},
     "latents": LATENTS,
     "latents, full queries, biases": {

@@ -13,19 +13,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from shared.block_hash import root_hash
-from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.batching.sequence import SequenceState
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.vision.image_encoder import ThreadedEncoder
-from shared.engine.vision.image_jobs import ImageJobs
 from shared.engine.vision.load_encoder import LoadedEncoder, load_encoder
-from shared.engine.vision.vector_cache import VectorCache
-from shared.engine.vision.worker_images import WorkerImages
 from shared.errors import DependencyUnavailable, InvalidRequest, OutOfMemory, StepFailed
-from shared.messages import Choice, ImageParts, Request, SamplingParams
-from shared.packing import pack_token_ids
+from shared.messages import ImageParts, SamplingParams
 from shared.pixels.pixel_fetcher import PixelRequest
-from tests.support.engine.model_worker import Worker, push_kv
+from tests.support.engine.model_worker import push_kv
 from tests.support.engine.vision_models import (
     IMAGE_TOKEN,
     Picture,
@@ -34,10 +29,10 @@ from tests.support.engine.vision_models import (
     prompt_with,
     write_smolvlm,
 )
+from tests.support.engine.vision_worker import NUM_NEW, Pixels, VisionWorker, request_of
 
 DOG, CAT = picture(1, (1, 2)), picture(2)
 PROMPT, IMAGES = prompt_with([7, 8, 9], DOG, [11, 12], CAT, [13, 14, 15, 16])
-NUM_NEW = 6
 
 
 @pytest.fixture(scope="module")
@@ -53,85 +48,6 @@ def model(folder: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def encoder(folder: Path, model: PreTrainedModel) -> LoadedEncoder:
     return load_encoder(folder, read_config(folder).vision, "float32")
-
-
-class Pixels:
-    """The pixels that gateways hold."""
-
-    def __init__(self, *pictures: Picture) -> None:
-        self.by_hash = {each.image_hash: each.pixels for each in pictures}
-        self.failing: set[str] = set()  # requests that have ended
-        self.fetched: list[NDArray[np.uint8]] = []
-        self.num_fetches = 0
-
-    async def fetch(self, request: PixelRequest, deadline_s: float) -> memoryview:
-        self.num_fetches += 1
-        if request.request_id in self.failing:
-            raise DependencyUnavailable("the gateway is gone")
-        self.fetched.append(self.by_hash[request.image_hash].copy())
-        return self.fetched[-1].reshape(-1).data
-
-
-class VisionWorker(Worker):
-    """A worker whose images are encoded on a thread."""
-
-    def __init__(
-        self,
-        folder: Path,
-        encoder: LoadedEncoder,
-        pixels: Pixels,
-        *,
-        cache_bytes=1 << 20,
-        **options,
-    ) -> None:
-        super().__init__(folder, "float32", **options)
-        self.jobs = ImageJobs(
-            ThreadedEncoder(encoder),
-            pixels.fetch,
-            VectorCache(cache_bytes),
-            lambda: 0.0,
-            lambda: None,
-        )
-        self.images = WorkerImages(encoder.config, self.jobs, None, encoder.vector_bytes)
-
-    def sequence(self, name: bytes, token_ids, images: ImageParts, **options) -> Sequence:
-        request = request_of(name.decode(), token_ids, images, options.pop("tenant", "a"))
-        options.setdefault("sampling", request.sampling)
-        sequence = Sequence(
-            sequence_id=name,
-            tenant_id=request.tenant_id,
-            cache_root=request.cache_root,
-            token_ids=list(token_ids),
-            num_prompt_tokens=len(token_ids),
-            image_parts=images,
-            **options,
-        )
-        self.images.attach(request, request.prompt_token_ids, (sequence,))
-        return sequence
-
-    async def run_on(self) -> None:
-        while await self.turn():
-            if not self.in_flight:
-                await asyncio.sleep(0)  # an image may have become ready
-
-
-def request_of(name: str, token_ids, images: ImageParts, tenant: str = "a") -> Request:
-    return Request(
-        request_id=name,
-        tenant_id=tenant,
-        gateway_id="gateway-1",
-        model="m",
-        revision="r",
-        cache_root=root_hash(tenant, "r"),
-        prompt_token_ids=pack_token_ids(token_ids),
-        block_hashes=b"",
-        sampling=SamplingParams(
-            seed=0, max_tokens=NUM_NEW, temperature=0.0, num_prompt_logprobs=None
-        ),
-        choices=(Choice(choice_index=0),),
-        deadline_s=60.0,
-        images=images,
-    )
 
 
 @pytest.fixture
@@ -338,6 +254,13 @@ async def test_a_preempted_sequence_takes_its_images_again(folder, encoder, pixe
 def test_images_that_are_not_in_the_prompt_are_refused(worker, images, message) -> None:
     with pytest.raises(InvalidRequest, match=message):
         worker.sequence(b"one", PROMPT, images())
+
+
+def test_an_image_that_no_gateway_holds_is_refused(worker) -> None:
+    """Its pixels would take 113 MB of a prefill worker."""
+    giant = msgspec.structs.replace(IMAGES[0], first_token=0, num_tokens=1000, grid=(256, 256))
+    with pytest.raises(InvalidRequest, match="has more bytes than"):
+        worker.sequence(b"one", [IMAGE_TOKEN] * 10, (giant,))
 
 
 def test_an_image_token_without_an_image_is_a_word() -> None:

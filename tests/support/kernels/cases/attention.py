@@ -35,6 +35,14 @@ def decode_attention_in_window(inputs: Inputs, is_exact: bool) -> Results:
     return _decode(inputs, lens, lower=lower, softcap=SOFTCAP, is_batch_invariant=is_exact)
 
 
+def decode_attention_with_sinks(inputs: Inputs, is_exact: bool) -> Results:
+    """Decodes within a sliding window, as in gpt-oss."""
+    lens = inputs.sizes.contexts["batch"]
+    lower = inputs.integers([max(0, each - inputs.sizes.window) for each in lens])
+    sinks = inputs.random(inputs.sizes.heads, dtype=torch.float32, seed=5)
+    return _decode(inputs, lens, lower=lower, sinks=sinks, is_batch_invariant=is_exact)
+
+
 def decode_attention_fp8(inputs: Inputs, is_exact: bool) -> Results:
     options = {"heads": inputs.sizes.more_heads, "cache_dtype": FP8}
     return _decode(inputs, inputs.sizes.contexts["batch"], **options, is_batch_invariant=is_exact)
@@ -72,6 +80,11 @@ def prefill_attention_in_window(inputs: Inputs, is_exact: bool) -> Results:
     positions = [position for run in new for position in run]
     lower = inputs.integers([max(0, each + 1 - inputs.sizes.window) for each in positions])
     return _prefill(inputs, lower=lower, softcap=SOFTCAP, is_batch_invariant=is_exact)
+
+
+def prefill_attention_with_sinks(inputs: Inputs, is_exact: bool) -> Results:
+    sinks = inputs.random(inputs.sizes.heads, dtype=torch.float32, seed=5)
+    return _prefill(inputs, sinks=sinks, is_batch_invariant=is_exact)
 
 
 def prefill_attention_fp8(inputs: Inputs, is_exact: bool) -> Results:
@@ -154,10 +167,12 @@ CASES = [
     *cases(decode_attention, contexts=("batch", "one"), is_exact=BOTH),
     *cases(decode_attention_of_more_heads, op="decode_attention", is_exact=BOTH),
     *cases(decode_attention_in_window, op="decode_attention", is_exact=BOTH),
+    *cases(decode_attention_with_sinks, op="decode_attention", is_exact=BOTH),
     *cases(decode_attention_fp8, op="decode_attention", is_exact=BOTH),
     *cases(prefill_attention, is_exact=BOTH),
     *cases(prefill_attention_of_more_heads, op="prefill_attention", is_exact=BOTH),
     *cases(prefill_attention_in_window, op="prefill_attention", is_exact=BOTH),
+    *cases(prefill_attention_with_sinks, op="prefill_attention", is_exact=BOTH),
     *cases(prefill_attention_fp8, op="prefill_attention", is_exact=BOTH),
     *cases(
         latent_attention,

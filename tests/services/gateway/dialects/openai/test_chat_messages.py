@@ -113,7 +113,7 @@ def test_other_parts_are_refused_by_their_kind(kind: str) -> None:
     ("part", "reason"),
     [
         ({"type": "image_url", "image_url": {"url": "data:"}}, "must be a data URL"),
-        ({"type": "image_url", "image_url": "https://a/b"}, "not fetched"),
+        ({"type": "image_url", "image_url": "ftp://a/b"}, "must be a data URL"),
         ({"type": "input_image"}, "needs an `image_url`"),
         ({"type": "image", "image": "data:"}, "is a part of the type 'image_url'"),
         ({"type": "image_url", "image_url": {"url": "data:", "detail": "fine"}}, "detail must be"),

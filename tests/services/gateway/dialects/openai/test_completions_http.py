@@ -20,7 +20,7 @@ from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.support.grids import in_one_test
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 ROUTE = "/v1/completions"
 PROMPT = "the lazy 東"
@@ -141,7 +141,7 @@ async def test_failure_of_one_prompt_ends_the_request(cluster: Cluster) -> None:
     request = (await cluster.scheduler.submits.get()).request
     driver = cluster.gateway._driver
     await until(lambda: len(driver._streams._by_placement) == 2)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         driver.close(request.request_id, "failed", Overloaded("too much"))
         check_envelope(await running, 429, "overloaded", None)
         reasons = {(await decode.aborts.get()).reason for _ in range(2)}

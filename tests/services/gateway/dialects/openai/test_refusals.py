@@ -21,7 +21,7 @@ from shared.messages import Failure, Finish, Served
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of, text_of
 from tests.support.grids import in_one_test
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 USER = {"role": "user", "content": "x"}
 CHUNKED_POST = b"POST /v1/chat/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -109,7 +109,7 @@ async def test_endless_head_or_trailer_closes_the_connection(
     url = httpx.URL(cluster.gateway.http_address)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(start)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         with contextlib.suppress(ConnectionError):
             while not reader.at_eof() and not writer.is_closing():
                 writer.write(b"a" * 65536)

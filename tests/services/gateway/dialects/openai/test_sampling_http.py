@@ -11,6 +11,7 @@ from services.gateway.text.model_files import ModelFiles
 from shared.messages import AbortRequest
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, MESSAGES, events_of
+from tests.support.waiting import LIMIT_S
 
 
 async def post_chat(cluster: Cluster, **fields: Any) -> Any:
@@ -119,7 +120,7 @@ async def test_stopped_choice_leaves_other_choices_running(cluster: Cluster) -> 
     decode.answers = {1: decode.answer[2:3] * 14}
     decode.hold_at = 12
     running = asyncio.create_task(post_chat(cluster, n=2, stop=["how are"]))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         abort = await decode.aborts.get()
         assert (abort.reason, abort.choice_index) == ("stop", 0)
         assert not running.done()

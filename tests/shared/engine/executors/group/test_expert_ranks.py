@@ -56,6 +56,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
+    # sinks of heads, biases of experts and of their columns
+    "gpt-oss": {
+        "architecture": "GptOssForCausalLM",
+        "intermediate_size": 280,
+        "num_local_experts": 10,
+        "num_experts_per_tok": 3,
+        "layer_types": ["full_attention"] * 3,
+        "swiglu_limit": 0.5,
+    },
 }
 PROMPTS = [[(11 * n) % 300 for n in range(50)], [(5 * n + 1) % 300 for n in range(9)]]
 # of each split: numbers of ranks and stages
@@ -66,7 +75,7 @@ MESHES: dict[ExpertSplit, list[tuple[int, int]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=in_short_run(["glm4"], SHAPES))
+@pytest.fixture(scope="module", params=in_short_run(["glm4", "gpt-oss"], SHAPES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, **{**TINY, **SHAPES[request.param]})

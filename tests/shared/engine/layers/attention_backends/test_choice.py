@@ -32,12 +32,13 @@ from tests.support.grids import in_one_test
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
-STATE = AttentionState(8, 2, 128, 64, BF16, BF16, 0.1, False, False, False)
+STATE = AttentionState(8, 2, 128, 64, BF16, BF16, 0.1, False, False, False, False)
 FACTS = CudnnFacts("1.22.1", 91900, 90)
 OF_STATE = {
     "latents": {"is_latent": True},
     "windows and chunks": {"has_reach": True},
     "softcap": {"has_softcap": True},
+    "sinks": {"has_sinks": True},
     "KV in FP8": {"kv_dtype": FP8},
     "no torch.float32": {"dtype": torch.float32, "kv_dtype": torch.float32},
     "heads of 100 are no multiple of 8": {"head_dim": 100},

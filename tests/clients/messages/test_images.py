@@ -1,0 +1,66 @@
+"""A picture through Anthropic's SDK, unmodified: in a message, and in the result of a tool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.clients.pictures import (
+    BASE64,
+    MAX_TOKENS,
+    QUESTION,
+    SHOWN,
+    reference_text,
+    user,
+)
+from tests.support.account import EYES_MODEL, Account
+
+BLOCK: dict[str, Any] = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": BASE64},
+}
+
+
+@pytest.fixture
+def client(seeing_account: Account) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=seeing_account.url, api_key=seeing_account.token)
+
+
+def answer(client: anthropic.Anthropic, messages: list[Any]) -> anthropic.types.Message:
+    return client.messages.create(
+        model=EYES_MODEL, max_tokens=MAX_TOKENS, messages=messages, extra_body={"temperature": 0}
+    )
+
+
+def test_a_picture_in_a_message(client: anthropic.Anthropic, seeing_account: Account) -> None:
+    found = answer(client, [user(BLOCK)])
+    assert found.content[0].text == reference_text(seeing_account, [user(SHOWN)])
+    counted = client.messages.count_tokens(model=EYES_MODEL, messages=[user(BLOCK)])
+    assert counted.input_tokens == found.usage.input_tokens > 40
+
+
+def test_a_picture_in_the_result_of_a_tool(client: anthropic.Anthropic) -> None:
+    """As agents send screenshots."""
+
+    def messages(*blocks: dict[str, Any]) -> list[Any]:
+        call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [*blocks]}
+        return [
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+
+    text = {"type": "text", "text": "done"}
+    seen = answer(client, messages(text, BLOCK))
+    blind = answer(client, messages(text))
+    assert seen.usage.input_tokens > blind.usage.input_tokens + 40
+    assert seen.content[0].text != blind.content[0].text
+
+
+def test_an_address_is_refused(client: anthropic.Anthropic) -> None:
+    block = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+    with pytest.raises(anthropic.BadRequestError, match="not fetched from addresses"):
+        answer(client, [user(block)])
