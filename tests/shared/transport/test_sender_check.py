@@ -48,7 +48,7 @@ CACHE = {"model": "m", "revision": "r", "kv_format": "f", "epoch": 1, "sequence_
 GATEWAYS_MESSAGES = (
     *("CancelQueued", "SubmitRequest", "FleetRead", "SiteState", "SiteModels", "PrefixDigest"),
     *("ReadTenantCopies", "TenantCopies", "ApplyLimits", "LimitsApplied", "ReportUsage"),
-    "WithdrawTenant",
+    *("WithdrawTenant", "ReadReceipt"),
 )
 FAILURE = Failure(code="worker_busy", message="no")
 
