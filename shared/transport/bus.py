@@ -25,6 +25,7 @@ from shared.background import Background, is_logged, item_error, start_awaited
 from shared.clock import Clock
 from shared.errors import (
     ERROR_BY_CODE,
+    ConfigError,
     DependencyUnavailable,
     HearthError,
     InvalidRequest,
@@ -42,11 +43,11 @@ from shared.regions.region_check import RegionCheck
 from shared.subjects import class_of, from_anyone, inbox_prefix, sent_by, site_addressed, site_of
 from shared.telemetry.log_limit import LogLimit
 from shared.tls import TlsFiles
+from shared.transport.credential_files import CredentialFiles
 from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient, PublishDenied, Take
 from shared.transport.newer_values import announcement_decoder
-from shared.transport.nkeys import API_KEY, UserKey
 from shared.transport.sender_check import SenderCheck
 from shared.transport.site_bytes import SiteBytes
 from shared.transport.untyped_messages import UntypedMessages
@@ -278,7 +279,8 @@ class _ConnectionEvents:
     nats-py calls them in its read and reconnect loops, which an exception would end: none raises.
     """
 
-    def __init__(self, client: DirectClient) -> None:
+    def __init__(self, client: DirectClient, files: CredentialFiles) -> None:
+        self._files = files
         self.last_error: Exception | None = None
         self.rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_losses = 0  # of the connection
@@ -292,6 +294,8 @@ class _ConnectionEvents:
     async def on_error(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # the error's own text may raise
             self._take_error(error)
+        if not self._client.is_connected:
+            self._read_files()
 
     def _take_error(self, error: Exception) -> None:
         if self._client.is_connected:
@@ -317,6 +321,17 @@ class _ConnectionEvents:
         self._client.drop_pending_replies()
         level = logging.INFO if self.expects_gaps else logging.WARNING
         log.log(level, "nats_disconnected")
+        self._read_files()
+
+    def _read_files(self) -> None:
+        try:
+            found = self._files.read_changed()
+        except ConfigError as error:  # half replaced: read again when they change again
+            log.warning("nats_files_unreadable", reason=error.message)
+            return
+        if found is not None:
+            self._client.use(found)
+            log.info("nats_files_read")
 
     async def on_reconnect(self) -> None:
         log.info("nats_reconnected")
@@ -371,12 +386,13 @@ class NatsBus:
         user = servers.user
         if to_clients and user is not None:
             user = api_user(user)
-        key = None if servers.seed_file is None else UserKey.of_file(servers.seed_file)
-        if to_clients and key is not None:
-            key = key.derived(API_KEY)
         requires_tls = "tls://" in url
+        tls_files = (tls or TlsFiles()) if requires_tls else None
+        files = CredentialFiles(servers.seed_file, tls_files, to_clients=to_clients)
+        credential = files.read()
+        key = credential.key
         client = DirectClient(requires_tls=requires_tls, key=key)
-        events = _ConnectionEvents(client)
+        events = _ConnectionEvents(client, files)
         connecting = start_awaited(
             client.connect(
                 servers.urls,
@@ -395,7 +411,7 @@ class NatsBus:
                 ping_interval=1,
                 max_outstanding_pings=2,
                 pending_size=64 * 1024 * 1024,
-                tls=(tls or TlsFiles()).context() if requires_tls else None,
+                tls=credential.tls,
                 tls_handshake_first=tls_first and requires_tls,
             )
         )

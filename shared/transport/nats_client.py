@@ -23,6 +23,7 @@ from nats.errors import Error, FlushTimeoutError, NoRespondersError, TimeoutErro
 from nats.js.api import Header
 
 from shared.background import item_error
+from shared.transport.credential_files import ConnectionCredential
 from shared.transport.nkeys import UserKey
 
 FLUSH_S = 2
@@ -44,7 +45,7 @@ INTERNALS = {
 }
 # Attributes of a Client and of a Subscription that are read or written here.
 CLIENT_ATTRIBUTES = (
-    *("_subs", "_pongs", "_error_cb", "_transport", "_public_nkey"),
+    *("_subs", "_pongs", "_error_cb", "_transport", "_public_nkey", "_signature_cb", "options"),
     *("_reading_task", "_reconnection_task", "_flusher_task", "_pending", "_pending_data_size"),
 )
 SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
@@ -70,6 +71,14 @@ class DirectClient(Client):
         self._num_requests = 0
         self._reply_prefix = ""
         self._replies_id: int | None = None  # the subscription to replies
+
+    def use(self, credential: ConnectionCredential) -> None:
+        """Makes the next connection with these files of TLS and this key."""
+        if credential.tls is not None:
+            self.options["tls"] = credential.tls
+        if credential.key is not None:
+            self._public_nkey = credential.key.public
+            self._signature_cb = credential.key.sign
 
     @property
     def is_running(self) -> bool:
