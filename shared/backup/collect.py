@@ -31,7 +31,7 @@ from shared.model_registry.record import REGISTRY
 from shared.store import Store, reading_reply
 from shared.tenancy import audit, pinned_prefix, retractions
 from shared.tenancy.declared_classes import REGION_CLASSES
-from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.tenant_data import usage_keys
 from shared.tenancy.model_alias import ALIASES, aliases_of
 from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, tenant_and_day
@@ -122,8 +122,9 @@ async def collect(
         lines = await store.evaluate(LINES_LUA, [stream], [])
         if lines:
             yield StoredLines(key=stream, lines=[(each, list(row)) for each, row in lines[::-1]])
+    confirmed = min((await site_drops.positions(store)).values(), default=None)
     for order in await kv_drops.orders(store):
-        if not order.is_finished:
+        if not order.is_finished or (confirmed is not None and order.drop.number > confirmed):
             yield StoredDrop(drop=order.drop)
     if with_texts:
         holders = {each for each, record in tenants.items() if _allows_texts(record)}

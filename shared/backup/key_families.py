@@ -53,7 +53,14 @@ KEY_FAMILIES = (
         *("hearth:audit:refusal_counts", "refusals that are in the audit", "left out"),
         "those of running processes may be listed once more",
     ),
-    KeyFamily("hearth:kv_drops", "orders to drop KV", "kept", "only those that have not ended"),
+    KeyFamily(
+        *("hearth:kv_drops", "orders to drop KV", "kept"),
+        "those that have not ended, or that a site has not confirmed",
+    ),
+    KeyFamily(
+        *("hearth:kv_drops:sites", "orders that sites have confirmed", "rebuilt"),
+        "sites are sent all of them again, which is harmless",
+    ),
     KeyFamily("hearth:kv_drops:progress", "how far they are", "rebuilt"),
     KeyFamily("hearth:kv_drops:last", "the number of the last order", "rebuilt"),
     KeyFamily(

@@ -62,7 +62,7 @@ class StoredRetractions(msgspec.Struct, frozen=True, kw_only=True, tag="retracti
 
 
 class StoredDrop(msgspec.Struct, frozen=True, kw_only=True, tag="kv_drop"):
-    """An order that had not ended."""
+    """An order that had not ended, or that a site had not confirmed."""
 
     drop: KvDrop
 

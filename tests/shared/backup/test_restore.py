@@ -18,7 +18,8 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
 from shared.tenancy import audit, pinned_prefix, retractions
-from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion import kv_drops, site_drops
+from shared.tenancy.deletion.kv_drops import DropProgress
 from shared.tenancy.deletion.tenant_removal import TenantRemoval
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.pinned_prefix import PinnedPrefix
@@ -121,6 +122,20 @@ async def test_what_was_taken_back_stays_so_without_the_list_in_redis(rig: Rig) 
     rig.list_file.unlink()
     assert sorted((await rig.restore()).added.elements()) == []
     assert await rig.standing("acme", "key-1") == "ended"
+
+
+async def test_order_that_a_site_has_not_confirmed_is_ordered_again(rig: Rig) -> None:
+    for name in ("first", "second", "third"):
+        drop = await kv_drops.order(rig.store, name, "removed", time.time())
+        progress = DropProgress(finished_at=None if name == "third" else 1.0)
+        await kv_drops.report(rig.store, drop.number, progress)
+    assert await site_drops.confirm(rig.store, "far", 1)
+    await rig.backup()
+    rig.client.flushall()
+    await rig.restore()
+    assert [e.drop.tenant_id for e in await kv_drops.orders(rig.store)] == ["second", "third"]
+    await rig.restore()
+    assert len(await kv_drops.orders(rig.store)) == 2
 
 
 async def test_tenant_made_anew_gets_no_key_of_the_one_before(rig: Rig) -> None:
