@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,19 @@ from tests.support.waiting import until
 NAMES = ["gateway=gateway-1", "scheduler=scheduler-1"]
 
 
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    started = list[Server]()
+    yield started
+    for each in started:
+        each.stop()
+
+
 def has_returned(bus: NatsBus, num_losses: int) -> bool:
     return bus._events.num_losses > num_losses and bus.is_connected
 
 
-async def test_new_seed_is_used_without_a_restart(tmp_path: Path) -> None:
+async def test_new_seed_is_used_without_a_restart(tmp_path: Path, servers: list[Server]) -> None:
     seeds, config, port = tmp_path / "keys", tmp_path / "nats.conf", free_port()
 
     def write_config() -> None:
@@ -37,6 +46,7 @@ async def test_new_seed_is_used_without_a_restart(tmp_path: Path) -> None:
 
     write_config()
     server = Server([find_binary("nats-server"), "-c", str(config)], port)
+    servers.append(server)
     url = f"nats://{{}}@127.0.0.1:{port}?seed={seeds}/{{}}.nk"
     rotated, other = [
         await NatsBus.connect(url.format(name, name), process_id=name)
@@ -52,11 +62,10 @@ async def test_new_seed_is_used_without_a_restart(tmp_path: Path) -> None:
     assert (other._events.num_losses, other.is_connected) == (0, True)
     for bus in (rotated, other):
         await bus.close()
-    server.stop()
 
 
 async def test_certificates_of_another_authority_are_used_without_a_restart(
-    tmp_path: Path,
+    tmp_path: Path, servers: list[Server]
 ) -> None:
     folder, port = tmp_path / "tls", free_port()
     first = Authority(folder)
@@ -67,6 +76,7 @@ async def test_certificates_of_another_authority_are_used_without_a_restart(
     text = nats_server_config(users, host="127.0.0.1", port=port)
     config.write_text(text + tls_block(str(folder)))
     server = Server([find_binary("nats-server"), "-c", str(config)], port)
+    servers.append(server)
     url = f"tls://decode-1:word@localhost:{port}"
     bus = await NatsBus.connect(url, process_id="decode-1", tls=tls)
     server.stop()
@@ -79,7 +89,6 @@ async def test_certificates_of_another_authority_are_used_without_a_restart(
     await until(lambda: has_returned(bus, 0))
     await bus.flush()
     await bus.close()
-    server.stop()
 
 
 def test_files_are_read_when_they_have_changed(tmp_path: Path) -> None:
@@ -98,11 +107,14 @@ def test_files_are_read_when_they_have_changed(tmp_path: Path) -> None:
     assert first.key.public != second.key.public
 
 
-async def test_half_replaced_files_do_not_end_the_connection(tmp_path: Path) -> None:
+async def test_half_replaced_files_do_not_end_the_connection(
+    tmp_path: Path, servers: list[Server]
+) -> None:
     seeds, port = tmp_path / "keys", free_port()
     text = nats_config_with_nkeys(named_credentials(NAMES), seeds, host="127.0.0.1", port=port)
     (tmp_path / "nats.conf").write_text(text)
     server = Server([find_binary("nats-server"), "-c", str(tmp_path / "nats.conf")], port)
+    servers.append(server)
     url = f"nats://gateway-1@127.0.0.1:{port}?seed={seeds}/gateway-1.nk"
     bus = await NatsBus.connect(url, process_id="gateway-1", tls=TlsFiles())
     (seeds / "gateway-1.nk").write_text("half a se")
@@ -112,4 +124,3 @@ async def test_half_replaced_files_do_not_end_the_connection(tmp_path: Path) -> 
         await until(lambda: has_returned(bus, 0))
     assert [each["event"] for each in logs].count("nats_files_unreadable") == 1
     await bus.close()
-    server.stop()
