@@ -51,6 +51,7 @@ MODULES = {
     "gateway": "service_commands",
     "scheduler": "service_commands",
     "kv-index": "service_commands",
+    "encode": "service_commands",
     "prefill": "service_commands",
     "decode": "service_commands",
     "worker": "service_commands",

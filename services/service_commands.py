@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import typer
 
-from services.cli.cluster.service_options import service_command
+from services.cli.cluster.service_options import DecodeRole, PrefillRole, service_command
 from services.cli.help import ServiceHelpCommand
 from services.local.processes.environ import thread_environ
 from shared.config import (
+    EncodeConfig,
     GatewayConfig,
     HostConfig,
     KvIndexConfig,
@@ -56,26 +57,35 @@ def _run_host(config: HostConfig) -> int:
     return run_service(config, lambda: build_host(config))
 
 
-def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
+def _run_worker(config: WorkerConfig, roles: tuple[Role, ...], *, is_encoding: bool = False) -> int:
     _set_thread_environ(config)
     from services.worker.worker import build_worker
     from shared.lifecycle.process import run_service
 
-    return run_service(config, lambda: build_worker(config, roles))
+    return run_service(config, lambda: build_worker(config, roles, is_encoding=is_encoding))
 
 
-def _set_thread_environ(config: WorkerConfig) -> None:
+def _run_encode(config: EncodeConfig) -> int:
+    _set_thread_environ(config)
+    from services.worker.encode_worker import build_encode_worker
+    from shared.lifecycle.process import run_service
+
+    return run_service(config, lambda: build_encode_worker(config))
+
+
+def _set_thread_environ(config: EncodeConfig) -> None:
     """Sets the number of threads, which math libraries read when they are loaded."""
     for name, value in thread_environ(config.num_threads or len(os.sched_getaffinity(0))).items():
         os.environ.setdefault(name, value)
 
 
-def _run_prefill(config: WorkerConfig, is_both: bool) -> int:
-    return _run_worker(config, ("prefill", "decode") if is_both else ("prefill",))
+def _run_prefill(config: WorkerConfig, role: str) -> int:
+    roles: tuple[Role, ...] = ("prefill", "decode") if role == "both" else ("prefill",)
+    return _run_worker(config, roles, is_encoding=role == "encode")
 
 
-def _run_decode(config: WorkerConfig, is_both: bool) -> int:
-    return _run_worker(config, ("prefill", "decode") if is_both else ("decode",))
+def _run_decode(config: WorkerConfig, role: str) -> int:
+    return _run_worker(config, ("prefill", "decode") if role == "both" else ("decode",))
 
 
 def _run_both(config: WorkerConfig) -> int:
@@ -115,13 +125,18 @@ def _add_services() -> None:
         "Tracks which worker holds which prefix.",
     )
     add(
+        "encode",
+        service_command(EncodeConfig, "encode", _run_encode),
+        "Encodes the images of prompts.",
+    )
+    add(
         "prefill",
-        service_command(worker, "prefill", _run_prefill, has_role_option=True),
+        service_command(worker, "prefill", _run_prefill, role_type=PrefillRole),
         "Computes the KV cache of prompts.",
     )
     add(
         "decode",
-        service_command(worker, "decode", _run_decode, has_role_option=True),
+        service_command(worker, "decode", _run_decode, role_type=DecodeRole),
         "Generates tokens.",
     )
     add(

@@ -423,16 +423,66 @@ def expert_split(text: str) -> ExpertSplit:
     raise ConfigError(f"experts {text!r} is none of {', '.join(EXPERT_SPLITS)}", param="experts")
 
 
-class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
+class EncodeConfig(ModelProcessConfig, frozen=True, kw_only=True):
+    """A worker that encodes images alone; all workers have these fields."""
+
+    dtype: str = "auto"
+    device: str = "auto"  # CUDA if a device is present
+    load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
+    num_threads: int = 0  # 0: share the cores of this host
+    mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
+    data_plane_host: str = "127.0.0.1"  # where decode listens for KV, and encode for pixels
+    # of the first rank, the others have the next ones, then come pixels; 0: free ports
+    data_plane_port: int = 0
+    data_plane_advertised_host: str = ""  # address that prefill workers dial; default: the same
+    # KV over TCP is encrypted and authenticated (aead), only authenticated (mac), or neither
+    # (none).
+    data_plane_security: str = "aead"
+    image_cache_bytes: int = 256 * 1024 * 1024  # encoded images of all tenants, in host memory
+
+    @property
+    def pixel_port(self) -> int:
+        """The port at which pixels arrive; 0: a free one."""
+        return self.data_plane_port
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether neither KV nor its keys leave this host."""
+        hosts = (self.data_plane_host, self.data_plane_advertised_host or self.data_plane_host)
+        return is_on_loopback(self.nats_url) and all(map(is_loopback, hosts))
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.dtype not in DTYPES:
+            yield f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}"
+        if not is_device_name(self.device):
+            yield f"device {self.device!r} is not {DEVICES}"
+        if self.load_format not in LOAD_FORMATS:
+            yield f"load_format {self.load_format!r} is none of {', '.join(LOAD_FORMATS)}"
+        if self.mode not in MODES:
+            yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
+        if self.data_plane_security not in DATA_PLANE_SECURITIES:
+            yield (
+                f"data_plane_security {self.data_plane_security!r} is none of "
+                f"{', '.join(DATA_PLANE_SECURITIES)}"
+            )
+        elif self.data_plane_security != "none" and not _hides_keys(self.nats_url):
+            yield (
+                "nats_url must be tls:// off this host, because NATS carries the keys of the KV "
+                "data plane; or data_plane_security must be none"
+            )
+        if not 0 <= self.data_plane_port < 65536:
+            yield f"data_plane_port {self.data_plane_port} is not in [0, 65536)"
+        if self.num_threads < 0:
+            yield f"num_threads {self.num_threads} is negative"
+
+
+class WorkerConfig(EncodeConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
     announce: str = ""  # subset of the roles that it handles: prefill, decode or both; empty: all
-    dtype: str = "auto"
     kv_dtype: KvDtype = "auto"  # dtype of stored KV: fp8 holds twice the tokens of bf16
-    device: str = "auto"  # CUDA if a device is present
-    load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
     weights: str = "auto"  # dense, or compressed in memory: bit-identical, fewer bytes
-    num_threads: int = 0  # 0: share the cores of this host
     tp: int = 1  # ranks that share each layer: 1, 2, 4 or 8
     pp: int = 1  # pipeline stages
     experts: ExpertSplit = "auto"  # ep: ranks hold whole experts; tp: columns of all of them
@@ -440,7 +490,6 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     remote_ranks: int = 0  # the last ranks of tp x pp, which `hearth rank` runs on other hosts
     rank_host: str = "127.0.0.1"  # where those join; this host's ranks advertise it
     is_trusted_network: bool = False  # ranks of several hosts exchange without encryption
-    mode: ModeChoice = "auto"  # fast: resumed responses may differ, unlike hardware shares KV
     executor: ExecutorChoice = "auto"  # CUDA graphs of decode steps; plain: without them
     attention: AttentionChoice = "auto"  # of prompts on CUDA; auto: triton
     expert_kernels: ExpertKernels = "auto"  # of many rows on CUDA; auto: triton
@@ -458,17 +507,9 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     max_reserved_share: float = 0.5
     zero_freed_blocks: bool = False
     max_pinned_share: float = 0.25  # share of the cache for pinned prefixes
-    data_plane_host: str = "127.0.0.1"  # where decode listens for KV
-    # of the first rank, the others have the next ones, then come pixels; 0: free ports
-    data_plane_port: int = 0
-    data_plane_advertised_host: str = ""  # address that prefill workers dial; default: the same
     kv_compression: str = (
         "auto"  # auto: compresses BF16 KV to other hosts if it is faster; or "off"
     )
-    # KV over TCP is encrypted and authenticated (aead), only authenticated (mac), or neither
-    # (none).
-    data_plane_security: str = "aead"
-    image_cache_bytes: int = 256 * 1024 * 1024  # encoded images of all tenants, in host memory
     # the name of this worker's site, to which other sites may push KV; empty: none may
     site: str = ""
 
@@ -476,12 +517,6 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     def pixel_port(self) -> int:
         """The port at which pixels arrive; 0: a free one."""
         return self.data_plane_port and self.data_plane_port + self.tp * self.pp
-
-    @property
-    def is_on_loopback(self) -> bool:
-        """Whether neither KV nor its keys leave this host."""
-        hosts = (self.data_plane_host, self.data_plane_advertised_host or self.data_plane_host)
-        return is_on_loopback(self.nats_url) and all(map(is_loopback, hosts))
 
     @property
     def has_ranks(self) -> bool:
@@ -503,18 +538,10 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         yield from gpu_memory_problems(self.gpu_memory, self.device)
         if self.announce not in ("", *WORKER_ROLES):
             yield f"announce {self.announce!r} is none of {', '.join(WORKER_ROLES)}"
-        if self.dtype not in DTYPES:
-            yield f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}"
         if self.kv_dtype not in KV_DTYPES:
             yield f"kv_dtype {self.kv_dtype!r} is none of {', '.join(KV_DTYPES)}"
-        if not is_device_name(self.device):
-            yield f"device {self.device!r} is not {DEVICES}"
-        if self.load_format not in LOAD_FORMATS:
-            yield f"load_format {self.load_format!r} is none of {', '.join(LOAD_FORMATS)}"
         if self.weights not in WEIGHT_FORMS:
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
-        if self.mode not in MODES:
-            yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
         if self.executor not in EXECUTORS:
             yield f"executor {self.executor!r} is none of {', '.join(EXECUTORS)}"
         if self.parked_weights not in PARKED_WEIGHTS:
@@ -530,20 +557,6 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"activations {self.activations!r} is none of {', '.join(ACTIVATIONS)}"
         if self.kv_compression not in KV_COMPRESSIONS:
             yield f"kv_compression {self.kv_compression!r} is none of {', '.join(KV_COMPRESSIONS)}"
-        if self.data_plane_security not in DATA_PLANE_SECURITIES:
-            yield (
-                f"data_plane_security {self.data_plane_security!r} is none of "
-                f"{', '.join(DATA_PLANE_SECURITIES)}"
-            )
-        elif self.data_plane_security != "none" and not _hides_keys(self.nats_url):
-            yield (
-                "nats_url must be tls:// off this host, because NATS carries the keys of the KV "
-                "data plane; or data_plane_security must be none"
-            )
-        if not 0 <= self.data_plane_port < 65536:
-            yield f"data_plane_port {self.data_plane_port} is not in [0, 65536)"
-        if self.num_threads < 0:
-            yield f"num_threads {self.num_threads} is negative"
         if self.tp not in TP_SIZES:
             yield f"tp {self.tp} is none of 1, 2, 4, 8"
         if self.pp < 1:

@@ -16,6 +16,8 @@ The life of a request, by message:
     decode ◀═══ KV frames ════ prefill        shared/kv_wire/; PrefillFailed, PrefillPhases on NATS
     prefill ───FetchPixels───▶ gateway        where an image has to be encoded; decode does the same
     prefill ◀══ pixel frames ═ gateway        shared/pixels/
+    prefill ───EncodeImage───▶ encode         where there are encode workers, which then fetch the
+    prefill ◀══ vector frames═ encode         pixels; RenewLease, AbortRequest, EncodeFailed
     gateway ◀──TokenBatch──── decode          ResendTokens fills gaps
     gateway ──AckFinished────▶ decode         the last tokens arrived; or AbortRequest
 
@@ -52,7 +54,7 @@ from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
 from shared.telemetry.timeline import Timeline
 
-Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "host"]
+Role = Literal["gateway", "scheduler", "encode", "prefill", "decode", "kv_index", "host"]
 WorkerRole = Literal["prefill", "decode"]
 # Roles by the name that operators use.
 WORKER_ROLES: dict[str, tuple[WorkerRole, ...]] = {
@@ -625,6 +627,46 @@ class FetchPixels(Message, frozen=True, kw_only=True):
         return self.worker_id
 
 
+# ── encode ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class EncodeImage(Message, frozen=True, kw_only=True):
+    """Encode an image of a request, whose pixels its gateway holds, and push the vectors to
+    `target` as frames of `transfer_id`. The reply is Done; EncodeFailed may follow.
+    """
+
+    transfer_id: PlacementId
+    worker_id: ProcessId  # which wants the vectors
+    encoder: Name  # EncoderCard.key of that worker's own encoder
+    tenant_id: Name
+    request_id: Name
+    gateway_id: ProcessId
+    cache_root: Digest
+    image_hash: Digest
+    shape: Annotated[tuple[PixelCount, ...], Meta(min_length=1, max_length=8)]  # uint8
+    target: DataPlaneAddress
+    link_key: LinkKey | None = None  # None: vectors over TCP are not sealed
+    lease_s: Duration
+    deadline_s: Duration
+    is_zero_retention: bool = False  # copied from the request
+    allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # likewise
+    region_class: Name = ""  # likewise
+
+    @property
+    def sender_id(self) -> str:
+        return self.worker_id
+
+
+class EncodeFailed(Message, frozen=True, kw_only=True):
+    transfer_id: PlacementId
+    worker_id: ProcessId  # that was to encode the image
+    failure: Failure
+
+    @property
+    def sender_id(self) -> str:
+        return self.worker_id
+
+
 # ── prefix index ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -981,6 +1023,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     num_reused_images: Count = 0
     num_encoded_tiles: Count = 0
     encode_s: TotalSeconds = 0.0  # with a tile in the encoder
+    num_fetched_images: Count = 0  # whose vectors came from another worker
     max_step_tokens: Count = 0  # of a step at most, since one had too little memory; 0: no change
     num_handoffs_in_flight: Count = 0  # now: a decode worker's prefills at other workers
     num_handoffs: Count = 0  # prefills handed to another worker, and the wait for its reply
@@ -1417,6 +1460,15 @@ class HostModelPage(Message, frozen=True, kw_only=True):
     models: Annotated[tuple[HostedModel, ...], Meta(max_length=256)]
 
 
+class EncoderCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The image encoder with which a worker encodes for others. `key` names what the bits of its
+    vectors depend on.
+    """
+
+    model: Name
+    key: Name
+
+
 class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What a process does before it is ready: "loading", "compiling", or what a later release
     does.
@@ -1471,6 +1523,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True):
     # Since its start: the kinds that came last, and all by their check
     refusals: Annotated[tuple[ResidencyRefusals, ...], Meta(max_length=MAX_REFUSALS)] = ()
     num_refusals: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=32)] = ()
+    encoder: EncoderCard | None = None  # None: the process encodes no images for others
 
     @property
     def sender_id(self) -> str:

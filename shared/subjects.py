@@ -36,13 +36,15 @@ from shared.messages import Role
 PREFIX = "hearth.v1"
 ANY = "any"
 
-# A credential's role: a `worker` has prefill and decode handlers over one engine; an `observer`
+# A credential's role: a `worker` has prefill and decode handlers over one engine, and it and
+# `prefill` may encode images for others; an `observer`
 # receives heartbeats and may only read timelines and the fleet from gateways; an `operator` also
 # commands hosts and workers; a `client` sends API requests of one tenant and is no process of the
 # cluster.
 CredentialRole = Literal[
     "gateway",
     "scheduler",
+    "encode",
     "prefill",
     "decode",
     "kv_index",
@@ -65,7 +67,7 @@ _IN = f"{PREFIX}.in."
 DATA_VERBS = frozenset(
     {
         *("submit", "match", "start", "resend", "run", "tokens", "pixels"),
-        *("kv_events", "list_blocks", "pins"),
+        *("kv_events", "list_blocks", "pins", "encode"),
     }
 )
 
@@ -182,6 +184,16 @@ def receipt(gateway_id: str) -> str:
     return command("gateway", gateway_id, "receipt")
 
 
+def encode(worker_id: str) -> str:
+    """Carries EncodeImage."""
+    return command("encode", worker_id, "encode")
+
+
+def encoded(role: Role, worker_id: str) -> str:
+    """Carries EncodeFailed, to the worker that wants the vectors."""
+    return command(role, worker_id, "encoded")
+
+
 def trace(gateway_id: str) -> str:
     """Carries ReadTimeline."""
     return command("gateway", gateway_id, "trace")
@@ -236,7 +248,9 @@ def resend(worker_id: str) -> str:
 
 
 def control(role: Role, worker_id: str) -> str:
-    """Carries AbortRequest, AckFinished, RenewLease, PrefillFailed and PrefillPhases."""
+    """Carries AbortRequest, AckFinished, RenewLease, PrefillFailed and PrefillPhases; to encode
+    workers AbortRequest and RenewLease.
+    """
     return command(role, worker_id, "control")
 
 
@@ -422,15 +436,17 @@ class Permissions(msgspec.Struct, frozen=True):
     reply_s: float = 60.0
 
 
-_LIFECYCLE = (f"{PREFIX}.prefill.*.*.lifecycle", f"{PREFIX}.decode.*.*.lifecycle")
+_LIFECYCLE = tuple(f"{PREFIX}.{each}.*.*.lifecycle" for each in ("prefill", "decode", "encode"))
 _PROFILE = (f"{PREFIX}.prefill.*.*.profile", f"{PREFIX}.decode.*.*.profile")
-_TENANT_KV = (f"{PREFIX}.prefill.*.*.tenant_kv", f"{PREFIX}.decode.*.*.tenant_kv")
+_TENANT_KV = tuple(f"{PREFIX}.{each}.*.*.tenant_kv" for each in ("prefill", "decode", "encode"))
 _TRACE = f"{PREFIX}.gateway.*.*.trace"
 _FLEET = f"{PREFIX}.gateway.*.*.fleet"
 _RECEIPT = f"{PREFIX}.gateway.*.*.receipt"
 _HOST_MODELS = f"{PREFIX}.host.*.*.models"
 _LIST_MODELS = f"{PREFIX}.host.*.*.list_models"
 _PIXELS = f"{PREFIX}.gateway.*.*.pixels"
+_TO_ENCODERS = (f"{PREFIX}.encode.*.*.encode", f"{PREFIX}.encode.*.*.control")
+_ENCODES = (f"{PREFIX}.prefill.*.*.encoded", f"{PREFIX}.decode.*.*.encoded", _PIXELS)
 _TO_PREFILLS = (f"{PREFIX}.prefill.*.*.run", f"{PREFIX}.prefill.*.*.control")
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
@@ -452,8 +468,9 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         _HOST_MODELS,
         _LIST_MODELS,
     ),
-    "decode": (*_TO_PREFILLS, f"{PREFIX}.gateway.*.*.tokens", _PIXELS),
-    "prefill": (f"{PREFIX}.decode.*.*.control", _PIXELS),
+    "decode": (*_TO_PREFILLS, *_TO_ENCODERS, f"{PREFIX}.gateway.*.*.tokens", _PIXELS),
+    "prefill": (f"{PREFIX}.decode.*.*.control", *_TO_ENCODERS, *_ENCODES),
+    "encode": _ENCODES,
     "kv_index": tuple(f"{PREFIX}.*.*.*.{verb}" for verb in ("list_blocks", "pins", "tenant_kv")),
     "host": _LIFECYCLE,
 }
@@ -461,6 +478,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
 _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
     "gateway": (READ_FLEET,),
     "scheduler": (SUBMIT,),
+    "encode": (),
     "decode": (),
     "prefill": (),
     "kv_index": (MATCH, KV_EVENTS),
@@ -532,7 +550,11 @@ def permissions(
         publish += [heartbeat((each,), any_instance, region), kv_events(each, any_instance)]
         publish += _PUBLISH[each]
         shared += [command(each, any_instance, "*"), *_SHARED_SUBSCRIBE[each]]
-    own = [command(each, any_instance, verb) for each in roles for verb in sorted(DATA_VERBS)]
+    receiving = roles
+    if "prefill" in roles:  # it may encode images for others
+        receiving = (*roles, "encode")
+        shared.append(command("encode", any_instance, "*"))
+    own = [command(each, any_instance, verb) for each in receiving for verb in sorted(DATA_VERBS)]
     if role in ("worker", *_PREFILL_AND_DECODE):
         publish.append(join_ranks(any_instance))
         shared.append(join_ranks(any_instance))

@@ -279,6 +279,7 @@ def test_each_profile_has_workers_of_its_own() -> None:
     profiles = {name: each.get("profiles") for name, each in SERVICES.items()}
     assert profiles["prefill"] == profiles["decode"] == ["cpu"]
     assert profiles["prefill-gpu"] == profiles["decode-gpu"] == ["gpu"]
+    assert profiles["encode"] == ["encode"]
     assert {name for name, each in profiles.items() if each is None} == {
         *("nats", "redis", "kv_index", "scheduler", "gateway"),
     }

@@ -158,7 +158,7 @@ class DecodeService:
 
     def _start_decode(self, command: StartDecode) -> DecodeStarted:
         placement_id = command.placement_id
-        request = self._worker.tenant_kv.current(command.request)
+        request = self._worker.tenant_kv.unretained.current(command.request)
         known = self._placements.get(placement_id)
         if known is not None:
             return self._started(known)

@@ -22,6 +22,7 @@ from shared.transport.server_config import NatsUser, NkeyUser, nats_server_confi
 ROLES: tuple[CredentialRole, ...] = (
     "gateway",
     "scheduler",
+    "encode",
     "prefill",
     "decode",
     "kv_index",

@@ -39,6 +39,7 @@ _COMMANDS: dict[CredentialRole, str] = {
     "gateway": "gateway",
     "scheduler": "scheduler",
     "kv_index": "kv-index",
+    "encode": "encode",
     "prefill": "prefill",
     "decode": "decode",
     "worker": "worker",
@@ -61,7 +62,7 @@ SECRETS = frozenset(
     {SECRET_VARIABLE, OPERATOR_VARIABLE, FAULT_SOCKET_VARIABLE, FAULT_TOKEN_VARIABLE}
 )
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
-WORKER_ROLES = ("prefill", "decode", "worker")
+WORKER_ROLES = ("encode", "prefill", "decode", "worker")
 LINKED_ROLES = (*WORKER_ROLES, "host", "gateway", "scheduler")
 
 
@@ -71,6 +72,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill: int = 1
     num_decode: int = 1
     num_both: int = 0
+    num_encode: int = 0
     http_host: str = LOOPBACK
     http_port: int | None = None  # None: 8000, or a free port if 8000 is in use
     nats_url: str | None = None
@@ -149,6 +151,7 @@ def check_options(options: UpOptions) -> None:
         "prefill": options.num_prefill,
         "decode": options.num_decode,
         "both": options.num_both,
+        "encode": options.num_encode,
     }
     problems = [f"--{name} {count} is negative" for name, count in counts.items() if count < 0]
     if options.models:
@@ -213,10 +216,10 @@ def _several_models_problems(options: UpOptions) -> list[str]:
     fixed = (
         *("dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
         *("prefill_tp", "decode_tp", "activations", "experts", "model_name", "nats_url"),
-        "chat_template",
+        *("chat_template", "num_encode"),
     )
     fields = {each.name: each.default for each in msgspec.structs.fields(UpOptions)}
-    named = {"model_name": "name", "nats_url": "nats"}
+    named = {"model_name": "name", "nats_url": "nats", "num_encode": "encode"}
     given = [name for name in fixed if getattr(options, name) != fields[name]]
     return [
         f"--{named.get(name, name).replace('_', '-')} is for one --model, and {len(options.models)}"
@@ -241,7 +244,7 @@ def _device_problems(options: UpOptions) -> list[str]:
     index = device.partition(":")[2]
     if index and int(index) >= num_gpus:
         return [f"--device {device}: there are {num_gpus} CUDA devices, 0 to {num_gpus - 1}"]
-    num_workers = options.num_prefill + options.num_decode + options.num_both
+    num_workers = options.num_prefill + options.num_decode + options.num_both + options.num_encode
     num_usable = 1 if index else num_gpus
     if options.gpu_memory:
         return _share_problems(options.gpu_memory, num_workers, num_usable)
@@ -307,6 +310,7 @@ def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
         ("prefill", options.num_prefill),
         ("decode", options.num_decode),
         ("worker", options.num_both),
+        ("encode", options.num_encode),
     )
     if options.models:
         workers = (("host", 1), ("worker", 1))
@@ -325,9 +329,10 @@ def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
 
 def expected_workers(credentials: tuple[Credential, ...]) -> dict[str, set[str]]:
     """Returns, by role, the ids that the gateway must know before the cluster is ready."""
+    handled = {"worker": ("prefill", "decode")}
     return {
-        role: {each.process_id for each in credentials if each.role in (role, "worker")}
-        for role in ("prefill", "decode")
+        role: {e.process_id for e in credentials if role in handled.get(e.role, (e.role,))}
+        for role in ("prefill", "decode", "encode")
     }
 
 
@@ -425,20 +430,20 @@ def _service(
         arguments += ["--model-name", options.model_name]
     if device is not None:
         arguments += ["--dtype", options.dtype, "--device", device]
-        arguments += ["--kv-dtype", options.kv_dtype]
-        arguments += ["--weights", options.weights, "--load-format", options.load_format]
+        arguments += ["--load-format", options.load_format, "--num-threads", str(num_threads)]
+        arguments += ["--data-plane-host", options.advertise_host]
+        if options.nats_url is None and not is_loopback(options.advertise_host):
+            environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
+    if device is not None and credential.role != "encode":
+        arguments += ["--kv-dtype", options.kv_dtype, "--weights", options.weights]
         if options.kv_cache_bytes is not None:
             arguments += ["--kv-cache-bytes", str(options.kv_cache_bytes)]
         if options.gpu_memory:
             arguments += ["--gpu-memory", options.gpu_memory]
         if options.max_batch_tokens is not None:
             arguments += ["--max-batch-tokens", str(options.max_batch_tokens)]
-        arguments += ["--num-threads", str(num_threads)]
         arguments += ["--tp", str(options.tp_of(credential.role)), "--pp", str(options.pp)]
         arguments += ["--activations", options.activations, "--experts", options.experts]
-        arguments += ["--data-plane-host", options.advertise_host]
-        if options.nats_url is None and not is_loopback(options.advertise_host):
-            environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
     if credential.role == "scheduler" and options.num_prefill:
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
     # several processes cannot have one port, and not all need Redis

@@ -13,6 +13,7 @@ from shared.transport.wire_errors import UNREADABLE
 
 POLL_S = 0.1  # each poll takes 2.5 ms of CPU from processes that start
 SHOWN_S = 30.0  # between two reports of what is missing
+_ROLES = ("encode", "prefill", "decode")
 Workers = Mapping[str, Collection[str]]  # process ids by role
 
 
@@ -65,6 +66,6 @@ async def _readiness(client: httpx.AsyncClient) -> _Readiness:
         response = await client.get("/ready")
         workers = msgspec.json.decode(response.content).get("workers") or {}
     except (httpx.HTTPError, AttributeError, *UNREADABLE):
-        return _Readiness(False, False, {"prefill": (), "decode": ()})
-    known = {role: set(workers.get(role) or ()) for role in ("prefill", "decode")}
+        return _Readiness(False, False, dict.fromkeys(_ROLES, ()))
+    known = {role: set(workers.get(role) or ()) for role in _ROLES}
     return _Readiness(True, response.status_code == 200, known)

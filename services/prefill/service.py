@@ -102,7 +102,7 @@ class PrefillService:
         if request.placement_id in self._prefills:
             return PrefillAccepted(placement_id=request.placement_id)
         bounds = self._check(request)
-        request = self._worker.tenant_kv.current(request)
+        request = self._worker.tenant_kv.unretained.current(request)
         sequence = _sequence_of(request, self._worker.served.card.block_size)
         sequence.region_class = self._worker.announced.class_of(request)
         self._worker.check_tokens(sequence)

@@ -10,7 +10,7 @@ import structlog
 
 from shared.background import start_awaited
 from shared.clock import Clock
-from shared.config import WorkerConfig
+from shared.config import EncodeConfig, WorkerConfig
 from shared.engine.executors.group.kv.group_push import GroupPushPort
 from shared.engine.executors.group.kv.group_receive import GroupReceivePort
 from shared.engine.executors.group.kv.rank_links import RankLinks
@@ -140,7 +140,7 @@ def link_keys_of(security: DataPlaneSecurity, randomness: Randomness) -> LinkKey
 
 
 async def receive_kv(
-    config: WorkerConfig,
+    config: EncodeConfig,
     instance_id: bytes,
     codec: FrameCodec | None,
     link_keys: LinkKeys | None,
@@ -169,7 +169,7 @@ async def receive_kv(
         raise ConfigError(f"data_plane_host: {reason}") from error
 
 
-def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
+def data_plane_security(config: EncodeConfig) -> DataPlaneSecurity:
     """Returns the configured security. Warns of an unprotected data plane off loopback."""
     security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
     if security == "none" and not config.is_on_loopback:
@@ -177,7 +177,7 @@ def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
     return security
 
 
-def _advertised_host(config: WorkerConfig) -> str | None:
+def _advertised_host(config: EncodeConfig) -> str | None:
     """Returns the address to advertise for KV, or None for the address that the worker listens at.
 
     A worker that listens on all interfaces has its host's own name, the only

@@ -1,4 +1,6 @@
-"""Composes a worker process: prefill handlers, decode handlers, or both over one engine."""
+"""Composes a worker process: prefill handlers, decode handlers, or both over one engine; with
+them those that encode images for other workers.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,16 @@ import msgspec
 import structlog
 
 from services.decode.service import DecodeService
+from services.encode.service import EncodeService
 from services.prefill.service import PrefillService
 from services.worker.data_plane import CodecLoading, DataPlane, GroupDataPlane, ProcessDataPlane
 from services.worker.gpu_health import watch_gpu
-from services.worker.image_port import load_image_encoder, open_images, vision_of
+from services.worker.image_port import (
+    load_image_encoder,
+    open_images,
+    takes_no_images,
+    vision_of,
+)
 from services.worker.rank_leader import listening_for_ranks
 from services.worker.role_and_standby import RoleAndStandby
 from services.worker.step_profiles import StepProfiles
@@ -50,6 +58,7 @@ from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
 
+Handlers = PrefillService | DecodeService | EncodeService
 DEVICE_LOST_STATUS = 3  # exit status: a supervisor starts the process again, with growing pauses
 
 
@@ -61,7 +70,7 @@ class WorkerProcess:
     def __init__(
         self,
         worker: EngineWorker,
-        handlers: list[PrefillService | DecodeService],
+        handlers: list[Handlers],
         bus: NatsBus,
         heartbeats: StartHeartbeats,
         times: StageTimes,
@@ -160,11 +169,16 @@ async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
     load: Callable[..., Executor] | None = None,
+    *,
+    is_encoding: bool = False,
 ) -> Service:
-    """Connects, and loads the model, which may take minutes: others see that it starts. Raises
-    ConfigError, CheckpointError, DependencyUnavailable.
+    """Connects, and loads the model, which may take minutes: others see that it starts. With
+    `is_encoding` it also encodes images for other workers. Raises ConfigError, CheckpointError,
+    DependencyUnavailable.
     """
     check(config)
+    if is_encoding and vision_of(config) is None:
+        raise takes_no_images(config)
     times = StageTimes()
     times.add("imports", process_age_s())  # since the process began
     worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
@@ -190,7 +204,7 @@ async def build_worker(
             encoder = None
             if load is None and (vision := vision_of(config)) is not None:
                 with times.stage("encoder"):
-                    encoder = await load_image_encoder(config, vision, executor)
+                    encoder = await load_image_encoder(config, vision, executor.numerics.dtype)
     except BaseException:
         await heartbeats.leave()
         await bus.close()
@@ -231,9 +245,11 @@ async def build_worker(
         max_pinned_share=config.max_pinned_share,
         numbers=numbers,
     )
+    handlers: list[Handlers] = []
     if encoder is not None:
-        worker.use_images(await open_images(config, encoder, worker, clock, randomness))
-    handlers: list[PrefillService | DecodeService] = []
+        images = worker, clock, randomness
+        encoding = await open_images(config, encoder, *images, is_encoding=is_encoding)
+        handlers += [] if encoding is None else [encoding]
     if "prefill" in roles:
         with times.stage("push_port"):
             handlers.append(PrefillService(worker, await data_plane.push_port()))

@@ -274,6 +274,8 @@ class EngineWorker:
         self.outbox.start()
         self.loop.start()
         await self.health_monitor.start()
+        if self.images is not None:
+            await self.images.start()
         self.loop.listen(self.pins.on_step)
         self.loop.on_device_lost(self._start_leaving)
         for role in self.roles.handled:  # peers use the first role of the last heartbeat

@@ -41,10 +41,12 @@ HITS_WINDOW_S = 60.0
 HITS_SAMPLE_S = 5.0  # time between two readings of the counters of hits
 SHOW_STOPPED_S = 10.0
 SHOW_LOST_S = 3600.0  # who looks at night looks late
-_WORKER_ROLES = {"prefill", "decode"}
+_WORKER_ROLES = {"encode", "prefill", "decode"}
 _LOST_STATES = {loss.value for loss in Loss}
 _OWN_ID = ""  # no process has this id, whichever process's credential is in use
-_ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index", "host")
+_ORDER: tuple[Role, ...] = (
+    *("encode", "prefill", "decode", "gateway", "scheduler", "kv_index", "host"),
+)
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -294,7 +296,7 @@ def _view(known: _KnownProcess, now: float | None) -> ProcessView:
     heartbeat = known.heartbeat
     return ProcessView(
         process_id=heartbeat.process_id,
-        role="+".join(heartbeat.roles),
+        role=_role_name(heartbeat),
         state=known.state,
         state_age_s=None if now is None else _state_age(known, now),
         region=heartbeat.region,
@@ -355,9 +357,16 @@ def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -
     }
 
 
+def _role_name(heartbeat: Heartbeat) -> str:
+    encodes = heartbeat.encoder is not None and "encode" not in heartbeat.roles
+    return "+".join(("encode", *heartbeat.roles) if encodes else heartbeat.roles)
+
+
 def _model_name(heartbeat: Heartbeat) -> str:
     if heartbeat.starting is not None:
         return heartbeat.starting.model
+    if heartbeat.model is None and heartbeat.encoder is not None:
+        return heartbeat.encoder.model
     return "" if heartbeat.model is None else heartbeat.model.name
 
 

@@ -26,6 +26,7 @@ from shared.lifecycle.identity import name_in_use
 from shared.lifecycle.release import installed_release
 from shared.messages import (
     Alive,
+    EncoderCard,
     GatewayLoad,
     Heartbeat,
     HostLoad,
@@ -104,6 +105,7 @@ class HealthMonitor:
         self.refusals = Refusals(region, bus.regions.classes, LogLimit(clock.now))
         self._count_refusals_of(bus.regions, roles[0])
         self.state: ProcessState = "starting"
+        self.encoder: EncoderCard | None = None  # with which it encodes images for others
         self._numbers = HeartbeatNumbers.random(randomness) if numbers is None else numbers
         self.epoch = self._numbers.epoch
         self.fleet = Fleet(bus.process_id, self.epoch)
@@ -377,6 +379,7 @@ class HealthMonitor:
             links=self._links(),
             refusals=self.refusals.last(),
             num_refusals=tuple(self.refusals.totals.items()),
+            encoder=self.encoder,
         )
 
     def _count_refusals_of(self, regions: RegionCheck, role: Role) -> None:

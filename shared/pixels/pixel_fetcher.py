@@ -9,22 +9,21 @@ A fetch whose link or frames are lost is tried again until its deadline.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable, FrameRefused, HearthError, LinkLost, Overloaded
-from shared.kv_wire.link import FrameHeader, KvReceiver
+from shared.errors import DependencyUnavailable, Overloaded
+from shared.kv_wire.link import KvReceiver
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import PLACEMENT_ID_BYTES, Done, FetchPixels
-from shared.pixels.pixel_frames import check_pixel_header, image_bytes
+from shared.pixels.byte_transfer import STALL_S, ByteTransfer
+from shared.pixels.pixel_frames import image_bytes
 from shared.randomness import Randomness
 from shared.subjects import pixels
 from shared.transport.timed_requests import TimedRequests
 
 ACK_S = 0.5  # plus the round trip
 RETRY_S = 0.1
-STALL_S = 5.0  # without a frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,50 +36,7 @@ class PixelRequest:
     image_hash: bytes
     shape: tuple[int, ...]
     region_class: str = ""  # that of the tenant
-
-
-class PixelTransfer:
-    """The `FrameSink` of one try."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._bytes = memoryview(bytearray(num_bytes))
-        self._num_received = 0
-        self._changed = asyncio.Event()
-        self._error: HearthError | None = None
-
-    async def frame(self, header: FrameHeader, payload: memoryview) -> None:
-        check_pixel_header(header, self._num_received, len(self._bytes))
-        end = self._num_received + len(payload)
-        self._bytes[self._num_received : end] = payload
-        self._num_received = end
-        self._changed.set()
-
-    def corrupt(self, header: FrameHeader) -> None:
-        self._fail(LinkLost(f"frame {header.sequence_number} of an image failed its checksum"))
-
-    def outside(self) -> None:
-        self._fail(FrameRefused("the pixels come from outside of the tenant's regions"))
-
-    def link_lost(self) -> None:
-        self._fail(LinkLost("the link to the gateway was lost"))
-
-    async def complete(self) -> memoryview:
-        """Returns the pixels. Raises LinkLost if the frames stop before."""
-        while self._num_received < len(self._bytes) and self._error is None:
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(STALL_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                self._fail(LinkLost(f"no pixels came for {STALL_S:g} s"))
-        if self._error is not None:
-            raise self._error
-        return self._bytes
-
-    def _fail(self, error: HearthError) -> None:
-        if self._num_received < len(self._bytes):
-            self._error = error
-        self._changed.set()
+    allowed_regions: tuple[str, ...] = ()  # empty: all
 
 
 class PixelFetcher:
@@ -121,11 +77,11 @@ class PixelFetcher:
 
     async def _try(self, request: PixelRequest, deadline_s: float) -> memoryview:
         transfer_id = self._randomness.bytes(PLACEMENT_ID_BYTES)
-        transfer = PixelTransfer(image_bytes(request.shape))
+        transfer = ByteTransfer(image_bytes(request.shape))
         self._receiver.expect(transfer_id, transfer)
         try:
             await self._ask(request, transfer_id, deadline_s)
-            return await transfer.complete()
+            return await transfer.complete(STALL_S)
         finally:
             self._receiver.forget(transfer_id)
 

@@ -17,7 +17,7 @@ from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest, LinkLost, Overloaded
 from shared.kv_wire.link import KvDialer, PushLink
 from shared.messages import Done, FetchPixels
-from shared.pixels.pixel_frames import MAX_IMAGE_BYTES, image_bytes, pixel_header
+from shared.pixels.pixel_frames import MAX_IMAGE_BYTES, byte_header, image_bytes
 from shared.subjects import pixels
 from shared.transport.bus import Bus
 
@@ -192,5 +192,5 @@ async def _send(
     async def fill(slot: memoryview) -> None:
         slot[:] = part
 
-    header = pixel_header(command.transfer_id, number, first, len(part))
+    header = byte_header(command.transfer_id, number, first, len(part))
     await link.send(header, fill, command.tenant_id)

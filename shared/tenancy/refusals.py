@@ -27,6 +27,7 @@ Check = Literal[
     "gateway",
     "scheduler",
     "decode",
+    "encode",
     "prefill",
     "kv_index",
     "host",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from msgspec import structs
 
 from shared.errors import OutsideRegions
-from shared.messages import PinPrefix, Request, RunPrefill
+from shared.messages import EncodeImage, PinPrefix, Request, RunPrefill
 from shared.regions.region_classes import RegionClasses
 from shared.tenancy.tenant import TenantRecord
 
 # Who a residency is of: a tenant, or a message with its data.
-Owner = TenantRecord | Request | RunPrefill | PinPrefix
+Owner = TenantRecord | Request | RunPrefill | PinPrefix | EncodeImage
 
 
 def regions_of(owner: Owner, classes: RegionClasses) -> frozenset[str] | None:

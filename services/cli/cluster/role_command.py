@@ -32,7 +32,11 @@ def role(
         bool, typer.Option("--force", help="Also of the last worker that decodes its model.")
     ] = False,
 ) -> None:
-    """Change the roles of a worker that has the handlers of both. Its streams go on."""
+    """Change the roles of a worker that has the handlers of both. Its streams go on.
+
+    Whether a worker encodes images is decided at its start: `hearth encode`, `hearth prefill
+    --role encode`.
+    """
     from services.cli.cluster.role_change import run_role
 
     run_role(nats_url, worker, roles, is_forced=force)

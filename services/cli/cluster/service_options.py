@@ -18,11 +18,11 @@ from services.cli.cluster.option_texts import HELP, PANEL_OF, VALUES
 from services.cli.options import among, size_option
 from services.local.credentials import process_id_for
 from services.local.hub_download import is_hub_id, local_copy
-from shared.config import ProcessConfig, RankConfig, WorkerConfig, check
+from shared.config import EncodeConfig, ProcessConfig, RankConfig, check
 
 DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 DEMO_VISION_DIR = DEMO_MODEL_DIR.with_name("demo_vision_model")
-WITH_WEIGHTS = (WorkerConfig, RankConfig)
+WITH_WEIGHTS = (EncodeConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
 # Models that come with Hearth, where their folders do.
 DEMO_MODELS = {DEMO_MODEL_NAME: DEMO_MODEL_DIR, "hearth-demo-vision": DEMO_VISION_DIR}
@@ -46,11 +46,26 @@ _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 C = TypeVar("C", bound=ProcessConfig)
 
 
-class WorkerRole(StrEnum):
-    """The values of `--role` of a worker command."""
+class DecodeRole(StrEnum):
+    """The values of `--role` of `hearth decode`."""
 
     own = "own"
     both = "both"
+
+
+class PrefillRole(StrEnum):
+    """The values of `--role` of `hearth prefill`."""
+
+    own = "own"
+    both = "both"
+    encode = "encode"
+
+
+_ROLE_HELP = {
+    DecodeRole: "own: decode only; both: prefill and decode over one engine.",
+    PrefillRole: "own: prefill only; both: prefill and decode over one engine; encode: prefill, "
+    "and images of other workers.",
+}
 
 
 def service_command(
@@ -58,17 +73,17 @@ def service_command(
     role: str,
     run: Callable[..., int],
     *,
-    has_role_option: bool = False,
+    role_type: type[StrEnum] | None = None,
 ) -> Callable[..., None]:
     """Returns a typer command that builds a `config_type`, checks all its fields and
     calls `run(config)`.
 
-    With `has_role_option` it calls `run(config, is_both)`. The process exits with the status
-    that `run` returns.
+    With `role_type` it has an option of this type, and calls `run(config, role)`. The process exits
+    with the status that `run` returns.
     """
 
     def command(**options: Any) -> None:
-        arguments = () if not has_role_option else (options.pop("role") is WorkerRole.both,)
+        arguments = () if role_type is None else (str(options.pop("role")),)
         options["process_id"] = process_id_for(
             role,
             options["nats_url"],
@@ -92,8 +107,8 @@ def service_command(
         fields = tuple(each for each in fields if not each.name.startswith("metrics_"))
     parameters = [_parameter(field) for field in fields]
     parameters.append(_instance_parameter())
-    if has_role_option:
-        parameters.append(_role_parameter(role))
+    if role_type is not None:
+        parameters.append(_role_parameter(role_type))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -192,15 +207,15 @@ def _instance_parameter() -> inspect.Parameter:
     )
 
 
-def _role_parameter(role: str) -> inspect.Parameter:
+def _role_parameter(role_type: type[StrEnum]) -> inspect.Parameter:
     option = typer.Option(
         "--role",
-        help=f"own: {role} only; both: prefill and decode over one engine.",
+        help=_ROLE_HELP[role_type],
         rich_help_panel=PANEL_OF["role"],
     )
     return inspect.Parameter(
         "role",
         inspect.Parameter.KEYWORD_ONLY,
-        default=WorkerRole.own,
-        annotation=Annotated[WorkerRole, option],
+        default=role_type("own"),
+        annotation=Annotated[role_type, option],
     )

@@ -56,6 +56,12 @@ NumBoth = Annotated[
         help="Workers that run prefill and decode (default: 0; on a single GPU 1).",
     ),
 ]
+NumEncode = Annotated[
+    int,
+    typer.Option(
+        rich_help_panel=_WORKERS, help="Workers that encode images alone (default: 0)."
+    ),
+]
 Role = Annotated[
     UpRole | None,
     typer.Option(

@@ -33,7 +33,7 @@ from shared.subjects import CredentialRole
 PROCESSES = (
     *("gateway=gateway", "scheduler=scheduler", "kv_index=kv-index", "prefill=prefill"),
     *("decode=decode", "prefill=prefill-gpu", "decode=decode-gpu", "host=host", "worker=worker"),
-    *("observer=observer", "operator=operator"),
+    *("encode=encode", "observer=observer", "operator=operator"),
 )
 TOKENS = ("cluster-secret", "operator-token", "metrics-token")
 HUB_TOKEN = "hf-token"
@@ -51,6 +51,7 @@ FILES_OF_ROLE: dict[CredentialRole, dict[str, str]] = {
     "host": {"redis-url": "redis-host.url", HUB_TOKEN: HUB_TOKEN},
     "operator": {"redis-url": "redis-operator.url"},
     "observer": {},
+    "encode": {HUB_TOKEN: HUB_TOKEN},
     "prefill": {HUB_TOKEN: HUB_TOKEN},
     "decode": {HUB_TOKEN: HUB_TOKEN},
     "worker": {HUB_TOKEN: HUB_TOKEN},

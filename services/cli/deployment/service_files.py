@@ -23,13 +23,14 @@ COMMANDS: dict[CredentialRole, str] = {
     "gateway": "gateway",
     "scheduler": "scheduler",
     "kv_index": "kv-index",
+    "encode": "encode",
     "prefill": "prefill",
     "decode": "decode",
     "worker": "worker",
     "host": "host",
 }
 TLS_FILES = {"nats-ca": "ca.crt", "nats-cert": "{name}.crt", "nats-key": "{name}.key"}
-WITH_DEVICES = ("prefill", "decode", "worker", "host")
+WITH_DEVICES = ("encode", "prefill", "decode", "worker", "host")
 GPU = ("PrivateDevices=no", "DevicePolicy=closed", "DeviceAllow=char-nvidia* rw")
 WORKERS_OF_A_HOST = "worker"  # the credential that all workers of a host share
 

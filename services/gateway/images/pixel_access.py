@@ -16,7 +16,7 @@ from shared.pixels.pixel_holder import PixelHolder, Regions
 from shared.tenancy.refusals import Refusals
 from shared.transport.bus import Bus
 
-WORKERS = frozenset({"prefill", "decode"})
+WORKERS = frozenset({"encode", "prefill", "decode"})
 
 
 def open_pixel_holder(

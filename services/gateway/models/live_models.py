@@ -23,9 +23,11 @@ START_S = 5.0  # seconds, for a model that no host has started yet
 Revision = tuple[str, str]  # a model's name and revision
 
 
-class ReadyWorkers(msgspec.Struct, frozen=True):
+class ReadyWorkers(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill: list[str]
     decode: list[str]
+    encode: list[str] = []
+    """Only those that encode images alone."""
 
 
 class PublicReadiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +205,7 @@ class Catalog:
             workers=ReadyWorkers(
                 prefill=self._ids("prefill"),
                 decode=sorted(heartbeat.process_id for heartbeat in self._decodes()),
+                encode=self._ids("encode"),
             ),
             scheduler=schedulers,
             kv_index=self._ids("kv_index"),

@@ -1,6 +1,8 @@
 """Encodes the images that sequences wait for: one job for each image of a tenant.
 
     wanted ──cached──▶ ready
+       ├──▶ another worker encodes it: fetch its vectors ──▶ ready, and cached
+       │        └── there is none, or it fails
        └──▶ fetch pixels ──▶ encode its tiles, one of each tenant in turn ──▶ ready, and cached
                 └── the request has ended: the pixels are fetched for the next one that waits
 
@@ -10,19 +12,22 @@ them, and in the cache unless nothing of the tenant may be retained.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from shared.background import Background, item_error
+from shared.background import Background, item_error, start_awaited
 from shared.engine.vision.image_encoder import ImageEncoder
 from shared.engine.vision.image_room import ImageRoom
 from shared.engine.vision.vector_cache import ImageKey, VectorCache
 from shared.errors import HearthError, StepFailed
 from shared.kv_wire.push_link import TenantTurns
+from shared.messages import WorkerLoad
 from shared.pixels.pixel_fetcher import PixelRequest
 
 log = structlog.get_logger(__name__)
@@ -37,13 +42,21 @@ Fetch = Callable[[PixelRequest, float], Awaitable[memoryview]]
 
 @dataclass(slots=True, eq=False)
 class WantedImage:
-    """One request's claim to an image. Exactly one of `vectors` and `error` is set at its end."""
+    """One request's claim to an image. Exactly one of `vectors` and `error` is set at its end. One
+    that `is_of_other` is another worker's, and is always encoded here.
+    """
 
     key: ImageKey
     pixels: PixelRequest
     is_retained: bool  # False: nothing of it may stay after the request
+    is_of_other: bool = False
     vectors: bytearray | None = None
     error: HearthError | None = None
+
+
+# Returns the vectors from another worker, or None: the image is to be encoded here.
+FetchVectors = Callable[[WantedImage], Awaitable[bytearray | None]]
+_JobKey = tuple[ImageKey, bool]  # a job for others never waits for others
 
 
 @dataclass(slots=True)
@@ -58,13 +71,25 @@ class ImageCounts:
 
     num_encoded: int = 0  # images
     num_tiles: int = 0
+    num_fetched: int = 0  # images that another worker has encoded
     num_reused: int = 0  # images that were wanted while they were encoded, or after
     busy_s: float = 0.0  # time with a tile in the encoder
+
+    def add_to(self, load: WorkerLoad) -> WorkerLoad:
+        return msgspec.structs.replace(
+            load,
+            num_encoded_images=self.num_encoded,
+            num_fetched_images=self.num_fetched,
+            num_reused_images=self.num_reused,
+            num_encoded_tiles=self.num_tiles,
+            encode_s=self.busy_s,
+        )
 
 
 @dataclass(slots=True)
 class _Job:
     waiting: list[WantedImage] = field(default_factory=list)
+    fetching: asyncio.Task[bytearray | None] | None = None  # from another worker
 
 
 class ImageJobs:
@@ -75,21 +100,28 @@ class ImageJobs:
         cache: VectorCache,
         now: Callable[[], float],
         on_ready: Callable[[], None],
+        fetch_vectors: FetchVectors | None = None,
     ) -> None:
         """`fetch(request, deadline_s)` returns pixels; `on_ready` is called when an image is ready
-        or has failed; `now` is in seconds.
+        or has failed; `now` is in seconds. Without `fetch_vectors` all images are encoded here.
         """
         self._encoder = encoder
         self._fetch = fetch
         self._cache = cache
         self._now = now
-        self._on_ready = on_ready
-        self._jobs: dict[ImageKey, _Job] = {}
+        self._fetch_vectors = fetch_vectors
+        self._on_ready = [on_ready]
+        self._jobs: dict[_JobKey, _Job] = {}
         self._users: dict[ImageKey, _Users] = {}
         self._room = ImageRoom(MAX_FETCHED, MAX_FETCHED_OF_TENANT)
         self._turns = TenantTurns()
         self._background = Background()
         self.counts = ImageCounts()
+        self.is_encoding = False  # a tile is in the encoder
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """Calls `on_ready`, too, when an image is ready or has failed."""
+        self._on_ready.append(on_ready)
 
     def want(self, wanted: WantedImage) -> None:
         """Sets the image's vectors, now or later. `drop` ends the claim."""
@@ -99,19 +131,22 @@ class ImageJobs:
             self.counts.num_reused += 1
             self._give(wanted, vectors)
             return
-        job = self._jobs.get(wanted.key)
+        key = _job_key(wanted)
+        job = self._jobs.get(key)
         if job is not None:
             self.counts.num_reused += 1
             job.waiting.append(wanted)
             return
-        job = self._jobs[wanted.key] = _Job([wanted])
-        self._background.start_item(self._run(wanted.key, job), lambda _: None)
+        job = self._jobs[key] = _Job([wanted])
+        self._background.start_item(self._run(key, job), lambda _: None)
 
     def drop(self, wanted: WantedImage) -> None:
         """Ends a claim. The last user of an image that is not retained zeroes it."""
-        job = self._jobs.get(wanted.key)
+        job = self._jobs.get(_job_key(wanted))
         if job is not None and wanted in job.waiting:
             job.waiting.remove(wanted)
+            if not job.waiting and job.fetching is not None:
+                job.fetching.cancel()
         if wanted.vectors is None:
             return
         users = self._users[wanted.key]
@@ -137,23 +172,57 @@ class ImageJobs:
         await self._background.stop()
         await self._encoder.close()
 
-    async def _run(self, key: ImageKey, job: _Job) -> None:
+    async def _run(self, key: _JobKey, job: _Job) -> None:
         try:
-            async with self._room.place(key.tenant_id):
+            async with self._room.place(key[0].tenant_id):
                 while job.waiting:
-                    await self._serve(key, job)
+                    await self._serve(key[0], job)
         finally:
             del self._jobs[key]
 
     async def _serve(self, key: ImageKey, job: _Job) -> None:
-        """Encodes the image for all waiters with the pixels of the first one's request."""
+        """Gets the vectors for all waiters with the pixels of the first one's request."""
         first = job.waiting[0]
+        vectors = await self._of_other_worker(first, job)
+        if vectors is None and first in job.waiting:
+            vectors = await self._of_pixels(first, job)
+        if vectors is None:  # failed, or nobody waits any more
+            return
+        if all(each.is_retained for each in job.waiting):
+            self._cache.put(key, vectors)
+        for each in job.waiting:
+            self._give(each, vectors)
+        job.waiting.clear()
+        self._notify()
+
+    async def _of_other_worker(self, first: WantedImage, job: _Job) -> bytearray | None:
+        """Returns None if no other worker encodes the image, or nobody waits any more."""
+        if self._fetch_vectors is None or first.is_of_other:
+            return None
+        job.fetching = start_awaited(self._fetch_vectors(first))
+        try:
+            await asyncio.wait((job.fetching,))
+            vectors = None if job.fetching.cancelled() else job.fetching.result()
+        except BaseException as raised:
+            log.warning("vectors_not_fetched", exc_info=item_error(raised))
+            return None
+        finally:
+            job.fetching.cancel()
+            job.fetching = None
+        if vectors is not None:
+            self.counts.num_fetched += 1
+            if not job.waiting and not first.is_retained:
+                _zero(vectors)
+        return vectors
+
+    async def _of_pixels(self, first: WantedImage, job: _Job) -> bytearray | None:
+        """Encodes the image here. Returns None if that fails, as those know that it fails."""
         try:
             fetched = await self._fetch(first.pixels, FETCH_S)
         except HearthError as error:
             log.info("pixels_not_fetched", reason=error.message)
             self._fail(job, [first], error)
-            return
+            return None
         pixels = np.frombuffer(fetched, dtype=np.uint8).reshape(first.pixels.shape)
         try:
             vectors = await self._encoded(pixels, first.pixels.tenant_id, job)
@@ -162,19 +231,13 @@ class ImageJobs:
             log.warning("image_not_encoded", exc_info=reason)
             failed = reason if isinstance(reason, HearthError) else StepFailed(str(reason))
             self._fail(job, list(job.waiting), failed)
-            return
+            return None
         finally:
             if not first.is_retained:
                 pixels.fill(0)
-        if vectors is None:  # nobody waits any more
-            return
-        self.counts.num_encoded += 1
-        if all(each.is_retained for each in job.waiting):
-            self._cache.put(key, vectors)
-        for each in job.waiting:
-            self._give(each, vectors)
-        job.waiting.clear()
-        self._on_ready()
+        if vectors is not None:
+            self.counts.num_encoded += 1
+        return vectors
 
     async def _encoded(
         self, tiles: NDArray[np.uint8], tenant_id: str, job: _Job
@@ -185,10 +248,17 @@ class ImageJobs:
             async with self._turns.turn(tenant_id):
                 if not job.waiting:
                     return None
-                began_at = self._now()
-                vectors += await self._encoder.encode(tile)
-                self.counts.num_tiles += 1
-                self.counts.busy_s += self._now() - began_at
+                vectors += await self._encoded_tile(tile)
+        return vectors
+
+    async def _encoded_tile(self, tile: NDArray[np.uint8]) -> bytes:
+        began_at, self.is_encoding = self._now(), True
+        try:
+            vectors = await self._encoder.encode(tile)
+        finally:
+            self.is_encoding = False
+        self.counts.num_tiles += 1
+        self.counts.busy_s += self._now() - began_at
         return vectors
 
     def _give(self, wanted: WantedImage, vectors: bytearray) -> None:
@@ -200,7 +270,15 @@ class ImageJobs:
             each.error = error
             if each in job.waiting:
                 job.waiting.remove(each)
-        self._on_ready()
+        self._notify()
+
+    def _notify(self) -> None:
+        for on_ready in self._on_ready:
+            on_ready()
+
+
+def _job_key(wanted: WantedImage) -> _JobKey:
+    return wanted.key, wanted.is_of_other
 
 
 def _zero(vectors: bytearray) -> None:

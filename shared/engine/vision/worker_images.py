@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.model_config.vision_config import VisionConfig
 from shared.engine.vision.image_jobs import ImageJobs, WantedImage
+from shared.engine.vision.remote_vectors import RemoteVectors
 from shared.engine.vision.sequence_images import SequenceImage, WantedImages
 from shared.engine.vision.vector_cache import ImageKey
 from shared.errors import InvalidRequest
@@ -22,22 +22,22 @@ from shared.pixels.pixel_frames import MAX_IMAGE_BYTES, image_bytes
 
 class WorkerImages:
     def __init__(
-        self, config: VisionConfig, jobs: ImageJobs, fetcher: PixelFetcher, vector_bytes: int
+        self,
+        config: VisionConfig,
+        jobs: ImageJobs,
+        fetcher: PixelFetcher,
+        vector_bytes: int,
+        remote: RemoteVectors | None = None,
     ) -> None:
+        """`remote` is what `jobs` fetches vectors with; None: it fetches none."""
         self._config = config
+        self._remote = remote
         self._jobs = jobs
         self._fetcher = fetcher
         self._vector_bytes = vector_bytes
 
     def counted(self, load: WorkerLoad) -> WorkerLoad:
-        counts = self._jobs.counts
-        return msgspec.structs.replace(
-            load,
-            num_encoded_images=counts.num_encoded,
-            num_reused_images=counts.num_reused,
-            num_encoded_tiles=counts.num_tiles,
-            encode_s=counts.busy_s,
-        )
+        return self._jobs.counts.add_to(load)
 
     def attach(
         self, message: Request | RunPrefill, packed_ids: bytes, sequences: Iterable[Sequence]
@@ -65,8 +65,14 @@ class WorkerImages:
     def clear_cache(self) -> None:
         self._jobs.clear_cache()
 
+    async def start(self) -> None:
+        if self._remote is not None:
+            await self._remote.start()
+
     async def close(self) -> None:
         await self._jobs.close()
+        if self._remote is not None:
+            await self._remote.stop()
         await self._fetcher.close()
 
     def _positions(
@@ -101,6 +107,7 @@ class WorkerImages:
             image_hash=part.image_hash,
             shape=shape,
             region_class=message.region_class,
+            allowed_regions=message.allowed_regions,
         )
         key = ImageKey(message.tenant_id, message.cache_root, part.image_hash)
         return WantedImage(key, pixels, is_retained=not message.is_zero_retention)

@@ -87,6 +87,12 @@ VALUES = (
     ),
     Value("encoded_tiles", "Tiles of images encoded.", lambda load: load.num_encoded_tiles, True),
     Value("encode_seconds", "Time with a tile in the encoder.", lambda load: load.encode_s, True),
+    Value(
+        "fetched_images",
+        "Images whose vectors came from another worker.",
+        lambda load: load.num_fetched_images,
+        True,
+    ),
     Value("preemptions", "Sequences preempted.", lambda load: load.num_preemptions, True),
     Value(
         "pushed_tokens", "Tokens whose KV was pushed.", lambda load: load.num_pushed_tokens, True

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,12 +34,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
 
 @contextlib.contextmanager
 def running_model(
-    folder: Path, vision: dict[str, int], scale: int = SCALE
+    folder: Path,
+    vision: dict[str, int],
+    scale: int = SCALE,
+    workers: Iterable[str] = WORKERS,
+    **more: Any,
 ) -> Iterator[ModelCluster]:
-    """Serves a small random model with this encoder."""
+    """Serves a small random model with this encoder. `more` is of `run_model`."""
     model_dir = write_seeing_dir(folder / "smolvlm-tiny", vision, scale)
     options = {"dtype": "float32", "kv-cache-bytes": str(32 << 20)}
-    with run_model(folder, model_dir, WORKERS, options) as running:
+    with run_model(folder, model_dir, workers, options, **more) as running:
         yield running
 
 

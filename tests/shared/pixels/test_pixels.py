@@ -26,7 +26,7 @@ from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import FetchPixels
 from shared.pixels.pixel_fetcher import PixelFetcher, PixelRequest
-from shared.pixels.pixel_frames import pixel_header
+from shared.pixels.pixel_frames import byte_header
 from shared.pixels.pixel_holder import PixelHolder, Regions
 from shared.randomness import SystemRandomness
 from tests.support.waiting import until
@@ -169,7 +169,7 @@ async def test_frames_of_a_fetch_that_has_ended_are_rejected(pair: Pair) -> None
         slot[:] = bytes(len(slot))
 
     with pytest.raises(FrameRefused, match="not expected"):
-        await link.send(pixel_header(command.transfer_id, 0, 0, 10), fill)
+        await link.send(byte_header(command.transfer_id, 0, 0, 10), fill)
 
 
 async def test_a_cancelled_fetch_ends_the_push(pair: Pair) -> None:

@@ -38,6 +38,7 @@ from tests.support.waiting import LIMIT_S
 
 START_TIMEOUT_S = 300.0  # the first start compiles kernels
 POLL_S = 0.05
+_ENCODE_OPTIONS = {"dtype", "device"}  # of a worker's
 
 SERVICES: dict[str, CredentialRole] = {
     "kv_index-1": "kv_index",
@@ -90,6 +91,7 @@ class ChaosCluster:
         self._options: dict[str, Mapping[str, str]] = {
             "prefill": worker_options,
             "decode": worker_options,
+            "encode": {n: each for n, each in worker_options.items() if n in _ENCODE_OPTIONS},
             "worker": worker_options,
             "scheduler": scheduler_options,
             "gateway": gateway_options,
@@ -263,7 +265,7 @@ class ChaosCluster:
             options |= {"http-port": self.urls[name].rpartition(":")[2], "lame-duck-s": "0"}
             options |= {"operator-token": OPERATOR_TOKEN}
         command = [str(self._census_folder), role.replace("_", "-")]
-        if role in ("gateway", "prefill", "decode", "worker"):
+        if role in ("gateway", "encode", "prefill", "decode", "worker"):
             directory, model_name = self._model
             command += ["--model-dir", str(directory), "--model-name", model_name]
         for option, value in options.items():

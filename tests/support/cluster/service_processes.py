@@ -54,4 +54,5 @@ async def known_processes(http: httpx.AsyncClient, url: str) -> set[str]:
         return set()
     body = response.json()
     workers = body["workers"]
-    return {*workers["prefill"], *workers["decode"], *body["scheduler"], *body["kv_index"]}
+    encode = workers.get("encode", ())
+    return {*encode, *workers["prefill"], *workers["decode"], *body["scheduler"], *body["kv_index"]}
