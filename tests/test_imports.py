@@ -67,7 +67,10 @@ RULES = {
     "services/guides/examples": rule("", {"openai"}),
     "services/host": rule("services.host services.local services.worker shared", BASE),
     "services/prefill": rule("services.prefill shared", BASE),
-    "services/worker": rule("services.worker services.prefill services.decode shared", BASE),
+    "services/encode": rule("services.encode shared", BASE),
+    "services/worker": rule(
+        "services.worker services.encode services.prefill services.decode shared", BASE
+    ),
     "services/decode": rule("services.decode shared", BASE),
     "services/cli": rule(
         "services.cli services.local services.client shared",
@@ -153,7 +156,7 @@ def test_every_file_imports_only_allowed_modules() -> None:
 LAYERS = {
     "services": (
         "start | __main__ | host | cli worker | "
-        "client decode gateway kv_index local prefill scheduler"
+        "client decode encode gateway kv_index local prefill scheduler"
     ),
     "services/gateway": (
         "service | app nats_api | reference | dialects operator | http | request | models | "

@@ -287,4 +287,4 @@ def _wanted(request: EncodeImage) -> WantedImage:
     )
     key = ImageKey(request.tenant_id, request.cache_root, request.image_hash)
     is_retained = not request.is_zero_retention
-    return WantedImage(key, pixels, is_retained=is_retained, is_of_other=True)
+    return WantedImage(key, pixels, is_retained=is_retained, is_encoded_here=True)

@@ -97,6 +97,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_queued_requests: int | None = None  # a scheduler's queued requests
     oldest_wait_s: float | None = None
     num_handoffs_in_flight: int | None = None
+    num_encoded_images: int | None = None
     saved_kv_bytes: int | None = None
 
     @property
@@ -353,6 +354,7 @@ def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -
         "expert_imbalance": round(load.expert_imbalance, 2) or None,
         "device_health": load.device_health,
         "num_handoffs_in_flight": load.num_handoffs_in_flight,
+        "num_encoded_images": load.num_encoded_images or None,
         "saved_kv_bytes": load.saved_kv_bytes,
     }
 

@@ -196,6 +196,25 @@ def test_hosts_schedulers_and_operators_park_workers_and_change_their_roles() ->
     assert not is_allowed("worker", "worker-2", "subscribe", lifecycle)
 
 
+def test_workers_ask_for_vectors_and_those_that_prefill_may_encode() -> None:
+    wanted = subjects.encode("encode-1")
+    asking: tuple[CredentialRole, ...] = ("prefill", "decode", "worker")
+    for role in asking:
+        assert is_allowed(role, "x", "publish", wanted)
+        assert is_allowed(role, "x", "publish", subjects.control("encode", "encode-1"))
+    others: tuple[CredentialRole, ...] = ("gateway", "scheduler", "host", "observer", "client")
+    for role in others:
+        assert not is_allowed(role, "x", "publish", wanted)
+    encoding: tuple[CredentialRole, ...] = ("encode", "prefill", "worker")
+    for role in encoding:
+        assert is_allowed(role, "encode-1", "subscribe", wanted)
+        assert not is_allowed(role, "encode-2", "subscribe", wanted)
+        assert is_allowed(role, "x", "publish", subjects.encoded("decode", "decode-1"))
+        assert is_allowed(role, "x", "publish", subjects.pixels("gateway-1"))
+    assert not is_allowed("decode", "encode-1", "subscribe", wanted)
+    assert not is_allowed("encode", "x", "publish", subjects.run_prefill("prefill-1"))
+
+
 def test_only_operators_record_steps() -> None:
     profile = subjects.profile("decode", "worker-1")
     assert is_allowed("operator", "x", "publish", profile)

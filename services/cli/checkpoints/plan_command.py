@@ -102,6 +102,7 @@ def plan(
     from shared.engine.checkpoint_check import check_checkpoint
     from shared.engine.planning.kv_plan import kv_item_bytes
     from shared.engine.planning.memory_plan import MemoryLimit, StepSize, plan_memory
+    from shared.engine.planning.vision_tensors import encoder_bytes
 
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", param="dtype")
@@ -125,7 +126,14 @@ def plan(
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
         experts=expert_split(experts),
     )
-    show_plan(ranks, over_links, stored, context=context, is_json=json)
+    show_plan(
+        ranks,
+        over_links,
+        stored,
+        context=context,
+        encoder_bytes=encoder_bytes(config.vision, ITEM_BYTES[dtype]),
+        is_json=json,
+    )
 
 
 def plan_links(

@@ -23,9 +23,12 @@ def show_plan(
     stored: StoredWeights | None,
     *,
     context: int,
+    encoder_bytes: int = 0,
     is_json: bool,
 ) -> None:
-    """Shows a plan. `context` is the length in tokens of the sequences that are counted."""
+    """Shows a plan. `context` is the length in tokens of the sequences that are counted;
+    `encoder_bytes` of the weights are those of an image encoder.
+    """
     sequences = num_sequences(ranks, context)
     if is_json:
         shown: dict[str, Any] = {"ranks": [_row(each) for each in ranks]}
@@ -34,6 +37,8 @@ def show_plan(
             shown["sequences"] = {"context": context, "count": sequences[0], "plain": sequences[1]}
         if links is not None:
             shown["plans"] = [links.row(each) for each in links.plans]
+        if encoder_bytes:
+            shown["encoder_bytes"] = encoder_bytes
         print_json(shown | {"kv_tokens": num_kv_tokens(ranks)})
         return
     if links is not None:
@@ -54,6 +59,11 @@ def show_plan(
         console.print(
             f"{stored.num_tensors:,} tensors in {stored.num_files} files of"
             f" {size_text(stored.num_bytes)} have the names, shapes and dtypes of the model"
+        )
+    if encoder_bytes:
+        size = size_text(encoder_bytes)
+        console.print(
+            f"{size} of the first rank are the image encoder; an encode worker has it alone"
         )
     total = num_kv_tokens(ranks)
     if total is not None:

@@ -58,9 +58,7 @@ NumBoth = Annotated[
 ]
 NumEncode = Annotated[
     int,
-    typer.Option(
-        rich_help_panel=_WORKERS, help="Workers that encode images alone (default: 0)."
-    ),
+    typer.Option(rich_help_panel=_WORKERS, help="Workers that encode images alone (default: 0)."),
 ]
 Role = Annotated[
     UpRole | None,

@@ -15,6 +15,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.rank_part import RankPart
 from shared.engine.planning.kv_plan import KvPlan, kv_plan
 from shared.engine.planning.rank_bytes import FP32_BYTES, kv_values_per_token, weight_bytes
+from shared.engine.planning.vision_tensors import encoder_bytes
 from shared.engine.planning.worker_parts import worker_parts
 from shared.errors import ConfigError
 
@@ -79,6 +80,7 @@ def plan_memory(
         shape = MeshShape(tp, pp)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    encoder = encoder_bytes(config.vision, item_bytes)  # the worker's, beside its first rank
     return [
         _rank_memory(
             config,
@@ -87,7 +89,7 @@ def plan_memory(
             block_size,
             limit,
             step,
-            weight_bytes(config, part, item_bytes),
+            weight_bytes(config, part, item_bytes) + (0 if rank else encoder),
         )
         for rank, part in enumerate(worker_parts(config, shape, experts))
     ]

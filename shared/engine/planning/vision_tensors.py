@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from shared.engine.model_config.vision_config import (
     Llama4VisionConfig,
     MoonVitConfig,
@@ -39,6 +41,12 @@ def _siglip(config: SiglipConfig) -> Shapes:
         found |= _pair(f"{path}.layer_norm1", hidden) | _pair(f"{path}.layer_norm2", hidden)
         found |= _split_layer(path, "out_proj", hidden, inner)
     return found
+
+
+def encoder_bytes(config: VisionConfig | None, item_bytes: int) -> int:
+    """Returns the bytes of the weights of an encoder; 0 for a model without one."""
+    shapes = {} if config is None else vision_tensors(config)
+    return item_bytes * sum(map(prod, shapes.values()))
 
 
 def _llama4(config: Llama4VisionConfig) -> Shapes:

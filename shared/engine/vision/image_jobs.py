@@ -43,20 +43,20 @@ Fetch = Callable[[PixelRequest, float], Awaitable[memoryview]]
 @dataclass(slots=True, eq=False)
 class WantedImage:
     """One request's claim to an image. Exactly one of `vectors` and `error` is set at its end. One
-    that `is_of_other` is another worker's, and is always encoded here.
+    that `is_encoded_here` is another worker's, or no other worker encodes it.
     """
 
     key: ImageKey
     pixels: PixelRequest
     is_retained: bool  # False: nothing of it may stay after the request
-    is_of_other: bool = False
+    is_encoded_here: bool = False
     vectors: bytearray | None = None
     error: HearthError | None = None
 
 
 # Returns the vectors from another worker, or None: the image is to be encoded here.
 FetchVectors = Callable[[WantedImage], Awaitable[bytearray | None]]
-_JobKey = tuple[ImageKey, bool]  # a job for others never waits for others
+_JobKey = tuple[ImageKey, bool]  # whether it is encoded here: that job never waits for others
 
 
 @dataclass(slots=True)
@@ -125,20 +125,11 @@ class ImageJobs:
 
     def want(self, wanted: WantedImage) -> None:
         """Sets the image's vectors, now or later. `drop` ends the claim."""
-        found = self._users.get(wanted.key)
-        vectors = self._cache.get(wanted.key) if found is None else found.vectors
-        if vectors is not None:
-            self.counts.num_reused += 1
-            self._give(wanted, vectors)
-            return
-        key = _job_key(wanted)
-        job = self._jobs.get(key)
-        if job is not None:
-            self.counts.num_reused += 1
-            job.waiting.append(wanted)
-            return
-        job = self._jobs[key] = _Job([wanted])
-        self._background.start_item(self._run(key, job), lambda _: None)
+        if self._fetch_vectors is None:
+            wanted.is_encoded_here = True
+        self.counts.num_reused += self._give_known(wanted) or _job_key(wanted) in self._jobs
+        if wanted.vectors is None:
+            self._join(wanted)
 
     def drop(self, wanted: WantedImage) -> None:
         """Ends a claim. The last user of an image that is not retained zeroes it."""
@@ -172,33 +163,60 @@ class ImageJobs:
         await self._background.stop()
         await self._encoder.close()
 
+    def _give_known(self, wanted: WantedImage) -> bool:
+        found = self._users.get(wanted.key)
+        vectors = self._cache.get(wanted.key) if found is None else found.vectors
+        if vectors is not None:
+            self._give(wanted, vectors)
+        return vectors is not None
+
+    def _join(self, wanted: WantedImage) -> None:
+        key = _job_key(wanted)
+        job = self._jobs.get(key)
+        if job is not None:
+            job.waiting.append(wanted)
+            return
+        job = self._jobs[key] = _Job([wanted])
+        self._background.start_item(self._run(key, job), lambda _: None)
+
     async def _run(self, key: _JobKey, job: _Job) -> None:
         try:
             async with self._room.place(key[0].tenant_id):
                 while job.waiting:
-                    await self._serve(key[0], job)
+                    await self._serve(key, job)
         finally:
             del self._jobs[key]
 
-    async def _serve(self, key: ImageKey, job: _Job) -> None:
+    async def _serve(self, key: _JobKey, job: _Job) -> None:
         """Gets the vectors for all waiters with the pixels of the first one's request."""
-        first = job.waiting[0]
-        vectors = await self._of_other_worker(first, job)
-        if vectors is None and first in job.waiting:
+        first, (image, is_encoded_here) = job.waiting[0], key
+        if is_encoded_here:
             vectors = await self._of_pixels(first, job)
-        if vectors is None:  # failed, or nobody waits any more
+        else:
+            vectors = await self._of_other_worker(first, job)
+            if vectors is None and first in job.waiting:
+                self._encode_here(job)
+        if vectors is None:  # failed, or left to another job, or nobody waits any more
             return
         if all(each.is_retained for each in job.waiting):
-            self._cache.put(key, vectors)
+            self._cache.put(image, vectors)
         for each in job.waiting:
             self._give(each, vectors)
         job.waiting.clear()
         self._notify()
 
+    def _encode_here(self, job: _Job) -> None:
+        """Leaves all waiters to the job that encodes the image here, for other workers, too."""
+        for each in job.waiting:
+            each.is_encoded_here = True
+            if not self._give_known(each):
+                self._join(each)
+        job.waiting.clear()
+        self._notify()
+
     async def _of_other_worker(self, first: WantedImage, job: _Job) -> bytearray | None:
         """Returns None if no other worker encodes the image, or nobody waits any more."""
-        if self._fetch_vectors is None or first.is_of_other:
-            return None
+        assert self._fetch_vectors is not None, "else it is encoded here"
         job.fetching = start_awaited(self._fetch_vectors(first))
         try:
             await asyncio.wait((job.fetching,))
@@ -278,7 +296,7 @@ class ImageJobs:
 
 
 def _job_key(wanted: WantedImage) -> _JobKey:
-    return wanted.key, wanted.is_of_other
+    return wanted.key, wanted.is_encoded_here
 
 
 def _zero(vectors: bytearray) -> None:

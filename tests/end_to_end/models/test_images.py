@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from shared.messages import Heartbeat, WorkerLoad
-from tests.support.cluster.model_cluster import ModelCluster, run_model
-from tests.support.services.seeing_dir import write_seeing_dir
-from tests.support.services.vision_dir import PATCH, SCALE, TILE
+from tests.support.cluster.model_cluster import ModelCluster
+from tests.support.cluster.vision_cluster import (
+    SLOW,
+    WORKERS,
+    content,
+    is_encoding,
+    is_receiving,
+    picture,
+    running_model,
+)
+from tests.support.services.vision_dir import PATCH, TILE
 from tests.support.waiting import wait_until
 
-WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 ANSWER = {"max_tokens": 48, "ignore_eos": True}
 LONG_ANSWER = {"max_tokens": 1500, "ignore_eos": True, "seed": 7}
 
@@ -30,34 +31,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
     folder = tmp_path_factory.mktemp("images")
     with running_model(folder, {"image_size": TILE, "patch_size": PATCH}) as running:
         yield running
-
-
-@contextlib.contextmanager
-def running_model(
-    folder: Path,
-    vision: dict[str, int],
-    scale: int = SCALE,
-    workers: Iterable[str] = WORKERS,
-    **more: Any,
-) -> Iterator[ModelCluster]:
-    """Serves a small random model with this encoder. `more` is of `run_model`."""
-    model_dir = write_seeing_dir(folder / "smolvlm-tiny", vision, scale)
-    options = {"dtype": "float32", "kv-cache-bytes": str(32 << 20)}
-    with run_model(folder, model_dir, workers, options, **more) as running:
-        yield running
-
-
-def picture(seed: int, size: tuple[int, int] = (90, 70)) -> dict:
-    """Returns a part of a chat message."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-
-
-def content(*parts: dict | str) -> list[dict]:
-    return [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
 
 
 def encoded(cluster: ModelCluster) -> dict[str, int]:
@@ -116,25 +89,6 @@ def test_pictures_are_encoded_at_prefill_and_survive_their_workers(cluster: Mode
     load = cluster.wait_for_heartbeats(lambda newest: left in newest)[left].load
     assert load is not None
     assert load.num_encoded_images >= 3
-
-
-SLOW = {
-    "image_size": 256,
-    "patch_size": 16,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-}
-TILES_OF_SLOW = 17
-
-
-def is_encoding(load: WorkerLoad) -> bool:
-    return load.num_encoded_tiles % TILES_OF_SLOW > 0
-
-
-def is_receiving(load: WorkerLoad) -> bool:
-    return load.num_handoffs_in_flight > 0
 
 
 @pytest.mark.long

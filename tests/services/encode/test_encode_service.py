@@ -111,9 +111,7 @@ class Monitor:
             handler(process_id, Loss.UNRESPONSIVE)
 
 
-def beat(
-    process_id: str, *roles: Role, region: str = "north", key: str | None = None
-) -> Heartbeat:
+def beat(process_id: str, *roles: Role, region: str = "north", key: str | None = None) -> Heartbeat:
     card = None if key is None else EncoderCard(model="m", key=key)
     return Heartbeat(
         process_id=process_id,
@@ -305,6 +303,29 @@ async def test_a_lost_worker_leaves_the_image_to_the_next(world: World) -> None:
     assert await fetching == VECTORS
     assert other.jobs.counts.num_encoded == 1
     await until(lambda: world.sent("AbortRequest") and not first.service.num_unfinished)
+
+
+async def test_a_worker_encodes_its_own_and_another_ones_image_once(world: World) -> None:
+    async def nobody_else(image: WantedImage) -> None:
+        return None
+
+    server = world.server
+    server.jobs._fetch_vectors = nobody_else  # it is the one that all choose
+    server.encoder.gate.clear()
+    own = [wanted() for _ in range(2)]
+    for each in own:
+        server.jobs.want(each)
+    fetching = world.fetch()
+    await until(lambda: server.jobs.is_encoding)
+    late = wanted()
+    server.jobs.want(late)
+    server.encoder.gate.set()
+    assert await fetching == VECTORS
+    await until(lambda: late.vectors is not None)
+    assert [each.vectors for each in own] == [VECTORS] * 2
+    assert (server.num_fetches, server.jobs.counts.num_encoded) == (1, 1)
+    for each in (*own, late):
+        server.jobs.drop(each)
 
 
 async def test_a_failed_image_is_left_to_the_asking_worker(world: World) -> None:

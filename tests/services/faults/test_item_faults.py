@@ -294,6 +294,7 @@ async def test_item_fails_and_every_process_lives(
 OWN = {
     "services/cli/fleet/fleet_poll.py": ("_judge",),
     "services/decode/service.py": ("run", "_sweep"),
+    "services/encode/service.py": ("_sweep",),
     "services/gateway/operator/cluster/feed.py": ("_run",),
     "services/gateway/http/server.py": ("_serve", "watch"),
     "services/gateway/nats_api/api.py": ("run", "_join"),
@@ -316,6 +317,7 @@ OWN = {
     "services/scheduler/service.py": ("loop",),
     "shared/engine/loop.py": ("_run", "_tick", "_count_experts"),
     "shared/engine/executors/group/kv/rank_kv.py": ("_count",),
+    "shared/engine/vision/remote_vectors.py": ("_renew_leases",),
     "shared/engine/worker.py": ("_send_kv_events", "_expire_pins", "_leave"),
     "shared/kv_wire/kv_server.py": ("_accept",),
     "shared/lifecycle/heartbeat.py": ("_beat", "_watch", "_measure", "fail"),

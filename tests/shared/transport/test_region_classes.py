@@ -17,6 +17,7 @@ from shared import subjects
 from shared.errors import OutsideRegions
 from shared.messages import (
     Done,
+    EncodeImage,
     FetchPixels,
     KvEvents,
     ListBlocks,
@@ -71,6 +72,12 @@ def events_of(worker_id: str) -> KvEvents:
     )  # fmt: skip
 
 
+_OF_IMAGES = (
+    *("tenant_id", "request_id", "image_hash", "shape", "transfer_id", "target"),
+    *("deadline_s", "region_class"),
+)
+
+
 def sent_by(role: CredentialRole) -> list[tuple[str, Message]]:
     """What a process of the role sends with data of tenants."""
     name = f"{role}-us"
@@ -87,7 +94,16 @@ def sent_by(role: CredentialRole) -> list[tuple[str, Message]]:
         deadline_s=1.0,
         region_class="eu",
     )
+    encode = EncodeImage(
+        worker_id=name,
+        encoder="k",
+        gateway_id="gateway-fr",
+        cache_root=bytes(16),
+        lease_s=1.0,
+        **{each: getattr(pixels, each) for each in _OF_IMAGES},
+    )
     handoffs = [
+        (subjects.encode("encode-fr"), encode),
         (subjects.pixels("gateway-fr"), pixels),
         (subjects.run_prefill("prefill-fr"), prefill),
         (subjects.tokens("gateway-fr"), tokens_of(name)),
@@ -106,7 +122,11 @@ def sent_by(role: CredentialRole) -> list[tuple[str, Message]]:
             (subjects.pins("decode", "decode-fr"), PIN),
         ],
         "decode": handoffs,
-        "prefill": [(subjects.kv_events("prefill", name), events_of(name))],
+        "prefill": [
+            (subjects.kv_events("prefill", name), events_of(name)),
+            (subjects.encode("encode-fr"), encode),
+        ],
+        "encode": [(subjects.pixels("gateway-fr"), pixels)],
         "worker": handoffs,
         "host": [(subjects.start_decode("decode-fr"), start)],
     }[role]
@@ -126,7 +146,11 @@ RECEIVED_BY: dict[CredentialRole, list[tuple[str, Any]]] = {
         (subjects.start_decode("decode-us"), StartDecode),
         (subjects.resend("decode-us"), ResendTokens),
     ],
-    "prefill": [(subjects.run_prefill("prefill-us"), RunPrefill)],
+    "prefill": [
+        (subjects.run_prefill("prefill-us"), RunPrefill),
+        (subjects.encode("prefill-us"), EncodeImage),
+    ],
+    "encode": [(subjects.encode("encode-us"), EncodeImage)],
     "worker": [
         (subjects.start_decode("worker-us"), StartDecode),
         (subjects.pins("prefill", "worker-us"), PinPrefix),

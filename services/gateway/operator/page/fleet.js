@@ -123,7 +123,7 @@ export class Fleet {
   }
 }
 
-// Of live processes, along the way of a request.
+// Of live processes.
 function totals(live) {
   const num = (role) => live.filter((each) => each.role.split("+").includes(role)).length;
   const values = (field) => live.map((each) => each[field] ?? 0);
@@ -156,7 +156,7 @@ function drawTile(tile, each, wakeS) {
   tile.element.className = `panel tile ${isLost(each) ? "lost" : each.state}`;
   setText(tile.state, `${SIGNS[each.state] ?? "◌"} ${WORDS[each.state] ?? each.state}`);
   setText(tile.facts, joined(each.model, device(each), each.host, each.release, each.started_at && `up ${since(Date.now() / 1000 - each.started_at)}`));
-  tile.memory.hidden = !each.num_total_blocks; // a worker in standby has no KV cache
+  tile.memory.hidden = !each.num_total_blocks; // in standby
   tile.fill.style.transform = `scaleX(${share.toFixed(3)})`;
   tile.fill.classList.toggle("full", share > 0.95);
   setText(tile.kv, percent(share) + (each.kv_bytes ? ` of ${bytes(each.kv_bytes)}` : ""));
@@ -165,11 +165,12 @@ function drawTile(tile, each, wakeS) {
 }
 
 function load(each) {
-  const prefills = each.role === "prefill";
+  const prefills = each.role.endsWith("prefill");
   const speed = isLost(each) ? 0 : (prefills ? each.prefilled_per_s : each.generated_per_s) ?? 0;
   return joined(`${count(each.num_running)} running`, `${count(each.num_waiting)} waiting`,
     `${count(speed)} ${prefills ? "prompt tokens/s" : "tokens/s"}`,
     each.recent_hit_ratio >= 0 && `${percent(each.recent_hit_ratio)} hits`,
+    each.num_encoded_images && `${count(each.num_encoded_images)} images`,
     each.num_handoffs_in_flight && `${count(each.num_handoffs_in_flight)} handoffs`,
     each.saved_kv_bytes && `${bytes(each.saved_kv_bytes)} KV saved`);
 }

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.vision.siglip import SiglipEncoder
+from shared.engine.planning.memory_plan import plan_memory
 from shared.engine.planning.stored_weights import read_stored
-from shared.engine.planning.vision_tensors import vision_tensors
+from shared.engine.planning.vision_tensors import encoder_bytes, vision_tensors
 from shared.engine.vision.load_encoder import load_encoder
 from shared.errors import CheckpointError
 from tests.support.engine.vision_models import TILE, picture, write_smolvlm
@@ -50,6 +51,12 @@ def test_headers_tell_whether_the_encoder_is_complete(tmp_path: Path) -> None:
     own = SiglipEncoder(config.vision, dtype=torch.float32).weight_destinations()
     assert vision_tensors(config.vision) == {name: tuple(t.shape) for name, t in own.items()}
     assert read_stored(tmp_path, config).num_tensors > len(own)
+    num_bytes = sum(t.nbytes for t in own.values())
+    assert encoder_bytes(config.vision, 4) == num_bytes
+    text = msgspec.structs.replace(config, vision=None)
+    planned = [plan_memory(each, tp=2, pp=1, item_bytes=4) for each in (config, text)]
+    more = [a.weight_bytes - b.weight_bytes for a, b in zip(*planned, strict=True)]
+    assert more == [num_bytes, 0]
     path, name = tmp_path / "model.safetensors", "model.vision_model.post_layernorm.bias"
     tensors = load_file(path)
     save_file({**tensors, name: torch.zeros(3)}, path)
