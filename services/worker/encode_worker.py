@@ -179,7 +179,7 @@ async def load_alone(config: EncodeConfig) -> LoadedAlone:
 
 
 def _identity(config: EncodeConfig) -> tuple[Numerics, str]:
-    from shared.engine.executors.loading.encoder_identity import (  # torch
+    from shared.engine.vision.encoder_identity import (  # torch
         checkpoint_revision,
         encoder_numerics,
     )

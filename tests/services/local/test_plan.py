@@ -15,6 +15,7 @@ from services.local.plan import (
     worker_counts,
 )
 from services.local.redis_acl import REDIS_ROLES
+from shared.config import EncodeConfig
 from shared.errors import ConfigError
 from shared.transport.link_config import SiteLink, SiteLinks
 
@@ -45,7 +46,20 @@ def test_default_cluster_has_one_process_per_service(tmp_path: Path) -> None:
 def test_worker_with_both_roles_counts_as_both(tmp_path: Path) -> None:
     chosen = options(tmp_path, num_prefill=0, num_decode=1, num_both=1)
     workers = expected_workers(plan_credentials(chosen))
-    assert workers == {"prefill": {"worker-1"}, "decode": {"decode-1", "worker-1"}}
+    both = {"prefill": {"worker-1"}, "decode": {"decode-1", "worker-1"}}
+    assert workers == {**both, "encode": set()}
+
+
+def test_an_encode_worker_gets_the_options_of_its_command(tmp_path: Path) -> None:
+    chosen = options(tmp_path, num_encode=1, kv_cache_bytes=1 << 20, dtype="float32")
+    credentials = plan_credentials(chosen)
+    assert expected_workers(credentials)["encode"] == {"encode-1"}
+    specs = plan_services(chosen, credentials, ENDPOINTS, num_cores=6, environ={})
+    (encode,) = [each for each in specs if each.process_id == "encode-1"]
+    given = dict(zip(encode.argv[4::2], encode.argv[5::2], strict=True))
+    assert (given["--dtype"], given["--num-threads"]) == ("float32", "2")
+    known = {f"--{each.replace('_', '-')}" for each in EncodeConfig.__struct_fields__}
+    assert given.keys() <= known | {"--instance"}
 
 
 def test_names_on_an_external_nats_do_not_collide(tmp_path: Path) -> None:
