@@ -21,6 +21,7 @@ from services.worker.worker import WorkerProcess, build_worker
 from shared.block_hash import image_extras, prompt_chain, root_hash
 from shared.clock import MonotonicClock
 from shared.config import EncodeConfig, WorkerConfig
+from shared.engine.vision import remote_vectors
 from shared.kv_wire.dialer import Dialer
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -155,6 +156,8 @@ async def live(server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> 
     write_smolvlm(folder)
     clock, randomness = MonotonicClock(), SystemRandomness()
     async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(remote_vectors, "PATIENCE_S", 240.0)  # a busy machine is no slow worker
 
         async def connected(name: str) -> NatsBus:
             bus = await NatsBus.connect(server.url(name), process_id=name)
