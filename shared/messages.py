@@ -643,7 +643,7 @@ class EncodeImage(Message, frozen=True, kw_only=True):
     gateway_id: ProcessId
     cache_root: Digest
     image_hash: Digest
-    shape: Annotated[tuple[PixelCount, ...], Meta(min_length=1, max_length=8)]  # uint8
+    grid: tuple[TileCount, TileCount]  # copied from the ImagePart: the shape of the pixels
     target: DataPlaneAddress
     link_key: LinkKey | None = None  # None: vectors over TCP are not sealed
     lease_s: Duration

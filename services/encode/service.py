@@ -142,7 +142,7 @@ class EncodeService:
         bounds = self._check(request)
         request = self._unretained.current(request)
         now = self._clock.now()
-        wanted = _wanted(request)
+        wanted = self._wanted(request)
         encoding = Encoding(
             request,
             wanted,
@@ -167,17 +167,32 @@ class EncodeService:
         own = self._monitor.encoder
         if own is None or own.key != request.encoder:
             raise WorkerUnfit(f"{self._bus.process_id} has another encoder than {request.encoder}")
-        if request.shape[1:] != self._config.tile_shape:
+        num_bytes = image_bytes(self._config.pixel_shape(request.grid))
+        if not 0 < num_bytes <= MAX_IMAGE_BYTES:
             raise InvalidRequest(
-                f"tiles of {request.shape[1:]}, not {self._config.tile_shape}", param="shape"
+                f"an image of {num_bytes} bytes, not between 1 and {MAX_IMAGE_BYTES}", param="grid"
             )
-        if image_bytes(request.shape) > MAX_IMAGE_BYTES:
-            raise InvalidRequest(f"an image has more than {MAX_IMAGE_BYTES} bytes", param="shape")
         refusals = self._monitor.refusals
         if refusals.require("encode", request) is None:
             return None
         regions = refusals.require("encode", request, asking.region)
         return None if regions is None else PushBounds(regions, asking.region)
+
+    def _wanted(self, request: EncodeImage) -> WantedImage:
+        pixels = PixelRequest(
+            gateway_id=request.gateway_id,
+            tenant_id=request.tenant_id,
+            request_id=request.request_id,
+            image_hash=request.image_hash,
+            shape=self._config.pixel_shape(request.grid),
+            region_class=request.region_class,
+            allowed_regions=request.allowed_regions,
+        )
+        key = ImageKey(request.tenant_id, request.cache_root, request.image_hash)
+        is_retained = not request.is_zero_retention
+        return WantedImage(
+            key, pixels, is_retained=is_retained, is_encoded_here=True, grid=request.grid
+        )
 
     def _asking(self, request: EncodeImage) -> Heartbeat:
         heartbeat = self._monitor.fleet.heartbeat_of(request.worker_id)
@@ -273,18 +288,3 @@ class EncodeService:
             if now > min(encoding.lease_until, encoding.deadline_at) and not encoding.has_ended:
                 log.warning("encode_lease_expired", worker=encoding.request.worker_id)
                 encoding.end()
-
-
-def _wanted(request: EncodeImage) -> WantedImage:
-    pixels = PixelRequest(
-        gateway_id=request.gateway_id,
-        tenant_id=request.tenant_id,
-        request_id=request.request_id,
-        image_hash=request.image_hash,
-        shape=request.shape,
-        region_class=request.region_class,
-        allowed_regions=request.allowed_regions,
-    )
-    key = ImageKey(request.tenant_id, request.cache_root, request.image_hash)
-    is_retained = not request.is_zero_retention
-    return WantedImage(key, pixels, is_retained=is_retained, is_encoded_here=True)

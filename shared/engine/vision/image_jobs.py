@@ -22,6 +22,7 @@ import structlog
 from numpy.typing import NDArray
 
 from shared.background import Background, item_error, start_awaited
+from shared.engine.model_config.vision_config import Grid
 from shared.engine.vision.image_encoder import ImageEncoder
 from shared.engine.vision.image_room import ImageRoom
 from shared.engine.vision.vector_cache import ImageKey, VectorCache
@@ -50,6 +51,7 @@ class WantedImage:
     pixels: PixelRequest
     is_retained: bool  # False: nothing of it may stay after the request
     is_encoded_here: bool = False
+    grid: Grid = (0, 0)
     vectors: bytearray | None = None
     error: HearthError | None = None
 

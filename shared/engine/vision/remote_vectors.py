@@ -18,7 +18,7 @@ import structlog
 
 from shared.background import Background
 from shared.clock import Clock
-from shared.engine.model_config.vision_config import VisionConfig
+from shared.engine.model_config.vision_config import Grid, VisionConfig
 from shared.engine.vision.encoder_choice import encoders_of
 from shared.engine.vision.image_jobs import WantedImage
 from shared.errors import DependencyUnavailable, HearthError, LinkLost
@@ -62,8 +62,8 @@ class VectorForm:
     config: VisionConfig
     vector_bytes: int
 
-    def num_bytes(self, num_tiles: int) -> int:
-        return num_tiles * self.config.tokens_per_tile * self.vector_bytes
+    def num_bytes(self, grid: Grid) -> int:
+        return self.config.num_tokens(grid) * self.vector_bytes
 
 
 class RemoteVectors:
@@ -134,7 +134,7 @@ class RemoteVectors:
         """Raises HearthError if the worker rejects the command, fails, is lost or is late."""
         num_tiles, regions = wanted.pixels.shape[0], self._regions(wanted)
         transfer_id = self._randomness.bytes(PLACEMENT_ID_BYTES)
-        transfer = ByteTransfer(self._form.num_bytes(num_tiles), VECTOR_FORMAT)
+        transfer = ByteTransfer(self._form.num_bytes(wanted.grid), VECTOR_FORMAT)
         bounds = None if regions is None else PushBounds(regions, worker.region)
         self._receiver.expect(transfer_id, transfer, bounds, is_private=not wanted.is_retained)
         self._tries[transfer_id] = worker.process_id, transfer
@@ -169,7 +169,7 @@ class RemoteVectors:
             gateway_id=pixels.gateway_id,
             cache_root=wanted.key.cache_root,
             image_hash=pixels.image_hash,
-            shape=pixels.shape,
+            grid=wanted.grid,
             target=self._receiver.address,
             link_key=None if keys is None else keys.key_for(worker_id, worker.region),
             lease_s=LEASE_S,

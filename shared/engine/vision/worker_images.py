@@ -110,7 +110,8 @@ class WorkerImages:
             allowed_regions=message.allowed_regions,
         )
         key = ImageKey(message.tenant_id, message.cache_root, part.image_hash)
-        return WantedImage(key, pixels, is_retained=not message.is_zero_retention)
+        is_retained = not message.is_zero_retention
+        return WantedImage(key, pixels, is_retained=is_retained, grid=part.grid)
 
 
 def _check_order(parts: Iterable[ImagePart]) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from services.encode.service import EncodeService
 from shared.clock import MonotonicClock
-from shared.engine.model_config.vision_config import VisionConfig
+from shared.engine.model_config.vision_config import SiglipConfig
 from shared.engine.unretained_tenants import UnretainedTenants
 from shared.engine.vision import remote_vectors
 from shared.engine.vision.encoder_choice import encoders_of
@@ -36,7 +36,7 @@ from shared.tenancy.refusals import Refusals
 from tests.support.waiting import until
 
 KEY = "weights/cpu/float32"
-CONFIG = VisionConfig(
+CONFIG = SiglipConfig(
     hidden_size=8,
     intermediate_size=8,
     num_layers=1,
@@ -49,7 +49,8 @@ CONFIG = VisionConfig(
     output_size=4,
 )
 VECTOR_BYTES = 16
-SHAPE = (3, *CONFIG.tile_shape)
+GRID = 1, 2
+SHAPE = CONFIG.pixel_shape(GRID)
 ROOT, HASH = b"r" * 16, b"h" * 16
 
 
@@ -129,7 +130,7 @@ def beat(process_id: str, *roles: Role, region: str = "north", key: str | None =
 class Encoder:
     """Vectors that are the tile's first values; `gate` holds tiles up."""
 
-    config: VisionConfig = CONFIG
+    config: SiglipConfig = CONFIG
     vector_bytes: int = VECTOR_BYTES
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     num_tiles: int = 0
@@ -234,7 +235,8 @@ def wanted(
         shape=SHAPE,
         **pixels,
     )
-    return WantedImage(ImageKey(tenant, ROOT, image_hash), request, is_retained=is_retained)
+    key = ImageKey(tenant, ROOT, image_hash)
+    return WantedImage(key, request, is_retained=is_retained, grid=GRID)
 
 
 @pytest.fixture(params=["memory"])

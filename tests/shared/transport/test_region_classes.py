@@ -73,7 +73,7 @@ def events_of(worker_id: str) -> KvEvents:
 
 
 _OF_IMAGES = (
-    *("tenant_id", "request_id", "image_hash", "shape", "transfer_id", "target"),
+    *("tenant_id", "request_id", "image_hash", "transfer_id", "target"),
     *("deadline_s", "region_class"),
 )
 
@@ -100,6 +100,7 @@ def sent_by(role: CredentialRole) -> list[tuple[str, Message]]:
         gateway_id="gateway-fr",
         cache_root=bytes(16),
         lease_s=1.0,
+        grid=(0, 0),
         **{each: getattr(pixels, each) for each in _OF_IMAGES},
     )
     handoffs = [
