@@ -58,7 +58,7 @@ class PrefillRole(StrEnum):
 
     own = "own"
     both = "both"
-    encode = "encode"
+    with_encode = "encode"  # `encode` is a method of texts
 
 
 _ROLE_HELP = {
