@@ -430,12 +430,14 @@ def _service(
         arguments += ["--model-name", options.model_name]
     if device is not None:
         arguments += ["--dtype", options.dtype, "--device", device]
-        arguments += ["--load-format", options.load_format, "--num-threads", str(num_threads)]
+        arguments += ["--num-threads", str(num_threads)]
         arguments += ["--data-plane-host", options.advertise_host]
         if options.nats_url is None and not is_loopback(options.advertise_host):
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
+        if credential.role != "encode":
+            arguments += ["--kv-dtype", options.kv_dtype, "--weights", options.weights]
+        arguments += ["--load-format", options.load_format]
     if device is not None and credential.role != "encode":
-        arguments += ["--kv-dtype", options.kv_dtype, "--weights", options.weights]
         if options.kv_cache_bytes is not None:
             arguments += ["--kv-cache-bytes", str(options.kv_cache_bytes)]
         if options.gpu_memory:
