@@ -42,7 +42,8 @@ def processed(
         grid = processor.grid_of(*opened.size, image.detail)
         num_tokens += config.num_tokens(grid)
         check_tokens(num_tokens)
-        pixels = processor.pixels_of(opened, image.detail)
+        # tiles of one row or column may be a view, or keep the order of the image's channels
+        pixels = np.ascontiguousarray(processor.pixels_of(opened, image.detail))
         found = image_hash(pixels, grid, config, context.revision)
         yield ProcessedImage(bytearray(pixels.data), grid, found)
 

@@ -40,7 +40,7 @@ class Idefics3Processor:
         for size in self._sizes(*image.size, detail):
             image = image.resize(size, Image.Resampling.LANCZOS)
         if grid == (0, 0):
-            return planes(image)[np.newaxis].copy()
+            return planes(image)[np.newaxis]
         complete = image.resize((tile, tile), Image.Resampling.LANCZOS)
         return np.concatenate([tiles_of(planes(image), tile), planes(complete)[np.newaxis]])
 
