@@ -316,7 +316,7 @@ def test_every_process_has_its_own_credential() -> None:
         for name, each in SERVICES.items()
         if "HEARTH_NATS_URL" in each.get("environment", {})
     }
-    assert len(urls) == 9
+    assert len(urls) == 10
     for service, url in urls.items():
         name = service.replace("_", "-")
         assert url == f"nats://{name}@nats:4222?seed={SECRETS}/{name}.nk"

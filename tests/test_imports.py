@@ -64,6 +64,9 @@ RULES = {
     "services/gateway/images": rule(
         "services.gateway shared", BASE, {"PIL", "numpy"}, excluded="shared.engine"
     ),
+    "services/gateway/images/addresses": rule(
+        "services.gateway shared", BASE, {"httpx"}, excluded="shared.engine"
+    ),
     "services/guides/examples": rule("", {"openai"}),
     "services/host": rule("services.host services.local services.worker shared", BASE),
     "services/prefill": rule("services.prefill shared", BASE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.tenancy.deletion.kv_drops import KvDrop
-from shared.tenancy.retractions import Retraction
+from shared.tenancy.deletion.retractions import Retraction
 from shared.tenancy.tenant import ApiKeyRecord
 
 Fields = list[tuple[bytes, bytes]]

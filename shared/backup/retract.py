@@ -13,7 +13,12 @@ import msgspec
 from msgspec import structs
 
 from shared.backup.records import StoredKey, StoredTenant
-from shared.tenancy.retractions import KeyEnded, RetentionChanged, Retraction, TenantRemoved
+from shared.tenancy.deletion.retractions import (
+    KeyEnded,
+    RetentionChanged,
+    Retraction,
+    TenantRemoved,
+)
 from shared.tenancy.tenant import TenantRecord, decoded_tenant
 
 CLOCKS_S = 60.0

@@ -20,9 +20,9 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
 from shared.subjects import SITE_SEPARATOR
-from shared.tenancy import pinned_prefix, retractions, stored_responses
+from shared.tenancy import pinned_prefix, stored_responses
 from shared.tenancy.declared_classes import check_declared
-from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion import kv_drops, retractions
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
     LEASE_S,

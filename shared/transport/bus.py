@@ -44,13 +44,13 @@ from shared.subjects import class_of, from_anyone, inbox_prefix, sent_by, site_a
 from shared.telemetry.log_limit import LogLimit
 from shared.tls import TlsFiles
 from shared.transport.credential_files import CredentialFiles
+from shared.transport.decoding.newer_values import announcement_decoder
+from shared.transport.decoding.untyped_messages import UntypedMessages
 from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient, PublishDenied, Take
-from shared.transport.newer_values import announcement_decoder
 from shared.transport.sender_check import SenderCheck
 from shared.transport.site_bytes import SiteBytes
-from shared.transport.untyped_messages import UntypedMessages
 from shared.transport.wire_errors import INVALID, OUTSIDE_REGIONS, UNREADABLE, RejectedMessages
 
 log = structlog.get_logger(__name__)

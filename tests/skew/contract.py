@@ -2,7 +2,7 @@
 
 A release reads what the one before writes, and the other way, if fields are only added, and each
 new one has a default. Of an object the order of fields is free; new ones of an array are its last.
-A closed set of values may grow in announcements alone: `shared/transport/newer_values.py`.
+A closed set of values may grow in announcements alone: `shared/transport/decoding/newer_values.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from shared.backup.backup_file import BackupFile, read_key
 from shared.backup.restore import Restore
 from shared.backup.restore_texts import Restored
 from shared.errors import ConfigError
-from shared.tenancy import retractions
+from shared.tenancy.deletion import retractions
 
 STEP_S = 30.0  # one step of Redis, which may be loaded
 

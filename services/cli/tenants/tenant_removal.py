@@ -9,8 +9,7 @@ import time
 
 from services.cli.output import with_store
 from shared.store import Store
-from shared.tenancy import retractions
-from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion import kv_drops, retractions
 from shared.tenancy.deletion.kv_drops import OrderedDrop
 from shared.tenancy.deletion.tenant_removal import TenantRemoval
 

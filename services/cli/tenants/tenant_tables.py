@@ -14,7 +14,7 @@ from services.cli.options import ALL, UNLIMITED
 from services.cli.output import time_text, with_store
 from shared.errors import ConfigError
 from shared.store import Store
-from shared.tenancy import retractions
+from shared.tenancy.deletion import retractions
 from shared.tenancy.rate_limit import LimitState
 from shared.tenancy.site_admin import copied_tenants, is_copied
 from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow

@@ -22,7 +22,7 @@ from services.gateway.preparation.recently_used import RecentlyUsed
 from shared.background import item_error, start_awaited
 from shared.clock import Clock
 from shared.errors import NoCapacity
-from shared.transport.struct_types import examine_struct_types
+from shared.transport.decoding.struct_types import examine_struct_types
 from shared.transport.wire_errors import one_line
 
 log = structlog.get_logger(__name__)

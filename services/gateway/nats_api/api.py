@@ -39,7 +39,7 @@ from shared.subjects import (
     endpoint_and_client,
     two_tokens,
 )
-from shared.transport.untyped_messages import UntypedMessages
+from shared.transport.decoding.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 

@@ -23,7 +23,7 @@ import structlog
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
 from shared.errors import HearthError
 from shared.subjects import SERVICES
-from shared.transport.untyped_messages import UntypedMessages
+from shared.transport.decoding.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 

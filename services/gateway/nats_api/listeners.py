@@ -19,7 +19,7 @@ from services.gateway.nats_api.reply import NatsReply
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
-from shared.transport.untyped_messages import UntypedMessages
+from shared.transport.decoding.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ import structlog
 from services.gateway.dialects.dialect import EncodeError
 from services.gateway.http.response import error_headers
 from shared.errors import DependencyUnavailable, HearthError, PayloadTooLarge
-from shared.transport.untyped_messages import UntypedMessages
+from shared.transport.decoding.untyped_messages import UntypedMessages
 
 log = structlog.get_logger(__name__)
 

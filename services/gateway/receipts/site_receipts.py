@@ -9,6 +9,7 @@ from typing import NamedTuple
 import structlog
 
 from services.gateway.receipts.receipts import Receipts
+from shared.background import start_awaited
 from shared.errors import HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.receipts.read_receipt import ReadReceipt, ReceiptRead
@@ -74,9 +75,7 @@ class SiteReceipts:
     # ── other gateways ───────────────────────────────────────────────────────────────────────────
 
     async def _search(self, tenant: TenantRecord, name: str) -> Found:
-        asked = [
-            asyncio.create_task(self._ask(each, tenant.tenant_id, name)) for each in self._others()
-        ]
+        asked = [start_awaited(self._ask(each, tenant.tenant_id, name)) for each in self._others()]
         num_silent = 0
         try:
             for each in asyncio.as_completed(asked):

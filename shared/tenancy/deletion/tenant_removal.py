@@ -16,8 +16,7 @@ import msgspec
 from shared.errors import ConfigError
 from shared.store import Store
 from shared.subjects import SITE_SEPARATOR
-from shared.tenancy import retractions
-from shared.tenancy.deletion import kv_drops, tenant_data
+from shared.tenancy.deletion import kv_drops, retractions, tenant_data
 from shared.tenancy.deletion.kv_drops import DropReason, KvDrop, OrderedDrop
 from shared.tenancy.site_usage import TENANT_SITES
 from shared.tenancy.tenant import TENANTS, TenantRecord, check_tenant_id, decoded_tenant

@@ -303,7 +303,7 @@ OWN = {
     "services/gateway/sites/tenant_copies.py": ("_run",),
     "services/gateway/service.py": (
         *("run", "run", "declare_regions", "removed", "run", "run", "run"),
-        *("watch_regions", "watch", "run", "task"),
+        *("changed", "watch", "run", "task"),
     ),
     "services/gateway/streams/stream_driver.py": ("_tick",),
     "services/gateway/observability/telemetry/span_exporter.py": ("_run",),

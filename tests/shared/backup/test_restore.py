@@ -17,8 +17,8 @@ from shared.backup.restore_texts import Restored
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
-from shared.tenancy import audit, pinned_prefix, retractions
-from shared.tenancy.deletion import kv_drops, site_drops
+from shared.tenancy import audit, pinned_prefix
+from shared.tenancy.deletion import kv_drops, retractions, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress
 from shared.tenancy.deletion.tenant_removal import TenantRemoval
 from shared.tenancy.model_alias_admin import ModelAliasAdmin

@@ -7,7 +7,7 @@ import pytest
 
 from shared.backup.records import StoredKey, StoredTenant
 from shared.backup.retract import CLOCKS_S, Retracted, allows_texts
-from shared.tenancy.retractions import Retraction, of_key, of_removal, of_retention, united
+from shared.tenancy.deletion.retractions import Retraction, of_key, of_removal, of_retention, united
 from shared.tenancy.tenant import ApiKeyRecord, TenantRecord, decoded_tenant
 
 MADE_AT = 1_000.0

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shared.messages import Heartbeat, HostedModel, HostLoad, IndexLoad, StartDecode
-from shared.transport.newer_values import announcement_decoder
+from shared.transport.decoding.newer_values import announcement_decoder
 from tests.support.records import model_card
 
 HEARTBEAT = Heartbeat(
@@ -42,11 +42,14 @@ def test_heartbeat_of_this_release_is_read_as_it_is() -> None:
     "sent, expected",
     [
         ({"seconds_to_live": 5, "deeper": {"of": ["it"]}}, {}),
-        ({"roles": ["encode", "decode"]}, {"roles": ("decode",)}),
-        ({"possible_roles": ["encode"]}, {"possible_roles": ()}),
+        ({"roles": ["of a newer release", "decode"]}, {"roles": ("decode",)}),
+        ({"possible_roles": ["of a newer release"]}, {"possible_roles": ()}),
         ({"state": "hibernating"}, {"state": "starting"}),
         ({"index": {"type": "IndexLoad", "state": "rebuilt"}}, {"index": None}),
-        ({"roles": ["encode", "decode"], "state": "hibernating"}, {"state": "starting"}),
+        (
+            {"roles": ["of a newer release", "decode"], "state": "hibernating"},
+            {"state": "starting"},
+        ),
     ],
 )
 def test_unknown_values_are_left_out(sent: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -72,7 +75,7 @@ def test_host_with_a_model_in_an_unknown_state_announces_none() -> None:
 
 def test_process_without_a_known_role_is_not_read() -> None:
     with pytest.raises(msgspec.ValidationError, match="roles"):
-        read(roles=["encode"])
+        read(roles=["of a newer release"])
 
 
 @pytest.mark.parametrize("changes", [{"roles": 7}, {"sequence_number": -1}, {"roles": [7]}])
@@ -89,7 +92,7 @@ def test_other_bytes_are_not_read(data: bytes) -> None:
 
 def test_command_with_an_unknown_value_is_not_read() -> None:
     """Its sender would believe that it is obeyed."""
-    data = msgspec.msgpack.encode({"type": "StartDecode", "roles": ["encode"]})
+    data = msgspec.msgpack.encode({"type": "StartDecode", "roles": ["of a newer release"]})
     with pytest.raises(msgspec.ValidationError):
         announcement_decoder(StartDecode)(data)
 

@@ -21,6 +21,7 @@ import msgspec
 
 from services.gateway.images.addresses.allowed_hosts import Address, AllowedHosts, is_public
 from services.gateway.images.input_image import InputImage, bad_image
+from shared.background import start_awaited
 from shared.errors import InvalidRequest
 
 MAX_BYTES = 20 << 20  # of an image
@@ -109,7 +110,7 @@ class ImageFetcher:
                 data = await self._bytes(image, address, counted)
             return msgspec.structs.replace(image, data=data, is_decoded=True, address="")
 
-        tasks = [asyncio.ensure_future(one(each)) for each in images]
+        tasks = [start_awaited(one(each)) for each in images]
         try:
             return tuple([await each for each in tasks])
         finally:

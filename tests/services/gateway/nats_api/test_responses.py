@@ -11,7 +11,7 @@ import pytest
 
 from shared.subjects import api_request
 from shared.tenancy.tenant import TENANTS
-from shared.transport.untyped_messages import UntypedMessages
+from shared.transport.decoding.untyped_messages import UntypedMessages
 from tests.services.gateway.conftest import ANSWER
 from tests.services.gateway.dialects.anthropic.stream import MESSAGES, message_of
 from tests.services.gateway.dialects.anthropic.test_messages_http import BODY as MESSAGE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITE_KEYS, SigningKey
 from tests.services.gateway.conftest import Cluster, SharedCluster, http_client
 from tests.services.gateway.observability.telemetry.test_resumed_timeline import killed_after
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "seed": 5}
@@ -237,10 +239,15 @@ async def test_kv_hops_of_failed_prefills_are_named(cluster: Cluster) -> None:
     assert hops == [("prefill-1", 16), ("prefill-2", 32)]
 
 
+async def is_found(http: httpx.AsyncClient, name: str) -> bool:
+    return (await http.get(f"/v1/requests/{name}/receipt")).status_code == 200
+
+
 async def test_each_gateway_of_the_site_finds_a_receipt(cluster: Cluster) -> None:
     response = await cluster.http.post(CHAT, json=BODY)
     names = (response.headers["x-request-id"], response.json()["id"])
     async with cluster.beside() as beside:
+        await until(partial(is_found, beside.http, names[0]))  # it has heard of the other one
         for name in names:
             found, _ = await read(beside.http, name)
             assert payload_hash(found.payload) == response.headers["x-hearth-receipt"]
