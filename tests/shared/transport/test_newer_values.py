@@ -42,12 +42,12 @@ def test_heartbeat_of_this_release_is_read_as_it_is() -> None:
     "sent, expected",
     [
         ({"seconds_to_live": 5, "deeper": {"of": ["it"]}}, {}),
-        ({"roles": ["of a newer release", "decode"]}, {"roles": ("decode",)}),
-        ({"possible_roles": ["of a newer release"]}, {"possible_roles": ()}),
+        ({"roles": ["translate", "decode"]}, {"roles": ("decode",)}),
+        ({"possible_roles": ["translate"]}, {"possible_roles": ()}),
         ({"state": "hibernating"}, {"state": "starting"}),
         ({"index": {"type": "IndexLoad", "state": "rebuilt"}}, {"index": None}),
         (
-            {"roles": ["of a newer release", "decode"], "state": "hibernating"},
+            {"roles": ["translate", "decode"], "state": "hibernating"},
             {"state": "starting"},
         ),
     ],
@@ -75,7 +75,7 @@ def test_host_with_a_model_in_an_unknown_state_announces_none() -> None:
 
 def test_process_without_a_known_role_is_not_read() -> None:
     with pytest.raises(msgspec.ValidationError, match="roles"):
-        read(roles=["of a newer release"])
+        read(roles=["translate"])
 
 
 @pytest.mark.parametrize("changes", [{"roles": 7}, {"sequence_number": -1}, {"roles": [7]}])
@@ -92,7 +92,7 @@ def test_other_bytes_are_not_read(data: bytes) -> None:
 
 def test_command_with_an_unknown_value_is_not_read() -> None:
     """Its sender would believe that it is obeyed."""
-    data = msgspec.msgpack.encode({"type": "StartDecode", "roles": ["of a newer release"]})
+    data = msgspec.msgpack.encode({"type": "StartDecode", "roles": ["translate"]})
     with pytest.raises(msgspec.ValidationError):
         announcement_decoder(StartDecode)(data)
 
