@@ -28,13 +28,10 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED, has_triton_device
+from kernels.quantized_weight import Code as Code
 from kernels.quantized_weight import Fp8Layout as Fp8Layout
-from kernels.quantized_weight import Fp8Part as Fp8Part
-from kernels.quantized_weight import Int4Layout as Int4Layout
-from kernels.quantized_weight import Int4Part as Int4Part
+from kernels.quantized_weight import GroupedLayout as GroupedLayout
 from kernels.quantized_weight import QuantizedWeight
-from kernels.quantized_weight import fp8_weight as fp8_weight
-from kernels.quantized_weight import int4_weight as int4_weight
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
@@ -81,6 +78,12 @@ from kernels.torch_ops.sample_among import sample_among as sample_among
 from kernels.torch_ops.scatter_blocks import scatter_blocks as torch_scatter_blocks
 from kernels.torch_ops.select_rows import select_rows as torch_select_rows
 from kernels.torch_ops.top_k import top_k as torch_top_k
+from kernels.transcode import CodePart as CodePart
+from kernels.transcode import Fp8Part as Fp8Part
+from kernels.transcode import fp8_weight as fp8_weight
+from kernels.transcode import grouped_weight as grouped_weight
+from kernels.transcode import packed_part as packed_part
+from kernels.transcode import unpacked as unpacked
 
 if TYPE_CHECKING:
     from kernels.cpu.compile_plan import CompilePlan as CpuCompilePlan

@@ -57,6 +57,13 @@ _INT8 = {
     **_PACKED,
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}},
 }
+_FP8_ROWS = {
+    **_PACKED,
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
+    },
+}
 FORMATS: dict[str, dict[str, Any] | None] = {
     "BF16, FP16, FP32": None,
     "INT4 of compressed-tensors (`pack-quantized`)": _PACKED,
@@ -69,10 +76,14 @@ FORMATS: dict[str, dict[str, Any] | None] = {
         "config_groups": {},
         "kv_cache_scheme": _FP8_KV,
     },
-    "FP8 with a scale per tensor": {"quant_method": "fp8"},
-    "INT8 of compressed-tensors": _INT8,
-    "AWQ": {"quant_method": "awq", "bits": 4},
-    "GPTQ": {"quant_method": "gptq", "bits": 4},
+    "FP8 with a scale per tensor (`fp8`)": {"quant_method": "fp8"},
+    "FP8 per channel (`float-quantized`, `fbgemm_fp8`)": _FP8_ROWS,
+    "INT8 of compressed-tensors (`pack-quantized`)": _INT8,
+    "INT8 of compressed-tensors (`int-quantized`)": {**_INT8, "format": "int-quantized"},
+    "AWQ (gemm)": {"quant_method": "awq", "bits": 4},
+    "AWQ (gemv)": {"quant_method": "awq", "bits": 4, "version": "gemv"},
+    "GPTQ, 4 and 8 bits, versions 1 and 2": {"quant_method": "gptq", "bits": 4},
+    "GPTQ, other bits": {"quant_method": "gptq", "bits": 3},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "MXFP4 (gpt-oss)": {"quant_method": "mxfp4"},
     "NVFP4 of ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},

@@ -16,8 +16,9 @@ from kernels.cpu.gemm.gemm_common import BLOCK
 from kernels.cpu.simd import cpu_features
 from kernels.cpu.simd.intrinsics import SIDE
 
-# int4 without and with zeros, and with FP32 scales instead of BF16
-QuantizedKind = Literal["dense", "int4", "int4-zeros", "int4-floats", "int4-zeros-floats", "fp8"]
+# "dense", "fp8" in blocks; or "int4", "int8", "e4m3", then "-zeros" with zeros, then "-floats" or
+# "-halves" with scales of FP32 or FP16 instead of BF16
+QuantizedKind = str
 Part = Literal["attention", "layers", "rows", "steps"]  # steps: all that a worker runs first
 
 _SIZES = "head_dim", "block_size"  # attention alone depends on it; other code is the same for all

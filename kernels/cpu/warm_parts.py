@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from kernels.cpu.compile import locked
 from kernels.cpu.compile_plan import CompilePlan, QuantizedKind
 from kernels.cpu.deferred_codegen import defer_codegen
 from kernels.quantized_weight import (
+    Code,
     Fp8Layout,
-    Int4Layout,
+    GroupedLayout,
     QuantizedLayout,
     QuantizedWeight,
     memory_bytes,
@@ -222,8 +223,15 @@ def _quantized_weight(kind: QuantizedKind, shape: tuple[int, int]) -> QuantizedW
     if kind == "fp8":
         layout = Fp8Layout(shape, _BLOCK)
     else:
-        scale_dtype = "float32" if "floats" in kind else "bfloat16"
-        layout = Int4Layout(shape, _BLOCK, scale_dtype, has_zeros="zeros" in kind)
+        code, *options = kind.split("-")
+        scale_dtype = {"floats": "float32", "halves": "float16"}.get(options[-1] if options else "")
+        layout = GroupedLayout(
+            shape,
+            _BLOCK,
+            scale_dtype or "bfloat16",
+            has_zeros="zeros" in options,
+            code=cast(Code, code),
+        )
     memory = torch.zeros(memory_bytes(layout), dtype=torch.uint8)
     return QuantizedWeight(layout, memory, torch.bfloat16)
 

@@ -18,6 +18,7 @@ LAYERS = [
     {
         "kernels.split_weight",
         "kernels.quantized_weight",
+        "kernels.transcode",
         "kernels.sum_lanes",
         "kernels.device",
         "kernels.cache",

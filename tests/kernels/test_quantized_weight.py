@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from kernels.quantized_weight import Fp8Part, Int4Part, fp8_weight, int4_weight
 from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
+from kernels.transcode import Fp8Part, Int4Part, fp8_weight, int4_weight
 from tests.kernels.support.quantized import (
     ODD_SCALES,
     assert_same_bits,

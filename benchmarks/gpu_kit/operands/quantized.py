@@ -21,7 +21,7 @@ Built: TypeAlias = "tuple[QuantizedWeight | None, int]"
 
 
 def int4(session: Session, shape: tuple[int, int]) -> Built:
-    from kernels.quantized_weight import Int4Part, int4_weight
+    from kernels.transcode import Int4Part, int4_weight
 
     num_rows, width = shape
     if session.mode == "compile":
@@ -33,7 +33,7 @@ def int4(session: Session, shape: tuple[int, int]) -> Built:
 
 
 def fp8(session: Session, shape: tuple[int, int]) -> Built:
-    from kernels.quantized_weight import Fp8Part, fp8_weight
+    from kernels.transcode import Fp8Part, fp8_weight
 
     num_rows, width = shape
     if session.mode == "compile":

@@ -7,8 +7,9 @@ from rich.table import Table
 from shared.engine.models import BY_MODEL_TYPE, FAMILIES
 
 FORMATS = (
-    "Weights are safetensors: BF16, FP16, FP32, INT4 (compressed-tensors), FP8 in blocks of 128. "
-    "GGUF, LoRA adapters, AWQ, GPTQ, bitsandbytes and MXFP4 are not served."
+    "Weights are safetensors: BF16, FP16, FP32; INT4, INT8 and FP8 of compressed-tensors; FP8 in "
+    "blocks of 128, per channel and per tensor; AWQ (gemm); GPTQ of 4 and 8 bits. "
+    "GGUF, LoRA adapters, bitsandbytes and MXFP4 are not served."
 )
 
 

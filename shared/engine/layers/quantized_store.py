@@ -11,18 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import Fp8Part, Int4Part, QuantizedWeight, fp8_weight, int4_weight
+from kernels.ops import QuantizedWeight, fp8_weight, grouped_weight
+from shared.engine.layers.quantized_parts import code_of, code_part, fp8_part
 from shared.engine.model_config.formats import (
-    Int4,
+    Fp8Block,
     TensorSpec,
     WeightFormat,
+    group_of,
     stored_tensors,
 )
+from shared.errors import CheckpointError
 
 DTYPES = {
     "I32": torch.int32,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _ALIGNMENT = 4  # bytes: that of the widest dtype
@@ -65,18 +70,22 @@ class QuantizedStore:
 
     def transcoded(self, memory: Tensor, *, is_padded: bool = False) -> QuantizedWeight:
         """Returns the weight in the order that kernels read. If `is_padded`, each layer
-        has full blocks.
+        has full blocks. Raises CheckpointError for an order of columns that layers do not share.
         """
         parts = self.parts(memory)
-        mode = {"is_padded": is_padded}
-        if isinstance(self.form, Int4):
-            int4 = [
-                Int4Part(part["weight_packed"], part["weight_scale"], part.get("weight_zero_point"))
-                for part in parts
-            ]
-            return int4_weight(int4, self.width, self.form.group or self.width, self.dtype, **mode)
-        fp8 = [Fp8Part(part["weight"], part["weight_scale_inv"]) for part in parts]
-        return fp8_weight(fp8, self.dtype, **mode)
+        form, group = self.form, group_of(self.form) or self.width
+        if isinstance(form, Fp8Block):
+            return fp8_weight([fp8_part(each) for each in parts], self.dtype, is_padded=is_padded)
+        found = [
+            code_part(form, each, rows, self.width)
+            for each, rows in zip(parts, self.rows, strict=True)
+        ]
+        try:
+            return grouped_weight(
+                found, self.width, group, self.dtype, code=code_of(form), is_padded=is_padded
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{form}: {error}") from None
 
     @cached_property
     def _spans(self) -> list[_Span]:

@@ -1,31 +1,42 @@
 """Reads `quantization_config` of a checkpoint's config.json.
 
-Served: `compressed-tensors` with format `pack-quantized` of four bits, and `fp8` in blocks of
-128 x 128 (DeepSeek-V3), both with or without a KV cache in FP8; that alone too, also of ModelOpt.
-Activations are not quantized. Everything else is refused by name.
+Served: compressed-tensors' `pack-quantized` (four and eight bits), `int-quantized` and
+`float-quantized`; `fp8` in blocks of 128 x 128 (DeepSeek-V3), per channel (`fbgemm_fp8`) and per
+tensor; `awq` and `gptq`; all with or without a KV cache in FP8; that alone too, also of ModelOpt.
+Activations are not quantized, whatever the config says. Everything else is refused by name.
 Sources: compressed-tensors' QuantizationConfig and QuantizationArgs; transformers'
-FineGrainedFP8Config; ModelOpt's export of HF checkpoints.
+FineGrainedFP8Config and FbgemmFp8Config; ModelOpt's export of HF checkpoints.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from shared.engine.model_config.formats import FP8_BLOCK, Fp8Block, Int4
+from shared.engine.model_config.formats import (
+    FP8_BLOCK,
+    Fp8Block,
+    Fp8Rows,
+    Int4,
+    Int8,
+    Packed,
+    WeightFormat,
+)
+from shared.engine.model_config.packed_formats_config import awq, gptq
 from shared.engine.model_config.quantization import LINEAR, ConfigGroup, Quantization
+from shared.engine.model_config.quantization_fields import (
+    FIELD,
+    check_patterns,
+    patterns_of_parts,
+    read_fields,
+    refused,
+)
 from shared.errors import CheckpointError
 
-FIELD = "quantization_config"
-SUPPORTED = (
-    "only compressed-tensors (pack-quantized, 4 bits) and fp8 (weight_block_size [128, 128]) are"
-)
-_PACKED = "pack-quantized"
+_PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 _STATIC_ORDERS = (None, False, "static", "weight")  # orders that leave columns in their places
-_T = TypeVar("_T")
 
 
 class _Weights(msgspec.Struct):
@@ -106,13 +117,20 @@ def checkpoint_formats(given: Mapping[str, Any]) -> CheckpointFormats:
     method = written.get("quant_method")
     match method:
         case "compressed-tensors":
-            return _compressed_tensors(_read(written, _CompressedTensors), scale_dtype(given))
+            return _compressed_tensors(read_fields(written, _CompressedTensors), scale_dtype(given))
         case "fp8":
-            return _fp8(_read(written, _Fp8))
+            return _fp8(read_fields(written, _Fp8))
+        case "fbgemm_fp8":
+            kept = read_fields(written, _Fp8).modules_to_not_convert or ()
+            return CheckpointFormats(_fp8_rows(kept, is_per_tensor=False))
+        case "awq":
+            return CheckpointFormats(awq(written))
+        case "gptq":
+            return CheckpointFormats(gptq(written))
         case "modelopt":
-            fields = _read(written, _ModelOpt)
-            return _modelopt(_read(fields.quantization or written, _ModelOpt))
-    raise _refused(f"quant_method {method!r} is not supported")
+            fields = read_fields(written, _ModelOpt)
+            return _modelopt(read_fields(fields.quantization or written, _ModelOpt))
+    raise refused(f"quant_method {method!r} is not supported")
 
 
 def _written(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -139,13 +157,6 @@ def _difference(outer: dict[str, Any], inner: dict[str, Any]) -> str:
     return f"{key} is {one!r} and {other!r}"
 
 
-def _read(written: dict[str, Any], kind: type[_T]) -> _T:
-    try:
-        return msgspec.convert(written, kind)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{FIELD}: {error}") from None
-
-
 def _has_fp8_kv(scheme: _KvCache | None) -> bool:
     if scheme is not None and not scheme.is_served:
         fields = msgspec.structs.asdict(scheme).items()
@@ -160,13 +171,13 @@ def _has_fp8_kv(scheme: _KvCache | None) -> bool:
 def _modelopt(fields: _ModelOpt) -> CheckpointFormats:
     """Reads ModelOpt's format, which may describe only a KV cache."""
     if fields.quant_algo is not None:
-        raise _refused(f"quant_algo {fields.quant_algo!r} of modelopt is not supported")
+        raise refused(f"quant_algo {fields.quant_algo!r} of modelopt is not supported")
     if fields.kv_cache_quant_algo not in (None, "FP8"):
         algorithm = fields.kv_cache_quant_algo
-        raise _refused(f"kv_cache_quant_algo {algorithm!r} of modelopt is not supported")
+        raise refused(f"kv_cache_quant_algo {algorithm!r} of modelopt is not supported")
     is_named = fields.kv_cache_quant_algo is not None
     if fields.config_groups or not (_has_fp8_kv(fields.kv_cache_scheme) or is_named):
-        raise _refused("quant_method 'modelopt' is not supported but for a KV cache alone")
+        raise refused("quant_method 'modelopt' is not supported but for a KV cache alone")
     return CheckpointFormats(has_fp8_kv=True)
 
 
@@ -176,7 +187,7 @@ def _compressed_tensors(
     has_fp8_kv = _has_fp8_kv(fields.kv_cache_scheme)
     for name in ("sparsity_config", "transform_config"):
         if not _is_empty(getattr(fields, name)):
-            raise _refused(f"{name} of compressed-tensors is not supported")
+            raise refused(f"{name} of compressed-tensors is not supported")
     if not fields.config_groups and has_fp8_kv:
         return CheckpointFormats(has_fp8_kv=True)
     if not fields.config_groups:
@@ -186,8 +197,8 @@ def _compressed_tensors(
         for name, group in fields.config_groups.items()
     ]
     for group in groups:
-        _check_patterns(group.targets)
-    _check_patterns(fields.ignore or ())
+        check_patterns(group.targets)
+    check_patterns(fields.ignore or ())
     weights = Quantization(groups=tuple(groups), ignored=fields.ignore or ())
     return CheckpointFormats(weights, has_fp8_kv)
 
@@ -199,60 +210,99 @@ def _is_empty(section: dict[str, Any] | None) -> bool:
 def _config_group(
     name: str, group: _Group, outer_format: str | None, scale: Literal["BF16", "F32"]
 ) -> ConfigGroup:
-    stored = group.format or outer_format
-    if stored != _PACKED:
-        raise _refused(f"format {stored!r} of compressed-tensors is not supported")
-    if group.input_activations is not None or group.output_activations is not None:
-        raise _refused(f"quantized activations ({name}) are not supported")
-    weights = group.weights
+    stored, weights = group.format or outer_format, group.weights
+    if stored not in (_PACKED, _INTEGERS, _FLOATS):
+        raise refused(f"format {stored!r} of compressed-tensors is not supported")
     if weights is None:
         raise CheckpointError(f"{FIELD}: {name} has no weights")
-    if weights.type != "int" or weights.num_bits != 4:
-        raise _refused(f"{name}: {weights.type} of num_bits {weights.num_bits} is not supported")
-    if weights.actorder not in _STATIC_ORDERS:
-        raise _refused(f"{name}: actorder {weights.actorder!r} is not supported")
-    form = Int4(group=_group_size(name, weights), is_symmetric=weights.symmetric, scale_dtype=scale)
-    return ConfigGroup(targets=group.targets, form=form)
+    _check_activations(name, group, stored)
+    kind = weights.type, weights.num_bits
+    if kind not in _KINDS[stored]:
+        raise refused(
+            f"{name}: {weights.type} of num_bits {weights.num_bits} is not supported as {stored}"
+        )
+    if weights.actorder not in (*_STATIC_ORDERS, *(("group",) if stored == _PACKED else ())):
+        raise refused(f"{name}: actorder {weights.actorder!r} is not supported")
+    return ConfigGroup(targets=group.targets, form=_format(name, weights, stored, scale))
 
 
-def _group_size(name: str, weights: _Weights) -> int:
-    """Returns the columns of a scale; 0 for a scale per row."""
-    size = weights.group_size
-    strategy = weights.strategy or ("group" if size and size > 0 else "channel")
-    if strategy == "channel":
-        return 0
-    if strategy != "group":
-        raise _refused(f"{name}: strategy {strategy!r} of int4 is not supported")
-    if size is None or size < 1:
+_KINDS = {
+    _PACKED: (("int", 4), ("int", 8)),
+    _INTEGERS: (("int", 8),),
+    _FLOATS: (("float", 8),),
+}
+
+
+def _check_activations(name: str, group: _Group, stored: str) -> None:
+    """Weights that are stored for activations of eight bits are served with others."""
+    given = group.input_activations
+    is_known = given is None or (stored != _PACKED and given.get("num_bits") == 8)
+    if not is_known or group.output_activations is not None:
+        raise refused(f"quantized activations ({name}) are not supported")
+
+
+def _format(
+    name: str, weights: _Weights, stored: str, scale: Literal["BF16", "F32"]
+) -> WeightFormat:
+    size, strategy = weights.group_size, weights.strategy
+    if strategy is None:
+        strategy = "group" if size and size > 0 else "channel"
+    if strategy not in _STRATEGIES[stored]:
+        raise refused(f"{name}: strategy {strategy!r} of {stored} is not supported")
+    if strategy == "group" and (size is None or size < 1):
         raise CheckpointError(f"{FIELD}: {name}: group_size {size} is not positive")
-    return size
+    group = size if strategy == "group" and size is not None else 0
+    is_per_tensor, is_symmetric = strategy == "tensor", weights.symmetric
+    if stored == _FLOATS:
+        if not is_symmetric:
+            raise refused(f"{name}: asymmetric {stored} is not supported")
+        return Fp8Rows(is_per_tensor=is_per_tensor, scale_dtype=scale)
+    if stored == _INTEGERS:
+        return Int8(
+            group=group, is_symmetric=is_symmetric, is_per_tensor=is_per_tensor, scale_dtype=scale
+        )
+    is_ordered = weights.actorder == "group" and group > 0
+    if weights.num_bits == 4 and not is_ordered:
+        return Int4(group=group, is_symmetric=is_symmetric, scale_dtype=scale)
+    return Packed(
+        num_bits=cast(Literal[4, 8], weights.num_bits),
+        group=group,
+        is_symmetric=is_symmetric,
+        is_ordered=is_ordered,
+        scale_dtype=scale,
+    )
+
+
+_STRATEGIES = {
+    _PACKED: ("group", "channel"),
+    _INTEGERS: ("group", "channel", "tensor"),
+    _FLOATS: ("channel", "tensor"),
+}
 
 
 def _fp8(fields: _Fp8) -> CheckpointFormats:
     has_fp8_kv = _has_fp8_kv(fields.kv_cache_scheme)
+    kept = fields.modules_to_not_convert or fields.ignored_layers or ()
+    if fields.fmt != "e4m3":
+        raise refused(f"fp8 with fmt {fields.fmt!r} is not supported")
+    if fields.activation_scheme not in ("dynamic", "static"):
+        raise refused(f"fp8 with activation_scheme {fields.activation_scheme!r} is not supported")
     if fields.weight_block_size is None:
-        raise _refused("fp8 per tensor (no weight_block_size) is not supported")
+        return CheckpointFormats(_fp8_rows(kept, is_per_tensor=True), has_fp8_kv)
     if fields.weight_block_size != (FP8_BLOCK, FP8_BLOCK):
         sizes = list(fields.weight_block_size)
-        raise _refused(f"fp8 with weight_block_size {sizes} is not supported")
-    if fields.activation_scheme != "dynamic":
-        raise _refused(f"fp8 with activation_scheme {fields.activation_scheme!r} is not supported")
-    if fields.fmt != "e4m3":
-        raise _refused(f"fp8 with fmt {fields.fmt!r} is not supported")
-    kept = fields.modules_to_not_convert or fields.ignored_layers or ()
-    parts = dict.fromkeys(("lm_head", *kept))
-    patterns = tuple(rf"re:(.*\.)?{re.escape(each)}(\.|$)" for each in parts)
+        raise refused(f"fp8 with weight_block_size {sizes} is not supported")
     groups = (ConfigGroup(targets=(LINEAR,), form=Fp8Block()),)
-    return CheckpointFormats(Quantization(groups=groups, ignored=patterns), has_fp8_kv)
+    return CheckpointFormats(Quantization(groups=groups, ignored=_kept(kept)), has_fp8_kv)
 
 
-def _check_patterns(names: tuple[str, ...]) -> None:
-    for name in names:
-        if name.startswith("re:"):
-            try:
-                re.compile(name.removeprefix("re:"))
-            except re.error as error:
-                raise CheckpointError(f"{FIELD}: {name!r} is no pattern: {error}") from None
+def _fp8_rows(kept: tuple[str, ...], *, is_per_tensor: bool) -> Quantization:
+    form = Fp8Rows(is_per_tensor=is_per_tensor)
+    return Quantization(groups=(ConfigGroup(targets=(LINEAR,), form=form),), ignored=_kept(kept))
+
+
+def _kept(parts: tuple[str, ...]) -> tuple[str, ...]:
+    return patterns_of_parts(dict.fromkeys(("lm_head", *parts)))
 
 
 def scale_dtype(given: Mapping[str, Any]) -> Literal["BF16", "F32"]:
@@ -263,7 +313,3 @@ def scale_dtype(given: Mapping[str, Any]) -> Literal["BF16", "F32"]:
             if fields.get(name) is not None:
                 return "BF16" if fields[name] == "bfloat16" else "F32"
     return "F32"
-
-
-def _refused(reason: str) -> CheckpointError:
-    return CheckpointError(f"{FIELD}: {reason}; {SUPPORTED}")

@@ -20,6 +20,7 @@ from shared.engine.model_config.quantization_config import (
 )
 from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.planning.stored_head import with_stored_head
+from shared.engine.planning.stored_scales import with_stored_scales
 from shared.errors import CheckpointError
 from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
 from shared.tokenizer.checkpoint_folder import check_folder
@@ -48,7 +49,10 @@ def read_config(model_dir: Path) -> ModelConfig:
     try:
         architecture = supported_architecture(written, head.model_type or "")
         formats = _formats(model_dir, given)
-        config = with_formats(FAMILIES[architecture](given), formats.weights)
+        weights = formats.weights
+        if weights is not None:
+            weights = with_stored_scales(weights, model_dir)
+        config = with_formats(FAMILIES[architecture](given), weights)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:

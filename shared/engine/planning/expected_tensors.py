@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shared.engine.model_config.formats import WeightFormat, stored_tensors
+from shared.engine.model_config.formats import SCALES, WeightFormat, stored_tensors
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.planning.model_tensors import model_tensors
 
@@ -52,6 +52,6 @@ def _stored(
 ) -> Iterator[tuple[str, Expected]]:
     stem, weight = name.removesuffix(".weight"), (name, shape)
     for kind, (dtype, stored_shape) in stored_tensors(form, *shape).items():
-        dtypes = FLOATS if kind.startswith("weight_scale") else (dtype,)
+        dtypes = FLOATS if kind in SCALES else (dtype,)
         yield f"{stem}.{kind}", Expected(stored_shape, dtypes, weight)
     yield f"{stem}.weight_shape", Expected((2,), ("I32", "I64"), weight, is_optional=True)

@@ -97,7 +97,8 @@ def _check(tensor: HeaderTensor, expected: Expected) -> None:
     where = f"{tensor.path}: tensor {tensor.name}"
     if tensor.dtype not in expected.dtypes:
         raise CheckpointError(f"{where} is {tensor.dtype}, not {', '.join(expected.dtypes)}")
-    if tensor.shape != expected.shape:
+    is_one = expected.shape == (1,) and set(tensor.shape) <= {1}  # of any number of dimensions
+    if tensor.shape != expected.shape and not is_one:
         raise CheckpointError(
             f"{where} has shape {list(tensor.shape)}, the config requires {list(expected.shape)}"
         )

@@ -22,6 +22,9 @@ from shared.engine.weights.stacked_experts import read_stacked
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
 
+_BY_COLUMNS = ("qweight", "qzeros", "scales")  # tensors of AWQ and GPTQ
+_FIXED = {"weight_zero_point": "zero points", **dict.fromkeys(_BY_COLUMNS, "AWQ and GPTQ")}
+
 
 class FormedTensors:
     """A `WeightSource`. Shapes and contents are the checkpoint's, whatever the order of rows.
@@ -93,15 +96,18 @@ class FormedTensors:
         where scales or zeros of a quantized weight cannot follow its rows.
         """
         layer, _, kind = name.rpartition(".")
-        plain = f"{layer}.weight" if kind.startswith("weight_") else name
+        is_part = kind.startswith("weight_") or kind in _BY_COLUMNS
+        plain = f"{layer}.weight" if is_part else name
         rows = next((each for pattern, each in self._paired if pattern.fullmatch(plain)), None)
-        if rows is None or kind == "weight_shape":
+        if rows is None or kind in ("weight_shape", "weight_g_idx", "g_idx"):
             return None
-        if kind == "weight_zero_point":
+        if kind == "weight_zero_point" or kind in _BY_COLUMNS:
             raise CheckpointError(
-                f"{self.path(name)}: tensor {name}: zero points of a layer with rotary pairs are "
-                "not supported"
+                f"{self.path(name)}: tensor {name}: {_FIXED[kind]} of a layer with rotary pairs "
+                "are not supported"
             )
+        if kind in ("weight_scale", "weight_scale_inv") and set(self.info(name).shape) <= {1}:
+            return None
         if kind == "weight_scale_inv":
             self._check_blocks(name, rows, self.info(plain).shape[0])
             return None

@@ -24,7 +24,9 @@ VERSION = 1  # version of the formula: a change changes weights and revisions
 CHUNK_ELEMENTS = 1 << 22
 _SUM_MEAN = 4 * 127.5
 _INT4_STD = math.sqrt((16**2 - 1) / 12)
-_CONSTANT = (".weight_zero_point", ".weight_scale", ".weight_scale_inv")
+_INT8_STD = 40.0
+_ZEROS, _ORDERS = (".weight_zero_point", ".qzeros"), (".g_idx", ".weight_g_idx")
+_CONSTANT = (".weight_scale", ".weight_scale_inv", ".scales", *_ZEROS, *_ORDERS)
 _SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
@@ -88,7 +90,7 @@ class DummyTensors:
         else:
             key = xxhash.xxh3_64_intdigest(f"{self.identity}/{name}".encode())
             width, std = math.prod(full[1:]), 1 / math.sqrt(full[-1])
-            std = 1.0 if self._codes.get(name) == "F8_E4M3" else std
+            std = _CODE_STD.get(self._codes.get(name, ""), std)
             for (rows, *columns), part in cut.slices(full):
                 if not columns and out[part].is_contiguous():
                     _fill_run(out[part].view(-1), key, rows.start * width, std)
@@ -101,13 +103,26 @@ class DummyTensors:
         return (WHOLE,)
 
     def _constant(self, name: str) -> float:
-        """Zero points are 8; scales give weights the standard deviation of dense ones."""
+        """Zero points are those of symmetric codes; scales give weights the standard deviation of
+        dense ones, where packed codes are taken for four bits. All columns are of the first group.
+        """
         layer, _, kind = name.rpartition(".")
-        if kind == "weight_zero_point":
-            return _signed(0x88888888)
-        if kind == "weight_scale":
-            return 1 / (_INT4_STD * math.sqrt(8 * self._shapes[f"{layer}.weight_packed"][-1]))
-        return 1 / math.sqrt(self._shapes[f"{layer}.weight"][-1])
+        if name.endswith(_ORDERS):
+            return 0
+        if name.endswith(_ZEROS):
+            return 0 if self._codes[name] == "I8" else _signed(0x88888888)
+        weight = f"{layer}.weight"
+        if weight in self._shapes:
+            std = _CODE_STD[self._codes[weight]]
+            return 1 / (std * math.sqrt(self._shapes[weight][-1]))
+        if kind == "scales":
+            words, num_rows = self._shapes[f"{layer}.qweight"]
+            is_by_rows = num_rows == self._shapes[name][-1]
+            return 1 / (_INT4_STD * math.sqrt(8 * words if is_by_rows else words))
+        return 1 / (_INT4_STD * math.sqrt(8 * self._shapes[f"{layer}.weight_packed"][-1]))
+
+
+_CODE_STD = {"F8_E4M3": 1.0, "I8": _INT8_STD}
 
 
 def _fill_run(out: Tensor, key: int, index: int, std: float) -> None:

@@ -30,7 +30,11 @@ from shared.engine.weights.weight_source import Content, TensorInfo, WeightSourc
 from shared.errors import CheckpointError
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-CODE_DTYPES = {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}  # dtypes of quantized weights
+CODE_DTYPES = {  # dtypes of quantized weights
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 log = structlog.get_logger(__name__)
 
 

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from shared.engine.model_config.formats import FP8_BLOCK, Int4, WeightFormat
+from shared.engine.model_config.formats import ORDERS, Units, WeightFormat, units_of
 from shared.engine.parallel.cuts import Cut, Range
 from shared.errors import CheckpointError
-
-_CODES = 8  # codes of four bits in an int32
 
 
 def quantized_cut(name: str, form: WeightFormat, cut: Cut) -> Cut:
     """Returns the part of tensor `name` that belongs to a part of its weight [N, K].
 
-    Raises CheckpointError if the cut is not at borders of groups or blocks.
+    Raises CheckpointError if the cut is not at borders of groups, blocks or words.
     """
-    row_unit, column_unit = _units(name.rpartition(".")[2], form)
-    rows = None if cut.rows is None else tuple(_scaled(name, r, row_unit, "row") for r in cut.rows)
-    if cut.columns is None or column_unit is None:
-        return Cut(rows=rows)
-    _check_group(name, form, cut.columns)
-    return Cut(rows=rows, columns=_scaled(name, cut.columns, column_unit, "column"))
+    all_units = units_of(form)
+    units = all_units.get(name.rpartition(".")[2], Units(""))
+    rows = columns = None
+    if cut.rows is not None and units.rows is not None:
+        unit = units.rows
+        rows = tuple(_scaled(name, each, unit, "row") for each in cut.rows)
+    if cut.columns is not None:
+        if not all_units.keys().isdisjoint(ORDERS):
+            raise CheckpointError(
+                f"tensor {name}: ranks cut its columns, which have an order (desc_act, actorder): "
+                "use one rank"
+            )
+        # Codes are cut where scales are, so that every tensor names the same reason.
+        _scaled(name, cut.columns, max(each.columns or 1 for each in all_units.values()), "column")
+        if units.columns is not None:
+            columns = _scaled(name, cut.columns, units.columns, "column")
+    return _transposed(rows, columns) if units.by_columns else Cut(rows=rows, columns=columns)
 
 
-def _units(kind: str, form: WeightFormat) -> tuple[int, int | None]:
-    """Returns the rows and columns of the weight to one of the tensor; None: the tensor
-    has one column.
-    """
-    if not isinstance(form, Int4):
-        return (FP8_BLOCK, FP8_BLOCK) if kind == "weight_scale_inv" else (1, 1)
-    if kind == "weight_packed":
-        return 1, _CODES
-    return _CODES if kind == "weight_zero_point" else 1, form.group or None
-
-
-def _check_group(name: str, form: WeightFormat, columns: Range) -> None:
-    """Codes are cut where scales are, so that every tensor names the same reason."""
-    unit = form.group if isinstance(form, Int4) else FP8_BLOCK
-    if unit:
-        _scaled(name, columns, unit, "column")
+def _transposed(rows: tuple[Range, ...] | None, columns: Range | None) -> Cut:
+    """Returns the cut of a tensor whose first dimension is that of columns."""
+    first = None if columns is None else (columns,)
+    if rows is not None and len(rows) > 1:
+        raise CheckpointError(f"ranks cut rows {list(rows)} of a weight that is stored by columns")
+    return Cut(rows=first, columns=None if rows is None else rows[0])
 
 
 def _scaled(name: str, given: Range, unit: int, what: str) -> Range:

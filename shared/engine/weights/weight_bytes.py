@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kernels.ops import CpuCompressed, Fp8Layout, Int4Layout, QuantizedWeight, cpu_host
+from kernels.ops import CpuCompressed, Fp8Layout, GroupedLayout, QuantizedWeight, cpu_host
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -41,11 +41,11 @@ class CompressedForm(msgspec.Struct, frozen=True, kw_only=True, tag="compressed"
 
 
 class QuantizedForm(msgspec.Struct, frozen=True, kw_only=True, tag="quantised"):
-    """The layout of a quantized weight, `int4` or `fp8`, and the `dtype` of the dequantized
+    """The layout of a quantized weight, `grouped` or `fp8`, and the `dtype` of the dequantized
     weight.
     """
 
-    int4: Int4Layout | None = None
+    grouped: GroupedLayout | None = msgspec.field(name="int4", default=None)  # as files have it
     fp8: Fp8Layout | None = None
     dtype: str
 
@@ -55,8 +55,8 @@ StoredForm = PackedForm | CompressedForm | QuantizedForm
 
 def quantized_form(weight: QuantizedWeight) -> QuantizedForm:
     dtype = str(weight.dtype).removeprefix("torch.")
-    if isinstance(weight.layout, Int4Layout):
-        return QuantizedForm(int4=weight.layout, dtype=dtype)
+    if isinstance(weight.layout, GroupedLayout):
+        return QuantizedForm(grouped=weight.layout, dtype=dtype)
     return QuantizedForm(fp8=weight.layout, dtype=dtype)
 
 
@@ -64,7 +64,7 @@ def quantized_view(form: QuantizedForm, memory: Tensor) -> QuantizedWeight:
     """Returns a quantized weight over `memory` [n] uint8, without a copy; it keeps `memory`
     alive.
     """
-    layout = form.fp8 if form.int4 is None else form.int4
+    layout = form.fp8 if form.grouped is None else form.grouped
     assert layout is not None
     return QuantizedWeight(layout, memory, getattr(torch, form.dtype))
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantized_weight import (
+from kernels.quantized_weight import Code, QuantizedWeight
+from kernels.reference.dequantize import dequantize_fp8, dequantize_int4, dequantize_rows
+from kernels.transcode import (
+    CodePart,
     Fp8Part,
     Int4Part,
-    QuantizedWeight,
     fp8_weight,
+    grouped_weight,
     int4_weight,
 )
-from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
 
 # Scales that rounding, signs and subnormal numbers depend on.
 ODD_SCALES = (0.0, -0.0, 1e-40, 2.0**-133, 2.0**-126, -0.5, 3e38)
@@ -41,6 +43,32 @@ def random_int4(
     zeros = random_words(-(-num_rows // 8), groups) if has_zeros else None
     weight = int4_weight([Int4Part(packed, scale, zeros)], width, group, dtype)
     return weight, dequantize_int4(packed, scale, zeros, width, dtype)
+
+
+def random_bytes(
+    num_rows: int,
+    width: int,
+    group: int,
+    code: Code,
+    *,
+    has_zeros: bool = False,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+    scales: tuple[float, ...] = (),
+) -> tuple[QuantizedWeight, Tensor]:
+    """Codes of eight bits with a scale per row and group; those of E4M3 have NaN among them."""
+    groups = -(-width // group)
+    scale = (torch.randn(num_rows, groups) * 0.02).to(scale_dtype)
+    for index, each in enumerate(scales):
+        scale.view(-1)[index * 5 % scale.numel()] = each
+    codes = torch.randint(0, 256, (num_rows, width)).to(torch.uint8)
+    zeros = torch.randint(0, 256, (num_rows, groups)).to(torch.uint8) if has_zeros else None
+    part = CodePart(num_rows, lambda first, end: codes[first:end], scale, zeros)
+    weight = grouped_weight([part], width, group, dtype, code=code)
+    if code == "e4m3":
+        return weight, dequantize_rows(codes.view(torch.float8_e4m3fn), scale, None, dtype)
+    zero = torch.full((num_rows, groups), 128) if zeros is None else zeros
+    return weight, dequantize_rows(codes, scale, zero, dtype)
 
 
 def random_fp8(

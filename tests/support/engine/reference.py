@@ -23,7 +23,7 @@ def margin_checked_prompt(
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(3, vocab_size, (num_tokens,), generator=generator).tolist()
         with router_gaps(model) as gaps:
-            expected, margin = _continuation(model, prompt, num_sampled)
+            expected, margin = continuation(model, prompt, num_sampled)
         if margin > MARGIN and min(gaps, default=1.0) > ROUTER_MARGIN:
             return prompt, expected
     raise AssertionError("no prompt with a margin found")
@@ -65,7 +65,7 @@ def _gap(values: Tensor, num_chosen: int) -> float:
     return float((ordered[:, num_chosen - 1] - ordered[:, num_chosen]).min())
 
 
-def _continuation(
+def continuation(
     model: PreTrainedModel, prompt: list[int], num_sampled: int
 ) -> tuple[list[int], float]:
     """Returns greedy tokens, and the smallest difference between the two largest logits."""

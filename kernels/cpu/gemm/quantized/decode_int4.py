@@ -8,37 +8,36 @@ VCVTNE2PS2BF16.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu.gemm.quantized.row_factors import load, of_rows, read_bytes, scale_reader
 from kernels.cpu.simd.amx_tiles import bf16_of_floats
 
 ROW_BYTES = 64  # size of a register, and of half a row of a tile
 _LANES, _OCTETS, _PAIRS = 16, 4, 8
-_I8, _I16, _I32, _I64, _F32 = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType()
-_FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_FLOATS, _WORDS = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(_I32, _LANES)
 
 
 @intrinsic
 def decode_int4(_: Any, codes: Any, scales: Any, scale_dtype: Any, zeros: Any, out: Any) -> Any:
-    """Stores a tile at `out`. All are addresses; `scales` [32] of `scale_dtype`, FP32 or the bits
-    of BF16; `zeros` [32] uint8, or None for a zero of 8.
+    """Stores a tile at `out`. All are addresses; `scales` [32] of `scale_dtype`: see
+    `scale_reader`; `zeros` [32] uint8, or None for a zero of 8.
     """
     has_zeros = zeros != types.none
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         codes, scales, _, zeros, out = args
-        is_float = signature.args[2].dtype == types.float32
-        factors = _of_rows(builder, scales, _floats if is_float else _halves)
+        factors = of_rows(builder, scales, scale_reader(signature.args[2]))
         table = [float(code - (0 if has_zeros else 8)) for code in range(_LANES)]
-        offsets = _of_rows(builder, zeros, _bytes) if has_zeros else None
+        offsets = of_rows(builder, zeros, read_bytes) if has_zeros else None
         for half in range(2):
             words = [
-                _load(builder, codes, (half * _OCTETS + octet) * ROW_BYTES, _WORDS)
+                load(builder, codes, (half * _OCTETS + octet) * ROW_BYTES, _WORDS)
                 for octet in range(_OCTETS)
             ]
             for pair in range(_PAIRS):
@@ -69,33 +68,3 @@ def _permuted(builder: Any, table: Any, index: Any) -> Any:
         builder.module, ir.FunctionType(_FLOATS, [_FLOATS, _WORDS]), name
     )
     return builder.call(function, [table, index])
-
-
-def _of_rows(builder: Any, address: Any, read: Callable[[Any, Any, int], Any]) -> list[Any]:
-    """FP32 of 32 rows, of eight rows to a register and each twice."""
-    sixteens = [read(builder, address, first) for first in (0, _LANES)]
-    found = []
-    for octet in range(_OCTETS):
-        lanes = [octet % 2 * 8 + lane // 2 for lane in range(_LANES)]
-        numbers = sixteens[octet // 2]
-        found.append(builder.shuffle_vector(numbers, numbers, ir.Constant(_WORDS, lanes)))
-    return found
-
-
-def _floats(builder: Any, address: Any, first: int) -> Any:
-    return _load(builder, address, 4 * first, _FLOATS)
-
-
-def _halves(builder: Any, address: Any, first: int) -> Any:
-    halves = _load(builder, address, 2 * first, ir.VectorType(_I16, _LANES))
-    upper = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * _LANES))
-    return builder.bitcast(upper, _FLOATS)
-
-
-def _bytes(builder: Any, address: Any, first: int) -> Any:
-    return builder.uitofp(_load(builder, address, first, ir.VectorType(_I8, _LANES)), _FLOATS)
-
-
-def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
-    place = builder.add(address, _I64(offset))
-    return builder.load(builder.inttoptr(place, kind.as_pointer()), align=1)

@@ -21,18 +21,26 @@ from kernels.cpu.gemm.amx_gemm import (
 )
 from kernels.cpu.gemm.avx512_bf16_gemm import multiply_piece
 from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, add_form
+from kernels.cpu.gemm.quantized.decode_bytes import decode_e4m3, decode_int8
 from kernels.cpu.gemm.quantized.decode_fp8 import MAGNITUDES, TABLE_BYTES, decode_fp8, fill_table
 from kernels.cpu.gemm.quantized.decode_int4 import decode_int4
-from kernels.cpu.gemm.quantized.planes import FP8_STEPS, Fp8Planes, Int4Planes
+from kernels.cpu.gemm.quantized.planes import (
+    FP8_STEPS,
+    E4m3Planes,
+    Fp8Planes,
+    Int4Planes,
+    Int8Planes,
+    Planes,
+)
 from kernels.cpu.simd.amx_tiles import aligned, tile_release
 from kernels.cpu.simd.cpu_features import has_amx, has_pair_products, target_features
 from kernels.cpu.simd.intrinsics import array, expect_load
-from kernels.quantized_weight import Int4Layout, QuantizedWeight
+from kernels.quantized_weight import GroupedLayout, QuantizedWeight
 
 AHEAD = 4  # tiles that are prefetched before they are decoded
 
 
-def planes_for_gemm(weight: QuantizedWeight) -> Int4Planes | Fp8Planes | None:
+def planes_for_gemm(weight: QuantizedWeight) -> Planes | None:
     """Returns the planes, or None if this CPU, or the compiled loops, cannot decode the weight."""
     has_whole_blocks = all(size % BLOCK == 0 for size in weight.shape)
     has_gemm = has_amx() or has_pair_products()
@@ -40,19 +48,23 @@ def planes_for_gemm(weight: QuantizedWeight) -> Int4Planes | Fp8Planes | None:
         return None
     planes = {name: array(plane) for name, plane in weight.planes.items()}
     layout = weight.layout
-    if not isinstance(layout, Int4Layout):
+    if not isinstance(layout, GroupedLayout):
         is_decodable = layout.scale_rows == BLOCK and "avx512vbmi" in target_features()
         return Fp8Planes(**planes) if is_decodable else None
-    if layout.group % BLOCK or layout.has_tiny_scales:
+    if layout.group % BLOCK or layout.has_tiny_scales or layout.num_orders:
         return None
-    zeros = planes.get("zeros")
-    return Int4Planes(planes["codes"], planes["scales"], zeros, np.int64(layout.group // BLOCK))
+    group_steps = np.int64(layout.group // BLOCK)
+    form = _GROUPED[layout.code]
+    return form(planes["codes"], planes["scales"], planes.get("zeros"), group_steps)
+
+
+_GROUPED = {"int4": Int4Planes, "int8": Int8Planes, "e4m3": E4m3Planes}
 
 
 def _class_of(weight: Any) -> Any:
     """The class of planes; None for any other form of a weight."""
     found = getattr(weight, "instance_class", None)
-    return found if found in (Int4Planes, Fp8Planes) else None
+    return found if found in (Fp8Planes, *_GROUPED.values()) else None
 
 
 @compiled()
@@ -99,11 +111,15 @@ def _decode_tile(
 def _decode_tile_of(
     weight: Any, block: Any, step: Any, is_first: Any, table_at: Any, out: Any
 ) -> Any:
-    if _class_of(weight) is Fp8Planes:
+    form = _class_of(weight)
+    if form is Fp8Planes:
         return _decode_fp8_tile
-    if weight.types[2] == types.none:
-        return _decode_symmetric_tile
-    return _decode_asymmetric_tile
+    if form is E4m3Planes:
+        return _decode_e4m3_tile
+    has_zeros = weight.types[2] != types.none
+    if form is Int8Planes:
+        return _decode_asymmetric_bytes if has_zeros else _decode_symmetric_bytes
+    return _decode_asymmetric_tile if has_zeros else _decode_symmetric_tile
 
 
 def _decode_fp8_tile(
@@ -135,6 +151,36 @@ def _decode_asymmetric_tile(
     scales_at = weight.scales[block, group].ctypes.data
     zeros_at = np.int64(weight.zeros[block, group].ctypes.data)
     decode_int4(codes_at, scales_at, weight.scales.dtype, zeros_at, out)
+
+
+def _decode_symmetric_bytes(
+    weight: Any, block: int, step: int, is_first: bool, table_at: int, out: int
+) -> None:
+    codes_at = weight.codes[block, step].ctypes.data
+    for line in range(weight.codes.shape[2] // LINE_BYTES):
+        expect_load(codes_at + AHEAD * weight.codes.shape[2] + line * LINE_BYTES)
+    scales_at = weight.scales[block, step // weight.group_steps].ctypes.data
+    decode_int8(codes_at, scales_at, weight.scales.dtype, None, out)
+
+
+def _decode_asymmetric_bytes(
+    weight: Any, block: int, step: int, is_first: bool, table_at: int, out: int
+) -> None:
+    group = step // weight.group_steps
+    codes_at = weight.codes[block, step].ctypes.data
+    scales_at = weight.scales[block, group].ctypes.data
+    zeros_at = np.int64(weight.zeros[block, group].ctypes.data)
+    decode_int8(codes_at, scales_at, weight.scales.dtype, zeros_at, out)
+
+
+def _decode_e4m3_tile(
+    weight: Any, block: int, step: int, is_first: bool, table_at: int, out: int
+) -> None:
+    codes_at = weight.codes[block, step].ctypes.data
+    for line in range(weight.codes.shape[2] // LINE_BYTES):
+        expect_load(codes_at + AHEAD * weight.codes.shape[2] + line * LINE_BYTES)
+    scales_at = weight.scales[block, step // weight.group_steps].ctypes.data
+    decode_e4m3(codes_at, scales_at, weight.scales.dtype, out)
 
 
 def _multiply(

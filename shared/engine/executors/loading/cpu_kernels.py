@@ -10,7 +10,16 @@ from threading import Event, Thread
 import structlog
 
 from kernels.ops import CompilePlan, QuantizedKind, cpu_host
-from shared.engine.model_config.formats import Fp8Block, Int4, WeightFormat
+from shared.engine.model_config.formats import (
+    Awq,
+    Fp8Block,
+    Fp8Rows,
+    Gptq,
+    Int4,
+    Int8,
+    Packed,
+    WeightFormat,
+)
 from shared.engine.model_config.model_config import ModelConfig
 from shared.kv_layout import FP8, KvLayout
 
@@ -25,6 +34,7 @@ _PARTS = {
     "mlp.gate_proj": "mlp.gate_up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
+_SCALES = {"BF16": "", "F16": "-halves", "F32": "-floats"}
 _EXPERTS = {f"mlp.experts.0.{part}": f"mlp.experts.0.{part}" for part in ("gate_proj", "down_proj")}
 
 
@@ -90,10 +100,14 @@ def _quantized_kind(form: WeightFormat | None) -> QuantizedKind:
             return "dense"
         case Fp8Block():
             return "fp8"
-        case Int4(is_symmetric=True, scale_dtype=scale):
-            return "int4" if scale == "BF16" else "int4-floats"
-        case Int4(scale_dtype=scale):
-            return "int4-zeros" if scale == "BF16" else "int4-zeros-floats"
+        case Fp8Rows(scale_dtype=scale):
+            return f"e4m3{_SCALES[scale]}"
+        case Awq(scale_dtype=scale):
+            return f"int4-zeros{_SCALES[scale]}"
+        case Int4() | Packed() | Int8() | Gptq():
+            num_bits = getattr(form, "num_bits", 8 if isinstance(form, Int8) else 4)
+            zeros = "" if form.is_symmetric else "-zeros"
+            return f"int{num_bits}{zeros}{_SCALES[form.scale_dtype]}"
 
 
 def compile_kernels(plan: CompilePlan) -> None:

@@ -15,7 +15,7 @@ from kernels.cpu.gemm import packed_linear
 from kernels.cpu.gemm.avx512_bf16_gemm import can_pack_pairs
 from kernels.cpu.gemm.lane_linear import lane_linear, lane_sums, pack_lanes
 from kernels.cpu.gemm.linear import linear, pack_weight
-from kernels.cpu.gemm.quantized.planes import Fp8Planes, Int4Planes
+from kernels.cpu.gemm.quantized.planes import E4m3Planes, Fp8Planes, Int4Planes, Int8Planes
 from kernels.cpu.gemm.quantized_linear import (
     quantized_lane_linear,
     quantized_lane_sums,
@@ -27,6 +27,7 @@ from tests.kernels.support.compiled_first import compile_fp8_first, compile_int4
 from tests.kernels.support.quantized import (
     ODD_SCALES,
     assert_same_bits,
+    random_bytes,
     random_fp8,
     random_int4,
 )
@@ -62,8 +63,17 @@ WEIGHTS: dict[str, Callable[[tuple[int, int], torch.dtype], Weights]] = {
     "int4, floats": lambda shape, dtype: random_int4(
         *(*shape, shape[1]), has_zeros=False, scale_dtype=torch.float32, dtype=dtype
     ),
+    "int4, halves": lambda shape, dtype: random_int4(
+        *shape, 32, has_zeros=True, scale_dtype=torch.float16, dtype=dtype
+    ),
+    "int8, zeros, halves": lambda shape, dtype: random_bytes(
+        *shape, 32, "int8", has_zeros=True, scale_dtype=torch.float16, dtype=dtype
+    ),
+    "int8": lambda shape, dtype: random_bytes(*shape, shape[1], "int8", dtype=dtype),
+    "e4m3": lambda shape, dtype: random_bytes(*shape, shape[1], "e4m3", dtype=dtype),
     "fp8": lambda shape, dtype: random_fp8(*shape, dtype=dtype),
 }
+FORMS = {"int4": Int4Planes, "int8": Int8Planes, "e4m3": E4m3Planes, "fp8": Fp8Planes}
 
 
 def kinds(*short: str) -> pytest.MarkDecorator:
@@ -77,7 +87,7 @@ def weight_of(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Weights:
 
 
 @pytest.mark.usefixtures("num_threads")
-@kinds("int4, zeros", "fp8")
+@kinds("int4, zeros", "int8, zeros, halves", "e4m3", "fp8")
 @pytest.mark.parametrize(("shape", "dtype"), in_short_run(SHORT, product(SHAPES, DTYPES)), ids=str)
 def test_products_have_the_bits_of_dense_weights(
     kind: str, shape: tuple[int, int], dtype: torch.dtype
@@ -120,6 +130,7 @@ def test_sums_of_lanes_have_the_bits_of_dense_weights(
             *("int4", {"has_zeros": False, "scales": (0.0, -0.0, -1.0, 2.0**-99)}),
             marks=pytest.mark.long,
         ),
+        ("e4m3", {"scales": (0.0, -0.0, -1.0, 2.0**-99)}),
         ("fp8", {"scales": (1e-40, 0.5)}),
         ("fp8", {"has_nan": True}),
     ],
@@ -129,17 +140,20 @@ def test_subnormal_and_huge_scales_are_multiplied_as_with_dense_weights(
     kind: str, options: dict[str, Any]
 ) -> None:
     x = torch.randn(40, 256).to(BF16)
-    random = partial(random_int4, 64, 256, 32) if kind == "int4" else partial(random_fp8, 64, 256)
-    weight, dense = random(**options)
+    makers: dict[str, Callable[..., Weights]] = {
+        "int4": partial(random_int4, 64, 256, 32),
+        "e4m3": partial(random_bytes, 64, 256, 256, "e4m3"),
+        "fp8": partial(random_fp8, 64, 256),
+    }
+    weight, dense = makers[kind](**options)
     found = quantized_linear(x, weight, has_kernels=True)
     assert_same_bits(found, linear(x, pack_weight(dense)))
 
 
 @pytest.mark.skipif(not HAS_PAIRS, reason="this CPU has no products of BF16")
 def test_whole_blocks_are_decoded_beside_the_product() -> None:
-    forms = {"int4": Int4Planes, "int4, zeros": Int4Planes, "int4, floats": Int4Planes}
-    forms["fp8"] = Fp8Planes
-    for kind, form in forms.items():
+    for kind in WEIGHTS:
+        form = FORMS[kind.partition(",")[0]]
         assert type(packed_linear.for_gemm(weight_of(kind, (64, 128), BF16)[0])) is form
         for shape, dtype in (((33, 96), BF16), ((64, 128), torch.float32)):
             assert packed_linear.for_gemm(weight_of(kind, shape, dtype)[0]) is None

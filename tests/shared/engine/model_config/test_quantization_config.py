@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.engine.model_config.formats import Fp8Block, Int4, num_stored_bytes
+from shared.engine.model_config.formats import Awq, Fp8Block, Gptq, Int4, num_stored_bytes
 from shared.engine.model_config.quantization import Quantization
 from shared.engine.model_config.quantization_config import checkpoint_formats
 from shared.engine.models.checkpoint_config import read_config, with_formats
@@ -56,6 +56,10 @@ def given(changes: dict[str, Any], base: dict[str, Any] = PACKED) -> dict[str, A
 
 
 WEIGHTS = "config_groups.group_0.weights"
+BLOCK: dict[str, Any] = {"strategy": "block"}
+UNEVEN: dict[str, Any] = {"strategy": "channel", "symmetric": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
 
 
 def test_a_dense_checkpoint_has_none() -> None:
@@ -134,21 +138,28 @@ def test_bytes_of_formats() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq' is not supported"),
-        ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
         ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported"),
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
         ({"quant_method": "gguf"}, "quant_method 'gguf' is not supported"),
         ({"quant_method": "modelopt"}, "quant_method 'modelopt' is not supported"),
         ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' of compressed"),
-        ({"format": "float-quantized"}, "format 'float-quantized' of compressed-tensors"),
-        ({"config_groups.group_0.format": "int-quantized"}, "format 'int-quantized'"),
-        ({f"{WEIGHTS}.num_bits": 3}, "group_0: int of num_bits 3 is not supported"),
-        ({f"{WEIGHTS}.num_bits": 8}, "group_0: int of num_bits 8 is not supported"),
-        ({f"{WEIGHTS}.type": "float"}, "group_0: float of num_bits 4 is not supported"),
-        ({f"{WEIGHTS}.strategy": "tensor"}, "strategy 'tensor' of int4 is not supported"),
+        ({"format": "float-quantized"}, "int of num_bits 4 is not supported as float-quantized"),
+        ({"format": "marlin-24"}, "format 'marlin-24' of compressed-tensors is not supported"),
+        ({"config_groups.group_0.format": "int-quantized"}, "num_bits 4 is not supported as int-q"),
+        ({f"{WEIGHTS}.num_bits": 2}, "group_0: int of num_bits 2 is not supported as pack-q"),
+        ({f"{WEIGHTS}.num_bits": 3}, "group_0: int of num_bits 3 is not supported as pack-q"),
+        ({f"{WEIGHTS}.type": "float"}, "group_0: float of num_bits 4 is not supported as pack-q"),
+        ({f"{WEIGHTS}.strategy": "tensor"}, "strategy 'tensor' of pack-quantized is not supported"),
+        (
+            {"format": "float-quantized", f"{WEIGHTS}": {"num_bits": 8, "type": "float"} | BLOCK},
+            "group_0: strategy 'block' of float-quantized is not supported",
+        ),
+        (
+            {"format": "float-quantized", f"{WEIGHTS}": {"num_bits": 8, "type": "float"} | UNEVEN},
+            "group_0: asymmetric float-quantized is not supported",
+        ),
         ({f"{WEIGHTS}.group_size": 0}, "group_0: group_size 0 is not positive"),
-        ({f"{WEIGHTS}.actorder": "group"}, "actorder 'group' is not supported"),
+        ({f"{WEIGHTS}.actorder": "random"}, "actorder 'random' is not supported"),
         ({f"{WEIGHTS}.num_bits": "four"}, "Expected `int`, got `str`"),
         ({"config_groups": {}}, "config_groups is empty"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of num_bits 8, type 'int' is not"),
@@ -168,15 +179,75 @@ def test_other_formats_are_refused_by_name(changes: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_block_size": None}, "fp8 per tensor (no weight_block_size) is not supported"),
         ({"weight_block_size": [64, 64]}, "fp8 with weight_block_size [64, 64]"),
-        ({"activation_scheme": "static"}, "fp8 with activation_scheme 'static'"),
+        ({"activation_scheme": "odd"}, "fp8 with activation_scheme 'odd'"),
         ({"fmt": "e5m2"}, "fp8 with fmt 'e5m2'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of num_bits 8, type 'int' is not"),
     ],
 )
 def test_other_fp8_is_refused(changes: dict[str, Any], message: str) -> None:
     assert_refused(given(changes, FP8), message)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (AWQ, {"bits": 8}, "awq of bits 8 is not supported"),
+        (AWQ, {"version": "gemv"}, "awq of version 'gemv' is not supported"),
+        (AWQ, {"zero_point": False}, "awq without zero_point is not supported"),
+        (AWQ, {"group_size": 0}, "awq: group_size 0 is neither positive nor -1"),
+        (GPTQ, {"bits": 2}, "gptq of bits 2 is not supported"),
+        (GPTQ, {"bits": 3}, "gptq of bits 3 is not supported"),
+        (GPTQ, {"checkpoint_format": "marlin"}, "gptq of checkpoint_format 'marlin' is not"),
+        (GPTQ, {"is_marlin_format": True}, "gptq of checkpoint_format 'marlin' is not"),
+        (GPTQ, {"lm_head": True}, "gptq with a quantized lm_head is not supported"),
+        (GPTQ, {"pack_dtype": "int64"}, "gptq of pack_dtype 'int64' is not supported"),
+        (GPTQ, {"dynamic": {"+:(": {}}}, "'re:(' is no pattern"),
+        (GPTQ, {"dynamic": {"a": {"bits": 3}}}, "gptq of bits 3 is not supported"),
+        (GPTQ, {"group_size": "all"}, "Expected `int`, got `str`"),
+    ],
+)
+def test_other_awq_and_gptq_is_refused(
+    base: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    assert_refused(given(changes, base), message)
+
+
+@pytest.mark.parametrize("base", [PACKED, FP8, AWQ, GPTQ])
+def test_a_refusal_lists_what_is_served(base: dict[str, Any]) -> None:
+    found = given({"quant_method": "hqq"}, base)
+    served = "compressed-tensors (INT4, INT8, FP8), fp8, fbgemm_fp8, awq (gemm) and gptq: take one"
+    assert_refused(
+        found, f"quant_method 'hqq' is not supported; served are dense checkpoints, {served}"
+    )
+
+
+def test_names_of_awq_that_are_not_converted() -> None:
+    found = weights_of(given({"modules_to_not_convert": ["gate", "layers.0.", "visual"]}, AWQ))
+    assert found is not None
+    assert found.format_of("model.layers.1.mlp.gate_proj") == Awq(group=128)
+    for name in ("model.layers.1.mlp.gate", "model.layers.0.mlp.up_proj", "lm_head"):
+        assert found.format_of(name) is None
+    assert weights_of(given({"group_size": -1}, AWQ)) == weights_of(
+        {"quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": -1}}
+    )
+
+
+def test_layers_of_gptq_have_their_own_fields() -> None:
+    own = {r"+:.*\.up_proj": {"bits": 8, "group_size": 32}, r"-:.*layers\.0\.": {}}
+    found = weights_of(given({"dynamic": own, "desc_act": True}, GPTQ))
+    assert found is not None
+    plain = Gptq(num_bits=4, group=128, is_symmetric=True, is_offset=True, is_ordered=True)
+    assert found.format_of("model.layers.1.mlp.gate_proj") == plain
+    other = msgspec.structs.replace(plain, num_bits=8, group=32)
+    assert found.format_of("model.layers.1.mlp.up_proj") == other
+    assert found.format_of("model.layers.0.mlp.up_proj") is None
+    named = {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}
+    found = weights_of(given({**named, "checkpoint_format": "gptq_v2"}, GPTQ))
+    assert found is not None
+    assert found.format_of("model.layers.0.mlp.down_proj") is None
+    v2 = msgspec.structs.replace(plain, is_offset=False, is_ordered=False)
+    assert found.format_of("model.layers.0.mlp.up_proj") == v2
 
 
 @pytest.mark.parametrize("base", [PACKED, FP8])

@@ -21,8 +21,17 @@ from tests.support.engine.quantized import (
     edit_tensors,
     quantize,
 )
+from tests.support.engine.stored_formats import awq, fp8, gptq, int8, write_formats
 
 UP = "model.layers.1.mlp.up_proj"
+STORED = {
+    "awq": awq(16),
+    "gptq": gptq(16),
+    "gptq order": gptq(16, is_ordered=True),
+    "int8": int8(),
+    "fp8 rows": fp8(),
+    "fp8 tensor": fp8("fp8", is_per_tensor=True),
+}
 Edit = Callable[[dict[str, Any]], Any]
 
 
@@ -34,7 +43,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "int4": quantize(root / "plain", root / "int4", "int4", group=16, is_symmetric=False),
         "fp8": quantize(root / "plain", root / "fp8", "fp8"),
     }
-    return found | {"dense": dequantize_folder(found["int4"], root / "dense", torch.bfloat16)}
+    found["dense"] = dequantize_folder(found["int4"], root / "dense", torch.bfloat16)
+    for name, form in STORED.items():
+        found[name], _ = write_formats(root / "plain", root / name, lambda _, form=form: form)
+    return found
 
 
 def set_tensor(name: str, tensor: Tensor) -> Edit:
@@ -95,7 +107,7 @@ TENSORS: dict[str, tuple[str, Edit, str]] = {
     "scale of a wrong dtype": (
         "int4",
         set_tensor(f"{UP}.weight_scale", torch.ones(96, 3)),
-        f"tensor {UP}.weight_scale is F32, but the config's dtype makes it BF16",
+        f"tensor {UP}.weight_scale is F32, but the config or other scales make it BF16",
     ),
     "shape that contradicts": (
         "int4",
@@ -115,12 +127,12 @@ TENSORS: dict[str, tuple[str, Edit, str]] = {
     "order of columns": (
         "int4",
         set_tensor(f"{UP}.weight_g_idx", torch.arange(48).int()),
-        f"{UP} is an order of columns (weight_g_idx, actorder), but quantization_config makes it",
+        f"{UP} is packed with an order of columns (weight_g_idx, actorder), but quantization_",
     ),
     "packed head": (
         "int4",
         set_tensor("lm_head.weight_packed", torch.ones(199, 6).int()),
-        "lm_head is int4 (weight_packed), but quantization_config ignores it by 'lm_head'",
+        "lm_head is packed (weight_packed), but quantization_config ignores it by 'lm_head'",
     ),
     "fp8 scale missing": (
         "fp8",
@@ -140,16 +152,113 @@ TENSORS: dict[str, tuple[str, Edit, str]] = {
         f"tensor {UP}.weight_scale_inv: 1 of 1 scales are NaN or infinite",
     ),
 }
+TENSORS |= {
+    "awq scales missing": (
+        "awq",
+        remove(f"{UP}.scales"),
+        f"tensor {UP}.scales is missing beside qweight, qzeros",
+    ),
+    "awq zeros missing": (
+        "awq",
+        remove(f"{UP}.qzeros"),
+        f"tensor {UP}.qzeros is missing beside qweight, scales",
+    ),
+    "awq of a wrong shape": (
+        "awq",
+        set_tensor(f"{UP}.qweight", torch.ones(6, 96).int()),
+        f"tensor {UP}.qweight has shape [6, 96], the config requires [48, 12]",
+    ),
+    "awq scales that are no numbers": (
+        "awq",
+        set_scales("scales", float("nan"), float("inf"), float("-inf")),
+        f"tensor {UP}.scales: 3 of 288 scales are NaN or infinite",
+    ),
+    "awq scales of a wrong dtype": (
+        "awq",
+        set_tensor(f"{UP}.scales", torch.ones(3, 96)),
+        f"tensor {UP}.scales is F32, but the config or other scales make it F16",
+    ),
+    "awq with an order": (
+        "awq",
+        set_tensor(f"{UP}.g_idx", torch.arange(48).int()),
+        f"tensor {UP}.g_idx is unexpected: quantization_config makes it awq in groups of 16",
+    ),
+    "an order without desc_act": (
+        "gptq",
+        set_tensor(f"{UP}.g_idx", (torch.arange(48) // 16).flip(0).int()),
+        f"tensor {UP}.g_idx is an order of columns, but desc_act is false",
+    ),
+    "zeros that sym excludes": (
+        "gptq",
+        set_tensor(f"{UP}.qzeros", torch.full((3, 12), -0x77777778).int()),
+        f"tensor {UP}.qzeros has zeros other than 7, which sym and checkpoint_format require",
+    ),
+    "no order with desc_act": (
+        "gptq order",
+        remove(f"{UP}.g_idx"),
+        f"tensor {UP}.g_idx is missing beside qweight, qzeros, scales",
+    ),
+    "an order of groups that do not exist": (
+        "gptq order",
+        set_tensor(f"{UP}.g_idx", (torch.arange(48) // 8).int()),
+        f"tensor {UP}.g_idx has groups 0 to 5, but there are 3",
+    ),
+    "dense weights for bytes": (
+        "int8",
+        set_tensor(f"{UP}.weight", torch.ones(96, 48)),
+        f"{UP} is F32 (weight_scale), but quantization_config makes it int8 bytes in one group",
+    ),
+    "bytes without a scale": (
+        "int8",
+        remove(f"{UP}.weight_scale"),
+        f"{UP} is I8, but quantization_config makes it int8 bytes in one group a row, symmetric",
+    ),
+    "zeros of symmetric bytes": (
+        "int8",
+        set_tensor(f"{UP}.weight_zero_point", torch.zeros(96, 1, dtype=torch.int8)),
+        f"tensor {UP}.weight_zero_point is unexpected: quantization_config makes it int8",
+    ),
+    "fp8 scale of a tensor for rows": (
+        "fp8 rows",
+        set_tensor(f"{UP}.weight_scale", torch.ones(1)),
+        f"tensor {UP}.weight_scale has shape [1], the config requires [96, 1]",
+    ),
+    "fp8 scales of rows for a tensor": (
+        "fp8 tensor",
+        set_tensor(f"{UP}.weight_scale", torch.ones(96, 1)),
+        f"tensor {UP}.weight_scale has shape [96, 1], the config requires [1]",
+    ),
+    "fp8 scale that is infinite": (
+        "fp8 tensor",
+        set_tensor(f"{UP}.weight_scale", torch.tensor(float("inf"))),
+        f"tensor {UP}.weight_scale: 1 of 1 scales are NaN or infinite",
+    ),
+}
 CONFIGS: dict[str, tuple[str, Edit, str]] = {
+    "eight bits for four": (
+        "gptq",
+        lambda config: config["quantization_config"].update(bits=8),
+        "self_attn.k_proj.qweight has shape [6, 16], the config requires [12, 16]",
+    ),
+    "awq that is gptq": (
+        "gptq",
+        lambda config: config["quantization_config"].update(quant_method="awq"),
+        ".mlp.down_proj.g_idx is unexpected: quantization_config makes it awq in groups of 16",
+    ),
+    "groups that do not fill a row of awq": (
+        "awq",
+        lambda config: config["quantization_config"].update(group_size=36),
+        "self_attn.q_proj: rows of 48 columns are no multiple of group_size 36",
+    ),
     "ignored and packed": (
         "int4",
         ignore(r"re:.*mlp.*"),
-        "down_proj is int4 (weight_packed), but quantization_config ignores it by 're:.*mlp.*'",
+        "down_proj is packed (weight_packed), but quantization_config ignores it by 're:.*mlp.*'",
     ),
     "not targeted and packed": (
         "int4",
         target(r"re:.*self_attn.*"),
-        ".mlp.down_proj is int4 (weight_packed), but quantization_config targets it with no config",
+        ".mlp.down_proj is packed (weight_packed), but quantization_config targets it with no",
     ),
     "group that matches nothing": (
         "int4",
