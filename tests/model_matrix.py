@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme_table import replaced
+from services.cli.checkpoints import support_table
 from services.gateway.structured.tools import family_choice
 from services.gateway.structured.tools.families import FAMILIES as TOOL_FAMILIES
 from shared.engine.model_config.quantization_config import checkpoint_formats
@@ -21,6 +22,8 @@ from shared.engine.models.vision import kimi, llama4, smolvlm
 from shared.errors import CheckpointError
 
 PAGE = Path(__file__).resolve().parents[1] / "services/guides/models.md"
+PROOF = "tests/shared/engine/models/test_supported_weights.py::test_weights_are_read"
+REFERENCE = PAGE.parents[1] / "README.md"
 MODELS = {
     "LlamaForCausalLM": "Llama 2, 3, 3.1 to 3.3, DeepSeek-R1-Distill-Llama",
     "Llama4ForCausalLM": "Llama 4, text checkpoints",
@@ -111,6 +114,16 @@ def _parts(configure: Configure) -> str:
     return "text part; images are refused" if is_text_part else "all"
 
 
+def supported() -> str:
+    """Returns a table. A cell names the test of its architecture and format."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for architecture, *cells in support_table.support_rows():
+        alike.setdefault(tuple(cells), []).append(f"`{architecture}`")
+    rows = [(", ".join(names), *cells) for cells, names in alike.items()]
+    table = _table(("architecture", *support_table.FORMATS), rows)
+    return f"{table}\nThe test of a cell: `{PROOF}[ARCHITECTURE-FORMAT]`.\n"
+
+
 def formats() -> str:
     rows = [(name, *_judged(config)) for name, config in FORMATS.items()]
     return _table(("weights", "served", "else the message says"), rows)
@@ -151,10 +164,20 @@ def ropes() -> str:
 def written() -> str:
     """Returns the page with current tables."""
     text = PAGE.read_text()
-    parts = {"architectures": architectures, "formats": formats, "tools": tools, "ropes": ropes}
+    parts = {
+        "architectures": architectures,
+        "formats": formats,
+        "tools": tools,
+        "ropes": ropes,
+    }
     for name, made in parts.items():
         text = replaced(text, f"{name} (tests/model_matrix.py)", made())
     return text
+
+
+def written_reference() -> str:
+    """Returns the reference of services with the current table."""
+    return replaced(REFERENCE.read_text(), "supported (tests/model_matrix.py)", supported())
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -165,6 +188,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def main() -> None:
     if "--write" in sys.argv:
         PAGE.write_text(written())
+        REFERENCE.write_text(written_reference())
     else:
         print(written())
 

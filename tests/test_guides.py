@@ -48,6 +48,7 @@ def test_list_names_every_guide():
 
 def test_tables_of_models_are_those_of_the_code():
     assert model_matrix.PAGE.read_text() == model_matrix.written()
+    assert model_matrix.REFERENCE.read_text() == model_matrix.written_reference()
 
 
 def test_every_mark_is_known():

@@ -32,11 +32,16 @@ app = typer.Typer()
 
 
 @app.command(rich_help_panel=OPERATE)
-def models() -> None:
+def models(
+    supported: Annotated[
+        bool, typer.Option("--supported", help="Quantized weights that each architecture takes.")
+    ] = False,
+) -> None:
     """List the architectures that are served, by their names in config.json."""
     from services.cli.checkpoints.architecture_table import FORMATS, architecture_table
+    from services.cli.checkpoints.support_table import support_table
 
-    show(architecture_table(), FORMATS)
+    show(support_table() if supported else architecture_table(), FORMATS)
 
 
 @app.command(

@@ -20,6 +20,11 @@ KV_SCALE = re.compile(
 )
 # The tensors that quantization puts beside or in place of a layer's weight.
 _QUANTIZED_KINDS = ("weight_", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_")
+# Tensors with words of several rows, which cannot follow another order of rows -> what they are.
+FIXED_KINDS = {
+    "weight_zero_point": "zero points",
+    **dict.fromkeys(("qweight", "qzeros", "scales"), "AWQ and GPTQ"),
+}
 _GATE_UP, _DOWN, _BIAS = ".experts.gate_up_proj", ".experts.down_proj", "_bias"
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.model_config.checkpoint_form import (
+    FIXED_KINDS,
     CheckpointForm,
     PairedRows,
     StackedPart,
@@ -21,9 +22,6 @@ from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.stacked_experts import read_stacked
 from shared.engine.weights.weight_source import Content, TensorInfo, WeightSource
 from shared.errors import CheckpointError
-
-_BY_COLUMNS = ("qweight", "qzeros", "scales")  # tensors of AWQ and GPTQ
-_FIXED = {"weight_zero_point": "zero points", **dict.fromkeys(_BY_COLUMNS, "AWQ and GPTQ")}
 
 
 class FormedTensors:
@@ -96,15 +94,15 @@ class FormedTensors:
         where scales or zeros of a quantized weight cannot follow its rows.
         """
         layer, _, kind = name.rpartition(".")
-        is_part = kind.startswith("weight_") or kind in _BY_COLUMNS
+        is_part = kind.startswith("weight_") or kind in FIXED_KINDS
         plain = f"{layer}.weight" if is_part else name
         rows = next((each for pattern, each in self._paired if pattern.fullmatch(plain)), None)
         if rows is None or kind in ("weight_shape", "weight_g_idx", "g_idx"):
             return None
-        if kind == "weight_zero_point" or kind in _BY_COLUMNS:
+        if kind in FIXED_KINDS:
             raise CheckpointError(
-                f"{self.path(name)}: tensor {name}: {_FIXED[kind]} of a layer with rotary pairs "
-                "are not supported"
+                f"{self.path(name)}: tensor {name}: {FIXED_KINDS[kind]} of a layer with rotary "
+                "pairs are not supported"
             )
         if kind in ("weight_scale", "weight_scale_inv") and set(self.info(name).shape) <= {1}:
             return None

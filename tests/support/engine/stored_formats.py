@@ -17,10 +17,13 @@ from torch import Tensor
 
 from kernels.reference.dequantize import (
     dequantize_awq,
+    dequantize_fp8,
     dequantize_gptq,
     dequantize_packed,
     dequantize_rows,
 )
+from shared.engine.model_config.formats import Fp8Block
+from shared.engine.quantize.round_to_nearest import quantized_tensors
 from tests.support.engine.quantized import CONFIG, edit_config, edit_tensors
 
 LINEAR = re.compile(r"(.*layers\.\d+\..*_proj)\.weight")
@@ -277,6 +280,14 @@ def fp8(
         weights = config["config_groups"]["group_0"]["weights"]
         weights |= {"type": "float", "strategy": "tensor" if is_per_tensor else "channel"}
     return StoredFormat(config, store, _dense_rows)
+
+
+def fp8_blocks() -> StoredFormat:
+    return StoredFormat(
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda weight: quantized_tensors(weight, Fp8Block()),
+        lambda found, _, dtype: dequantize_fp8(found["weight"], found["weight_scale_inv"], dtype),
+    )
 
 
 def _dense_rows(found: Tensors, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from shared.engine.model_config.formats import Fp8Block, Int4, WeightFormat
+from shared.engine.model_config.formats import (
+    Fp8Block,
+    Fp8Rows,
+    Gptq,
+    Int4,
+    Int8,
+    WeightFormat,
+)
 from shared.engine.model_config.quantization import ConfigGroup, Quantization
 from shared.engine.models.checkpoint_config import with_formats
 from shared.engine.models.decoder import Decoder
@@ -25,7 +32,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layers": (*PLAIN.layers[:3], *(replace(each, moe=MOE) for each in PLAIN.layers[3:]))
     },
 }
-FORMS: list[WeightFormat] = [Int4(group=8, is_symmetric=True), Fp8Block()]
+FORMS: list[WeightFormat] = [
+    Int4(group=8, is_symmetric=True),
+    Fp8Block(),
+    Fp8Rows(is_per_tensor=True),
+    Int8(group=0, is_symmetric=False),
+    Gptq(num_bits=8, group=8, is_symmetric=False, is_offset=True, is_ordered=True),
+]
 
 
 @pytest.mark.parametrize("name", CHANGES)

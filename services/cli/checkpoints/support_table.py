@@ -1,0 +1,82 @@
+"""Which formats of weights each architecture takes, computed from what its config makes of it.
+
+Most formats take every linear layer. A rotary projection whose pairs are neighbours (DeepSeek,
+Llama 4) is put in another order of rows as it is read, which words of several rows do not allow;
+experts that a checkpoint has as one tensor are not quantized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from shared.engine.model_config.checkpoint_form import FIXED_KINDS
+from shared.engine.model_config.formats import (
+    Awq,
+    Fp8Block,
+    Fp8Rows,
+    Gptq,
+    Int4,
+    Int8,
+    Packed,
+    WeightFormat,
+    units_of,
+)
+from shared.engine.model_config.model_config import ModelConfig
+from shared.engine.models import FAMILIES
+
+FORMATS: dict[str, WeightFormat] = {
+    "INT4": Int4(group=32, is_symmetric=True),
+    "INT4, zeros": Int4(group=32, is_symmetric=False),
+    "INT8 packed": Packed(num_bits=8, group=32, is_symmetric=True),
+    "INT8": Int8(group=0, is_symmetric=True),
+    "FP8 blocks": Fp8Block(),
+    "FP8": Fp8Rows(is_per_tensor=False),
+    "AWQ": Awq(group=32),
+    "GPTQ": Gptq(num_bits=4, group=32, is_symmetric=True, is_offset=True),
+}
+ROTARY, EXPERTS = "rotary projections", "stacked experts"
+# The smallest config of which each family reads what it knows.
+_SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+_EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 32} | dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts"), 8
+)
+_LATENTS = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
+_TEXT = {**_SHAPE, **_HEADS, **_EXPERTS, **_LATENTS, "n_group": 1, "topk_group": 1}
+_TOKENS = {"image_token_id": 0}
+_IMAGES = {"image_size": 64, "patch_size": 16, "hidden_size": 32, "num_attention_heads": 2}
+
+
+def smallest_config(architecture: str) -> ModelConfig:
+    given: dict[str, Any] = {**_TEXT, **_TOKENS, "architectures": [architecture]}
+    parts = {"text_config": dict(_TEXT), "vision_config": dict(_IMAGES)}
+    return FAMILIES[architecture]({**given, **parts})
+
+
+def dense_parts(config: ModelConfig, form: WeightFormat) -> list[str]:
+    """Returns the parts of a model that must be dense beside weights of this format."""
+    found = []
+    if config.checkpoint.paired and not units_of(form).keys().isdisjoint(FIXED_KINDS):
+        found.append(ROTARY)
+    if config.checkpoint.experts is not None:
+        found.append(EXPERTS)
+    return found
+
+
+def support_rows() -> list[tuple[str, ...]]:
+    """Returns the architecture and a cell for each format: "all", or what must be dense."""
+    rows = []
+    for architecture in sorted(FAMILIES):
+        config = smallest_config(architecture)
+        cells = [" and ".join(dense_parts(config, form)) for form in FORMATS.values()]
+        rows.append((architecture, *(f"without {cell}" if cell else "all" for cell in cells)))
+    return rows
+
+
+def support_table() -> Table:
+    table = Table("architecture", *FORMATS, box=None, header_style="bold", pad_edge=False)
+    for row in support_rows():
+        table.add_row(*row)
+    return table
