@@ -25,6 +25,7 @@ from shared.engine.model_config.formats import (
 )
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models import FAMILIES
+from shared.errors import CheckpointError
 
 FORMATS: dict[str, WeightFormat] = {
     "INT4": Int4(group=32, is_symmetric=True),
@@ -50,9 +51,13 @@ _IMAGES = {"image_size": 64, "patch_size": 16, "hidden_size": 32, "num_attention
 
 
 def smallest_config(architecture: str) -> ModelConfig:
+    """Raises CheckpointError if the family needs fields that no config here has."""
     given: dict[str, Any] = {**_TEXT, **_TOKENS, "architectures": [architecture]}
-    parts = {"text_config": dict(_TEXT), "vision_config": dict(_IMAGES)}
-    return FAMILIES[architecture]({**given, **parts})
+    given["text_config"] = dict(_TEXT)
+    try:
+        return FAMILIES[architecture](given)
+    except CheckpointError:  # an encoder of images has to be described
+        return FAMILIES[architecture]({**given, "vision_config": dict(_IMAGES)})
 
 
 def dense_parts(config: ModelConfig, form: WeightFormat) -> list[str]:
