@@ -15,10 +15,10 @@ LAYERS = [
     {"kernels.cpu", "kernels.gpu"},
     {"kernels.reference"},
     {"kernels.torch_ops"},
+    {"kernels.transcode"},
     {
         "kernels.split_weight",
         "kernels.quantized_weight",
-        "kernels.transcode",
         "kernels.sum_lanes",
         "kernels.device",
         "kernels.cache",
