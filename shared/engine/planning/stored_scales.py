@@ -52,7 +52,7 @@ def _of_form(form: WeightFormat, kind: str, dtype: ScaleDtype) -> WeightFormat:
 
 def _scales(model_dir: Path) -> Iterator[tuple[str, ScaleDtype]]:
     """Yields the end of each scale's name, and its dtype."""
-    for name, dtype in _tensors(model_dir):
+    for name, dtype in _tensors(model_dir):  # by name in each file
         kind = name.rpartition(".")[2]
         if kind in SCALES and dtype in get_args(ScaleDtype):
             yield kind, cast(ScaleDtype, dtype)
@@ -61,7 +61,8 @@ def _scales(model_dir: Path) -> Iterator[tuple[str, ScaleDtype]]:
 def _tensors(model_dir: Path) -> Iterable[tuple[str, str]]:
     if is_bundle(model_dir):
         for shard in read_manifest(model_dir).shards:
-            yield from ((each.name, each.dtype) for each in shard.tensors)
+            yield from sorted((each.name, each.dtype) for each in shard.tensors)
     elif has_files(model_dir):
         for file_name in file_names(model_dir, read_index(model_dir)):
-            yield from ((each.name, each.dtype) for each in file_tensors(model_dir / file_name))
+            tensors = file_tensors(model_dir / file_name)
+            yield from sorted((each.name, each.dtype) for each in tensors)

@@ -125,6 +125,9 @@ def test_weights_are_read(architecture: str, name: str, tmp_path: Path) -> None:
     found, expected = weights_of(loaded(folder)), weights_of(loaded(dense))
     assert any(each.endswith(" stored") for each in found)
     for key, weight in expected.items():
+        if key not in found:  # one GEMM of layers that differ here
+            assert key.endswith(".qkv_a_proj")
+            continue
         read = found[key]
         shape = tuple(slice(size) for size in read.shape)
         assert torch.equal(read, weight[shape]), key

@@ -238,7 +238,7 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
     "eight bits for four": (
         "gptq",
         lambda config: config["quantization_config"].update(bits=8),
-        "self_attn.k_proj.qweight has shape [6, 16], the config requires [12, 16]",
+        "mlp.down_proj.qweight has shape [12, 48], the config requires [24, 48]",
     ),
     "awq that is gptq": (
         "gptq",
