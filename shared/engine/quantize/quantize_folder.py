@@ -23,7 +23,6 @@ from shared.engine.model_config.formats import (
     Fp8Block,
     Int4,
     TensorSpec,
-    WeightFormat,
     stored_tensors,
 )
 from shared.engine.model_config.quantization import is_named
@@ -46,7 +45,7 @@ class _Written:
 
     tensors: CheckpointTensors
     layers: frozenset[str]  # names of the quantized layers
-    form: WeightFormat
+    form: Int4 | Fp8Block
 
     def described(self, name: str) -> dict[str, TensorSpec]:
         """Returns what the tensor `name` becomes, in the order of `content`. Raises
@@ -96,7 +95,7 @@ def quantize_folder(
     """
     folder = list_model_folder(source)
     config = _config(source / CONFIG)
-    form: WeightFormat = Fp8Block()
+    form: Int4 | Fp8Block = Fp8Block()
     if kind == "int4":
         dtype = scale_dtype(config)
         form = Int4(group=group, is_symmetric=is_symmetric, scale_dtype=dtype)
@@ -188,7 +187,7 @@ def _write_header(file: IO[bytes], tensors: dict[str, TensorSpec]) -> None:
 
 
 def _quantization_config(
-    form: WeightFormat, patterns: Sequence[str], dense: Sequence[str]
+    form: Int4 | Fp8Block, patterns: Sequence[str], dense: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the config of the new checkpoint. `dense` has the layers that the patterns match, by
     name, as fp8 lists them.

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shared.engine.model_config.formats import FP8_BLOCK, Fp8Block, Int4, WeightFormat, num_groups
+from shared.engine.model_config.formats import FP8_BLOCK, Fp8Block, Int4, num_groups
 
 _LARGEST_E4M3 = 448.0
 _CODES = 8  # codes of four bits in an int32
 
 
-def quantized_tensors(weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
+def quantized_tensors(weight: Tensor, form: Int4 | Fp8Block) -> dict[str, Tensor]:
     """weight [N, K] -> its tensors by the ends of their names.
 
     Raises CheckpointError if groups do not fill a row.

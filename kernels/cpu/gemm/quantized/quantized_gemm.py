@@ -55,10 +55,11 @@ def planes_for_gemm(weight: QuantizedWeight) -> Planes | None:
         return None
     group_steps = np.int64(layout.group // BLOCK)
     form = _GROUPED[layout.code]
-    return form(planes["codes"], planes["scales"], planes.get("zeros"), group_steps)
+    found: Planes = form(planes["codes"], planes["scales"], planes.get("zeros"), group_steps)
+    return found
 
 
-_GROUPED = {"int4": Int4Planes, "int8": Int8Planes, "e4m3": E4m3Planes}
+_GROUPED: dict[str, Any] = {"int4": Int4Planes, "int8": Int8Planes, "e4m3": E4m3Planes}
 
 
 def _class_of(weight: Any) -> Any:
