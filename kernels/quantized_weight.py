@@ -2,17 +2,18 @@
 
     int4, int8    w = round((code - zero) · scale)     a scale, and maybe a zero, per row and group
     e4m3          w = round(E4M3(code) · scale)        a scale per row and group of K
+    e2m1          w = E2M1(code) · 2^(scale - 127)     the same: MXFP4
     fp8           w = round(E4M3(code) · scale)        a scale per 128 x 128
 
 The product is computed in FP32 and rounded once to `dtype`: the bits that a dequantized checkpoint
 has. Transcoding (transcode.py) moves codes and scales, and changes none.
 
-A tile of int4 is 512 bytes, nibbles [2, 4, 8, 2, 8]: nibble j of the word of half w, octet o, row
-r and parity b, lower nibbles first, is row 8 · o + r and column 16 · w + 2 · j + b. Shifted words
-then yield pairs of columns of eight rows, as pairs are multiplied. A tile of int8 or e4m3 is 1024
-bytes, [16, 4, 8, 2]: byte (p, o, r, b) is row 8 · o + r and column 2 · p + b. A tile of fp8 is 1024
-bytes, [16, 4, 2, 4, 2]: byte (p, a, h, c, b) is row 16 · h + 4 · a + c and column 2 · p + b, the
-order in which bytes of two registers are interleaved.
+A tile of int4 or e2m1 is 512 bytes, nibbles [2, 4, 8, 2, 8]: nibble j of the word of half w, octet
+o, row r and parity b, lower nibbles first, is row 8 · o + r and column 16 · w + 2 · j + b. Shifted
+words then yield pairs of columns of eight rows, as pairs are multiplied. A tile of int8 or e4m3 is
+1024 bytes, [16, 4, 8, 2]: byte (p, o, r, b) is row 8 · o + r and column 2 · p + b. A tile of fp8 is
+1024 bytes, [16, 4, 2, 4, 2]: byte (p, a, h, c, b) is row 16 · h + 4 · a + c and column 2 · p + b,
+the order in which bytes of two registers are interleaved.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ ALIGNMENT = 64
 FP8_BLOCK = 128  # rows and columns that share a scale
 PIECE_ROWS = 256  # that are transcoded, or dequantized, at a time
 
-Code = Literal["int4", "int8", "e4m3"]
+Code = Literal["int4", "int8", "e4m3", "e2m1"]
+NIBBLES = ("int4", "e2m1")  # codes of four bits
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-each for each in _MAGNITUDES))  # the number of each code
 PlaneShape = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class GroupedLayout:
     """Layout of codes whose scale is that of their row and of `group` columns: a multiple of 32, or
-    all. Scales are FP32, BF16 or FP16; a zero is a byte.
+    all. Scales are FP32, BF16 or FP16, those of e2m1 exponents in uint8; a zero is a byte.
 
     With `num_orders` the columns of a group are anywhere: each strip of 32 rows has one of so many
     orders, which tell the group of each column.
@@ -55,7 +59,7 @@ class GroupedLayout:
     def planes(self) -> dict[str, PlaneShape]:
         strips, steps = blocks(self.shape)
         groups = -(-self.shape[1] // self.group)
-        tile_bytes = BLOCK * BLOCK // 2 if self.code == "int4" else BLOCK * BLOCK
+        tile_bytes = BLOCK * BLOCK // 2 if self.code in NIBBLES else BLOCK * BLOCK
         found: dict[str, PlaneShape] = {
             "codes": (torch.uint8, (strips, steps, tile_bytes)),
             "scales": (getattr(torch, self.scale_dtype), (strips, groups, BLOCK)),
@@ -70,7 +74,7 @@ class GroupedLayout:
     @property
     def zero(self) -> int:
         """The zero of all codes without a plane of zeros."""
-        return {"int4": 8, "int8": 128, "e4m3": 0}[self.code]
+        return {"int4": 8, "int8": 128}.get(self.code, 0)
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,10 @@ def _fp8_codes(tiles: Tensor) -> Tensor:
 
 def _grouped_numbers(layout: GroupedLayout, planes: dict[str, Tensor]) -> Tensor:
     """FP32 [32 · S, 32 · T]"""
-    if layout.code == "int4":
+    if layout.code == "e2m1":
+        table = torch.tensor(E2M1, device=planes["codes"].device)
+        numbers = table[_int4_codes(planes["codes"]).long()]
+    elif layout.code == "int4":
         numbers = _int4_codes(planes["codes"]).float()
     else:
         codes = _byte_codes(planes["codes"])
@@ -227,12 +234,22 @@ def _grouped_numbers(layout: GroupedLayout, planes: dict[str, Tensor]) -> Tensor
 def _of_columns(layout: GroupedLayout, planes: dict[str, Tensor], name: str) -> Tensor:
     """[S, groups, 32] -> FP32 [32 · S, 32 · T]"""
     plane, width = planes[name], layout.shape[1]
+    plane = scale_numbers(plane) if name == "scales" else plane
     if layout.num_orders:
         groups = planes["groups"].index_select(0, planes["order"]).long()
         plane = plane.gather(1, groups.unsqueeze(2).expand(-1, -1, BLOCK))
     by_row = plane.transpose(1, 2).flatten(0, 1).float()
     spread = by_row if layout.num_orders else by_row.repeat_interleave(layout.group, 1)[:, :width]
     return torch.nn.functional.pad(spread, (0, -width % BLOCK))
+
+
+def scale_numbers(scales: Tensor) -> Tensor:
+    """Scales in FP32; of uint8 2^(e - 127), where 255 is NaN (E8M0)."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    powers = (scales.int() << 23).view(torch.float32)
+    powers = torch.where(scales == 0, 2.0**-127, powers)
+    return torch.where(scales == 255, torch.nan, powers)
 
 
 def _fp8_numbers(layout: Fp8Layout, planes: dict[str, Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.quantized_weight import (
     BLOCK,
     FP8_BLOCK,
+    NIBBLES,
     PIECE_ROWS,
     Code,
     Fp8Layout,
@@ -27,6 +28,7 @@ from kernels.quantized_weight import (
     fp8_tiles,
     int4_tiles,
     memory_bytes,
+    scale_numbers,
 )
 
 # Products of smaller scales may be subnormal: the CPU's conversion to BF16 rounds these to 0.
@@ -75,21 +77,21 @@ def grouped_weight(
     placed = list(_placed(parts, is_padded=is_padded))
     orders = _distinct_orders(placed)
     scale_dtype = parts[0].scale.dtype
-    has_halves = scale_dtype in (torch.bfloat16, torch.float16)
+    is_kept = scale_dtype in (torch.bfloat16, torch.float16, torch.uint8)
     sizes = torch.stack([_least_scale(part.scale) for part in parts])
     layout = GroupedLayout(
         (sum(_num_rows(part.num_rows, is_padded=is_padded) for part in parts), width),
         group,
-        str(scale_dtype).removeprefix("torch.") if has_halves else "float32",
+        str(scale_dtype).removeprefix("torch.") if is_kept else "float32",
         parts[0].zeros is not None,
-        has_tiny_scales=bool((sizes < LEAST_SCALE).any()),
+        has_tiny_scales=not bool((sizes >= LEAST_SCALE).all()),
         code=code,
         num_orders=len(orders),
     )
     weight = _unset(layout, dtype, parts[0].scale.device)
     for index, groups in enumerate(orders):
         weight.planes["groups"][index] = groups
-    tiles_of = int4_tiles if code == "int4" else byte_tiles
+    tiles_of = int4_tiles if code in NIBBLES else byte_tiles
     for strip, part in placed:
         rows = slice(strip, strip + blocks((part.num_rows, 0))[0])
         weight.planes["scales"][rows] = _by_strips(part.scale)
@@ -127,8 +129,8 @@ def packed_part(
     num_bits: int,
     groups: Tensor | None = None,
 ) -> CodePart:
-    """packed int32 [n, ⌈K / codes of a word⌉], lowest bits first; scale [n, groups]; zero_point
-    int32 [⌈n / codes of a word⌉, groups], packed along the rows.
+    """packed int32, or bytes, [n, ⌈K / codes of a word⌉], lowest bits first; scale [n, groups];
+    zero_point int32 [⌈n / codes of a word⌉, groups], packed along the rows.
     """
     zeros = None if zero_point is None else unpacked(zero_point.t(), num_bits)[:, : len(packed)].t()
     return CodePart(
@@ -228,7 +230,7 @@ def _index_of(groups: Tensor, orders: Sequence[Tensor]) -> int:
 
 def _least_scale(scales: Tensor) -> Tensor:
     """Returns the smallest magnitude that is not 0."""
-    sizes = scales.float().abs()
+    sizes = scale_numbers(scales).abs()
     return torch.where(sizes > 0, sizes, torch.inf).amin()
 
 

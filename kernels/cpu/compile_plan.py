@@ -17,7 +17,7 @@ from kernels.cpu.simd import cpu_features
 from kernels.cpu.simd.intrinsics import SIDE
 
 # "dense", "fp8" in blocks; or "int4", "int8", "e4m3", then "-zeros" with zeros, then "-floats" or
-# "-halves" with scales of FP32 or FP16 instead of BF16
+# "-halves" with scales of FP32 or FP16 instead of BF16; or "e2m1", whose scales are exponents
 QuantizedKind = str
 Part = Literal["attention", "layers", "rows", "steps"]  # steps: all that a worker runs first
 

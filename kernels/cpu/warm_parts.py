@@ -225,6 +225,7 @@ def _quantized_weight(kind: QuantizedKind, shape: tuple[int, int]) -> QuantizedW
     else:
         code, *options = kind.split("-")
         scale_dtype = {"floats": "float32", "halves": "float16"}.get(options[-1] if options else "")
+        scale_dtype = "uint8" if code == "e2m1" else scale_dtype
         layout = GroupedLayout(
             shape,
             _BLOCK,

@@ -33,6 +33,20 @@ def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scale.float()[rows][:, columns]).to(dtype)
 
 
+def dequantize_mxfp4(blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """w[..., 32 · g + k] = E2M1(code k of group g) · 2^(scale[..., g] - 127), exactly, in `dtype`.
+
+    gpt-oss's MXFP4 (OCP Microscaling 1.0): blocks uint8 [..., K / 32, 16], the code of the even
+    column in the low nibble; scale uint8 [..., K / 32], where 255 is NaN.
+    """
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+    values = torch.cat((numbers, -numbers))[codes]
+    powers = 2.0 ** (scale.double() - 127)
+    powers[scale == 255] = torch.nan
+    return (values * powers.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
 def _unpacked(words: Tensor, width: int, num_bits: int = 4) -> Tensor:
     shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & (1 << num_bits) - 1).flatten(1)[:, :width]

@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 
-from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
+from kernels.reference.dequantize import dequantize_fp8, dequantize_int4, dequantize_mxfp4
 from kernels.transcode import Fp8Part, Int4Part, fp8_weight, int4_weight
 from tests.kernels.support.quantized import (
     ODD_SCALES,
     assert_same_bits,
     random_fp8,
     random_int4,
+    random_mxfp4,
     random_words,
 )
 
@@ -49,6 +50,27 @@ def test_fp8_decodes_to_the_dequantized_weight(seed: int) -> None:
         has_nan=rng.random() < 0.5,
     )
     assert_same_bits(weight.dense(), expected)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_mxfp4_decodes_to_the_dequantized_weight(seed: int) -> None:
+    """Exponents of subnormal numbers, of the largest, and NaN."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    weight, expected = random_mxfp4(
+        rng.randint(1, 330),
+        32 * rng.randint(1, 9),
+        dtype=rng.choice([torch.bfloat16, torch.float16, torch.float32]),
+        exponents=rng.choice([(), (0, 1, 2, 252, 253, 254, 255)]),
+    )
+    assert_same_bits(weight.dense(), expected)
+
+
+def test_codes_of_mxfp4() -> None:
+    blocks = torch.tensor([0x10 * (2 * n + 1) + 2 * n for n in range(8)] * 2).to(torch.uint8)
+    dense = dequantize_mxfp4(blocks.view(1, 1, 16), torch.tensor([[128]]).byte(), torch.float32)
+    numbers = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
+    assert dense.tolist() == [[*numbers, *(-each for each in numbers)] * 2]
 
 
 @pytest.mark.parametrize("rows", [(64, 32, 32), (64, 20, 44), (7, 9)], ids=str)

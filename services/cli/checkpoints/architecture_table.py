@@ -8,8 +8,8 @@ from shared.engine.models import BY_MODEL_TYPE, FAMILIES
 
 FORMATS = (
     "Weights are safetensors: BF16, FP16, FP32; INT4, INT8 and FP8 of compressed-tensors; FP8 in "
-    "blocks of 128, per channel and per tensor; AWQ (gemm); GPTQ of 4 and 8 bits. "
-    "GGUF, LoRA adapters, bitsandbytes and MXFP4 are not served."
+    "blocks of 128, per channel and per tensor; AWQ (gemm); GPTQ of 4 and 8 bits; "
+    "MXFP4 (gpt-oss). GGUF, LoRA adapters and bitsandbytes are not served."
 )
 
 

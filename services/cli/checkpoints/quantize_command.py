@@ -17,6 +17,7 @@ app = typer.Typer()
 class Format(StrEnum):
     INT4 = "int4"
     FP8 = "fp8"
+    MXFP4 = "mxfp4"
 
 
 @app.command(
@@ -30,7 +31,10 @@ def quantize(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory; must not exist.")],
     format: Annotated[
-        Format, typer.Option(help="int4 of compressed-tensors, or fp8 in blocks of 128 x 128.")
+        Format,
+        typer.Option(
+            help="int4 of compressed-tensors, fp8 in blocks of 128 x 128, or mxfp4 of gpt-oss."
+        ),
     ] = Format.INT4,
     group: Annotated[
         int, typer.Option(min=0, help="Columns that share a scale of int4; 0: all of a row.")
@@ -60,5 +64,6 @@ def quantize(
             is_symmetric=not asymmetric,
             ignored=ignore or (),
         )
-    print(f"{out}: {num_layers} linear layers are {format.value}")
+    layers = "tensors of experts" if format == Format.MXFP4 else "linear layers"
+    print(f"{out}: {num_layers} {layers} are {format.value}")
     print(f"serve it: hearth up --model {out}")

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from kernels.ops import Code, CodePart, Fp8Part, packed_part, unpacked
 from shared.engine.model_config.formats import (
+    EXPONENTS,
     WORD_BITS,
     Awq,
     Fp8Rows,
     Gptq,
     Int4,
     Int8,
+    Mxfp4,
     Packed,
     WeightFormat,
 )
@@ -36,6 +38,8 @@ def code_of(form: WeightFormat) -> Code:
             return "int4"
         case Fp8Rows():
             return "e4m3"
+        case Mxfp4():
+            return "e2m1"
     return "int8"
 
 
@@ -50,6 +54,10 @@ def code_part(
     match form:
         case Awq():
             return _awq_part(tensors, num_rows)
+        case Mxfp4():
+            return packed_part(
+                *(tensors["weight_blocks"], tensors[EXPONENTS], None), width=width, num_bits=4
+            )
         case Gptq():
             return _gptq_part(form, tensors, width)
         case Fp8Rows() | Int8():

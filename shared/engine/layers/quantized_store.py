@@ -29,6 +29,7 @@ DTYPES = {
     "F16": torch.float16,
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
 }
 _ALIGNMENT = 4  # bytes: that of the widest dtype
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import msgspec
 
@@ -25,7 +26,9 @@ FIXED_KINDS = {
     "weight_zero_point": "zero points",
     **dict.fromkeys(("qweight", "qzeros", "scales"), "AWQ and GPTQ"),
 }
-_GATE_UP, _DOWN, _BIAS = ".experts.gate_up_proj", ".experts.down_proj", "_bias"
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+# Ends of names of stacked tensors of rows -> those of one expert's.
+_OF_ROWS = {"_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
 
 
 class PairedRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +49,8 @@ class StackedExperts(msgspec.Struct, frozen=True, kw_only=True):
     The model's names end with `experts.gate_up_proj` [num_experts, hidden, 2 · inner], gate first,
     and `experts.down_proj` [num_experts, inner, hidden]. The model has a weight [N, K] of each.
     If it `is_interleaved`, columns of gate and up alternate. Biases have the same names and
-    `_bias`: [num_experts, 2 · inner] and [num_experts, hidden].
+    `_bias`: [num_experts, 2 · inner] and [num_experts, hidden]. In MXFP4 the names end with
+    `_blocks` and `_scales`, and rows come first: [num_experts, 2 · inner, ...].
     """
 
     num_experts: int
@@ -132,34 +136,38 @@ def is_quantized_part(name: str, expected: Container[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StackedPart:
-    """Columns [first, end) of expert `index` of a tensor [E, K, N], transposed, or of a bias
-    [E, N]. Only each `step`-th column.
+    """Columns [first, end) of expert `index` of a tensor [E, K, N], transposed, or rows of a tensor
+    [E, N, ...] that `has_rows`. Only each `step`-th of them.
     """
 
     index: int
     first: int
     end: int | None  # None: all from `first` on
-    is_bias: bool = False
+    has_rows: bool = False
     step: int = 1
 
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
-        """[N, K], or [N] of a bias; the full shape if it does not have this part."""
-        if len(full) != (2 if self.is_bias else 3) or self.index >= full[0]:
+        """[N, K], or [N] or [N, all else] of rows; the full shape if it does not have this part."""
+        if len(full) < 2 or (len(full) != 3 and not self.has_rows) or self.index >= full[0]:
             return tuple(full)
-        if self.end is not None and self.end > full[-1]:
+        size = full[1] if self.has_rows else full[2]
+        if self.end is not None and self.end > size:
             return tuple(full)
-        rows = len(range(self.first, full[-1] if self.end is None else self.end, self.step))
-        return (rows,) if self.is_bias else (rows, full[1])
+        num_rows = len(range(self.first, size if self.end is None else self.end, self.step))
+        if not self.has_rows:
+            return num_rows, full[1]
+        return (num_rows, prod(full[2:])) if len(full) > 2 else (num_rows,)
 
 
 def stacked_parts(name: str, experts: StackedExperts | None) -> dict[str, StackedPart]:
     """Returns the weights that a tensor consists of, by the model's names; none if
     it is one itself.
     """
-    stem = name.removesuffix(_BIAS)
+    ending = next((each for each in _OF_ROWS if name.endswith(each)), "")
+    stem = name.removesuffix(ending)
     if experts is None or not stem.endswith((_GATE_UP, _DOWN)):
         return {}
-    layer, is_bias, inner = stem.rpartition(".")[0], stem != name, experts.inner
+    layer, inner = stem.rpartition(".")[0], experts.inner
     places: dict[str, tuple[int, int | None, int]]
     if stem.endswith(_DOWN):
         places = {"down_proj": (0, None, 1)}
@@ -167,9 +175,9 @@ def stacked_parts(name: str, experts: StackedExperts | None) -> dict[str, Stacke
         places = {"gate_proj": (0, 2 * inner, 2), "up_proj": (1, 2 * inner, 2)}
     else:
         places = {"gate_proj": (0, inner, 1), "up_proj": (inner, 2 * inner, 1)}
-    kind = "bias" if is_bias else "weight"
+    kind = _OF_ROWS.get(ending, "weight")
     return {
-        f"{layer}.{index}.{part}.{kind}": StackedPart(index, first, end, is_bias, step)
+        f"{layer}.{index}.{part}.{kind}": StackedPart(index, first, end, bool(ending), step)
         for index in range(experts.num_experts)
         for part, (first, end, step) in places.items()
     }

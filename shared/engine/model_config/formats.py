@@ -117,9 +117,23 @@ class Fp8Rows(msgspec.Struct, frozen=True, kw_only=True, tag="fp8-rows"):
         return f"fp8 with a scale per {'tensor' if self.is_per_tensor else 'channel'}"
 
 
-WeightFormat = Int4 | Packed | Int8 | Awq | Gptq | Fp8Block | Fp8Rows
+class Mxfp4(msgspec.Struct, frozen=True, kw_only=True, tag="mxfp4"):
+    """OCP Microscaling FP4 1.0, as gpt-oss has it: w = E2M1 code · 2^(scale - 127), a scale for 32
+    columns; the code of the even column is the low nibble of a byte.
+    """
+
+    @property
+    def group(self) -> int:
+        return 32
+
+    def __str__(self) -> str:
+        return "mxfp4"
+
+
+WeightFormat = Int4 | Packed | Int8 | Awq | Gptq | Fp8Block | Fp8Rows | Mxfp4
 ORDERS = ("weight_g_idx", "g_idx")  # tensors with the group of each column
 SCALES = ("weight_scale", "weight_scale_inv", "scales")
+EXPONENTS = "weight_scales"  # of mxfp4, E8M0: 255 is NaN
 
 
 class TensorSpec(NamedTuple):
@@ -174,6 +188,8 @@ def units_of(form: WeightFormat) -> dict[str, Units]:
         case Fp8Rows():
             rows = None if form.is_per_tensor else 1
             return {form.scale: Units(form.scale_dtype, rows, None), "weight": Units("F8_E4M3")}
+        case Mxfp4():
+            return {"weight_blocks": Units("U8", 1, 2), EXPONENTS: Units("U8", 1, form.group)}
 
 
 def _packed(form: Int4 | Packed) -> dict[str, Units]:
@@ -243,7 +259,7 @@ def num_groups(form: WeightFormat, width: int) -> int:
 
 
 def num_stored_bytes(form: WeightFormat, num_rows: int, width: int) -> int:
-    sizes = {"I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
+    sizes = {"I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
     return sum(
         sizes[dtype] * prod(shape)
         for dtype, shape in stored_tensors(form, num_rows, width).values()

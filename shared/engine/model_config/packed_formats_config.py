@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of AWQ and GPTQ checkpoints.
+"""Reads `quantization_config` of AWQ and GPTQ checkpoints, and of gpt-oss in MXFP4.
 
 Sources: AutoAWQ's AwqConfig; GPTQModel's QuantizeConfig, whose `dynamic` maps regular expressions
 of layers to their own fields ("+:" or nothing before them) or excludes them ("-:"), the first that
@@ -7,11 +7,12 @@ matches; optimum's `modules_in_block_to_quantize`.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, cast
 
 import msgspec
 
-from shared.engine.model_config.formats import Awq, Gptq
+from shared.engine.model_config.formats import Awq, Gptq, Mxfp4
 from shared.engine.model_config.quantization import LINEAR, ConfigGroup, Quantization
 from shared.engine.model_config.quantization_fields import (
     FIELD,
@@ -111,3 +112,20 @@ def _group(method: str, size: int) -> int:
     if size < 1:
         raise CheckpointError(f"{FIELD}: {method}: group_size {size} is neither positive nor -1")
     return size
+
+
+class _Mxfp4(msgspec.Struct):
+    modules_to_not_convert: tuple[str, ...] | None = None
+
+
+_EXPERTS = r"re:(.*\.)?mlp\.experts\.\d+\."
+
+
+def mxfp4(written: dict[str, Any]) -> Quantization:
+    """Reads the config of gpt-oss. Experts alone are in this format; `*` in the name of a dense
+    layer is any component. Raises CheckpointError.
+    """
+    kept = read_fields(written, _Mxfp4).modules_to_not_convert or ()
+    patterns = (re.escape(each).replace(re.escape("*"), "[^.]*") for each in kept)
+    dense = tuple(rf"re:(.*\.)?{each}(\.|$)" for each in patterns)
+    return Quantization(groups=(ConfigGroup(targets=(_EXPERTS,), form=Mxfp4()),), ignored=dense)

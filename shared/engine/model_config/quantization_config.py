@@ -2,7 +2,8 @@
 
 Served: compressed-tensors' `pack-quantized` (four and eight bits), `int-quantized` and
 `float-quantized`; `fp8` in blocks of 128 x 128 (DeepSeek-V3), per channel (`fbgemm_fp8`) and per
-tensor; `awq` and `gptq`; all with or without a KV cache in FP8; that alone too, also of ModelOpt.
+tensor; `awq` and `gptq`; `mxfp4` of experts (gpt-oss); all with or without a KV cache in FP8; that
+alone too, also of ModelOpt.
 Activations are not quantized, whatever the config says. Everything else is refused by name.
 Sources: compressed-tensors' QuantizationConfig and QuantizationArgs; transformers'
 FineGrainedFP8Config and FbgemmFp8Config; ModelOpt's export of HF checkpoints.
@@ -24,7 +25,7 @@ from shared.engine.model_config.formats import (
     Packed,
     WeightFormat,
 )
-from shared.engine.model_config.packed_formats_config import awq, gptq
+from shared.engine.model_config.packed_formats_config import awq, gptq, mxfp4
 from shared.engine.model_config.quantization import LINEAR, ConfigGroup, Quantization
 from shared.engine.model_config.quantization_fields import (
     FIELD,
@@ -127,6 +128,8 @@ def checkpoint_formats(given: Mapping[str, Any]) -> CheckpointFormats:
             return CheckpointFormats(awq(written))
         case "gptq":
             return CheckpointFormats(gptq(written))
+        case "mxfp4":
+            return CheckpointFormats(mxfp4(written))
         case "modelopt":
             fields = read_fields(written, _ModelOpt)
             return _modelopt(read_fields(fields.quantization or written, _ModelOpt))

@@ -13,7 +13,7 @@ from shared.errors import CheckpointError
 FIELD = "quantization_config"
 SUPPORTED = (
     "served are dense checkpoints, compressed-tensors (INT4, INT8, FP8), fp8, fbgemm_fp8, awq "
-    "(gemm) and gptq: take one of these, or run `hearth quantize` on a dense one"
+    "(gemm), gptq and mxfp4: take one of these, or run `hearth quantize` on a dense one"
 )
 _T = TypeVar("_T")
 

@@ -16,6 +16,7 @@ from shared.engine.model_config.formats import (
     SCALES,
     Fp8Block,
     Fp8Rows,
+    Mxfp4,
     ScaleDtype,
     WeightFormat,
 )
@@ -29,7 +30,7 @@ def with_stored_scales(quantization: Quantization, model_dir: Path) -> Quantizat
     """Returns the formats with scales like the first ones of the folder; unchanged if these cannot
     be read, which loading them reports. Scales that differ from the first are refused there too.
     """
-    if all(isinstance(group.form, Fp8Block) for group in quantization.groups):
+    if all(isinstance(group.form, Fp8Block | Mxfp4) for group in quantization.groups):
         return quantization
     try:
         found = next(_scales(model_dir), None)

@@ -28,6 +28,8 @@ from shared.engine.model_config.formats import (
 from shared.engine.model_config.quantization import is_named
 from shared.engine.model_config.quantization_config import FIELD, scale_dtype
 from shared.engine.quantize.round_to_nearest import quantized_tensors
+from shared.engine.quantize.stacked_mxfp4 import CONFIG as MXFP4_CONFIG
+from shared.engine.quantize.stacked_mxfp4 import StackedMxfp4
 from shared.engine.weights.load import INDEX_FILE, CheckpointTensors, open_checkpoint
 from shared.engine.weights.weight_source import DTYPES, read_tensor
 from shared.errors import CheckpointError, ConfigError
@@ -79,14 +81,15 @@ class _Written:
 def quantize_folder(
     source: Path,
     target: Path,
-    kind: Literal["int4", "fp8"],
+    kind: Literal["int4", "fp8", "mxfp4"],
     progress: ByteProgress,
     *,
     group: int = 32,
     is_symmetric: bool = True,
     ignored: Sequence[str] = (),
 ) -> int:
-    """Writes `target`: linear layers of decoder layers in this format, all else unchanged.
+    """Writes `target`: linear layers of decoder layers in this format, all else unchanged; mxfp4 is
+    of experts in one tensor alone.
 
     `group` (columns; 0: all) and `is_symmetric` are of int4; its scales have the model's dtype, as
     compressed-tensors' have. `ignored`: names of layers that stay dense, or `re:` and a pattern.
@@ -101,6 +104,12 @@ def quantize_folder(
         form = Int4(group=group, is_symmetric=is_symmetric, scale_dtype=dtype)
     progress.expect(folder.num_bytes())
     with work_folder(target) as work, open_checkpoint(source) as tensors:
+        if kind == "mxfp4":
+            experts = StackedMxfp4(tensors)
+            _write_shards(folder, experts, work, progress)
+            _write_json(work, CONFIG, {**config, FIELD: MXFP4_CONFIG})
+            work.publish()
+            return len(experts.layers)
         _check_experts(tensors)
         found = sorted(_linear_layers(tensors))
         patterns = (*DENSE, *ignored)
@@ -133,7 +142,7 @@ def _check_experts(tensors: CheckpointTensors) -> None:
         if ".experts." in name and len(tensors.info(name).shape) == 3:
             raise CheckpointError(
                 f"{tensors.path(name)}: {name} has the weights of all experts, which are quantized "
-                "only from one tensor each; serve the checkpoint as it is, or compress it"
+                "only from one tensor each, but for mxfp4; or serve it as it is, or compress it"
             )
 
 
@@ -147,7 +156,7 @@ def _linear_layers(tensors: CheckpointTensors) -> Iterator[str]:
 
 
 def _write_shards(
-    folder: ModelFolder, written: _Written, work: WorkFolder, progress: ByteProgress
+    folder: ModelFolder, written: _Written | StackedMxfp4, work: WorkFolder, progress: ByteProgress
 ) -> None:
     weight_map: dict[str, str] = {}
     for shard in folder.shards:

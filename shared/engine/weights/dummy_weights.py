@@ -26,7 +26,7 @@ _SUM_MEAN = 4 * 127.5
 _INT4_STD = math.sqrt((16**2 - 1) / 12)
 _INT8_STD = 40.0
 _ZEROS, _ORDERS = (".weight_zero_point", ".qzeros"), (".g_idx", ".weight_g_idx")
-_CONSTANT = (".weight_scale", ".weight_scale_inv", ".scales", *_ZEROS, *_ORDERS)
+_CONSTANT = (".weight_scale", ".weight_scale_inv", ".scales", ".weight_scales", *_ZEROS, *_ORDERS)
 _SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
@@ -109,6 +109,8 @@ class DummyTensors:
         layer, _, kind = name.rpartition(".")
         if name.endswith(_ORDERS):
             return 0
+        if kind == "weight_scales":
+            return 127 - round(math.log2(_E2M1_STD * math.sqrt(32 * self._shapes[name][-1])))
         if name.endswith(_ZEROS):
             return 0 if self._codes[name] == "I8" else _signed(0x88888888)
         weight = f"{layer}.weight"
@@ -122,6 +124,7 @@ class DummyTensors:
         return 1 / (_INT4_STD * math.sqrt(8 * self._shapes[f"{layer}.weight_packed"][-1]))
 
 
+_E2M1_STD = 2.94  # of all sixteen codes
 _CODE_STD = {"F8_E4M3": 1.0, "I8": _INT8_STD}
 
 
@@ -130,6 +133,9 @@ def _fill_run(out: Tensor, key: int, index: int, std: float) -> None:
     for start in range(0, len(out), CHUNK_ELEMENTS):
         chunk = out[start : start + CHUNK_ELEMENTS]
         bits = _hashes(key + (index + start) * 0x9E3779B9, len(chunk), out.device)
+        if out.dtype == torch.uint8:  # two codes
+            chunk.copy_(bits & 255)
+            continue
         if out.dtype == torch.int32:  # eight codes
             chunk.copy_(bits)
             continue

@@ -34,6 +34,7 @@ CODE_DTYPES = {  # dtypes of quantized weights
     torch.int32: "I32",
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
 }
 log = structlog.get_logger(__name__)
 

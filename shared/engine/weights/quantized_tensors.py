@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.model_config.formats import (
+    EXPONENTS,
     ORDERS,
     SCALES,
     WORD_BITS,
@@ -28,6 +29,8 @@ from shared.errors import CheckpointError
 
 FLOATS = ("BF16", "F16", "F32")
 SHAPE = "weight_shape"
+NAN_EXPONENT = 255
+_COUNTED = (*SCALES, EXPONENTS, *ORDERS, "qzeros")  # tensors whose numbers are checked
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point")  # not quantized here
 # A tensor that alone determines the format of its layer -> the format.
@@ -36,6 +39,8 @@ _MARKS = {
     "weight_g_idx": "packed with an order of columns (weight_g_idx, actorder)",
     "qweight": "AWQ or GPTQ (qweight)",
     "weight_packed": "packed (weight_packed)",
+    "weight_blocks": "mxfp4 (weight_blocks)",
+    EXPONENTS: "mxfp4 (weight_blocks)",
     "weight_scale_inv": "fp8 (weight_scale_inv)",
 }
 
@@ -90,13 +95,14 @@ class QuantizedTensors:
         """Raises CheckpointError also for scales that are no numbers, and for zeros and orders that
         contradict the config.
         """
-        stored = out if out.shape != (1,) else out.view(self._tensors.info(name).shape)
+        full = self._tensors.info(name).shape
+        stored = out.view(full) if set(full) <= {1} else out
         self._tensors.read_into(name, cut, stored)
         layer, _, kind = name.rpartition(".")
-        if kind not in (*SCALES, *ORDERS, "qzeros"):
+        if kind not in _COUNTED:
             return
         form, where = self._quantization.format_of(layer), f"{self.path(name)}: tensor {name}"
-        if kind in SCALES:
+        if kind in (*SCALES, EXPONENTS):
             _check_numbers(where, out)
         elif kind in ORDERS and form is not None:
             _check_order(where, out, form)
@@ -104,8 +110,7 @@ class QuantizedTensors:
             _check_zeros(where, out, form)
 
     def row_cuts(self, name: str) -> Sequence[Cut]:
-        is_counted = name.rpartition(".")[2] in (*SCALES, *ORDERS, "qzeros")
-        return (WHOLE,) if is_counted else self._tensors.row_cuts(name)
+        return (WHOLE,) if name.rpartition(".")[2] in _COUNTED else self._tensors.row_cuts(name)
 
     def _is_read(self, name: str, layers: Mapping[str, set[str]]) -> bool:
         """Whether a tensor is read later; shapes, and orders of a layer without one, are checked
@@ -119,7 +124,8 @@ class QuantizedTensors:
 
 
 def _check_numbers(where: str, scales: Tensor) -> None:
-    num_bad = scales.numel() - int(scales.isfinite().sum())
+    is_good = scales != NAN_EXPONENT if scales.dtype == torch.uint8 else scales.isfinite()
+    num_bad = scales.numel() - int(is_good.sum())
     if num_bad:
         raise CheckpointError(f"{where}: {num_bad} of {scales.numel()} scales are NaN or infinite")
 

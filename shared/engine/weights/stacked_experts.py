@@ -13,17 +13,18 @@ from shared.engine.weights.weight_source import WeightSource
 def read_stacked(
     part: StackedPart, tensors: WeightSource, name: str, cut: Cut, out: Tensor
 ) -> None:
-    """Reads the part of an expert. `cut` is that of the weight [N, K], or of the bias [N]. The
-    expert's rows of its columns K are read.
+    """Reads the part of an expert. `cut` is that of the part. The expert's rows of its columns K
+    are read, or all of its rows.
     """
     full = tensors.info(name).shape
     shape = part.shape(full)
     columns = slice(part.first, part.end, part.step)
-    if part.is_bias:
-        bias = torch.empty((1, full[1]), dtype=out.dtype, device=out.device)
-        tensors.read_into(name, Cut(((part.index, part.index + 1),)), bias)
-        for (rows, *_), place in Cut(cut.rows).slices(shape):
-            out[place].copy_(bias[0, columns][rows])
+    if part.has_rows:
+        stored = torch.empty((1, *full[1:]), dtype=out.dtype, device=out.device)
+        tensors.read_into(name, Cut(((part.index, part.index + 1),)), stored)
+        own = stored[0, columns].reshape(shape)
+        for chosen, place in cut.slices(shape):
+            out[place].copy_(own[chosen])
         return
     low, high = cut.columns or (0, shape[1])
     expert = torch.empty((1, high - low, full[2]), dtype=out.dtype, device=out.device)

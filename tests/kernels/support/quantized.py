@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from kernels.quantized_weight import Code, QuantizedWeight
-from kernels.reference.dequantize import dequantize_fp8, dequantize_int4, dequantize_rows
+from kernels.reference.dequantize import (
+    dequantize_fp8,
+    dequantize_int4,
+    dequantize_mxfp4,
+    dequantize_rows,
+)
 from kernels.transcode import (
     CodePart,
     Fp8Part,
@@ -14,6 +19,7 @@ from kernels.transcode import (
     fp8_weight,
     grouped_weight,
     int4_weight,
+    packed_part,
 )
 
 # Scales that rounding, signs and subnormal numbers depend on.
@@ -43,6 +49,23 @@ def random_int4(
     zeros = random_words(-(-num_rows // 8), groups) if has_zeros else None
     weight = int4_weight([Int4Part(packed, scale, zeros)], width, group, dtype)
     return weight, dequantize_int4(packed, scale, zeros, width, dtype)
+
+
+def random_mxfp4(
+    num_rows: int,
+    width: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    exponents: tuple[int, ...] = (),
+) -> tuple[QuantizedWeight, Tensor]:
+    """`exponents` replace some of the random ones."""
+    blocks = torch.randint(0, 256, (num_rows, width // 32, 16)).to(torch.uint8)
+    scale = torch.randint(110, 130, (num_rows, width // 32)).to(torch.uint8)
+    for index, each in enumerate(exponents):
+        scale.view(-1)[index * 5 % scale.numel()] = each
+    part = packed_part(blocks.flatten(1), scale, None, width=width, num_bits=4)
+    weight = grouped_weight([part], width, 32, dtype, code="e2m1")
+    return weight, dequantize_mxfp4(blocks, scale, dtype)
 
 
 def random_bytes(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
+from kernels.reference.dequantize import dequantize_fp8, dequantize_int4, dequantize_mxfp4
 from shared.engine.quantize.quantize_folder import quantize_folder
 
 FILE, CONFIG = "model.safetensors", "config.json"
@@ -43,7 +43,9 @@ class NoProgress:
     def advance(self, what: str, num_bytes: int) -> None: ...
 
 
-def quantize(source: Path, target: Path, kind: Literal["int4", "fp8"], **options: Any) -> Path:
+def quantize(
+    source: Path, target: Path, kind: Literal["int4", "fp8", "mxfp4"], **options: Any
+) -> Path:
     quantize_folder(source, target, kind, NoProgress(), **options)
     return target
 
@@ -80,3 +82,7 @@ def _dequantize(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         elif kind == "weight_scale_inv":
             codes = tensors.pop(f"{layer}.weight")
             tensors[f"{layer}.weight"] = dequantize_fp8(codes, tensors.pop(name), dtype)
+        elif name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            rows = dequantize_mxfp4(tensors.pop(name), tensors.pop(f"{stem}_scales"), dtype)
+            tensors[stem] = rows.transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""Decodes a tile of int4, see kernels/quantized_weight.py, to BF16 pairs [16, 32, 2].
+"""Decodes a tile of int4 or e2m1, see kernels/quantized_weight.py, to BF16 pairs [16, 32, 2].
 
 A register holds the words of eight rows, two of each row: shifted by 4 · j their lowest nibbles
 are columns 2 · j and 2 · j + 1. A table maps nibbles to FP32; the conversion to BF16 joins two
@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu.gemm.quantized.row_factors import load, of_rows, read_bytes, scale_reader
 from kernels.cpu.simd.amx_tiles import bf16_of_floats
+from kernels.quantized_weight import E2M1
 
 ROW_BYTES = 64  # size of a register, and of half a row of a tile
 _LANES, _OCTETS, _PAIRS = 16, 4, 8
@@ -26,7 +27,8 @@ _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(_I32, _LA
 @intrinsic
 def decode_int4(_: Any, codes: Any, scales: Any, scale_dtype: Any, zeros: Any, out: Any) -> Any:
     """Stores a tile at `out`. All are addresses; `scales` [32] of `scale_dtype`: see
-    `scale_reader`; `zeros` [32] uint8, or None for a zero of 8.
+    `scale_reader`; `zeros` [32] uint8, or None for a zero of 8. With exponents as scales, codes are
+    E2M1.
     """
     has_zeros = zeros != types.none
 
@@ -34,6 +36,8 @@ def decode_int4(_: Any, codes: Any, scales: Any, scale_dtype: Any, zeros: Any, o
         codes, scales, _, zeros, out = args
         factors = of_rows(builder, scales, scale_reader(signature.args[2]))
         table = [float(code - (0 if has_zeros else 8)) for code in range(_LANES)]
+        if signature.args[2].dtype == types.uint8:
+            table = list(E2M1)
         offsets = of_rows(builder, zeros, read_bytes) if has_zeros else None
         for half in range(2):
             words = [

@@ -11,7 +11,7 @@ FP8_STEPS = FP8_BLOCK // BLOCK
 
 class Int4Planes(NamedTuple):
     codes: Any  # [N / 32, K / 32, 512]
-    scales: Any  # [N / 32, groups, 32] FP32, or the bits of BF16 or FP16
+    scales: Any  # [N / 32, groups, 32] FP32, the bits of BF16 or FP16, or exponents
     zeros: Any  # [N / 32, groups, 32] uint8, or None: 8
     group_steps: Any  # int64: of 32 columns
 

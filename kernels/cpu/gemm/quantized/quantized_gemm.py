@@ -59,7 +59,13 @@ def planes_for_gemm(weight: QuantizedWeight) -> Planes | None:
     return found
 
 
-_GROUPED: dict[str, Any] = {"int4": Int4Planes, "int8": Int8Planes, "e4m3": E4m3Planes}
+# The dtype of scales tells e2m1 from int4.
+_GROUPED: dict[str, Any] = {
+    "int4": Int4Planes,
+    "e2m1": Int4Planes,
+    "int8": Int8Planes,
+    "e4m3": E4m3Planes,
+}
 
 
 def _class_of(weight: Any) -> Any:

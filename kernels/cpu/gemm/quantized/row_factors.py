@@ -27,7 +27,9 @@ def of_rows(builder: Any, address: Any, read: Reader) -> list[Any]:
 
 
 def scale_reader(scale_dtype: Any) -> Reader:
-    """Returns the reader of FP32, or of the bits of BF16 (uint16) or FP16 (int16)."""
+    """Returns the reader of FP32, or of the bits of BF16 (uint16) or FP16 (int16), or of exponents
+    (uint8).
+    """
     match scale_dtype.dtype:
         case types.float32:
             return _read_floats
@@ -35,6 +37,8 @@ def scale_reader(scale_dtype: Any) -> Reader:
             return _read_brain_floats
         case types.int16:
             return _read_halves
+        case types.uint8:
+            return _read_powers
     raise NotImplementedError(f"scales of {scale_dtype}")
 
 
@@ -60,6 +64,13 @@ def _read_brain_floats(builder: Any, address: Any, first: int) -> Any:
 def _read_halves(builder: Any, address: Any, first: int) -> Any:
     halves = load(builder, address, 2 * first, ir.VectorType(_I16, _LANES))
     return floats_of_halves(builder, halves)
+
+
+def _read_powers(builder: Any, address: Any, first: int) -> Any:
+    """2^(e - 127), which are the exponents of FP32; no e is 0 or 255."""
+    exponents = builder.zext(load(builder, address, first, ir.VectorType(_I8, _LANES)), _WORDS)
+    bits = builder.shl(exponents, ir.Constant(_WORDS, [23] * _LANES))
+    return builder.bitcast(bits, _FLOATS)
 
 
 def floats_of_halves(builder: Any, halves: Any) -> Any:

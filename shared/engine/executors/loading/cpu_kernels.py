@@ -17,6 +17,7 @@ from shared.engine.model_config.formats import (
     Gptq,
     Int4,
     Int8,
+    Mxfp4,
     Packed,
     WeightFormat,
 )
@@ -100,6 +101,8 @@ def _quantized_kind(form: WeightFormat | None) -> QuantizedKind:
             return "dense"
         case Fp8Block():
             return "fp8"
+        case Mxfp4():
+            return "e2m1"
         case Fp8Rows(scale_dtype=scale):
             return f"e4m3{_SCALES[scale]}"
         case Awq(scale_dtype=scale):

@@ -30,6 +30,7 @@ from tests.kernels.support.quantized import (
     random_bytes,
     random_fp8,
     random_int4,
+    random_mxfp4,
 )
 from tests.support.grids import in_short_run
 from tests.support.threads import computing_threads
@@ -72,6 +73,7 @@ WEIGHTS: dict[str, Callable[[tuple[int, int], torch.dtype], Weights]] = {
     "int8": lambda shape, dtype: random_bytes(*shape, shape[1], "int8", dtype=dtype),
     "e4m3": lambda shape, dtype: random_bytes(*shape, shape[1], "e4m3", dtype=dtype),
     "fp8": lambda shape, dtype: random_fp8(*shape, dtype=dtype),
+    "mxfp4": lambda shape, dtype: random_mxfp4(*shape, dtype=dtype),
 }
 FORMS = {"int4": Int4Planes, "int8": Int8Planes, "e4m3": E4m3Planes, "fp8": Fp8Planes}
 

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.engine.model_config.formats import Awq, Fp8Block, Gptq, Int4, num_stored_bytes
+from shared.engine.model_config.formats import (
+    Awq,
+    Fp8Block,
+    Gptq,
+    Int4,
+    Mxfp4,
+    num_stored_bytes,
+)
 from shared.engine.model_config.quantization import Quantization
 from shared.engine.model_config.quantization_config import checkpoint_formats
 from shared.engine.models.checkpoint_config import read_config, with_formats
@@ -130,6 +137,28 @@ def test_layers_have_formats() -> None:
     assert second.of("mlp.up_proj") is not None
 
 
+def test_mxfp4_is_of_experts() -> None:
+    """With the names of gpt-oss's published config."""
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    for given in ({}, {"modules_to_not_convert": kept}):
+        config = {"quantization_config": {"quant_method": "mxfp4", **given}}
+        found = checkpoint_formats(config).weights
+        assert found is not None
+        assert found.format_of("model.layers.3.mlp.experts.17.down_proj") == Mxfp4()
+        for dense in ("self_attn.q_proj", "mlp.router", "mlp.gate", "mlp.down_proj"):
+            assert found.format_of(f"model.layers.3.{dense}") is None
+    assert num_stored_bytes(Mxfp4(), 64, 96) == 64 * 96 * 17 // 32
+    with pytest.raises(
+        CheckpointError, match="rows of 48 columns are no multiple of group_size 32"
+    ):
+        num_stored_bytes(Mxfp4(), 8, 48)
+
+
 def test_bytes_of_formats() -> None:
     assert num_stored_bytes(Int4(group=32, is_symmetric=True), 64, 128) == 64 * 128 * 9 // 16
     assert num_stored_bytes(Fp8Block(), 130, 128) == 130 * 128 + 2 * 4
@@ -138,7 +167,6 @@ def test_bytes_of_formats() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported"),
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
         ({"quant_method": "gguf"}, "quant_method 'gguf' is not supported"),
         ({"quant_method": "modelopt"}, "quant_method 'modelopt' is not supported"),

@@ -98,4 +98,6 @@ def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     FAMILIES["llama4, experts"].write(tmp_path / "llama4")
     with pytest.raises(CheckpointError, match=r"experts\.\w+ has the weights of all experts"):
         quantize(tmp_path / "llama4", tmp_path / "copy", "fp8")
+    with pytest.raises(ConfigError, match="mxfp4 is for the experts of gpt-oss"):
+        quantize(tmp_path / "llama4", tmp_path / "copy", "mxfp4")
     assert not (tmp_path / "copy").exists()
