@@ -26,7 +26,7 @@ from shared.engine.model_config.formats import Fp8Block
 from shared.engine.quantize.round_to_nearest import quantized_tensors
 from tests.support.engine.quantized import CONFIG, edit_config, edit_tensors
 
-LINEAR = re.compile(r"(.*layers\.\d+\..*(?:_proj|\.w[123]))\.weight")
+LINEAR = re.compile(r"(.*layers\.\d+\..*(?:_proj|_proj_with_mqa|\.w[123]))\.weight")
 Tensors = dict[str, Tensor]
 
 
