@@ -244,10 +244,9 @@ def test_other_awq_and_gptq_is_refused(
 @pytest.mark.parametrize("base", [PACKED, FP8, AWQ, GPTQ])
 def test_a_refusal_lists_what_is_served(base: dict[str, Any]) -> None:
     found = given({"quant_method": "hqq"}, base)
-    served = "compressed-tensors (INT4, INT8, FP8), fp8, fbgemm_fp8, awq (gemm) and gptq: take one"
-    assert_refused(
-        found, f"quant_method 'hqq' is not supported; served are dense checkpoints, {served}"
-    )
+    formats = "compressed-tensors (INT4, INT8, FP8), fp8, fbgemm_fp8, awq (gemm), gptq and mxfp4"
+    served = f"served are dense checkpoints, {formats}: take one"
+    assert_refused(found, f"quant_method 'hqq' is not supported; {served}")
 
 
 def test_names_of_awq_that_are_not_converted() -> None:
