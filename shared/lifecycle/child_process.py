@@ -88,6 +88,10 @@ class FreezeDetector:
         self._pid = pid
         self._last = -1
 
+    def can_watch(self) -> bool:
+        """Whether the process can be watched: not without /proc, nor after its end."""
+        return bool(_thread_stats(self._pid))
+
     def is_frozen(self) -> bool:
         """Whether no thread has run or wanted to since the last call. False for a process that
         waits for a core or for a disk, has ended, or cannot be watched: without /proc.

@@ -58,7 +58,9 @@ MAX_WAIT_S = 5.0  # seconds until a turn; a job that has started is not timed ou
 MAX_BATCH = 16
 MAX_SMALL_BYTES = 4096  # or characters, of a job that shares a turn: a pipe holds all of them
 PART_BYTES = 64 << 10
-HANG_S = 10.0  # wall time of one job beyond its CPU limit, which ends it unless its process hangs
+# Wall time of one job beyond its CPU limit, of a process that cannot be watched. One that can has
+# no such limit: on a busy machine it may wait for a core for longer, and the next one, too.
+HANG_S = 10.0
 SUSPECT_S = 0.5  # twice without progress, and the process of a job counts as frozen
 SPARE_DELAY_S = 5.0  # after the start, which then has the cores to itself
 TEMPLATE_PROCESS = "services.gateway.preparation.template_process"
@@ -102,6 +104,11 @@ class _PoolProcess:
     @property
     def is_alive(self) -> bool:
         return self.process.returncode is None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it is seen to freeze, between `begin_watch` and `end_watch`."""
+        return self._progress.can_watch()
 
     def has_loaded(self, setup: ProcessSetup) -> bool:
         return setup.key in self._setups
@@ -309,7 +316,8 @@ class PreparationPool:
                 process.send(*(frame(each.job) for each in running))
                 self._start_spares()
             while running:
-                async with asyncio.timeout(limit_s(running[0].job) + self.hang_s):
+                longest_s = limit_s(running[0].job) + self.hang_s
+                async with asyncio.timeout(None if process.is_watched else longest_s):
                     finished = await process.finished()
                 cpu_s += finished.cpu_s
                 _settle(running.popleft(), finished.reply)
