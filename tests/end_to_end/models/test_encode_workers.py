@@ -1,0 +1,173 @@
+"""Pictures through encode workers of their own: encoded once, wherever the prompt is computed, and
+the same answer without them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shared.messages import Heartbeat, WorkerLoad
+from tests.end_to_end.models.test_images import ANSWER
+from tests.support.cluster.model_cluster import ModelCluster
+from tests.support.cluster.vision_cluster import (
+    SLOW,
+    content,
+    is_encoding,
+    is_receiving,
+    picture,
+    running_model,
+)
+from tests.support.services.vision_dir import PATCH, TILE
+from tests.support.waiting import wait_until
+
+ENCODERS = ("encode-1", "encode-2")
+WORKERS = (*ENCODERS, "prefill-1", "prefill-2", "decode-1")
+SHORT = {"max_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
+    folder = tmp_path_factory.mktemp("encode")
+    vision = {"image_size": TILE, "patch_size": PATCH}
+    with running_model(folder, vision, workers=WORKERS) as running:
+        yield running
+
+
+def counts(cluster: ModelCluster, field: str) -> Counter[str]:
+    """Returns a counter of the loads by role, once all workers are idle."""
+    cluster.wait_until_empty()
+    newest = cluster.wait_for_heartbeats(lambda newest: set(WORKERS) <= set(newest))
+    found = Counter[str]()
+    for name, each in newest.items():
+        if each.load is not None:
+            found[name.partition("-")[0]] += getattr(each.load, field)
+    return found
+
+
+def text_of(answer: dict) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def ask_patiently(cluster: ModelCluster, question: list[dict]) -> None:
+    """A tenant's requests at once are limited: those above it are asked again."""
+    body = {
+        "model": cluster.model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        **SHORT,
+    }
+
+    def is_answered() -> bool:
+        response = cluster.client.post("/v1/chat/completions", json=body)
+        assert response.status_code in (200, 429, 503), response.text
+        return response.status_code == 200
+
+    wait_until(is_answered, timeout_s=240)
+
+
+def thumbnail(seed: int) -> dict:
+    """Returns a picture of one tile."""
+    part = picture(seed)
+    return {**part, "image_url": {**part["image_url"], "detail": "low"}}
+
+
+def test_a_shared_picture_is_encoded_once_and_others_once_each(cluster: ModelCluster) -> None:
+    def ask_all(numbers: list[int]) -> Counter[str]:
+        before = counts(cluster, "num_encoded_images")
+        asked = [content(f"{place} is it?", thumbnail(n)) for place, n in enumerate(numbers)]
+        with ThreadPoolExecutor(8) as threads:
+            for each in [threads.submit(ask_patiently, cluster, each) for each in asked]:
+                each.result()
+        return counts(cluster, "num_encoded_images") - before
+
+    assert ask_all([7] * 64) == {"encode": 1}
+    assert ask_all([*range(100, 164)]) == {"encode": 64}
+    newest = cluster.wait_for_heartbeats(lambda newest: set(ENCODERS) <= set(newest))
+    each = [newest[name].load.num_encoded_images for name in ENCODERS]  # type: ignore[union-attr]
+    assert min(each) >= 10, each  # 65 by hash
+    fetched = counts(cluster, "num_fetched_images")
+    assert fetched["prefill"] + fetched["decode"] >= 65
+
+
+def test_answers_are_those_of_workers_that_encode_themselves(cluster: ModelCluster) -> None:
+    question = content("What is this?", picture(1), "And this?", picture(2, (40, 200)))
+    apart = text_of(cluster.complete(question, **ANSWER))
+    again = text_of(cluster.complete(question, **ANSWER, cache_salt="again"))
+    before = counts(cluster, "num_encoded_images")
+    for name in ENCODERS:
+        cluster.kill(name)
+    alone = text_of(cluster.complete(question, **ANSWER, cache_salt="alone"))
+    assert apart == again == alone
+    found = cluster.wait_for_heartbeats(lambda newest: {"prefill-1", "prefill-2"} <= set(newest))
+    own = [each.load.num_encoded_images for each in found.values() if each.load is not None]
+    assert sum(own) - before["prefill"] - before["decode"] == 2
+
+
+SPARE = (*ENCODERS, "prefill-1", "prefill-2", "decode-1", "decode-2")
+
+
+def is_encoding_for_others(name: str, load: WorkerLoad) -> bool:
+    return name.startswith("encode") and is_encoding(load)
+
+
+def waits_for_vectors(name: str, load: WorkerLoad) -> bool:
+    return name.startswith("prefill") and load.num_running + load.num_waiting > 0
+
+
+def waits_for_kv(name: str, load: WorkerLoad) -> bool:
+    return is_receiving(load)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["killed", "frozen"])
+@pytest.mark.parametrize("is_victim", [is_encoding_for_others, waits_for_vectors, waits_for_kv])
+def test_a_worker_may_be_lost_while_an_encode_worker_has_a_picture(
+    tmp_path: Path, is_victim: Callable[[str, WorkerLoad], bool], is_frozen: bool
+) -> None:
+    """Between pixels and vectors, between vectors and KV, and while decode waits."""
+    question = content("What is this?", picture(1, (1000, 1000)))
+
+    def those(newest: dict[str, Heartbeat], holds: Callable[[str, WorkerLoad], bool]) -> list[str]:
+        return [n for n, each in newest.items() if each.load is not None and holds(n, each.load)]
+
+    with running_model(tmp_path, SLOW, scale=4, workers=SPARE) as slow:
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(slow.complete, question, **ANSWER)
+            newest = slow.wait_for_heartbeats(
+                lambda newest: bool(
+                    those(newest, is_encoding_for_others) and those(newest, is_victim)
+                )
+            )
+            lost = those(newest, is_victim)[0]
+            (slow.processes.freeze if is_frozen else slow.kill)(lost)
+            answer = asked.result()
+        if is_frozen:
+            slow.processes.thaw(lost)
+        alone = slow.complete(question, **ANSWER, cache_salt="other")
+    assert text_of(answer) == text_of(alone)
+
+
+@pytest.mark.long
+def test_prefill_may_encode_for_others_and_ranks_may_not_have_to(tmp_path: Path) -> None:
+    """One worker encodes beside prefill; the other prefill worker is of two ranks."""
+    workers = ("prefill-1", "prefill-2", "decode-1")
+    options = {"prefill-1": {"role": "encode"}, "prefill-2": {"tp": "2"}}
+    vision = {"image_size": TILE, "patch_size": PATCH}
+    question = content("What is this?", picture(1))
+    with running_model(tmp_path, vision, workers=workers, options_of=options) as running:
+        answers = [
+            text_of(running.complete(question, **SHORT, cache_salt=f"{number}"))
+            for number in range(12)
+        ]
+        running.wait_until_empty()
+        newest = running.wait_for_heartbeats(lambda newest: set(workers) <= set(newest))
+    assert len(set(answers)) == 1
+    loads = {name: newest[name].load for name in workers}
+    assert sum(each.num_encoded_images for each in loads.values()) == 12, loads  # salts: roots
+    assert loads["prefill-1"].num_encoded_images + loads["decode-1"].num_encoded_images == 12
+    assert loads["prefill-2"].num_fetched_images + loads["decode-1"].num_fetched_images > 0
