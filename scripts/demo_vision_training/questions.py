@@ -30,10 +30,10 @@ class Case:
     answer: str
 
 
-def case(number: int) -> Case:
+def case(number: int, kind: str | None = None) -> Case:
+    """Returns the case of this number, of a kind by chance if none is given."""
     chance = random.Random(number)
-    kind = chance.choices(list(KINDS), weights=(3, 3, 3, 3, 2))[0]
-    return KINDS[kind](chance)
+    return KINDS[kind or chance.choices(list(KINDS), weights=WEIGHTS)[0]](chance)
 
 
 def _what(chance: random.Random) -> Case:
@@ -102,6 +102,7 @@ def _many(shape: str) -> str:
     return f"{shape}es" if shape.endswith("s") else f"{shape}s"
 
 
+WEIGHTS = (3, 3, 3, 3, 2)  # of KINDS
 KINDS: dict[str, Callable[[random.Random], Case]] = {
     "what": _what,
     "how many": _how_many,
