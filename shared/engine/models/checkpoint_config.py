@@ -19,8 +19,8 @@ from shared.engine.model_config.quantization_config import (
     checkpoint_formats,
 )
 from shared.engine.models import FAMILIES, supported_architecture
-from shared.engine.planning.stored_head import with_stored_head
-from shared.engine.planning.stored_scales import with_stored_scales
+from shared.engine.planning.stored.stored_head import with_stored_head
+from shared.engine.planning.stored.stored_scales import with_stored_scales
 from shared.errors import CheckpointError
 from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
 from shared.tokenizer.checkpoint_folder import check_folder

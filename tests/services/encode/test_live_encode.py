@@ -38,7 +38,7 @@ from shared.randomness import SystemRandomness
 from shared.subjects import start_decode, tokens
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser
-from tests.support.engine.vision_models import Picture, picture, prompt_with, write_smolvlm
+from tests.support.engine.vision.vision_models import Picture, picture, prompt_with, write_smolvlm
 from tests.support.servers import PASSWORD, NatsServer
 from tests.support.waiting import until
 

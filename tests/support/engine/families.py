@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.planning.vision_tensors import vision_tensors
 from tests.support.engine.checkpoints import LLAMA3_ROPE, write_model
-from tests.support.engine.vision_models import write_smolvlm
+from tests.support.engine.vision.vision_models import write_smolvlm
 
 # 3 query heads share one KV head; windows end within a block and within a tile
 SHAPE = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.support.engine.vision_models import write_smolvlm
+from tests.support.engine.vision.vision_models import write_smolvlm
 from tests.support.services.vision_dir import PATCH, PREPROCESSOR, SCALE, TILE, write_vision_dir
 
 

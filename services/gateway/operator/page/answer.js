@@ -1,5 +1,5 @@
-// One answer as it streams: text, folded thinking, tool calls, figures.
-// While it streams, text is appended to one node a frame; Markdown is built once, at the end. With
+// One answer: text, folded thinking, tool calls, figures.
+// Text is appended to one node a frame; Markdown is built once, at the end. With
 // probabilities each token is a node, and there is no Markdown.
 
 import { byId, make, setText } from "./dom.js";

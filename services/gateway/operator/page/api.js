@@ -1,4 +1,4 @@
-// Requests to this gateway with the keys of this tab; server-sent events from a fetch.
+// Requests to this gateway with the keys; server-sent events.
 
 const NAMES = { tenant: "hearth.api_key", operator: "hearth.operator_token" };
 

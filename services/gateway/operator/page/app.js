@@ -7,7 +7,8 @@ import { askForKeys, borrowKeys, setUpKeys, takeLink } from "./keys.js";
 import { loadModels, setUpPlay } from "./play.js";
 import { hideTimeline, setUpTimeline, showTimeline } from "./timeline.js";
 
-const LEND_MS = 150; // for another tab to lend its keys
+// For another tab to lend its keys.
+const LEND_MS = 150;
 const TITLES = { play: "Playground", cluster: "Cluster", request: "Timeline" };
 
 function show() {

@@ -1,7 +1,8 @@
 // The last fifteen minutes of numbers as lines or bars, against the time.
 
 export const SPAN_S = 900;
-const GAP_S = 20; // samples farther apart are not connected
+// Samples farther apart are not connected.
+const GAP_S = 20;
 const HEIGHT = 48;
 
 function shape(tag, attributes) {

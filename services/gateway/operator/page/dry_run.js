@@ -14,9 +14,9 @@ export const clearDryRun = () => byId("dry-run").replaceChildren();
 function draw({ prompt_tokens: num, cached_tokens: cached, public_tokens: shared, index_state: state, workers }) {
   const holders = workers.slice(0, 4).map((each) => `${count(each.cached_tokens)} on ${each.worker}`).join(", ");
   const facts = [
-    `${count(cached)} of ${count(num)} prompt tokens would be read from a cache, ${count(num - cached)} computed.`,
-    holders && `Cached: ${holders}${workers.length > 4 ? ` and ${count(workers.length - 4)} more` : ""}.`,
-    shared && `${count(shared)} belong to a public prefix.`, state !== "exact" && `The index is ${state}.`,
+    `${count(cached)} of ${count(num)} prompt tokens are cached, ${count(num - cached)} are not.`,
+    holders && `${holders}${workers.length > 4 ? `, ${count(workers.length - 4)} more` : ""}.`,
+    shared && `${count(shared)} of a public prefix.`, state !== "exact" && `The index is ${state}.`,
   ];
   const fill = make("span", { class: "fill" });
   fill.style.transform = `scaleX(${(cached / Math.max(1, num)).toFixed(3)})`;

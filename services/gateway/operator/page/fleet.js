@@ -161,14 +161,14 @@ function drawTile(tile, each, wakeS) {
   tile.fill.classList.toggle("full", share > 0.95);
   setText(tile.kv, percent(share) + (each.kv_bytes ? ` of ${bytes(each.kv_bytes)}` : ""));
   setText(tile.step, each.step_age_s ? `last step ${each.step_age_s} s ago` : "");
-  setText(tile.load, each.state === "standby" ? `wakes in ${wakeS ? `about ${seconds(wakeS)}` : "an unknown time"}` : load(each));
+  setText(tile.load, each.state === "standby" ? `wakes in ${wakeS ? seconds(wakeS) : "unknown time"}` : load(each));
 }
 
 function load(each) {
   const prefills = each.role.endsWith("prefill");
   const speed = isLost(each) ? 0 : (prefills ? each.prefilled_per_s : each.generated_per_s) ?? 0;
   return joined(`${count(each.num_running)} running`, `${count(each.num_waiting)} waiting`,
-    `${count(speed)} ${prefills ? "prompt tokens/s" : "tokens/s"}`,
+    `${count(speed)} ${prefills ? "prompt " : ""}tokens/s`,
     each.recent_hit_ratio >= 0 && `${percent(each.recent_hit_ratio)} hits`,
     each.num_encoded_images && `${count(each.num_encoded_images)} images`,
     each.num_handoffs_in_flight && `${count(each.num_handoffs_in_flight)} handoffs`,

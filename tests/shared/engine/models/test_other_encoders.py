@@ -20,7 +20,7 @@ from shared.engine.planning.vision_tensors import vision_tensors
 from shared.engine.vision.load_encoder import LoadedEncoder, load_encoder
 from shared.errors import CheckpointError
 from tests.shared.engine.planning.sparse import KIMI
-from tests.support.engine.seeing_models import (
+from tests.support.engine.vision.seeing_models import (
     change_config,
     image,
     kimi_vectors,
@@ -28,7 +28,7 @@ from tests.support.engine.seeing_models import (
     write_kimi,
     write_llama4,
 )
-from tests.support.engine.vision_models import picture
+from tests.support.engine.vision.vision_models import picture
 
 MAX_RMS = 5e-6
 # rows and columns of tokens: the learned positions' own grid, one token, tall, wide

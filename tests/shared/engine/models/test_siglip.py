@@ -17,7 +17,7 @@ from shared.engine.planning.stored_weights import read_stored
 from shared.engine.planning.vision_tensors import encoder_bytes, vision_tensors
 from shared.engine.vision.load_encoder import load_encoder
 from shared.errors import CheckpointError
-from tests.support.engine.vision_models import TILE, picture, write_smolvlm
+from tests.support.engine.vision.vision_models import TILE, picture, write_smolvlm
 from tests.support.threads import computing_threads
 
 MAX_RMS = 5e-6

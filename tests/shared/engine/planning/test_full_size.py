@@ -66,7 +66,7 @@ def test_scout_on_two_gpus_of_141_gb(scout: Path) -> None:
         "bytes": sum(each.stat().st_size for each in scout.glob("*.safetensors")) - headers(scout),
     }
     weights = sum(each["weight_bytes"] for each in plan["ranks"])
-    assert 215e9 < weights < 217e9
+    assert 217e9 < weights < 218e9  # 1.7 of them the image encoder's
     assert {each["kv_bytes_per_token"] for each in plan["ranks"]} == {196_608 // 2}
     assert plan["kv_tokens"] == (56 * 2**30 - 36 * 8192 * 4096) // 49_152 > 1_190_000
     assert plan["sequences"] == {"context": 32_768, "count": 21, "plain": 9}

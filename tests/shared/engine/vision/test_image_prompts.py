@@ -21,7 +21,7 @@ from shared.errors import DependencyUnavailable, InvalidRequest, OutOfMemory, St
 from shared.messages import ImageParts, SamplingParams
 from shared.pixels.pixel_fetcher import PixelRequest
 from tests.support.engine.model_worker import push_kv
-from tests.support.engine.vision_models import (
+from tests.support.engine.vision.vision_models import (
     IMAGE_TOKEN,
     Picture,
     expected_logprobs,
@@ -29,7 +29,7 @@ from tests.support.engine.vision_models import (
     prompt_with,
     write_smolvlm,
 )
-from tests.support.engine.vision_worker import NUM_NEW, Pixels, VisionWorker, request_of
+from tests.support.engine.vision.vision_worker import NUM_NEW, Pixels, VisionWorker, request_of
 
 DOG, CAT = picture(1, (1, 2)), picture(2)
 PROMPT, IMAGES = prompt_with([7, 8, 9], DOG, [11, 12], CAT, [13, 14, 15, 16])

@@ -21,20 +21,20 @@ from shared.engine.vision.load_encoder import LoadedEncoder, load_encoder
 from shared.errors import InvalidRequest
 from shared.messages import ImagePart, ImageParts, SamplingParams
 from tests.support.engine.model_worker import push_kv
-from tests.support.engine.seeing_models import (
+from tests.support.engine.vision.seeing_models import (
     image,
     kimi_logprobs,
     llama4_logprobs,
     write_kimi,
     write_llama4,
 )
-from tests.support.engine.vision_models import (
+from tests.support.engine.vision.vision_models import (
     IMAGE_TOKEN,
     TOKENS_PER_TILE,
     Picture,
     picture,
 )
-from tests.support.engine.vision_worker import NUM_NEW, Pixels, VisionWorker
+from tests.support.engine.vision.vision_worker import NUM_NEW, Pixels, VisionWorker
 
 WITH_LOGPROBS = SamplingParams(
     seed=0, max_tokens=1, temperature=0.0, num_prompt_logprobs=0, num_logprobs=3

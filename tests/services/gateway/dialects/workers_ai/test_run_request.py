@@ -26,7 +26,7 @@ from tests.support.grids import in_one_test
 
 USER = {"role": "user", "content": "x"}
 CHAT = {"messages": [USER]}
-IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "ftp://example.com/a.png"}}
 
 
 def decoded(**fields: Any) -> RunRequest:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.support.engine.checkpoints import write_model
 from tests.support.engine.families import DEEPSEEK, LLAMA4, LLAMA4_EXPERTS, SHAPE
-from tests.support.engine.vision_models import IMAGE_TOKEN, TILE, Picture
+from tests.support.engine.vision.vision_models import IMAGE_TOKEN, TILE, Picture
 
 PATCH = 4
 TEXT = {"vocab_size": 199, "initializer_range": 0.25, "pad_token_id": 0, "eos_token_id": 2}

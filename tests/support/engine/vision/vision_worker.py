@@ -20,7 +20,7 @@ from shared.messages import Choice, ImageParts, Request, SamplingParams
 from shared.packing import pack_token_ids
 from shared.pixels.pixel_fetcher import PixelRequest
 from tests.support.engine.model_worker import Worker
-from tests.support.engine.vision_models import Picture
+from tests.support.engine.vision.vision_models import Picture
 
 NUM_NEW = 6
 
