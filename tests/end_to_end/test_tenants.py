@@ -172,8 +172,10 @@ def test_limits_hold_without_redis_and_usage_counts_once(site: Site) -> None:
         assert client.post(CHAT, **chat_request).status_code == 200
         os.kill(site.cluster.pid("redis-server"), signal.SIGSTOP)
         try:
-            statuses = [client.post(CHAT, **chat_request).status_code for _ in range(4)]
-            assert statuses == [200, 429, 429, 429]  # its part of a limit of two gateways
+            found = [client.post(CHAT, **chat_request) for _ in range(4)]
+            statuses = [each.status_code for each in found]
+            # its part of a limit of two gateways
+            assert statuses == [200, 429, 429, 429], [each.text for each in found]
         finally:
             os.kill(site.cluster.pid("redis-server"), signal.SIGCONT)
 

@@ -72,6 +72,11 @@ return {key, tenant or false, redis.call('TIME')[1], has_records}
 """
 
 
+def _has_regions_of(cached: TenantRecord, current: TenantRecord | None) -> bool:
+    regions = cached.allowed_regions, cached.region_class
+    return current is not None and regions == (current.allowed_regions, current.region_class)
+
+
 @dataclass(frozen=True, slots=True)
 class _CachedTenant:
     tenant: TenantRecord
@@ -150,12 +155,14 @@ class ApiKeys:
         """Returns the tenant of a NATS client. Raises as `tenant_of` does."""
         return self._rule.admitted(await self._tenant_of(client_digest(client_id)))
 
-    def forget(self, tenant_id: str) -> None:
-        """Has the record of a tenant that has changed read again."""
+    def forget(self, tenant_id: str, current: TenantRecord | None = None) -> None:
+        """Has the record of a tenant that has changed read again, unless it is cached with the
+        regions of its `current` one: without Redis it could not be read.
+        """
         self._known = {
             digest: each
             for digest, each in self._known.items()
-            if each.tenant.tenant_id != tenant_id
+            if each.tenant.tenant_id != tenant_id or _has_regions_of(each.tenant, current)
         }
 
     async def _tenant_of(self, digest: str) -> TenantRecord:

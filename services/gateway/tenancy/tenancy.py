@@ -76,7 +76,7 @@ class Tenancy:
         """Calls each of `follow` for each tenant whose regions change, from then on."""
 
         def on_change(tenant_id: str, record: TenantRecord | None) -> None:
-            self.api_keys.forget(tenant_id)
+            self.api_keys.forget(tenant_id, record)
             changed = changed_regions(tenant_id, record, self._refusals)
             for each in follow:
                 each(changed)

@@ -176,6 +176,8 @@ async def test_cached_keys_are_valid_without_redis() -> None:
     clock.time += 60
     record = await look_up(keys, "k3")
     assert (record.tenant_id, record.requests_per_min) == ("acme", 7)
+    keys.forget("acme", record)  # its regions, read late, are those that are cached
+    assert (await look_up(keys, "k3")).tenant_id == "acme"
     with pytest.raises(DependencyUnavailable) as caught:
         await look_up(keys, "k4")
     assert caught.value.retry_after_s == 1.0
