@@ -161,7 +161,7 @@ function drawTile(tile, each, wakeS) {
   tile.fill.classList.toggle("full", share > 0.95);
   setText(tile.kv, percent(share) + (each.kv_bytes ? ` of ${bytes(each.kv_bytes)}` : ""));
   setText(tile.step, each.step_age_s ? `last step ${each.step_age_s} s ago` : "");
-  setText(tile.load, each.state === "standby" ? `wakes in ${wakeS ? seconds(wakeS) : "unknown time"}` : load(each));
+  setText(tile.load, each.state === "standby" ? `wakes in about ${wakeS ? seconds(wakeS) : "? s"}` : load(each));
 }
 
 function load(each) {
