@@ -143,8 +143,10 @@ def references(dense: Path, tokenizer: Path, vocab_size: int) -> tuple[list[list
     prompt ends with a whole character: of a part, the answer would have the rest.
     """
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
-    decoder, prompts, texts = Tokenizer.from_file(str(tokenizer)), [], []
+    decoder = Tokenizer.from_file(str(tokenizer))
     last = decoder.token_to_id("a")
+    prompts: list[list[int]] = []
+    texts: list[str] = []
     for seed in range(10 * NUM_PROMPTS):
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(3, vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
