@@ -25,6 +25,7 @@ from shared.tenancy.tenant import usage_of
 from shared.transport.bus import NatsBus
 from tests.services.cli.in_process import call_hearth
 from tests.support.cluster.chaos_cluster import ChaosCluster
+from tests.support.nats_clients import connect_ordered
 from tests.support.services.running import environ_for
 from tests.support.waiting import until, wait_until
 
@@ -278,7 +279,7 @@ class MessageRecorder:
         self.has_jetstream = True
 
     async def record(self, url: str, action: Callable[[], None]) -> None:
-        client = await nats.connect(url)
+        client = await connect_ordered(url)
 
         async def on_message(message: Any) -> None:
             self.subjects += b"\n" + f"{message.subject} {message.reply}".encode()

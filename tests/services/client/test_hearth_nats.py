@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -19,6 +18,7 @@ from services.client import example_summaries, hearth_nats
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
 from shared.subjects import API_REQUESTS, api_cancel, endpoint_and_client
 from shared.transport.server_config import NatsUser
+from tests.support.nats_clients import connect_ordered
 from tests.support.servers import PASSWORD, NatsServer
 from tests.support.waiting import LIMIT_S
 
@@ -89,7 +89,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 async def peer(server: NatsServer, stack: AsyncExitStack) -> Peer:
-    connection = await nats.connect(server.api_url("gateway-1"))
+    connection = await connect_ordered(server.api_url("gateway-1"))
     stack.push_async_callback(connection.close)
     peer = Peer(connection)
     await peer.start()

@@ -35,6 +35,7 @@ from shared.subjects import HEARTBEATS, SUBMIT, from_anyone, heartbeat, sent_by
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
 from tests.services.cli.in_process import call_hearth
+from tests.support.nats_clients import connect_ordered
 from tests.support.servers import RedisServer, free_port
 from tests.support.waiting import LIMIT_S
 
@@ -86,7 +87,7 @@ async def test_new_credential_works_without_disconnecting_others(
     async def on_loss() -> None:
         losses.append("lost")
 
-    member = await nats.connect(environ["url"], disconnected_cb=on_loss)
+    member = await connect_ordered(environ["url"], disconnected_cb=on_loss)
     added = add_credential("worker", "worker-far", None, environ=environ)
     assert added.credential.role == "worker"
     assert not added.is_reachable
@@ -189,7 +190,7 @@ async def test_observer_receives_heartbeats_and_cannot_publish(environ: dict[str
 
     bus = await NatsBus.connect(added.nats_url, process_id="watcher")  # retries until the reload
     await bus.close()
-    observer = await nats.connect(added.nats_url, error_cb=on_error)
+    observer = await connect_ordered(added.nats_url, error_cb=on_error)
     member = await NatsBus.connect(environ["url"], process_id="decode-1")
     heartbeats = await observer.subscribe(from_anyone(HEARTBEATS))
     for _ in range(2):  # the first PING may overtake the subscription

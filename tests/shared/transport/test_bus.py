@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import nats
 import pytest
 import structlog
 import uvloop
@@ -28,6 +27,7 @@ from shared.errors import (
 from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Failure, ListBlocks
 from shared.transport.bus import NatsBus, error_of, failure_of, reply_to
 from shared.transport.wire_errors import RejectedMessages
+from tests.support.nats_clients import connect_ordered
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import LIMIT_S, until
 
@@ -267,7 +267,7 @@ async def raw_client(
 
     name, dot, _ = process_id.partition(".api")
     url = server.api_url(name) if dot else server.url(process_id)
-    client = await nats.connect(url, error_cb=on_error)
+    client = await connect_ordered(url, error_cb=on_error)
     try:
         yield client, errors
     finally:

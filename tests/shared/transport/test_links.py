@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
-import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
@@ -25,6 +24,7 @@ from shared.subjects import CredentialRole, in_class, permissions
 from shared.transport.bus import NatsBus
 from shared.transport.nkeys import UserKey
 from tests.support.certificates import Authority
+from tests.support.nats_clients import connect_ordered
 from tests.support.servers import Server, find_binary, free_port
 from tests.support.site_prefills import run_prefill_of_site
 from tests.support.waiting import until
@@ -87,7 +87,7 @@ class Spy:
 
 @contextlib.asynccontextmanager
 async def spy(port: int, user: str = "spy") -> AsyncIterator[Spy]:
-    client = await nats.connect(f"nats://{user}:{user}@127.0.0.1:{port}")
+    client = await connect_ordered(f"nats://{user}:{user}@127.0.0.1:{port}")
     try:
         made = Spy(client)
         await client.subscribe("hearth.>", cb=made.take)

@@ -16,6 +16,7 @@ from shared.subjects import API_GROUP, API_REQUESTS, api_request
 from shared.transport.bus import NatsBus
 from shared.transport.nats_client import DirectClient
 from shared.transport.server_config import NatsUser
+from tests.support.nats_clients import connect_ordered
 from tests.support.servers import PASSWORD, NatsServer
 from tests.support.waiting import LIMIT_S
 
@@ -47,7 +48,7 @@ async def bus(server: NatsServer, stack: AsyncExitStack) -> NatsBus:
 
 @pytest.fixture
 async def client(server: NatsServer, stack: AsyncExitStack) -> Client:
-    client = await nats.connect(server.url("client-1"), inbox_prefix=b"_INBOX.client-1")
+    client = await connect_ordered(server.url("client-1"), inbox_prefix=b"_INBOX.client-1")
     stack.push_async_callback(client.close)
     return client
 

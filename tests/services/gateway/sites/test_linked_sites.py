@@ -9,7 +9,6 @@ from itertools import count
 
 import httpx
 import msgspec
-import nats
 import pytest
 import pytest_asyncio
 import structlog
@@ -23,6 +22,7 @@ from shared.receipts.receipt import AnswerReceipt, IssuedReceipt, PlacedProcess,
 from shared.subjects import is_at_site
 from shared.tenancy.declared_classes import declared_classes
 from shared.tenancy.tenant_admin import TenantAdmin
+from tests.support.nats_clients import connect_ordered
 from tests.support.services.linked_sites import (
     PASSWORD,
     REGION,
@@ -325,7 +325,7 @@ async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:
 
 
 async def test_a_flood_of_bad_messages_is_one_line_of_the_log(sites: LinkedPair) -> None:
-    peer = await nats.connect(f"nats://gateway:{PASSWORD}@127.0.0.1:{sites.b.nats_port}")
+    peer = await connect_ordered(f"nats://gateway:{PASSWORD}@127.0.0.1:{sites.b.nats_port}")
     received = sites.a.gateway._bus.site_bytes.received
     control = "hearth.v1.site.a.decode.gateway.-.control.gateway.-"
     before = received["b"]
