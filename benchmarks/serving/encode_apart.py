@@ -1,6 +1,6 @@
 """TTFT of texts beside images: with an encode worker, and with prefill that encodes.
 
-    python -m benchmarks.serving.encode_apart [--requests 60] [--images 2]
+    python -m benchmarks.serving.encode_apart [--requests 60] [--pictures 24] [--images 2]
 
 Real processes on this machine: a gateway, a scheduler, a prefill and a decode worker of a small
 random text model, whose image encoder (12 layers of 512, tiles of 256 pixels) takes most of the
@@ -30,6 +30,7 @@ MODULE = "benchmarks.serving.encode_apart"
 APART, TOGETHER = "encode worker", "prefill encodes"
 WORKERS = {TOGETHER: ("prefill-1", "decode-1"), APART: ("encode-1", "prefill-1", "decode-1")}
 ANSWER = {"max_tokens": 4, "ignore_eos": True}
+EACH_S = 0.1
 SIDE = 1000  # pixels: 17 tiles
 WARM_UP = 5
 
@@ -42,6 +43,14 @@ def ttft_s(cluster: ModelCluster, number: int) -> float:
         if any(choice["delta"].get("content") for choice in chunk["choices"]):
             return time.perf_counter() - began_at
     raise RuntimeError("a text had no answer")
+
+
+def paced_ttft_s(cluster: ModelCluster, number: int) -> float:
+    """Asks at most one text each EACH_S, so that texts leave time for images."""
+    began_at = time.perf_counter()
+    found = ttft_s(cluster, number)
+    time.sleep(max(0.0, began_at + EACH_S - time.perf_counter()))
+    return found
 
 
 class ImageClients:
@@ -63,6 +72,10 @@ class ImageClients:
         for each in self._threads:
             each.join()
 
+    def check(self) -> None:
+        if not all(each.is_alive() for each in self._threads):
+            raise RuntimeError("a client of images failed")
+
     def _run(self, client: int) -> None:
         seed = client * 1_000_000
         while not self._is_ending.is_set():
@@ -80,10 +93,12 @@ def measure(case: str, options: argparse.Namespace) -> Row:
         for number in range(WARM_UP):
             ttft_s(cluster, -1 - number)
         cluster.complete(content("What is it?", picture(0, (SIDE, SIDE))), **ANSWER)
-        alone = [ttft_s(cluster, number) for number in range(options.requests)]
+        alone = [paced_ttft_s(cluster, number) for number in range(options.requests)]
         with ImageClients(cluster, options.images) as images:
-            first = options.requests
-            beside = [ttft_s(cluster, first + number) for number in range(options.requests)]
+            beside = list[float]()
+            while len(beside) < options.requests or images.num_answers < options.pictures:
+                images.check()
+                beside.append(paced_ttft_s(cluster, options.requests + len(beside)))
             num_images = images.num_answers
     p90_alone, p90_beside = (statistics.quantiles(each, n=10)[-1] for each in (alone, beside))
     return {
@@ -91,6 +106,7 @@ def measure(case: str, options: argparse.Namespace) -> Row:
         "alone_p90_ms": round(p90_alone * 1e3, 1),
         "beside_p90_ms": round(p90_beside * 1e3, 1),
         "ratio": round(p90_beside / p90_alone, 2),
+        "texts": len(beside),
         "images": num_images,
     }
 
@@ -98,6 +114,7 @@ def measure(case: str, options: argparse.Namespace) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=60, help="Texts of each measurement.")
+    parser.add_argument("--pictures", type=int, default=24, help="Answered beside the texts.")
     parser.add_argument("--images", type=int, default=2, help="Clients that send pictures.")
     options = parser.parse_args()
     load = os.getloadavg()[0]
