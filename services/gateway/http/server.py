@@ -23,6 +23,7 @@ from services.gateway.http.connection import EXTENSION, ClientConnection, watch_
 from services.gateway.http.connections import Connections, Holder, OpenConnection
 from services.gateway.http.headers import Headers, authorization_of
 from services.gateway.http.protocol.half_closed import HalfClosed
+from services.gateway.http.protocol.read_deadline import ReadDeadline
 from services.gateway.http.versions import HTTP_1_0, has_valid_host, send_without_chunks
 from services.gateway.streams.fair_starts import FairStarts
 from services.gateway.tenancy.api_keys import ApiKeys
@@ -125,7 +126,7 @@ class _Http(HttpToolsProtocol):
         self._starts = starts
         self._tenant_of = tenant_of
         self._place: OpenConnection | None = None
-        self._grace: asyncio.TimerHandle | None = None
+        self._grace = ReadDeadline(self.loop)
         self._half_closed: HalfClosed | None = None
         self._head_timeout_s = head_timeout_s
         self._body_timeout_s = body_timeout_s
@@ -137,7 +138,7 @@ class _Http(HttpToolsProtocol):
         self._num_buffered_bytes = 0  # bytes since the parser's last event
         self._is_idle = False
         self.has_request = False  # or is closed
-        self._timer: asyncio.TimerHandle | None = None
+        self._patience = ReadDeadline(self.loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -148,14 +149,13 @@ class _Http(HttpToolsProtocol):
         if self._place is None:
             transport.close()
             return
-        self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
+        self._grace.start(self._connections.grace_s, self._end_grace)
         self._wait(self._head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.has_request = True
-        self._stop_waiting()
-        if self._grace is not None:
-            self._grace.cancel()
+        self._patience.stop()
+        self._grace.stop()
         if self._half_closed is not None:
             self._half_closed.stop()
         self._connection.lost()
@@ -294,7 +294,7 @@ class _Http(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_buffered_bytes = 0
-        self._stop_waiting()
+        self._patience.stop()
         self._is_idle = True
         super().on_message_complete()
 
@@ -310,18 +310,12 @@ class _Http(HttpToolsProtocol):
             return
         # A pending request may still authenticate.
         if self._unparsed or self._num_waiting or self._waits_for_response():
-            self._grace = self.loop.call_later(self._connections.grace_s, self._end_grace)
+            self._grace.start(self._connections.grace_s, self._end_grace)
         else:
             self.transport.close()
 
     def _wait(self, timeout_s: float) -> None:
-        self._stop_waiting()
-        self._timer = self.loop.call_later(timeout_s, self._too_slow, timeout_s)
-
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._patience.start(timeout_s, partial(self._too_slow, timeout_s))
 
     def _too_slow(self, timeout_s: float) -> None:
         if self.flow.read_paused or self._unparsed:  # the server has paused reading

@@ -24,13 +24,14 @@ from services.gateway.http.server import (
     WebServer,
 )
 from shared.background import TASK_FAILED
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 HEAD_S, BODY_S = 0.2, 0.8  # the difference covers delays of the client on a busy machine
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 OK = b"HTTP/1.1 200 OK"
 LEFT = asyncio.Event()  # the client of a request for /wait has disconnected
+TOLD = asyncio.Event()  # a request for /told is answered
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -54,8 +55,10 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return
-    if scope["path"] in ("/soon", "/slow"):
-        await asyncio.sleep(0.5 if scope["path"] == "/soon" else HEAD_S + BODY_S + 0.1)
+    if scope["path"] == "/told":
+        await until(TOLD.is_set)
+    if scope["path"] == "/slow":
+        await asyncio.sleep(HEAD_S + BODY_S + 0.1)
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -87,12 +90,12 @@ async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Strea
 
 
 async def test_connection_without_a_request_is_closed() -> None:
-    async with asyncio.timeout(20), connected() as (reader, _):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, _):
         assert await rest_of(reader) == b""
 
 
 async def test_unfinished_head_closes_the_connection() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         end = asyncio.ensure_future(rest_of(reader))
         for byte in b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100:
             writer.write(bytes([byte]))
@@ -103,13 +106,13 @@ async def test_unfinished_head_closes_the_connection() -> None:
 
 
 async def test_unfinished_body_closes_the_connection() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(POST + b"abc")
         assert await rest_of(reader) == b""
 
 
 async def test_second_request_has_the_same_head_timeout() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(POST + b"abcd")
         assert OK in await reader.readuntil(b"0\r\n\r\n")
         writer.write(b"\r\n")
@@ -117,7 +120,7 @@ async def test_second_request_has_the_same_head_timeout() -> None:
 
 
 async def test_response_may_take_longer_than_both_timeouts() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(POST.replace(b"/ ", b"/slow ", 1) + b"ab")
         await asyncio.sleep(HEAD_S)
         writer.write(b"cd")
@@ -126,7 +129,7 @@ async def test_response_may_take_longer_than_both_timeouts() -> None:
 
 async def test_client_that_leaves_with_another_request_queued_is_noticed() -> None:
     """uvicorn marks only the last request of a connection, which has not begun."""
-    async with asyncio.timeout(20), started() as server:
+    async with asyncio.timeout(LIMIT_S), started() as server:
         LEFT.clear()
         _, writer = await asyncio.open_connection(*server.address)
         writer.write(GET.replace(b"/ ", b"/wait ", 1) + GET)
@@ -136,7 +139,7 @@ async def test_client_that_leaves_with_another_request_queued_is_noticed() -> No
 
 
 async def test_number_of_queued_requests_is_bounded() -> None:
-    async with asyncio.timeout(20), started() as server:
+    async with asyncio.timeout(LIMIT_S), started() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(GET.replace(b"/ ", b"/wait ", 1) + GET * (MAX_PIPELINED + 1))
         assert await rest_of(reader) == b""
@@ -171,7 +174,7 @@ async def test_request_of_another_tenant_starts_among_those_of_a_burst() -> None
 
     server = WebServer(recorded, "127.0.0.1", 0, tenant_of=tenant_of)
     await server.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         writers = [(await asyncio.open_connection(*server.address))[1] for _ in range(42)]
         others, own, probe = writers[:40], writers[40], writers[41]
         for writer in others:
@@ -200,7 +203,7 @@ async def test_burst_on_open_connections_is_parsed_by_turns_of_the_tenants() -> 
     server = WebServer(authenticated, "127.0.0.1", 0, tenant_of=tenant_of)
     await server.start()
     tenants = ["one"] * (6 * MAX_READS_PER_TURN) + ["other"]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         streams = [await asyncio.open_connection(*server.address) for _ in tenants]
         for _ in range(2):  # the connections are their tenants' from the first response on
             parsed.clear()
@@ -215,7 +218,7 @@ async def test_burst_on_open_connections_is_parsed_by_turns_of_the_tenants() -> 
 
 
 async def test_connection_whose_request_waits_to_start_is_kept() -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         connections = Connections(max_without_key=0, grace_s=0.05)
         server = WebServer(app, "127.0.0.1", 0, connections=connections)
         await server.start()
@@ -238,7 +241,7 @@ async def test_connection_whose_key_is_being_looked_up_is_kept() -> None:
             await looked_up.wait()
         await app(scope, receive, send)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         connections = Connections(max_without_key=0, grace_s=0.05)
         server = WebServer(slow, "127.0.0.1", 0, connections=connections)
         await server.start()
@@ -253,7 +256,7 @@ async def test_connection_whose_key_is_being_looked_up_is_kept() -> None:
 
 
 async def test_bad_request_is_not_answered_in_the_place_of_an_earlier_one() -> None:
-    async with asyncio.timeout(20), started() as server:
+    async with asyncio.timeout(LIMIT_S), started() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(GET.replace(b"/ ", b"/wait ", 1) + b"bad\r\n\r\n")
         assert await rest_of(reader) == b""
@@ -261,7 +264,7 @@ async def test_bad_request_is_not_answered_in_the_place_of_an_earlier_one() -> N
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(GET * MAX_PIPELINED)
         for _ in range(MAX_PIPELINED):
             assert OK in await reader.readuntil(b"0\r\n\r\n")
@@ -278,13 +281,13 @@ async def test_head_is_sent_with_the_first_body_bytes() -> None:
 
 
 async def test_response_to_a_head_request_is_sent() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert OK in await reader.readuntil(b"\r\n\r\n")
 
 
 async def test_response_to_http_1_0_ends_with_its_connection() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(b"GET /parts HTTP/1.0\r\n\r\n")
         head, _, body = (await rest_of(reader)).partition(b"\r\n\r\n")
         assert OK in head and b"transfer-encoding" not in head.lower()
@@ -297,13 +300,13 @@ async def test_response_to_http_1_0_ends_with_its_connection() -> None:
     ids=["without", "two", "two of HTTP/1.0"],
 )
 async def test_request_with_another_number_of_hosts_is_rejected(head: bytes) -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(b"GET / HTTP/" + head + b"\r\n")
         assert (await rest_of(reader)).startswith(b"HTTP/1.1 400 ")
 
 
 async def test_expect_100_continue_is_answered_before_the_response() -> None:
-    async with asyncio.timeout(20), connected() as (reader, writer):
+    async with asyncio.timeout(LIMIT_S), connected() as (reader, writer):
         writer.write(POST.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
         assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"abcd")
@@ -321,7 +324,7 @@ async def test_idle_timeout_exceeds_that_of_clients() -> None:
 
 async def test_kernel_disconnects_lost_peers() -> None:
     """The options of the listening socket hold for its connections."""
-    async with asyncio.timeout(20), started() as server:
+    async with asyncio.timeout(LIMIT_S), started() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(POST + b"abcd")
         await reader.readuntil(b"0\r\n\r\n")
@@ -337,14 +340,14 @@ async def test_kernel_disconnects_lost_peers() -> None:
 
 async def test_idle_server_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "TICK_S", 3600.0)
-    async with asyncio.timeout(20), started():
+    async with asyncio.timeout(LIMIT_S), started():
         pass
 
 
 async def test_request_on_a_new_connection_is_answered_while_the_server_stops() -> None:
     server = WebServer(app, "127.0.0.1", 0)
     await server.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         address = server.address
         idle, writer = await asyncio.open_connection(*address)
         writer.write(GET)
@@ -370,7 +373,7 @@ async def test_server_that_ends_by_itself_ends_the_process() -> None:
     reported: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: reported.append(context["message"]))
-    async with asyncio.timeout(20), started() as server:
+    async with asyncio.timeout(LIMIT_S), started() as server:
         server._server.on_tick = AsyncMock(side_effect=OSError(24, "Too many open files"))  # type: ignore[method-assign]
         await until(lambda: bool(reported))
     assert reported == [TASK_FAILED]
