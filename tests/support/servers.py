@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
-import secrets
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import IO
 
 from services.local.servers import nats_environ
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import CredentialRole, credential_of
 from shared.transport.link_config import SiteLinks
 from shared.transport.server_config import NatsUser, nats_server_config
+from tests.support.waiting import LIMIT_S
 
-START_TIMEOUT_S = 10.0
-PORTS = range(15_000, 32_000)
+START_TIMEOUT_S = LIMIT_S
+PORTS, PORTS_EACH = range(15_000, 32_000), 100
+_RESERVED: list[IO[str]] = []  # locked files
 PASSWORD = "test"
 
 # Every test run has these processes; a test that needs others passes a list.
@@ -55,13 +62,32 @@ def find_binary(name: str) -> str:
 
 
 def free_port() -> int:
-    """Returns a port below those that Linux gives to outgoing connections: one of these could take
-    it before a server listens there.
+    """Returns a port that no other process of tests on this machine is given, below those that
+    Linux gives to outgoing connections: any of these could take it before a server listens there.
     """
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):  # in use
-            probe.bind(("127.0.0.1", secrets.choice(PORTS)))
+            probe.bind(("127.0.0.1", next(_own_ports())))
             return int(probe.getsockname()[1])
+
+
+@cache
+def _own_ports() -> Iterator[int]:
+    """Yields the ports of a range that this process has reserved until it ends, again and again."""
+    folder = Path(tempfile.gettempdir()) / f"hearth-test-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    starts = [*PORTS[::PORTS_EACH]]
+    random.SystemRandom().shuffle(starts)
+    for start in starts:
+        file = (folder / str(start)).open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        _RESERVED.append(file)
+        return itertools.cycle(range(start, start + PORTS_EACH))
+    raise RuntimeError(f"all ranges of ports are reserved in {folder}")
 
 
 class Server:
