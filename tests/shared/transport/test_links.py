@@ -27,12 +27,13 @@ from tests.support.certificates import Authority
 from tests.support.nats_clients import connect_ordered
 from tests.support.servers import Server, find_binary, free_port
 from tests.support.site_prefills import run_prefill_of_site
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 PROCESSES = ["gateway=gw", "scheduler=sch", "worker=w", "operator=op", "host=h", "kv_index=ix"]
 TO_B = "hearth.v1.site.b.decode.gw.-.control.sch.-"
 TO_C = TO_B.replace(".b.", ".c.")
 AT_B = "hearth.v1.linked.a.decode.gw.-.control.sch.-"
+TO_A, FROM_B = TO_B.replace(".b.", ".a."), AT_B.replace(".a.", ".b.")
 FOR_GATEWAYS = ("models", "tenants", "tokens")  # what may cross a link to a gateway
 
 
@@ -124,7 +125,9 @@ def sites(folder: Path, leaf_port: int) -> Iterator[dict[str, Site]]:
 
 
 async def linked(near: Spy, far: Spy, subject: str, seen_as: str) -> None:
-    """Returns when the link has let one message through, and forgets all messages so far."""
+    """Returns when the link has let one message through, and forgets all messages so far. The
+    peer knows by then what is subscribed to at `near`: the link keeps the order.
+    """
 
     async def crosses() -> bool:
         await near.publish(subject)
@@ -208,8 +211,6 @@ async def test_digest_reaches_every_scheduler_of_one_site(sites: dict[str, Site]
 
 async def test_request_is_answered_over_the_link(sites: dict[str, Site]) -> None:
     """With the permissions of the processes; without a link there is no responder."""
-    async with spy(sites["a"].port) as a, spy(sites["b"].port) as b:
-        await linked(a, b, TO_B, AT_B)
     gateway, scheduler = await bus(sites["b"], "b", "gw"), await bus(sites["a"], "a", "sch")
 
     async def answer(subject: str, reply: str, data: bytes, headers: bytes) -> None:
@@ -218,19 +219,19 @@ async def test_request_is_answered_over_the_link(sites: dict[str, Site]) -> None
     start = subjects.from_anyone(subjects.from_sites("decode", "gw", "start"))
     await gateway.untyped.listen(start, answer)
     await gateway.flush()
+    async with spy(sites["a"].port) as a, spy(sites["b"].port) as b:
+        await linked(b, a, TO_A, FROM_B)
     to, client = subjects.sent_by(subjects.start_decode("b/gw"), "sch"), scheduler._client
-    reply = await client.request(to, b"x ", timeout=5)
+    reply = await client.request(to, b"x ", timeout=LIMIT_S)
     assert reply.data == b"x hearth.v1.linked.a.decode.gw.-.start.sch.-"
     with pytest.raises(nats.errors.NoRespondersError):
-        await client.request(to.replace(".b.", ".d."), b"x", timeout=5)
+        await client.request(to.replace(".b.", ".d."), b"x", timeout=LIMIT_S)
     await gateway.close()
     await scheduler.close()
 
 
 async def test_prefill_crosses_a_link_and_its_end_comes_back(sites: dict[str, Site]) -> None:
     """With the permissions of a worker there, and of a gateway here."""
-    async with spy(sites["a"].port) as a, spy(sites["b"].port) as b:
-        await linked(a, b, TO_B, AT_B)
     gateway, worker = await bus(sites["b"], "b", "gw"), await bus(sites["a"], "a", "w")
     ended: list[PrefillFailed] = []
     control = subjects.from_sites("decode", "w", "control")
@@ -248,11 +249,14 @@ async def test_prefill_crosses_a_link_and_its_end_comes_back(sites: dict[str, Si
     await gateway.serve(subjects.from_sites("prefill", "gw", "run"), RunPrefill, run)
     await gateway.flush()
     await worker.flush()
+    async with spy(sites["a"].port) as a, spy(sites["b"].port) as b:
+        await linked(a, b, TO_B, AT_B)
+        await linked(b, a, TO_A, FROM_B)
     command, subject = run_prefill_of_site("a"), subjects.run_prefill("b/gw/00ff")
     with pytest.raises(SenderMismatch, match="a/w sent a RunPrefill that names a/decode-1"):
-        await worker.request(subject, command, PrefillAccepted, timeout_s=5)
+        await worker.request(subject, command, PrefillAccepted, timeout_s=LIMIT_S)
     own = msgspec.structs.replace(command, decode_worker_id="a/w")
-    await worker.request(subject, own, PrefillAccepted, timeout_s=5)
+    await worker.request(subject, own, PrefillAccepted, timeout_s=LIMIT_S)
     await until(lambda: ended)
     await gateway.close()
     await worker.close()
