@@ -60,6 +60,10 @@ class Cluster(ClusterClient):
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
 
+    def log_of(self, process_id: str) -> str:
+        directory, _ = running_cluster(clusters_of(self.folder))
+        return (directory / "logs" / f"{process_id}.log").read_text(errors="replace")
+
     def kill(self, process_id: str) -> None:
         os.kill(self.pid_of(process_id), signal.SIGKILL)
 
@@ -81,7 +85,7 @@ def run_cluster(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        state = _wait_for_state(process, folder / "hearth" / "clusters")
+        state = _wait_for_state(process, clusters_of(folder))
         headers = {"Authorization": f"Bearer {state.api_key}"}
         with httpx.Client(base_url=state.url, headers=headers, timeout=120) as client:
             yield Cluster(state, client, process, _read_startup(process), folder)
@@ -89,6 +93,10 @@ def run_cluster(
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
+
+
+def clusters_of(folder: Path) -> Path:
+    return folder / "hearth" / "clusters"
 
 
 def _read_startup(process: subprocess.Popen[str]) -> str:
@@ -109,5 +117,5 @@ def _wait_for_state(process: subprocess.Popen[str], clusters: Path) -> LocalClus
         if process.poll() is not None:
             break
         time.sleep(0.05)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=60)
     raise AssertionError(f"the cluster did not start: {output}")
