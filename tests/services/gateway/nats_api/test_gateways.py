@@ -34,7 +34,7 @@ from tests.services.gateway.nats_api.conftest import (
 from tests.services.gateway.nats_api.test_requests import STREAMED, open_requests, text_of
 from tests.services.gateway.nats_api.test_responses import check_error
 from tests.support.servers import NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 
 @contextlib.asynccontextmanager
@@ -61,17 +61,19 @@ async def test_stream_of_a_lost_gateway_is_repeated_through_another(
         async def receive() -> None:
             async for event in api.client.stream("chat", {**BODY, "seed": 7}):
                 received.append(event)
-                monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.2)  # from now on
+                if text_of(received):
+                    monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", 0.2)  # from now on
 
         receiving = asyncio.create_task(receive())
         await until(lambda: len(api.cluster.gateway._driver) + len(second._driver) == 1)
-        await until(lambda: bool(received))
+        await until(lambda: text_of(received))
         gateways = [api.cluster.gateway, second]
         answering, other = sorted(gateways, key=lambda each: -len(each._driver))
         await die(answering)
         with pytest.raises(ResponseLost, match="no message"):
             await receiving
         assert 0 < len(text_of(received)) < len(ANSWER)
+        monkeypatch.setattr(hearth_nats, "MAX_SILENCE_S", LIMIT_S)
         decode.released.set()
         decode.hold_at = None
         again = [each async for each in api.client.stream("chat", {**BODY, "seed": 7})]
@@ -115,7 +117,7 @@ async def test_draining_gateway_takes_no_request_and_finishes_its_streams(api: A
         decode.released.set()
         end = (await all_of(running))[-1]
         assert (end.headers or {})["Hearth-End"] == "stop"
-        await asyncio.wait_for(draining, timeout=5)
+        await asyncio.wait_for(draining, timeout=LIMIT_S)
         await until(lambda: is_idle(second))
 
 
@@ -189,7 +191,7 @@ async def test_discovery_finds_every_gateway_and_its_numbers(api: Api) -> None:
         found: dict[str, list[Any]] = {}
         for verb in ("PING", "INFO", "STATS"):
             await api.raw.publish(f"$SRV.{verb}.hearth", b"", reply=inbox)
-            replies = [await subscription.next_msg(timeout=5) for _ in range(2)]
+            replies = [await subscription.next_msg(timeout=LIMIT_S) for _ in range(2)]
             found[verb] = [json.loads(each.data) for each in replies]
     gateways = {each["metadata"]["gateway"] for each in found["PING"]}
     assert gateways == {"gateway-1", "gateway-2"}

@@ -24,7 +24,7 @@ from tests.services.gateway.dialects.responses.events import (
 from tests.services.gateway.nats_api.conftest import Api, all_of, next_of
 from tests.services.gateway.samples import sample_sum
 from tests.support.grids import in_one_test
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 PATHS = {
     "chat": CHAT,
@@ -186,7 +186,7 @@ async def test_malformed_headers_are_rejected(api: Api) -> None:
         line = f"{head}{len(encoded) + len(data)}\r\n".encode()
         await api.raw._send_command(line + encoded + data + b"\r\n")
         await api.raw.flush()
-        check_error(await subscription.next_msg(timeout=5), 400, "invalid_request", None)
+        check_error(await subscription.next_msg(timeout=LIMIT_S), 400, "invalid_request", None)
 
 
 async def test_client_without_a_tenant_is_rejected(api: Api) -> None:
