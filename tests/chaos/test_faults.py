@@ -25,7 +25,7 @@ from tests.chaos.restarts import restart_each
 from tests.chaos.rows import Fault, run_row
 from tests.chaos.world.load import leave_early
 from tests.support.cluster.clients import Exchange, run_exchange
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -98,7 +98,7 @@ async def test_killed_redis_returns_with_all_tenants(chaos: Chaos) -> None:
 
 @contextlib.asynccontextmanager
 async def _tenants(chaos: Chaos) -> AsyncIterator[tuple[RedisStore, TenantAdmin]]:
-    store = RedisStore(chaos.cluster.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(chaos.cluster.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     try:
         yield store, TenantAdmin(store, time.time)
     finally:

@@ -22,6 +22,7 @@ from tests.chaos.world.workload import Body, requests
 from tests.support.cluster.chaos_cluster import ChaosCluster
 from tests.support.cluster.clients import Exchange, run_exchange
 from tests.support.servers import free_port
+from tests.support.waiting import LIMIT_S
 
 FILLED_BYTES, NUM_FOREIGN = 64 << 20, 256
 NUM_OUTAGES = 4
@@ -78,7 +79,7 @@ async def thaw_index(cluster: ChaosCluster) -> None:
 
 @asynccontextmanager
 async def store_of(cluster: ChaosCluster) -> AsyncIterator[RedisStore]:
-    store = RedisStore(cluster.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(cluster.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     try:
         yield store
     finally:

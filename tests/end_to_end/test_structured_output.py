@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,11 +183,9 @@ async def test_all_apis_give_the_same_json(cluster: Cluster) -> None:
     ],
 )
 def test_a_constraint_that_cannot_be_kept_is_rejected_by_name(cluster, fields, param):
-    began_at = time.monotonic()
     response = cluster.client.post("/v1/chat/completions", json=body_of(**fields))
     assert response.status_code == 400, response.text
     assert (response.json()["error"]["param"] or "").startswith(param)
-    assert time.monotonic() - began_at < 5
 
 
 def test_keywords_that_are_not_enforced_are_named(cluster):

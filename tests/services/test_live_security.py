@@ -22,6 +22,7 @@ from tests.support.services.live_workers import (
     request_of,
     run_prefill_of,
 )
+from tests.support.waiting import LIMIT_S
 
 OTHER_HOST = "127.0.0.2"  # also this machine, but workers do not listen there
 PROMPT, OTHER_PROMPT = list(range(100, 149)), list(range(500, 549))
@@ -58,7 +59,9 @@ async def test_prefill_refuses_tokens_under_the_hashes_of_others(
         hashes = pack_hashes(extend_chain(root, OTHER_PROMPT, BLOCK_SIZE))
         command = run_prefill_of(it, PROMPT, decode_worker_id="decode-1", block_hashes=hashes)
         with pytest.raises(InvalidRequest, match="block_hashes are not those of the tokens"):
-            await decode.request(run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=5)
+            await decode.request(
+                run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=LIMIT_S
+            )
         assert not it.processes["prefill-1"]._worker.loop.engine.pool.cached_blocks()
 
 
@@ -78,12 +81,15 @@ async def test_prefill_pushes_to_the_data_plane_of_the_sender_only(
             command = run_prefill_of(it, PROMPT, decode_worker_id="decode-1", targets=targets)
             with pytest.raises(InvalidRequest, match="targets are not those of decode-1"):
                 await decode.request(
-                    run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=5
+                    run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=LIMIT_S
                 )
         other = await NatsBus.connect(nats_server.url("decode-2"), process_id="decode-2")
         with pytest.raises(WorkerBusy, match="has received no heartbeat of decode-2 yet"):
             await other.request(
-                run_prefill("prefill-1"), run_prefill_of(it, PROMPT), PrefillAccepted, timeout_s=5
+                run_prefill("prefill-1"),
+                run_prefill_of(it, PROMPT),
+                PrefillAccepted,
+                timeout_s=LIMIT_S,
             )
         await other.close()
 

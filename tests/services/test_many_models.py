@@ -24,8 +24,9 @@ from shared.store import RedisStore
 from shared.tenancy.tenant_admin import store_api_key
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.services.model_dir import write_model_dir
+from tests.support.waiting import LIMIT_S
 
-START_S = 20.0
+START_S = LIMIT_S
 GERMAN = ["hallo Welt, der schnelle braune Fuchs"] * 4
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -62,7 +63,7 @@ class Cluster:
         await worker.start()
 
     async def gateway(self) -> GatewayService:
-        store = RedisStore(self._redis.url, MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(self._redis.url, MonotonicClock(), timeout_s=LIMIT_S)
         self._stack.push_async_callback(store.close)
         await store_api_key(store, "key", "acme")
         self.admin = RegistryAdmin(store, lambda: 1.0)

@@ -12,8 +12,9 @@ from shared.lifecycle.process import HEARTH_ERROR_STATUS
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 from tests.support.servers import NatsServer
+from tests.support.waiting import LIMIT_S
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = LIMIT_S
 NAME = "kv_index-1.taken"
 COMMAND = ["-m", "services", "kv-index", "--process-id", "kv_index-1", "--instance", "taken"]
 

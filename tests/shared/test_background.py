@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from shared.background import TASK_FAILED, Background, failing_alone, start_awaited
 from shared.store import StoreUnavailable
+from tests.support.waiting import LIMIT_S
 
 
 async def test_swallowed_cancellation_is_repeated() -> None:
@@ -30,7 +31,7 @@ async def test_swallowed_cancellation_is_repeated() -> None:
     background = Background()
     task = background.start_own(wait_forever())
     await asyncio.sleep(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await background.stop()
     assert task.cancelled() and num_swallowed == 1
 

@@ -24,9 +24,9 @@ from tests.support.cluster.chaos_cluster import MONITOR
 from tests.support.cluster.cluster_client import ClusterClient
 from tests.support.cluster.hearth_up import run_cluster
 from tests.support.cluster.model_cluster import ModelCluster, run_model
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = LIMIT_S
 # What a resumed answer must replay besides its text: sampling, and its place in a grammar. Every
 # line is one of few, so a lost place would show.
 LINES = r"([0-9]{3}: [a-f]{4,12}, (yes|no)\n){8}"

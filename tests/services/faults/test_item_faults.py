@@ -29,7 +29,7 @@ from shared.kv_wire.kv_server import KvServer
 from shared.lifecycle import heartbeat
 from tests.services.scheduler.literals import submit_of
 from tests.support.services.live_cluster import MODEL, LiveCluster
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -247,7 +247,7 @@ async def test_fault_that_passes_costs_no_request_and_no_block(
             await cluster.prefill._handlers[0]._port._dialer.close()  # the next push connects
             with monkeypatch.context() as patched:
                 patched.setattr(owner, method, fail_once)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(LIMIT_S):
                     answer = await cluster.chat(f"{number} {name}: a prompt that is in no cache")
                     await everything_has_ended(cluster)
             assert answer.json()["usage"]["completion_tokens"] == 8
@@ -283,7 +283,7 @@ async def test_item_fails_and_every_process_lives(
             owner = owner_of(cluster)
             with monkeypatch.context() as patched:
                 patched.setattr(owner, method, raising(error, getattr(owner, method)))
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(LIMIT_S):
                     await outcome(cluster)
             assert ended == [], f"{name}: {error!r} ends the process"
         await chat_gives(200)(cluster)

@@ -24,6 +24,7 @@ from shared.subjects import SUBMIT, api_cancel, api_request, permissions, sender
 from shared.transport.nats_client import DirectClient
 from tests.fuzz.mutations import BYTES, LISTS, NUMBERS, TEXTS, paths
 from tests.support.services.live_cluster import NATS_PASSWORD, PROCESSES, LiveCluster
+from tests.support.waiting import LIMIT_S
 from tests.support.world.bus import matches
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -88,7 +89,7 @@ async def test_no_message_ends_a_process_or_a_request_of_others(
                 await client.publish(subject, payload, reply="_INBOX.client-1.a", headers=headers)
             await client.flush(timeout=30)
     is_over.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         texts = await others
         assert texts and set(texts) == {expected}
         assert await text_of(cluster) == expected
@@ -101,7 +102,7 @@ async def reply_to_unreadable(rogue: Client) -> str:
     inbox = "_INBOX.gateway-2.-.unreadable"
     replies = await rogue.subscribe(inbox)
     await rogue.publish(f"{SUBMIT}.gateway-2.-", b"\xc1", reply=inbox)
-    reply = await replies.next_msg(timeout=30)
+    reply = await replies.next_msg(timeout=LIMIT_S)
     return msgspec.msgpack.decode(reply.data, type=Failure).code
 
 

@@ -28,7 +28,7 @@ from tests.services.gateway.peer import PeerDecode, PeerScheduler
 from tests.services.gateway.shared_processes import SharedProcesses
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.services.model_dir import write_model_dir
-from tests.support.waiting import POLL_S, until
+from tests.support.waiting import LIMIT_S, POLL_S, until
 
 API_KEY = "key-of-tenant-1"
 SECRET = "secret of the gateways"
@@ -202,7 +202,7 @@ class SharedCluster:
     def __post_init__(self) -> None:
         self._stack = contextlib.AsyncExitStack()
         self._cluster: Cluster | None = None
-        self.store = RedisStore(self.config.redis_url, MonotonicClock(), timeout_s=2.0)
+        self.store = RedisStore(self.config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
 
     async def open(self) -> Cluster:
         """With the API key, which other tests may have deleted."""
@@ -272,7 +272,7 @@ async def running_cluster(
     model_files: ModelFiles,
     dialects: Sequence[Dialect] = DIALECTS,
 ) -> AsyncIterator[Cluster]:
-    store = RedisStore(gateway_config.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(gateway_config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     await store_key(store)
     await store.close()
     answer = model_files.tokenizer.encode([ANSWER])

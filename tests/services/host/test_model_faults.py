@@ -25,6 +25,7 @@ from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.randomness import SystemRandomness
 from shared.regions.region_check import RegionCheck
 from tests.services.faults.test_item_faults import ERRORS
+from tests.support.waiting import LIMIT_S
 from tests.support.world.store import MemoryStore
 
 SOURCE = ModelSource(
@@ -129,7 +130,7 @@ async def test_template_that_cannot_be_read_is_replaced(
 
     monkeypatch.setattr(workers, "_exec", execute)
     monkeypatch.setattr(workers, "_read", read)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await workers._run_templates()
         await workers._background.idle()
     assert (workers._templates, workers._template, reported) == ([], None, [])

@@ -6,6 +6,7 @@ from services.kv_index.registry import MAX_PER_FLUSH, PrefixRecord, PrefixRegist
 from shared.clock import MonotonicClock
 from shared.store import Command, RedisStore, Store, StoreRejected
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.support.world.clock import run
 from tests.support.world.store import MemoryStore
 
@@ -186,7 +187,7 @@ def test_tenants_beyond_the_bound_leave_memory() -> None:
 
 
 async def test_flush_and_trim_work_on_a_real_redis(redis_server: RedisServer) -> None:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     registry = registry_on(store, max_per_tenant=2)
     for number in (1, 2, 3):
         store_run(registry, number, tenant="real")
@@ -202,7 +203,7 @@ async def test_flush_and_trim_work_on_a_real_redis(redis_server: RedisServer) ->
 
 
 async def test_trim_deletes_surplus_records_of_an_older_process(redis_server: RedisServer) -> None:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     for number in (1, 2, 3):
         older = registry_on(store, max_per_tenant=100)
         store_run(older, number, tenant="old")

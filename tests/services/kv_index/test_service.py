@@ -399,7 +399,7 @@ async def test_service_runs_on_real_servers(
         await worker.store(7)
         await _wait_for_matches(scheduler, {"prefill-1": 7}, *range(1, 8))
         await service.drain()
-        store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
         stack.push_async_callback(store.close)
         record = await store.hash_get(f"hearth:t:prefix:{block(7).hex()}")
         assert record[b"holder:prefill-1"] == b"1"

@@ -24,6 +24,7 @@ from shared.store import RedisStore
 from shared.tenancy.tenant import api_key_record, digest_of
 from shared.tenancy.tenant_admin import TenantAdmin, save_api_key, standing_of
 from tests.support.servers import RedisServer, free_port
+from tests.support.waiting import LIMIT_S
 
 
 def test_identity_is_read_as_it_was_saved(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ async def test_standing_of_a_key(redis_server: RedisServer) -> None:
     assert await standing() == "valid"
     with pytest.raises(ConfigError, match="belongs to another tenant than 'acme'"):
         await standing("acme")
-    store = RedisStore(url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(url, MonotonicClock(), timeout_s=LIMIT_S)
     await TenantAdmin(store, lambda: 1.0).revoke("standing", None)
     assert await standing() == "ended"
     await store.write([("DEL", api_key_record(digest_of("a-key-of-mine")))])  # a month later

@@ -119,7 +119,7 @@ async def test_client_credential_belongs_to_its_tenant(
     directory, _ = running_cluster(clusters_dir(environ))
     with changing(directory) as state:
         save(directory, msgspec.structs.replace(state, redis_url=redis_server.url))
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     await TenantAdmin(store, lambda: 0.0).add("acme", {}, "key")
 
@@ -198,11 +198,11 @@ async def test_observer_receives_heartbeats_and_cannot_publish(environ: dict[str
     await HealthMonitor(
         member, MonotonicClock(), SystemRandomness(), roles=("decode",)
     ).transition_to("ready")
-    subject = (await heartbeats.next_msg(timeout=20.0)).subject
+    subject = (await heartbeats.next_msg(timeout=LIMIT_S)).subject
     assert subject == sent_by(heartbeat(("decode",), "decode-1"), "decode-1")
     for subject in (SUBMIT, heartbeat(("decode",), "decode-1")):
         await observer.publish(subject, b"x")
-        rejection = await asyncio.wait_for(rejections.get(), timeout=20.0)
+        rejection = await asyncio.wait_for(rejections.get(), timeout=LIMIT_S)
         assert "permissions violation for publish" in rejection
     await observer.close()
     await member.close()

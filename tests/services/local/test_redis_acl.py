@@ -21,6 +21,7 @@ from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
 PASSWORD = "a secret of the role"
@@ -130,11 +131,11 @@ ALL_COMMANDS = {each for role in REDIS_ROLES.values() for each in role.commands}
 
 
 async def test_gateway_stores_responses_within_the_memory_of_redis(server: RedisServer) -> None:
-    operator = RedisStore(url_of(server, "operator"), MonotonicClock(), timeout_s=2.0)
+    operator = RedisStore(url_of(server, "operator"), MonotonicClock(), timeout_s=LIMIT_S)
     for tenant in ("acme", "other"):
         await TenantAdmin(operator, lambda: 0.0).add(tenant, {}, f"key of {tenant}")
     await operator.close()
-    store = RedisStore(url_of(server, "gateway"), MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(url_of(server, "gateway"), MonotonicClock(), timeout_s=LIMIT_S)
     memory = RedisMemory(store, MonotonicClock())
     await memory.read()
     assert memory.use is not None and memory.use.used
@@ -147,7 +148,7 @@ async def test_gateway_stores_responses_within_the_memory_of_redis(server: Redis
 
 async def test_operator_makes_tenants_that_others_may_not(server: RedisServer) -> None:
     for role, is_allowed in (("operator", True), ("kv_index", False), ("host", False)):
-        store = RedisStore(url_of(server, role), MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(url_of(server, role), MonotonicClock(), timeout_s=LIMIT_S)
         try:
             await TenantAdmin(store, lambda: 0.0).add(f"made-by-{role}", {}, f"key of {role}")
             assert is_allowed
@@ -158,7 +159,7 @@ async def test_operator_makes_tenants_that_others_may_not(server: RedisServer) -
 
 async def test_roles_read_the_registry_that_the_operator_writes(server: RedisServer) -> None:
     stores = {
-        role: RedisStore(url_of(server, role), MonotonicClock(), timeout_s=2.0)
+        role: RedisStore(url_of(server, role), MonotonicClock(), timeout_s=LIMIT_S)
         for role in ("operator", "host", "gateway", "kv_index")
     }
     await RegistryAdmin(stores["operator"], lambda: 0.0).add("m", "/x")

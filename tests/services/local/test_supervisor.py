@@ -27,9 +27,9 @@ from services.local.processes.supervision_log import RECENT_S, recent_restarts
 from services.local.supervisor import Event, ProcessEnded, Supervisor
 from shared.clock import MonotonicClock
 from tests.support.servers import free_port
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
-WAIT_S = 10.0
+WAIT_S = LIMIT_S
 
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 IGNORES_SIGTERM = (

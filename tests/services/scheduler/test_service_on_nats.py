@@ -17,6 +17,7 @@ from shared.transport.bus import NatsBus
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import PlacementUpdate, Worker, eventually
 from tests.support.servers import NatsServer
+from tests.support.waiting import LIMIT_S
 
 
 async def test_request_is_placed_over_nats(nats_server: NatsServer) -> None:
@@ -42,15 +43,15 @@ async def test_request_is_placed_over_nats(nats_server: NatsServer) -> None:
         )
         await gateway.flush()
         submit = submit_of("r0", gateway_id="gateway-1", num_prompt_tokens=5000)
-        queued = await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
+        queued = await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=LIMIT_S)
         assert queued.scheduler_id == "scheduler-1"
-        await eventually(lambda: bool(updates), within_s=5)
+        await eventually(lambda: bool(updates), within_s=LIMIT_S)
         placed = updates[0]
         assert isinstance(placed, Placed)
         assert placed.placement_id == worker.started[0].placement_id
-        await asyncio.wait_for(scheduler.drain(), timeout=5)
+        await asyncio.wait_for(scheduler.drain(), timeout=LIMIT_S)
         with pytest.raises(NoResponders):
-            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
+            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=LIMIT_S)
 
 
 async def test_heartbeats_with_too_many_features_are_refused(nats_server: NatsServer) -> None:
@@ -77,8 +78,8 @@ async def test_heartbeats_with_too_many_features_are_refused(nats_server: NatsSe
         refused, accepted = await join("decode-2", 10_000), await join("decode-1", 64)
         for number in range(4):
             submit = submit_of(f"r{number}", gateway_id="gateway-1", needs=("demo/7", "demo/63"))
-            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
-        await eventually(lambda: len(accepted.started) == 4, within_s=5)
+            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=LIMIT_S)
+        await eventually(lambda: len(accepted.started) == 4, within_s=LIMIT_S)
         assert refused.started == []
         assert scheduler.health_monitor.fleet.heartbeat_of("decode-2") is None
 

@@ -11,7 +11,7 @@ from services.worker.gpu_health import watch_gpu
 from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.messages import Heartbeat
 from tests.shared.device_health.fake_nvml import UUID, FakeNvml
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.kv_link import DataPlane
 from tests.support.world.workers import SimulatedWorker
@@ -37,7 +37,7 @@ async def test_fault_is_in_the_heartbeats_and_ends_the_worker() -> None:
     nvml.clocks = nvml.nvmlClocksEventReasonHwThermalSlowdown
     await until(lambda: described().load.device_health)
     nvml.xid(79)
-    await asyncio.wait_for(lost.wait(), 20)
+    await asyncio.wait_for(lost.wait(), LIMIT_S)
     health = described().load.device_health
     assert (health.num_xids, health.throttles) == (1, ("hw_thermal",))
     assert health.fault.startswith("Xid 79")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from shared.kv_wire.link import Fill, FrameHeader
 from tests.support.records import frame_header
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
-DEADLINE_S = 10.0
+DEADLINE_S = LIMIT_S
 INSTANCE = b"instance-of-test"
 
 

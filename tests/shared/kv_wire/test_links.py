@@ -35,6 +35,7 @@ from tests.shared.kv_wire.support import (
     payload_of,
 )
 from tests.support.canaries.memory import data_of
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_SLOTS = 4
@@ -186,7 +187,7 @@ async def test_killed_sender_notifies_sinks(server: KvServer, address: DataPlane
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await sink.entered.wait()
             process.send_signal(signal.SIGKILL)
             await sink.lost.wait()
@@ -206,7 +207,7 @@ async def test_killed_receiver_fails_every_send(dialer: Dialer, transport: str) 
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             address = msgspec.json.decode(await process.stdout.readline(), type=DataPlaneAddress)
             directory = Path(address.unix_path).parent
             if transport == "tcp":

@@ -15,8 +15,9 @@ from shared.errors import ConfigError
 from shared.messages import Heartbeat, ProcessState
 from shared.metrics.metrics_server import MetricsServer
 from shared.metrics.process_report import ProcessReport
+from tests.support.waiting import LIMIT_S
 
-WAIT_S = 10.0
+WAIT_S = LIMIT_S
 
 
 def report(state: ProcessState) -> ProcessReport:

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from shared.messages import Heartbeat, WorkerLoad
 from shared.metrics.supervisor_notifier import PROGRESS, READY, Notifier, StepWatch
+from tests.support.waiting import LIMIT_S
 
 HEARTBEAT = Heartbeat(
     process_id="decode-1",
@@ -81,7 +82,7 @@ def test_watchdog_of_another_process_is_not_this_ones(tmp_path: Path) -> None:
     environ = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"}
     notifier = Notifier.of_environ(environ)
     assert notifier is not None
-    asyncio.run(asyncio.wait_for(notifier.report_progress(lambda: HEARTBEAT), 5))
+    asyncio.run(asyncio.wait_for(notifier.report_progress(lambda: HEARTBEAT), LIMIT_S))
 
 
 def test_supervisor_that_has_gone_is_no_error(tmp_path: Path) -> None:

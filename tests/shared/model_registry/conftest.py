@@ -10,6 +10,7 @@ from shared.clock import MonotonicClock
 from shared.model_registry.admin import RegistryAdmin
 from shared.store import RedisStore, Store
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.support.world.store import MemoryStore
 
 NOW = 1_700_000_000.5
@@ -20,7 +21,7 @@ async def store(request: pytest.FixtureRequest, redis_server: RedisServer) -> As
     if request.param == "memory":
         yield MemoryStore()
         return
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield store
     await store.close()

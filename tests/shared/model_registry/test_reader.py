@@ -183,7 +183,7 @@ async def test_oversized_registry_leaves_the_last_value(
 
 async def test_run_keeps_the_last_value_while_redis_is_away() -> None:
     server, polls = RedisServer(), Polls()
-    store = RedisStore(server.url, polls, timeout_s=2.0)
+    store = RedisStore(server.url, polls, timeout_s=LIMIT_S)
     admin, reader = RegistryAdmin(store, polls.now), RegistryReader(store, polls)
     await admin.add("m", "/x")
     with structlog.testing.capture_logs() as logs:

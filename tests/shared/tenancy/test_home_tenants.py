@@ -17,11 +17,12 @@ from shared.tenancy.tenant import TENANTS, digest_of, keys_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES, TENANT_VERSIONS
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",), ("HSET", SITES, "b", "", "c", "")])
     yield store
     await store.close()

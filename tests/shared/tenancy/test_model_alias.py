@@ -13,6 +13,7 @@ from shared.tenancy.model_alias import ALIASES, aliases_of, check_model_id, is_m
 from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
 from shared.tenancy.tenant_admin import store_api_key
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 NOW = 1_700_000_000.5
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
@@ -20,7 +21,7 @@ SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     await store_api_key(store, "k1", "acme")
     yield store

@@ -18,6 +18,7 @@ from shared.tenancy.pinned_prefix import (
 )
 from shared.tenancy.tenant import TENANTS
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.support.world.clock import run
 from tests.support.world.store import MemoryStore
 
@@ -98,7 +99,7 @@ def test_life_cycle_in_memory() -> None:
 
 
 async def test_life_cycle_in_redis(redis_server: RedisServer) -> None:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await check_life_cycle(store)
     await check_changes_since(store)
     await store.close()
@@ -132,7 +133,7 @@ def test_permissions_in_memory() -> None:
 
 
 async def test_permissions_in_redis(redis_server: RedisServer) -> None:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await check_permissions(store)
     await store.write([("HDEL", TENANTS, "strict")])
     await store.close()

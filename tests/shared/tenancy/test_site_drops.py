@@ -14,6 +14,7 @@ from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress, KvDrop
 from shared.tenancy.tenant import TenantRecord
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 CLASSES = region_classes(["eu=fr,de"])
 
@@ -68,7 +69,7 @@ def test_a_site_that_has_missed_orders_gets_all_tenants_with_limits() -> None:
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield store
     await store.close()

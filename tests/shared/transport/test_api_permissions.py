@@ -104,7 +104,7 @@ async def test_only_processes_send_more_than_a_body(server: NatsServer) -> None:
         requests = await gateway.subscribe(subjects.API_REQUESTS)
         await gateway.flush()
         await client.publish(api_request("chat", "client-1"), bytes(4 << 20), reply=OWN_INBOX)
-        assert len((await requests.next_msg(timeout=5)).data) == 4 << 20
+        assert len((await requests.next_msg(timeout=LIMIT_S)).data) == 4 << 20
         await client.publish(api_request("chat", "client-1"), bytes(5 << 20), reply=OWN_INBOX)
         with pytest.raises(nats.errors.Error):
             await client.flush(timeout=5)
@@ -183,7 +183,7 @@ async def test_gateway_sends_many_replies_to_clients_alone(server: NatsServer) -
         await client.publish(check, b"too early")
         assert len(await rejections(client, client_errors)) == 1
         await client.publish(api_request("chat", "client-1"), b"{}", reply=OWN_INBOX)
-        received = [await inbox.next_msg(timeout=5) for _ in range(100)]
+        received = [await inbox.next_msg(timeout=LIMIT_S) for _ in range(100)]
         assert [message.data for message in received] == [b"%d" % number for number in range(100)]
         await client.publish(check, b"here")
         assert await asyncio.wait_for(answers.get(), timeout=LIMIT_S) == b"here"
@@ -204,14 +204,14 @@ async def test_stream_goes_on_when_the_server_reads_its_configuration(server: Na
         inbox = await client.subscribe("_INBOX.client-1.>")
         await gateway.flush()
         await client.publish(api_request("chat", "client-1"), b"{}", reply=OWN_INBOX)
-        request = await requests.next_msg(timeout=5)
+        request = await requests.next_msg(timeout=LIMIT_S)
         await gateway.publish(request.reply, b"before")
-        assert (await inbox.next_msg(timeout=5)).data == b"before"
+        assert (await inbox.next_msg(timeout=LIMIT_S)).data == b"before"
         server.add_user("decode", "decode-9")
         await until(lambda: is_accepted(server, "decode-9"))
         await gateway.publish(request.reply, b"after")
         assert await rejections(gateway, errors) == []
-        assert (await inbox.next_msg(timeout=5)).data == b"after"
+        assert (await inbox.next_msg(timeout=LIMIT_S)).data == b"after"
 
 
 async def is_accepted(server: NatsServer, user: str) -> bool:
@@ -233,7 +233,7 @@ async def test_other_processes_send_few_replies(server: NatsServer) -> None:
         await worker.flush()
         reply = "_INBOX.kv_index-1.-.abc"
         await index.publish(sent_by(subject, "kv_index-1"), b"", reply=reply)
-        await requests.next_msg(timeout=5)
+        await requests.next_msg(timeout=LIMIT_S)
         for _ in range(5):
             await worker.publish(reply, b"x")
         assert len(await rejections(worker, errors)) == 1

@@ -123,7 +123,7 @@ async def test_unreadable_reply_raises_dependency_unavailable(
     await worker._client.subscribe(subjects.from_anyone(subject), cb=send_reply)
     await worker.flush()
     with pytest.raises(DependencyUnavailable, match="invalid reply on"):
-        await index.request(subject, ListBlocks(), Done, timeout_s=2)
+        await index.request(subject, ListBlocks(), Done, timeout_s=LIMIT_S)
 
 
 async def test_client_raises_the_error_of_the_handler(connect: Connect) -> None:
@@ -141,16 +141,16 @@ async def test_client_raises_the_error_of_the_handler(connect: Connect) -> None:
     await worker.serve(subject, ListBlocks, fail)
     await worker.flush()
     with pytest.raises(Overloaded, match="full") as overloaded:
-        await index.request(subject, ListBlocks(cursor=0), Done, timeout_s=2)
+        await index.request(subject, ListBlocks(cursor=0), Done, timeout_s=LIMIT_S)
     assert overloaded.value.retry_after_s == 2.5
     with pytest.raises(InvalidRequest) as invalid:
-        await index.request(subject, ListBlocks(cursor=1), Done, timeout_s=2)
+        await index.request(subject, ListBlocks(cursor=1), Done, timeout_s=LIMIT_S)
     assert invalid.value.param == "cursor"
     with pytest.raises(HearthError, match=r"^internal error$") as internal:
-        await index.request(subject, ListBlocks(cursor=2), Done, timeout_s=2)
+        await index.request(subject, ListBlocks(cursor=2), Done, timeout_s=LIMIT_S)
     assert internal.value.code == "internal_error"
     with pytest.raises(InvalidRequest, match="not a valid message"):
-        await index.request(subject, ABORT, Done, timeout_s=2)
+        await index.request(subject, ABORT, Done, timeout_s=LIMIT_S)
 
 
 def test_every_error_round_trips() -> None:
@@ -171,7 +171,7 @@ async def test_request_without_responder_or_reply_raises(connect: Connect) -> No
     index, worker = await connect("kv_index-1"), await connect("prefill-1")
     subject = subjects.list_blocks("prefill", "prefill-1")
     with pytest.raises(NoResponders):
-        await index.request(subject, ListBlocks(), Done, timeout_s=2)
+        await index.request(subject, ListBlocks(), Done, timeout_s=LIMIT_S)
     release = asyncio.Event()
 
     async def wait_for_release(message: ListBlocks) -> Done:
@@ -200,7 +200,7 @@ async def test_requests_are_served_concurrently(connect: Connect) -> None:
 
     await worker.serve(subject, ListBlocks, wait_for_all)
     await worker.flush()
-    calls = [index.request(subject, ListBlocks(), Done, timeout_s=5) for _ in range(20)]
+    calls = [index.request(subject, ListBlocks(), Done, timeout_s=LIMIT_S) for _ in range(20)]
     assert await asyncio.gather(*calls) == [Done()] * 20
 
 
@@ -218,7 +218,7 @@ async def test_request_reaches_one_member_of_queue_group(connect: Connect) -> No
         await scheduler.flush()
     cancel = CancelQueued(request_id="r", gateway_id="gateway-1")
     for _ in range(40):
-        await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=2)
+        await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=LIMIT_S)
     assert len(served_by) == 40
     assert set(served_by) == {"scheduler-1", "scheduler-2"}
 
@@ -232,7 +232,7 @@ async def test_too_large_message_is_rejected_before_sending(tmp_path: Path) -> N
         with pytest.raises(PayloadTooLarge):
             await bus.publish(subjects.control("decode", "decode-1"), too_large)
         with pytest.raises(PayloadTooLarge):
-            await bus.request(subjects.SUBMIT, too_large, Done, timeout_s=1)
+            await bus.request(subjects.SUBMIT, too_large, Done, timeout_s=LIMIT_S)
         await bus.flush()
         assert bus.is_connected
         await bus.close()
@@ -503,8 +503,9 @@ async def test_rejected_credential_raises_before_timeout(nats_server: NatsServer
     scheme, rest = nats_server.url("kv_index-1").split("://")
     user, host = rest.split(":", 1)[0], rest.rsplit("@", 1)[1]
     with pytest.raises(DependencyUnavailable, match=r"(?i)authorization") as raised:
-        async with asyncio.timeout(3):
-            await NatsBus.connect(f"{scheme}://{user}:wrong-word@{host}", process_id=user)
+        async with asyncio.timeout(LIMIT_S / 2):
+            url = f"{scheme}://{user}:wrong-word@{host}"
+            await NatsBus.connect(url, process_id=user, timeout_s=LIMIT_S)
     assert "wrong-word" not in raised.value.message
 
 
@@ -518,14 +519,14 @@ async def test_request_during_unsubscribe_gets_reply_or_no_responders(
         stop_serving = await decode.serve(subject, ListBlocks, lambda _: Done())
         await decode.flush()
         requests = [
-            asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))
+            asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=LIMIT_S))
             for _ in range(5)
         ]
         for _ in range(num_turns):
             await asyncio.sleep(0)  # the requests progress further in each round
         await stop_serving()
         requests += [
-            asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))
+            asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=LIMIT_S))
             for _ in range(5)
         ]
         outcomes = await asyncio.gather(*requests, return_exceptions=True)
@@ -547,5 +548,5 @@ async def test_reply_that_cannot_be_sent_is_a_failure(connect: Connect, is_async
     cancel = CancelQueued(request_id="r", gateway_id="gateway-1")
     for error in (HearthError, PayloadTooLarge):
         with pytest.raises(error):
-            await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=5)
-    assert await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=5) == Done()
+            await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=LIMIT_S)
+    assert await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=LIMIT_S) == Done()

@@ -17,6 +17,7 @@ from shared import subjects
 from shared.transport import nats_client
 from shared.transport.nats_client import DirectClient
 from tests.support.servers import NatsServer
+from tests.support.waiting import LIMIT_S
 
 SUBJECT = subjects.sent_by(subjects.list_blocks("prefill", "prefill-1"), "kv_index-1")
 
@@ -73,7 +74,7 @@ async def test_messages_and_replies_bypass_nats_py_queues(connect: Connect) -> N
     requester, worker = await connect("kv_index-1"), await connect("prefill-1")
     await serve(worker, bytes.upper)
     requests = [
-        requester.request_bytes(SUBJECT, b"%d: abc" % n, timeout_s=5) for n in range(20)
+        requester.request_bytes(SUBJECT, b"%d: abc" % n, timeout_s=LIMIT_S) for n in range(20)
     ]  # concurrent, and the first of this client
     assert await asyncio.gather(*requests) == [b"%d: ABC" % n for n in range(20)]
     assert (requester.stats["in_msgs"], worker.stats["in_msgs"]) == (0, 0)
@@ -85,7 +86,7 @@ async def test_messages_use_nats_py_queues_without_override(
     monkeypatch.delattr(DirectClient, "_process_msg")
     requester, worker = await connect("kv_index-1"), await connect("prefill-1")
     await serve(worker, bytes.upper)
-    assert await requester.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
+    assert await requester.request_bytes(SUBJECT, b"abc", timeout_s=LIMIT_S) == b"ABC"
     assert (requester.stats["in_msgs"], worker.stats["in_msgs"]) == (1, 1)
 
 
@@ -104,16 +105,16 @@ async def test_late_reply_does_not_answer_another_request(connect: Connect) -> N
     await flush_all(worker)
     with pytest.raises(TimeoutError):
         await requester.request_bytes(SUBJECT, b"", timeout_s=0.05)
-    assert await requester.request_bytes(SUBJECT, b"", timeout_s=5) == b"second"
+    assert await requester.request_bytes(SUBJECT, b"", timeout_s=LIMIT_S) == b"second"
     assert requester._replies == {}
 
 
 async def test_request_without_responder_raises(connect: Connect) -> None:
     requester = await connect("kv_index-1")
     with pytest.raises(NoRespondersError):
-        await requester.request_bytes(SUBJECT, b"", timeout_s=5)
+        await requester.request_bytes(SUBJECT, b"", timeout_s=LIMIT_S)
     with pytest.raises(BadSubjectError):
-        await requester.request_bytes("a b", b"", timeout_s=5)
+        await requester.request_bytes("a b", b"", timeout_s=LIMIT_S)
     assert requester._replies == {}
 
 
@@ -145,7 +146,7 @@ async def test_handler_error_does_not_end_subscription(
     bad = asyncio.create_task(requester.request_bytes(SUBJECT, b"bad", timeout_s=60))
     while not requester._replies:
         await asyncio.sleep(0)
-    assert await requester.request_bytes(SUBJECT, b"good", timeout_s=5) == b"good"
+    assert await requester.request_bytes(SUBJECT, b"good", timeout_s=LIMIT_S) == b"good"
     bad.cancel()
     (seen,) = errors.seen
     assert seen.endswith("a bug")
@@ -179,7 +180,7 @@ async def test_cancelled_flush_does_not_break_client(connect: Connect) -> None:
         flush.cancel()
         await asyncio.gather(flush, return_exceptions=True)
         await flush_all(client)  # the first PONG belongs to the cancelled flush
-    assert await requester.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
+    assert await requester.request_bytes(SUBJECT, b"abc", timeout_s=LIMIT_S) == b"ABC"
 
 
 async def test_cancellation_that_coincides_with_the_pong_ends_the_flush(connect: Connect) -> None:

@@ -40,7 +40,7 @@ from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 from tests.services.scheduler.literals import submit_of
 from tests.support.servers import NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 Connect = Callable[[str], Awaitable[NatsBus]]
 ID = b"p" * 16
@@ -189,7 +189,7 @@ async def test_message_with_wrong_sender_is_dropped_and_counted(
     await receiving.flush()
     await sending.publish(subject, make("another"))
     await sending.publish(subject, make(sender))
-    assert await asyncio.wait_for(received.get(), 5) == make(sender)
+    assert await asyncio.wait_for(received.get(), LIMIT_S) == make(sender)
     assert (received.qsize(), receiving.num_sender_mismatches) == (0, 1)
 
 
@@ -207,8 +207,8 @@ async def test_request_with_wrong_sender_is_rejected_and_counted(
     await serving.serve(subject, type(make(client)), serve)
     await serving.flush()
     with pytest.raises(SenderMismatch, match="that names another"):
-        await requesting.request(subject, make("another"), Done, timeout_s=5)
-    await requesting.request(subject, make(client), Done, timeout_s=5)
+        await requesting.request(subject, make("another"), Done, timeout_s=LIMIT_S)
+    await requesting.request(subject, make(client), Done, timeout_s=LIMIT_S)
     assert served == [make(client)]
     assert serving.num_sender_mismatches == 1
 
@@ -220,7 +220,7 @@ async def test_reply_with_wrong_sender_is_invalid(connect: Connect) -> None:
     await worker.serve(subject, ListBlocks, lambda _: page)
     await worker.flush()
     with pytest.raises(DependencyUnavailable, match="that names prefill-2"):
-        await index.request(subject, ListBlocks(), BlockPage, timeout_s=5)
+        await index.request(subject, ListBlocks(), BlockPage, timeout_s=LIMIT_S)
     assert index.num_sender_mismatches == 1
 
 
@@ -268,7 +268,7 @@ async def test_server_rejects_subject_with_wrong_sender(connect: Connect) -> Non
     await hostile._client.publish(forged_subject, msgspec.msgpack.encode(batch))
     await hostile.flush()
     await good.publish(subject, batch)
-    await asyncio.wait_for(received.get(), 5)
+    await asyncio.wait_for(received.get(), LIMIT_S)
     await receiving.flush()
     assert received.empty()
 

@@ -32,6 +32,7 @@ from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.recording_relay import RecordingRelay, relay_to
 from tests.support.relay import SlowRelay
 from tests.support.servers import RedisServer, Server, find_binary, free_port
+from tests.support.waiting import LIMIT_S
 
 MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
 STEP_S, REGION = 0.01, "eu"
@@ -237,7 +238,7 @@ async def _site(
     stack.callback(nats.stop)
     redis = RedisServer()
     stack.callback(redis.stop)
-    store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store_api_key(store, API_KEY, "tenant-1")
     await store.close()
     ports, relays = {"nats": port, "redis": redis.port}, dict[str, RecordingRelay]()

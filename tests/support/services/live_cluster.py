@@ -38,6 +38,7 @@ from tests.support.certificates import Authority, server_context
 from tests.support.recording_relay import RecordingRelay, recording_relay, relay_to
 from tests.support.servers import RedisServer, Server, find_binary, free_port
 from tests.support.services.live_workers import accepts_work
+from tests.support.waiting import LIMIT_S
 
 Link = Literal["http", "nats", "redis", "kv"]
 OTHER_HOST = "127.0.0.2"  # also this machine, but workers do not listen there
@@ -228,7 +229,7 @@ class _Cluster:
         return worker
 
     async def _store_key(self, redis: RedisServer) -> None:
-        store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
         await store_api_key(store, API_KEY, "tenant-1")
         await store.close()
 

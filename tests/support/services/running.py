@@ -21,7 +21,7 @@ from shared.errors import ConfigError
 from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[3]
 STOP_S = 60.0
@@ -154,7 +154,7 @@ def complete(url: str, api_key: str) -> dict[str, Any]:
 async def add_tenants(
     redis_url: str, tenants: Mapping[str, Mapping[str, Any]], keys: Mapping[str, str]
 ) -> None:
-    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     for name, limits in tenants.items():
         await TenantAdmin(store, time.time).add(name, limits, keys[name])
     await store.close()
@@ -163,7 +163,7 @@ async def add_tenants(
 async def records_of(
     redis_url: str, tenant_ids: Sequence[str]
 ) -> tuple[list[TenantRecord], list[UsageRow]]:
-    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     admin, today = TenantAdmin(store, time.time), time.time()
     records = [await admin.one(each) for each in tenant_ids]
     usage = await admin.usage(tenant_ids, [day_of(today - 86_400), day_of(today)])

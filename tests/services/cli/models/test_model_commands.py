@@ -33,6 +33,7 @@ from tests.services.cli.models.conftest import Hearth, text
 from tests.support.grids import in_one_test
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.services.running import environ_for
+from tests.support.waiting import LIMIT_S
 
 T = TypeVar("T")
 RECORD = b'{"name":"m","revisions":[{"name":"r1","source":"org/m"}]}'
@@ -51,7 +52,7 @@ def rows(hearth: Hearth) -> list[list[str]]:
 
 
 async def record_digest(url: str, name: str, revision: str, digest: str) -> None:
-    store = RedisStore(url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(url, MonotonicClock(), timeout_s=LIMIT_S)
     await RegistryAdmin(store, lambda: 0.0).record_digest(name, revision, digest)
     await store.close()
 
@@ -223,7 +224,7 @@ async def beside_host(
     running = asyncio.create_task(asyncio.to_thread(command))
     bus = await NatsBus.connect(nats.url("host-1"), process_id="host-1")
     try:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(LIMIT_S):
             for number in itertools.count():
                 beat = host_heartbeat("host-1", *models, number=number, region="")
                 await bus.publish(heartbeat(("host",), "host-1"), beat)

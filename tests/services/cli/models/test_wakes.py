@@ -20,6 +20,7 @@ from tests.services.cli.cluster.heartbeats import host_heartbeat, hosted
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer
 from tests.support.services.running import environ_for
+from tests.support.waiting import LIMIT_S
 
 
 def view(revision: str, state: str, host_id: str = "host-1") -> ModelView:
@@ -115,7 +116,7 @@ async def test_command_finds_the_host_by_its_heartbeats(
     arguments = ("model", "wake", "m", "--nats-url", nats.url("operator-1"))
     environ = environ_for(tmp_path)
     waking = asyncio.create_task(asyncio.to_thread(call_hearth, arguments, environ))
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(LIMIT_S):
         for number in itertools.count():
             beat = host_heartbeat("host-1", hosted("m", "d", "standby"), number=number, region="")
             await host_bus.publish(heartbeat(("host",), "host-1"), beat)

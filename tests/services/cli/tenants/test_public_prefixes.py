@@ -14,12 +14,13 @@ from shared.store import RedisStore
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.test_cli import hearth
 
 
 def load(redis: RedisServer, name: str) -> PinnedPrefix | None:
     async def read_prefix() -> PinnedPrefix | None:
-        store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
         try:
             return await pinned_prefix.load(store, PUBLIC_TENANT_ID, name)
         finally:

@@ -32,6 +32,7 @@ from shared.tenancy.tenant_copy import (
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import RedisServer
 from tests.support.services.running import environ_for
+from tests.support.waiting import LIMIT_S
 
 Hearth = Callable[..., CompletedProcess[str]]
 
@@ -146,7 +147,7 @@ def test_usage(hearth: Hearth, redis_server: RedisServer) -> None:
     text(hearth("api-key", "team-b"))
 
     async def use() -> None:
-        store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
         usage = UsageCounter(store, MonotonicClock(), writer_id="w", now=time.time)
         for tenant_id, amount in (("team-a", 1200), ("team-b", 30)):
             usage.count(tenant_id, "m", {"requests": 1, "input_tokens": amount})

@@ -115,7 +115,7 @@ async def test_model_that_is_not_served_is_refused(api: Api, row: Row) -> None:
 
 @of_each(argvalues=ROWS)
 async def test_alias_names_the_model(api: Api, row: Row) -> None:
-    store = RedisStore(api.cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(api.cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     admin, known = ModelAliasAdmin(store, lambda: 0.0), api.cluster.gateway._models.aliases._known
     await admin.put("@cf/fast", "tiny", "tenant-1")
     known.clear()

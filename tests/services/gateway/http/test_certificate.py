@@ -22,6 +22,7 @@ from shared.errors import ConfigError
 from shared.tls import TlsFiles
 from tests.services.gateway.http.test_server import app
 from tests.support.certificates import Authority
+from tests.support.waiting import LIMIT_S
 
 PART_BYTES = 1 << 20
 
@@ -130,7 +131,7 @@ async def test_client_that_does_not_read_is_disconnected(
     certificate = Certificate(files.cert, files.key)
     options = {"app": endless, "write_timeout_s": 0.2}
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(LIMIT_S),
         https(certificate, on_slow_client=lambda: num_slow.append(None), **options) as server,
     ):
         context = TlsFiles(ca=authority.ca).context()

@@ -19,7 +19,7 @@ from services.gateway.http.server import IS_RESERVED, ON_AUTHENTICATED, PROBES, 
 from shared.errors import Overloaded
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 
 class Opened:
@@ -154,7 +154,7 @@ async def test_tenant_at_the_limit_leaves_room_for_others_and_probes(is_busy: bo
     server = WebServer(app, "127.0.0.1", 0, connections=connections)  # type: ignore[arg-type]
     await server.start()
     kept = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         for _ in range(2 * connections.max_connections):
             kept.append(await requested(server, "/wait/holder" if is_busy else "/holder"))
         await until(lambda: connections._num_held["tenant", "holder"] == connections.max_of_tenant)
@@ -169,7 +169,7 @@ async def test_probes_are_answered_while_all_connections_are_busy() -> None:
     connections = Connections(max_connections=4, max_reserved=2)
     server = WebServer(app, "127.0.0.1", 0, connections=connections)  # type: ignore[arg-type]
     await server.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         kept = [await requested(server, f"/wait/{i}") for i in range(4)]
         await until(lambda: not connections._idle and connections._num_open == 4)
         kept.extend([await asyncio.open_connection(*server.address) for _ in range(4)])  # silent
@@ -189,7 +189,7 @@ async def test_idle_connections_close_and_one_with_a_key_stays(cluster: Cluster)
         host, port = server.address
         reader, writer = await asyncio.open_connection(host, port)
         assert (await cluster.http.post(CHAT, json=BODY)).status_code == 200
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             assert await reader.read() == b""
         writer.close()
         assert (await cluster.http.post(CHAT, json=BODY)).status_code == 200

@@ -10,6 +10,7 @@ import uvloop
 
 from services.gateway.http import server
 from services.gateway.http.server import WebServer
+from tests.support.waiting import LIMIT_S
 
 NUM_BYTES = 8 << 20
 READ_BYTES = 256 << 10  # uvloop's and asyncio's read buffers
@@ -43,7 +44,7 @@ async def most_bytes_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> int:
     await web.start()
     _, writer = await asyncio.open_connection(*web.address)
     writer.write(HEAD + bytes(NUM_BYTES))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while received < len(HEAD) + NUM_BYTES:
             num_bytes = 0
             await asyncio.sleep(0)

@@ -21,7 +21,7 @@ from tests.services.gateway.conftest import ANSWER, Beside, Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.samples import sample_sum
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 KEY = "key-of-acme"
 RECEIVE_BYTES = 4096
@@ -33,7 +33,7 @@ LARGE = {**BODY, "logprobs": True, "top_logprobs": 20, "max_tokens": NUM_TOKENS}
 async def gateway_of(cluster: Cluster, **changes: Any) -> AsyncIterator[Beside]:
     """A gateway whose tenant `acme` may have one request open."""
     async with cluster.beside(**changes) as beside:
-        store = RedisStore(beside.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(beside.gateway._config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
         # 2 s, not 50 ms: a busy machine makes Redis look unavailable
         beside.gateway.api_keys._stores = (store,)
         beside.gateway._limits._store = store
@@ -89,7 +89,7 @@ async def test_running_request_of_a_client_that_does_not_read_is_aborted(cluster
         decode = cluster.decodes[0]
         decode.hold_at = NUM_TOKENS - 1
         client = connect(beside, {**LARGE, "stream": True})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             assert (await decode.aborts.get()).reason == "client_gone"
         await until(lambda: not beside.gateway._limits.num_open)
         assert sample_sum(beside.gateway, "hearth_requests_total", outcome="client_slow") == 1
@@ -102,7 +102,7 @@ async def test_backlog_is_sent_in_parts_to_a_client_that_reads_late(cluster: Clu
         await cluster.scheduler.submits.get()
         await until(lambda: not len(beside.gateway._driver))
         received = b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while b"[DONE]" not in received:
                 received += await asyncio.get_running_loop().sock_recv(client, 1 << 16)
         client.close()

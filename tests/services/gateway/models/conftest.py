@@ -27,7 +27,7 @@ from shared.transport.bus import NatsBus
 from tests.services.gateway.peer import CARD, PeerDecode, PeerScheduler
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.services.model_dir import write_model_dir
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 ENGLISH, GERMAN = "hello world, the quick brown fox", "hallo Welt, der schnelle braune Fuchs"
 BRACKETS = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
@@ -112,7 +112,7 @@ async def fleet(
 async def _started(
     stack: contextlib.AsyncExitStack, nats: NatsServer, redis: RedisServer, dirs: dict[str, Path]
 ) -> Fleet:
-    store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
     stack.push_async_callback(store.close)
     tenants = TenantAdmin(store, lambda: 1.0)
     for tenant, limits in {"acme": {}, "limited": {"allowed_models": ("en",)}, "other": {}}.items():

@@ -321,7 +321,7 @@ async def test_cold_model_is_prepared_with_the_card_of_a_host(fleet: Fleet) -> N
     fleet.scheduler.is_holding = True  # as it does while the model is woken
     running = asyncio.create_task(fleet.chat("cold", max_tokens=60))
     await until(lambda: fleet.scheduler.submitted)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while (await fleet.chat("cold")).status_code != 503:  # the peer places by live workers
             await asyncio.sleep(0.01)
     running.cancel()

@@ -19,6 +19,7 @@ from shared.tenancy.tenant import usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.gateway.conftest import API_KEY, Cluster
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 TOKEN = "of-the-operator"
 NOW = 1_760_000_000.0
@@ -37,7 +38,7 @@ class Scene:
     def __init__(self, redis: RedisServer) -> None:
         self.clock = SetClock()
         self.redis = redis
-        self.store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+        self.store = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
         self.admin = TenantAdmin(self.store, lambda: NOW)
         ran = [TenantSite(tenant_id="one", site=site, num_requests=1200) for site in "ab"]
         refused = [TenantRefusal(tenant_id="one", check="decode", region="us", count=2)]

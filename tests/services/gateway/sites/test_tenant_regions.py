@@ -31,7 +31,7 @@ from tests.support.canaries.redis_data import redis_data
 from tests.support.canaries.search import CanarySearch
 from tests.support.services.linked_sites import MODEL, LinkedPair, LiveSite, linked_pair
 from tests.support.services.model_dir import write_model_dir
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HOME, OTHER = "eu", "us"
@@ -163,7 +163,7 @@ def _knows_other(site: LiveSite) -> bool:
 async def _add_tenants(sites: LinkedPair) -> None:
     """Site b has tenants of the same names, whose clients call the wrong region there."""
     for site in (sites.a, sites.b):
-        store = RedisStore(site.redis_url, MonotonicClock(), timeout_s=2.0)
+        store = RedisStore(site.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
         admin = TenantAdmin(store, lambda: 1.0)
         for name, limits in LIMITS.items():
             await admin.add(name, limits, f"key of {name}")

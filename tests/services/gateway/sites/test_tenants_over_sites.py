@@ -26,7 +26,7 @@ from shared.tenancy.tenant import digest_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.services.linked_sites import API_KEY, LinkedPair, LiveSite, linked_pair
 from tests.support.services.model_dir import write_model_dir
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -45,7 +45,7 @@ async def sites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Linke
 
 @asynccontextmanager
 async def store_of(site: LiveSite) -> AsyncIterator[RedisStore]:
-    store = RedisStore(site.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(site.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     try:
         yield store
     finally:

@@ -14,7 +14,7 @@ from tests.services.gateway.dialects.openai.test_chat_http import events_of, tex
 from tests.services.gateway.peer import PeerDecode
 from tests.services.gateway.samples import sample_sum
 from tests.services.gateway.streams.test_recovery_http import emitted, wait_for_first_token
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.own_cluster
 
@@ -41,7 +41,7 @@ async def test_unlike_prefills_and_changes_of_numerics_are_in_metrics_and_heartb
     cluster.scheduler.has_unlike_prefill = False
     cluster.scheduler.workers = [second]
     await first.health_monitor.stop()
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(LIMIT_S):
         assert text_of(await running) == ANSWER
     assert sample_sum(cluster.gateway, "hearth_gateway_unlike_prefills_total") == 1
     assert sample_sum(cluster.gateway, "hearth_gateway_numerics_changes_total") == 1

@@ -23,6 +23,7 @@ from shared.tenancy.tenant import (
 )
 from shared.tenancy.tenant_admin import TenantAdmin, key_id_of, store_api_key
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.support.world.store import MemoryStore
 
 NOW = 1_700_000_000.0
@@ -42,7 +43,7 @@ class ManualClock:
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield store
     await store.close()
@@ -168,7 +169,7 @@ async def test_cached_keys_are_valid_without_redis() -> None:
     server = RedisServer()
     clock = ManualClock()
     store = RedisStore(server.url, clock)
-    admin_store = RedisStore(server.url, clock, timeout_s=2.0)
+    admin_store = RedisStore(server.url, clock, timeout_s=LIMIT_S)
     await TenantAdmin(admin_store, lambda: NOW).add("acme", {"requests_per_min": 7}, "k3")
     keys = ApiKeys(store, clock)
     await look_up(keys, "k3")
@@ -182,7 +183,7 @@ async def test_cached_keys_are_valid_without_redis() -> None:
         await look_up(keys, "k4")
     assert caught.value.retry_after_s == 1.0
     server.start()
-    await store_api_key(RedisStore(server.url, clock, timeout_s=2.0), "k4", "other")
+    await store_api_key(RedisStore(server.url, clock, timeout_s=LIMIT_S), "k4", "other")
     assert (await look_up(keys, "k4")).tenant_id == "other"
     server.stop()
 

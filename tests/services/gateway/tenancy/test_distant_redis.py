@@ -23,7 +23,7 @@ from shared.store import (
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.relay import LOCALHOST, SlowRelay
 from tests.support.servers import RedisServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 ONE_WAY_S = 0.04
 
@@ -44,7 +44,7 @@ def clock() -> OffsetClock:
 
 @pytest.fixture
 async def admin(redis_server: RedisServer) -> AsyncIterator[TenantAdmin]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield TenantAdmin(store, time.time)
     await store.close()
@@ -118,7 +118,7 @@ async def test_near_replica_answers_for_keys_that_it_has(
 ) -> None:
     replica_server = RedisServer()
     near = RedisStore(replica_server.url, clock)
-    copy = RedisStore(replica_server.url, clock, timeout_s=2.0)
+    copy = RedisStore(replica_server.url, clock, timeout_s=LIMIT_S)
     keys = ApiKeys(distant, clock, replica=near)
     try:
         await TenantAdmin(copy, time.time).add("acme", {}, "copied")

@@ -69,7 +69,7 @@ class Acme:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def acme(cluster: Cluster, redis_server: RedisServer) -> AsyncIterator[Acme]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     gateway = cluster.gateway
     with pytest.MonkeyPatch.context() as patch:
         # 2 s, not 50 ms: a busy machine makes Redis look unavailable

@@ -41,7 +41,7 @@ class CountingStore(RedisStore):
     """Counts look-ups; each one waits for `answers`."""
 
     def __init__(self, url: str, clock: Any) -> None:
-        super().__init__(url, clock, timeout_s=2.0)
+        super().__init__(url, clock, timeout_s=LIMIT_S)
         self.num_lookups = 0
         self.answers = asyncio.Event()
         self.answers.set()
@@ -59,7 +59,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 async def admin(redis_server: RedisServer) -> AsyncIterator[ModelAliasAdmin]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     for tenant_id in ("acme", "other"):
         await store_api_key(store, f"key-{tenant_id}", tenant_id)
@@ -198,7 +198,7 @@ async def test_known_alias_does_not_wait_for_a_slow_lookup(
 
 async def test_known_aliases_work_without_redis(clock: ManualClock) -> None:
     server = RedisServer()
-    admin_store = RedisStore(server.url, clock, timeout_s=2.0)
+    admin_store = RedisStore(server.url, clock, timeout_s=LIMIT_S)
     await store_api_key(admin_store, "k", "acme")
     await ModelAliasAdmin(admin_store, lambda: 1.0).put("a", "native")
     store = RedisStore(server.url, clock)

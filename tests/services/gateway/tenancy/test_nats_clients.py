@@ -16,11 +16,12 @@ from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, key_id_of
 from tests.services.gateway.tenancy.test_api_keys import NOW, ManualClock, look_up
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield store
     await store.close()
@@ -106,7 +107,7 @@ async def test_client_is_not_named_like_an_api_key(admin: TenantAdmin) -> None:
 
 async def test_cached_client_is_valid_without_redis() -> None:
     server, clock = RedisServer(), ManualClock()
-    admin = TenantAdmin(RedisStore(server.url, clock, timeout_s=2.0), lambda: NOW)
+    admin = TenantAdmin(RedisStore(server.url, clock, timeout_s=LIMIT_S), lambda: NOW)
     await admin.add("acme", {}, "k1")
     await admin.add_client("acme", "billing")
     keys = ApiKeys(RedisStore(server.url, clock), clock)

@@ -8,10 +8,11 @@ from services.gateway.tenancy.redis_memory import RedisMemory
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 
 async def test_bounds_follow_the_memory_of_redis(redis_server: RedisServer) -> None:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     memory = RedisMemory(store, MonotonicClock())
     metrics = GatewayMetrics("gateway-1")
     metrics.watch_redis(lambda: memory.use)

@@ -14,11 +14,12 @@ from shared.store import RedisStore
 from shared.tenancy import audit
 from shared.tenancy.refusals import Refusals
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield store
     await store.close()

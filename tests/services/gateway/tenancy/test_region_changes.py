@@ -17,13 +17,14 @@ from shared.tenancy.refusals import Refusals
 from shared.tenancy.tenant import TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 CLASSES = region_classes(["eu=fr,de"])
 
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield store
     await store.close()

@@ -9,10 +9,11 @@ from shared.tenancy.deletion import kv_drops
 from shared.tenancy.deletion.kv_drops import DropReason
 from tests.services.gateway.tenancy.test_api_keys import NOW, ManualClock
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 
 async def test_gateway_forgets_what_it_holds_of_a_tenant(redis_server: RedisServer) -> None:
-    store, clock = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0), ManualClock()
+    store, clock = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S), ManualClock()
     await store.write([("FLUSHALL",)])
     removed = RemovedTenants(store, clock, lambda: NOW)
 

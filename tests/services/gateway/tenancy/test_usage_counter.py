@@ -22,6 +22,7 @@ from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.tenant import UsageKind, UsageRow, usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 from tests.support.world.store import MemoryStore
 
 DAY_S = 86_400.0
@@ -97,7 +98,7 @@ class SlowStore(MemoryStore):
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[FaultyStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
     await store.write([("FLUSHALL",)])
     yield FaultyStore(store)
     await store.close()

@@ -17,6 +17,7 @@ from shared.transport.server_config import NatsUser
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Worker, eventually
 from tests.support.servers import PASSWORD, USERS, NatsServer
+from tests.support.waiting import LIMIT_S
 
 REGIONS = {
     **dict.fromkeys(("decode-1", "prefill-1", "scheduler-1"), "eu"),
@@ -88,8 +89,8 @@ async def test_worker_of_another_region_gets_no_prompt_bound_to_a_region(
                 num_prompt_tokens=1000,
                 allowed_regions=("eu",),
             )
-            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
-        await eventually(lambda: len(owns.started) == NUM_REQUESTS, within_s=5)
+            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=LIMIT_S)
+        await eventually(lambda: len(owns.started) == NUM_REQUESTS, within_s=LIMIT_S)
         assert all(not each.started for each in claims)
         candidates = {each for start in owns.started for each in start.prefill_candidates}
         assert "prefill-2" not in candidates

@@ -24,10 +24,10 @@ from shared.engine.parallel.transport.shared_memory_mesh import shared_memory_me
 from tests.shared.engine.parallel.forked_ranks import run_forked
 from tests.shared.engine.parallel.processes.mlp import Mlp
 from tests.shared.engine.parallel.test_mesh import GATHER, HALVE, bits, lanes_of, own_lanes
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[4]
 BATCHES = (1, 33, 2)
-LIMIT_S = 10.0
 
 
 def run_model(mesh: Mesh) -> bytes:

@@ -30,8 +30,7 @@ from shared.engine.parallel.transport.shared_words import (
 )
 from tests.shared.engine.parallel.rank_threads import run_meshes
 from tests.shared.engine.parallel.test_mesh import GATHER, HALVE, bits, lanes_of, own_lanes
-
-LIMIT_S = 10.0
+from tests.support.waiting import LIMIT_S
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from shared.packing import unpack_hashes, unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.peer import CARD
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi, what is a block hash?"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}
@@ -294,5 +294,5 @@ async def test_drain_finishes_running_requests(cluster: Cluster) -> None:
     assert not draining.done()
     cluster.decodes[0].released.set()
     assert text_of(await running) == ANSWER
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await draining

@@ -318,7 +318,7 @@ async def test_lost_worker_does_not_change_the_response(cluster: Cluster, is_str
     running = asyncio.create_task(send(cluster, **fields))
     while (await first.emitted.get()).first_position < 11:
         pass
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(LIMIT_S):
         await until(lambda: sum(map(len, first.runs.values())) >= 4)
         await first.die()
         answer = await running

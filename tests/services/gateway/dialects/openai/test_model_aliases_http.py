@@ -12,6 +12,7 @@ from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.tenant_admin import store_api_key
 from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
+from tests.support.waiting import LIMIT_S
 
 OWN, FOREIGN, ELSEWHERE = "@cf/acme/own", "@cf/acme/foreign", "@cf/acme/elsewhere"
 
@@ -20,7 +21,7 @@ OWN, FOREIGN, ELSEWHERE = "@cf/acme/own", "@cf/acme/foreign", "@cf/acme/elsewher
 async def aliased(cluster: Cluster) -> AsyncIterator[Cluster]:
     """OWN is an alias of tenant 1, whose key the cluster's client has, and FOREIGN of tenant 2."""
     config = cluster.gateway._config
-    store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     admin = ModelAliasAdmin(store, lambda: 1.0)
     await store_api_key(store, "key-of-tenant-2", "tenant-2")
     await admin.put(OWN, config.served_name, "tenant-1")

@@ -35,7 +35,7 @@ from tests.services.gateway.conftest import API_KEY, SECRET, Cluster
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import CARD
 from tests.support.servers import NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 SYSTEM = "You answer the questions of the quick brown fox, who is lazy today. " * 3
 PREFIXES = "/v1/prefixes"
@@ -53,7 +53,7 @@ def frequent_polls() -> Iterator[None]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
     """Redis without prefixes, before and after the test."""
-    store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     await _delete_all(cluster, store)
     yield store
     await _delete_all(cluster, store)

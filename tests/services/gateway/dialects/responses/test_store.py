@@ -37,7 +37,7 @@ from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.nats_api.test_gateways import second_gateway
 from tests.services.gateway.samples import sample_sum
 from tests.support.servers import RedisServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 TENANT, OTHER = TenantRecord(tenant_id="t1"), TenantRecord(tenant_id="t:1")
 ZERO = TenantRecord(tenant_id="t2", is_zero_retention=True)
@@ -52,7 +52,7 @@ class Stored:
         self.max_all_bytes = 1 << 20
         self.counts: Counter[str] = Counter()
         self.redis_url = redis.url
-        self.redis = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+        self.redis = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
         self.store = ResponseStore(
             self.redis,
             MonotonicClock(),
@@ -305,7 +305,7 @@ async def test_records_are_read_in_parts(stored: Stored, monkeypatch: pytest.Mon
         await stored.save(TENANT, record_of(name, previous and response_id(previous)))
     chain = await stored.store.chain(TENANT, response_id("d"))
     monkeypatch.setattr(stores, "MAX_PART_BYTES", 2 * chain[0].num_bytes + 100)
-    bulk = RedisStore(stored.redis_url, MonotonicClock(), timeout_s=2.0)
+    bulk = RedisStore(stored.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     stored.store._bulk = bulk
     sizes: list[int] = []
     evaluate = bulk.evaluate
@@ -486,7 +486,7 @@ async def test_other_gateway_goes_on(cluster: Cluster) -> None:
 async def test_another_tenant_gets_the_same_404(cluster: Cluster) -> None:
     first = await cluster.openai.responses.create(model="tiny", input="hi")
     config = cluster.gateway._config
-    store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     await TenantAdmin(store, lambda: 0.0).add("tenant-2", {}, "key-of-tenant-2")
     await store.close()
     headers = {"authorization": "Bearer key-of-tenant-2"}

@@ -8,6 +8,7 @@ from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from tests.services.gateway.conftest import Cluster
+from tests.support.waiting import LIMIT_S
 
 ALIASES = {
     "@cf/meta/llama-3.1-8b-instruct": "tiny",
@@ -18,7 +19,7 @@ ALIASES = {
 @pytest_asyncio.fixture(loop_scope="session")
 async def alias(cluster: Cluster) -> AsyncIterator[str]:
     """An alias of the gateway's model for all tenants, beside one of another model."""
-    store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=LIMIT_S)
     admin = ModelAliasAdmin(store, lambda: 0.0)
     for name, model in ALIASES.items():
         await admin.put(name, model)

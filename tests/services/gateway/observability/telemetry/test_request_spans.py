@@ -12,9 +12,9 @@ from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT, events_of
 from tests.services.gateway.observability.telemetry.test_resumed_timeline import killed_after
 from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
-WAIT_S = 10.0
+WAIT_S = LIMIT_S
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from services.gateway.observability.telemetry.traced_request import num_spans
 from shared.clock import MonotonicClock
 from shared.telemetry.timeline import Phase, Timeline, Try
 from tests.services.telemetry.otlp_receiver import OtlpReceiver, otlp_receiver
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
-WAIT_S = 10.0
+WAIT_S = LIMIT_S / 2
 PHASE = Phase(name="decode", process_id="decode-1", start_s=0.0, duration_s=1.0)
 TIMELINE = Timeline(
     request_id="r",

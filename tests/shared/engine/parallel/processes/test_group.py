@@ -29,12 +29,13 @@ from shared.engine.parallel.processes.watchdog import GroupLost, RankHandle, fai
 from shared.lifecycle.child_process import ROOT
 from tests.shared.engine.parallel.processes.echo import Config, Plan
 from tests.shared.engine.parallel.processes.mlp import Mlp
+from tests.support.waiting import LIMIT_S
 
 ECHO = "tests.shared.engine.parallel.processes.echo:EchoWork"
 MLP = "tests.shared.engine.parallel.processes.mlp:MlpWork"
-BUDGET_S = 10.0
-WAIT_S = 20.0
-SOON_S = 5.0  # on a busy machine, too: long before a budget or a wait ends
+BUDGET_S = LIMIT_S
+WAIT_S = 1.5 * LIMIT_S
+SOON_S = LIMIT_S / 2  # on a busy machine, too: long before a budget or a wait ends
 
 
 def spec(num_ranks: int = 2, pp: int = 1, entry: str = ECHO, **config: object) -> GroupSpec:
