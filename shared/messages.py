@@ -368,6 +368,12 @@ class PrefillPhases(Message, frozen=True, kw_only=True):
     push_s: Duration = 0.0  # then to the last byte of KV that was sent
     num_pushed_bytes: Count = 0
     link_s: Duration = 0.0  # with at least one of its frames under way; 0: not measured
+    # Of the link that it went over, predicted before its first frame: shared/kv_wire/ports. Empty
+    # and 0: nothing was pushed, or ranks pushed it
+    port: Name = ""
+    place: Name = ""
+    num_traversals: Count = 0
+    predicted_s: Duration = 0.0
 
     @property
     def sender_id(self) -> str:
@@ -997,6 +1003,17 @@ class SitePushes(msgspec.Struct, frozen=True, array_like=True):
     link_s: TotalSeconds = 0.0
 
 
+class KvLinks(msgspec.Struct, frozen=True, array_like=True):
+    """Open links to decode workers that push KV in the same way. `refused`: the port that was tried
+    first and failed, or empty.
+    """
+
+    port: Name
+    place: Name
+    num_links: Count
+    refused: Name = ""
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     """State of an engine. A token in flight is one whose KV a running request still needs."""
 
@@ -1031,6 +1048,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True, omit_defaults=True):
     num_pushed_tokens: Count = 0  # tokens whose KV this worker pushed, and the time of the frames
     push_s: TotalSeconds = 0.0
     saved_kv_bytes: Count = 0  # bytes not pushed because the KV was compressed
+    kv_links: Annotated[tuple[KvLinks, ...], Meta(max_length=16)] = ()
     # Prompt tokens of admitted sequences, with the output of earlier attempts
     num_prompt_tokens: Count = 0
     num_cached_prompt_tokens: Count = 0  # those found in this worker's cache

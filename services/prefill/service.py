@@ -26,7 +26,9 @@ from shared.errors import (
     WorkerBusy,
 )
 from shared.kv_wire.link import PushBounds
+from shared.kv_wire.ports.push_plan import kv_links
 from shared.messages import (
+    MAX_DURATION_S,
     AbortRequest,
     PrefillAccepted,
     PrefillFailed,
@@ -248,6 +250,14 @@ class PrefillService:
             num_pushed_bytes=prefill.push.num_bytes,
             link_s=prefill.push.link_s,
         )
+        if (plan := prefill.push.plan) is not None:
+            message = msgspec.structs.replace(
+                message,
+                port=plan.port,
+                place=plan.place,
+                num_traversals=len(plan.traversals),
+                predicted_s=min(plan.seconds(message.num_pushed_bytes), MAX_DURATION_S),
+            )
         self._worker.outbox.post(control("decode", request.decode_worker_id), message)
 
     def _counted(self, load: WorkerLoad) -> WorkerLoad:
@@ -257,6 +267,7 @@ class PrefillService:
             num_pushed_tokens=round(counts.num_tokens),
             push_s=counts.busy_s,
             saved_kv_bytes=self._port.compressed.num_saved_bytes,
+            kv_links=kv_links(self._port.plans),
         )
 
     async def _sweep(self) -> None:

@@ -28,6 +28,7 @@ from shared.messages import (
     DeviceHealth,
     Heartbeat,
     IndexState,
+    KvLinks,
     ModelCard,
     Role,
     RoleDemand,
@@ -99,6 +100,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_handoffs_in_flight: int | None = None
     num_encoded_images: int | None = None
     saved_kv_bytes: int | None = None
+    kv_links: str = ""  # a prefill worker's, by port and place
 
     @property
     def is_worker(self) -> bool:
@@ -356,7 +358,14 @@ def _fields_of_load(known: _KnownProcess, load: WorkerLoad, now: float | None) -
         "num_handoffs_in_flight": load.num_handoffs_in_flight,
         "num_encoded_images": load.num_encoded_images or None,
         "saved_kv_bytes": load.saved_kv_bytes,
+        "kv_links": ", ".join(map(_links_text, load.kv_links)),
     }
+
+
+def _links_text(links: KvLinks) -> str:
+    """Returns such as `2 memfd (same host)`, or `1 tcp (other host, nixl failed)`."""
+    refused = f", {links.refused} failed" if links.refused else ""
+    return f"{links.num_links} {links.port} ({links.place}{refused})"
 
 
 def _role_name(heartbeat: Heartbeat) -> str:

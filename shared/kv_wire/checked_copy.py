@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import xxhash
 
 from shared.background import start_awaited
+from shared.kv_wire.link import MAX_FRAME_BYTES
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 CHUNK_BYTES = 256 * 1024
 TURN_BYTES = 4 * CHUNK_BYTES
@@ -72,6 +74,15 @@ def grown(buffer: memoryview, num_bytes: int) -> memoryview:
     if len(buffer) >= num_bytes:
         return buffer
     return memoryview(bytearray(1 << (num_bytes - 1).bit_length()))
+
+
+async def apart_if_large(payload: memoryview, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """Calls a function that passes over the payload and releases the interpreter lock: on a thread
+    if the payload is larger than any that no device copies.
+    """
+    if len(payload) <= MAX_FRAME_BYTES:
+        return function(*arguments)
+    return await to_the_end(asyncio.to_thread(function, *arguments))
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

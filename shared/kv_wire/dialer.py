@@ -8,6 +8,8 @@ import socket
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from msgspec.structs import replace
+
 from shared.background import start_awaited
 from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
@@ -15,7 +17,8 @@ from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec, LinkCompression
 from shared.kv_wire.frames import ProtocolError, Welcome
 from shared.kv_wire.handshake import send_hello
-from shared.kv_wire.link import CompressionCounts, PageLock
+from shared.kv_wire.link import CompressionCounts, PageLock, PushPlan
+from shared.kv_wire.ports.push_plan import link_end, plan_push
 from shared.kv_wire.push_link import StagedLink, Staging
 from shared.kv_wire.shared_memory import SharedMemoryStaging
 from shared.kv_wire.tcp import TcpStaging
@@ -49,10 +52,15 @@ class Dialer:
         self._connect_timeout_s = connect_timeout_s
         self._codec = codec
         self._page_lock = page_lock
+        self._end = link_end("" if page_lock is None else page_lock.device)
         self._clock = clock or MonotonicClock()
         self.compressed = CompressionCounts()
         self._links: dict[bytes, StagedLink] = {}
         self._dials: dict[bytes, asyncio.Task[StagedLink]] = {}
+
+    @property
+    def plans(self) -> list[PushPlan]:
+        return [each.plan for each in self._links.values() if not each.is_lost]
 
     async def link(self, target: DataPlaneAddress, link_key: LinkKey | None = None) -> StagedLink:
         """Returns the link to a worker. Raises LinkLost. `link_key` seals the link if it is over
@@ -139,11 +147,21 @@ class Dialer:
             await loop.sock_connect(sock, address)  # type: ignore[arg-type]
             # Measures the kernels, however busy the peer is
             round_trip_s = self._clock.now() - start
-            greeted = await send_hello(sock, instance_id, link_key, self.region)
-            staging = _staging(sock, greeted.welcome, greeted.fd, self._page_lock)
-            compression = self._compression(greeted.welcome, round_trip_s)
-            regions = self.region, greeted.welcome.region
-            link = StagedLink(staging, on_end, compression, greeted.ciphers, regions)
+            greeted = await send_hello(sock, instance_id, link_key, self.region, self._end)
+            welcome = greeted.welcome
+            plan = plan_push(self._end, welcome.end, is_local=greeted.fd is not None)
+            plan = replace(plan, frame_bytes=welcome.frame_bytes or plan.frame_bytes)
+            staging = _staging(sock, welcome, greeted.fd, self._page_lock, plan)
+            compression = self._compression(welcome, round_trip_s)
+            regions = self.region, welcome.region
+            link = StagedLink(
+                staging,
+                on_end,
+                compression,
+                greeted.ciphers,
+                regions,
+                plan=replace(plan, frame_bytes=staging.frame_bytes),
+            )
             if family == socket.AF_UNIX:
                 await loop.create_unix_connection(lambda: link.stream, sock=sock)
             else:
@@ -162,14 +180,20 @@ class Dialer:
 
 
 def _staging(
-    sock: socket.socket, welcome: Welcome, fd: int | None, page_lock: PageLock | None
+    sock: socket.socket,
+    welcome: Welcome,
+    fd: int | None,
+    page_lock: PageLock | None,
+    plan: PushPlan,
 ) -> Staging:
     if fd is None:
         if sock.family == socket.AF_UNIX:
             raise ProtocolError("the welcome on the unix socket carries no memory descriptor")
         tcp.tune(sock)
-        return TcpStaging(welcome.num_slots)
+        return TcpStaging(welcome.num_slots, welcome.slot_bytes, plan.frame_bytes, page_lock)
     try:
-        return SharedMemoryStaging(fd, welcome.num_slots, welcome.slot_bytes, page_lock)
+        return SharedMemoryStaging(
+            fd, welcome.num_slots, welcome.slot_bytes, page_lock, frame_bytes=plan.frame_bytes
+        )
     finally:
         os.close(fd)

@@ -22,6 +22,7 @@ from shared.kv_wire.frames import (
     Refusal,
     fault_of_frame,
 )
+from shared.kv_wire.link import MAX_FRAME_BYTES
 from shared.kv_wire.record_stream import RecordStream
 
 
@@ -44,8 +45,15 @@ class FrameDelivery:
     """
 
     def __init__(
-        self, placements: ExpectedPushes, stream: RecordStream, clock: Clock, peer_region: str = ""
+        self,
+        placements: ExpectedPushes,
+        stream: RecordStream,
+        clock: Clock,
+        peer_region: str = "",
+        *,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self._placements = placements
         self._peer_region = peer_region
         self._stream = stream
@@ -66,7 +74,8 @@ class FrameDelivery:
         """Records that a frame starts to arrive. Raises ProtocolError if the frame is invalid, or
         may not come from this sender: its payload is not read.
         """
-        fault = fault_of_frame(frame) or self._placements.announce(frame.header, self._stream)
+        fault = fault_of_frame(frame, self._max_frame_bytes)
+        fault = fault or self._placements.announce(frame.header, self._stream)
         if fault is not None:
             raise ProtocolError(fault)
 

@@ -28,18 +28,18 @@ import msgspec
 import xxhash
 
 from shared.errors import LinkLost
-from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.link import MAX_FRAME_BYTES, FrameHeader, LinkEnd
 from shared.transport.wire_errors import UNREADABLE
 
 MAGIC = b"HKVW"
 VERSION = 4
 PREFIX = struct.Struct("!4sHxxI")
 MAX_RECORD_BYTES = 64 * 1024
-MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_REASON_CHARS = 1000
 MAX_ID_BYTES = 64
 MAX_SLOTS = 64
 MAX_FRAME_ID = 2**63 - 1
+CHECKSUM_KINDS = ("xxh3-64",)
 
 
 class ProtocolError(LinkLost):
@@ -49,7 +49,7 @@ class ProtocolError(LinkLost):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The first record of a sender. `instance_id` names the receiver that it dials. `key_id` names
     the link's key, or is empty if the link is not sealed; `ciphers` are those of the sender,
-    fastest first.
+    fastest first. `end` is the sender's.
     """
 
     instance_id: bytes
@@ -57,11 +57,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes = b""  # random, on sealed links
     ciphers: tuple[str, ...] = ()
     region: str = ""
+    end: LinkEnd = LinkEnd()
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The receiver's answer. `num_slots` bounds the unacknowledged frames; `codecs` names the
-    codecs that the receiver can decode; `cipher` seals all that follows, or is empty.
+    codecs that the receiver can decode; `cipher` seals all that follows, or is empty. No frame
+    exceeds `slot_bytes`; `frame_bytes` is the recommended size, 0 of a release that knows only
+    one. `end` is the receiver's.
     """
 
     instance_id: bytes
@@ -71,6 +74,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes = b""  # random, on sealed links
     cipher: str = ""
     region: str = ""
+    frame_bytes: int = 0
+    end: LinkEnd = LinkEnd()
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
@@ -172,20 +177,25 @@ def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
     )
 
 
-def fault_of_frame(frame: Frame) -> str | None:
-    """Returns the reason that a receiver must reject this frame, or None if it is valid."""
+def fault_of_frame(frame: Frame, max_bytes: int = MAX_FRAME_BYTES) -> str | None:
+    """Returns the reason that a receiver must reject this frame, or None if it is valid. The link
+    carries payloads of at most `max_bytes`.
+    """
     if not 0 <= frame.frame_id <= MAX_FRAME_ID:
         return f"frame id {frame.frame_id} is not in [0, 2**63)"
-    fault = fault_of(frame.header)
+    fault = fault_of(frame.header, max_bytes)
     if fault is None and frame.codec and not 1 <= frame.coded_bytes < frame.header.payload_bytes:
         return f"a compressed payload of {frame.coded_bytes} bytes is empty or is not smaller"
     return fault
 
 
-def fault_of(header: FrameHeader) -> str | None:
+def fault_of(header: FrameHeader, max_bytes: int = MAX_FRAME_BYTES) -> str | None:
     """Returns the reason that a frame with this header cannot be sent, or None if it is valid."""
-    if not 1 <= header.payload_bytes <= MAX_FRAME_BYTES:
-        return f"a payload of {header.payload_bytes} bytes is not in [1, {MAX_FRAME_BYTES}]"
+    if not 1 <= header.payload_bytes <= max_bytes:
+        return f"a payload of {header.payload_bytes} bytes is not in [1, {max_bytes}]"
+    kind = header.checksum_kind
+    if kind is not msgspec.UNSET and kind not in CHECKSUM_KINDS:
+        return f"checksum kind {str(kind)[:100]!r} is none of {', '.join(CHECKSUM_KINDS)}"
     if not 1 <= len(header.placement_id) <= MAX_ID_BYTES:
         return f"a placement_id of {len(header.placement_id)} bytes is not in [1, {MAX_ID_BYTES}]"
     starts = (header.first_token, header.first_layer, header.first_head)

@@ -17,7 +17,6 @@ import msgspec
 
 from shared.errors import LinkLost
 from shared.kv_wire.frames import (
-    MAX_FRAME_BYTES,
     MAX_SLOTS,
     PREFIX,
     Goodbye,
@@ -29,6 +28,7 @@ from shared.kv_wire.frames import (
     decode_record,
     encode_record,
 )
+from shared.kv_wire.link import MAX_FRAME_BYTES, LinkEnd
 from shared.kv_wire.sealing.cipher_choice import NONCE_BYTES, common_cipher, preferred_ciphers
 from shared.messages import LinkKey
 
@@ -50,13 +50,17 @@ class Greeted:
 
 
 async def send_hello(
-    sock: socket.socket, instance_id: bytes, link_key: LinkKey | None = None, region: str = ""
+    sock: socket.socket,
+    instance_id: bytes,
+    link_key: LinkKey | None = None,
+    region: str = "",
+    end: LinkEnd = LinkEnd(),  # noqa: B008  it is immutable
 ) -> Greeted:
     """Does the sender's part of the handshake, for a process in `region`. With a key the link is
     sealed.
     """
     loop = asyncio.get_running_loop()
-    hello = Hello(instance_id, region=region)
+    hello = Hello(instance_id, region=region, end=end)
     if link_key is not None:
         hello = _sealed_hello(hello, link_key)
     sent = encode_record(hello)
@@ -140,8 +144,11 @@ def _checked(reply: Record, hello: Hello) -> Welcome:
         raise ProtocolError("another instance replied")
     if hello.key_id and (reply.cipher not in hello.ciphers or len(reply.nonce) != NONCE_BYTES):
         raise ProtocolError("the receiver does not seal the link")
-    if not 1 <= reply.num_slots <= MAX_SLOTS or reply.slot_bytes != MAX_FRAME_BYTES:
+    is_sized = MAX_FRAME_BYTES <= reply.slot_bytes <= hello.end.max_frame_bytes
+    if not 1 <= reply.num_slots <= MAX_SLOTS or not is_sized:
         raise ProtocolError(f"unsupported: {reply.num_slots} slots of {reply.slot_bytes} bytes")
+    if not 0 <= reply.frame_bytes <= reply.slot_bytes:
+        raise ProtocolError(f"frames of {reply.frame_bytes} bytes exceed their slots")
     return reply
 
 

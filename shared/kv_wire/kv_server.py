@@ -18,7 +18,6 @@ from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
 from shared.kv_wire.frames import (
-    MAX_FRAME_BYTES,
     Hello,
     ProtocolError,
     Welcome,
@@ -26,13 +25,9 @@ from shared.kv_wire.frames import (
 )
 from shared.kv_wire.handshake import read_hello, send_sealed_welcome, send_welcome
 from shared.kv_wire.link import FrameSink, PageLock, PushBounds
+from shared.kv_wire.ports.push_plan import link_end, max_frame_bytes, plan_push
 from shared.kv_wire.sealing.link_keys import LinkKeys
-from shared.kv_wire.shared_memory import (
-    NUM_SLOTS,
-    SLOT_BYTES,
-    SharedMemoryReception,
-    create_memory,
-)
+from shared.kv_wire.shared_memory import NUM_SLOTS, SharedMemoryReception, create_memory
 from shared.kv_wire.tcp import TcpReception
 from shared.lifecycle.socket_directory import make_socket_directory
 from shared.messages import DataPlaneAddress, LinkKey
@@ -69,6 +64,7 @@ class KvServer:
         self._clock = clock
         self._link_keys = link_keys
         self._page_lock = page_lock
+        self._end = link_end("" if page_lock is None else page_lock.device)
         self._placements = ExpectedPushes(region)
         self._receptions: set[Reception] = set()
         self._handshakes = Background()
@@ -201,7 +197,7 @@ class KvServer:
         link_key = self._link_key_of(hello)
         tcp.tune(sock)
         codecs = () if self._codec is None else (self._codec.name,)
-        welcome = self._own_welcome(tcp.NUM_SLOTS, MAX_FRAME_BYTES, codecs)
+        welcome = self._own_welcome(tcp.NUM_SLOTS, hello, codecs, is_local=False)
         ciphers = None
         if link_key is None:
             await send_welcome(sock, welcome, None)
@@ -210,13 +206,22 @@ class KvServer:
         region = hello.region
         if self._link_keys is not None:
             region = self._link_keys.region_of(hello.key_id) or ""
-        return TcpReception(self._placements, self._clock, self._codec, ciphers, region)
+        return TcpReception(
+            *(self._placements, self._clock, self._codec, ciphers, region),
+            max_frame_bytes=welcome.slot_bytes,
+            page_lock=self._page_lock,
+        )
 
     def _own_welcome(
-        self, num_slots: int, slot_bytes: int, codecs: tuple[str, ...] = ()
+        self, num_slots: int, hello: Hello, codecs: tuple[str, ...] = (), *, is_local: bool
     ) -> Welcome:
-        region = self._placements.region
-        return Welcome(self._address.instance_id, num_slots, slot_bytes, codecs, region=region)
+        plan = plan_push(hello.end, self._end, is_local=is_local)
+        return Welcome(
+            *(self._address.instance_id, num_slots, max_frame_bytes(hello.end, self._end), codecs),
+            region=self._placements.region,
+            frame_bytes=plan.frame_bytes,
+            end=self._end,
+        )
 
     def _link_key_of(self, hello: Hello) -> LinkKey | None:
         if self._link_keys is None:
@@ -235,11 +240,13 @@ class KvServer:
         return link_key
 
     async def _open_unix(self, sock: socket.socket, hello: Hello) -> Reception:
-        fd = create_memory(NUM_SLOTS * SLOT_BYTES)
+        welcome = self._own_welcome(NUM_SLOTS, hello, is_local=True)
+        slot_bytes = welcome.slot_bytes
+        fd = create_memory(NUM_SLOTS * slot_bytes)
         try:
-            await send_welcome(sock, self._own_welcome(NUM_SLOTS, SLOT_BYTES), fd)
+            await send_welcome(sock, welcome, fd)
             return SharedMemoryReception(
-                *(self._placements, self._clock, fd, NUM_SLOTS, SLOT_BYTES, self._page_lock),
+                *(self._placements, self._clock, fd, NUM_SLOTS, slot_bytes, self._page_lock),
                 peer_region=hello.region,
             )
         finally:

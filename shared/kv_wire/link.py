@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -23,12 +23,20 @@ from shared.messages import DataPlaneAddress, LinkKey
 from shared.numerics import Numerics
 
 # Recommended frame size and number of frames in flight: the sender fills one while the receiver
-# copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py); a link whose
-# slots a device fills has larger ones, because each frame is a launch, a copy and a wait for both,
+# copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py); a link with a
+# device at an end has larger ones, because each frame is a launch, a copy and a wait for both,
 # and one more under way: a third is copied on a thread. One slot is left for another tenant.
 FRAME_BYTES = 2 * 1024 * 1024
 FRAMES_UNDER_WAY = 2
+DEVICE_FRAME_BYTES = 16 * 1024 * 1024
+# Largest frame of every link, and of one with a device at an end, which both ends must know.
+MAX_FRAME_BYTES = 8 * 1024 * 1024
+MAX_DEVICE_FRAME_BYTES = 64 * 1024 * 1024
 
+# Where the bytes of a frame are between the two ends: in a memfd of the receiver, or on the
+# connection.
+PortName = Literal["memfd", "tcp"]
+Place = Literal["same GPU", "peer GPUs", "same host", "other host"]
 
 OUTSIDE_REGIONS = "the sender is in no region of the tenant's data"
 
@@ -70,11 +78,42 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     checksum: int = 0  # filled in by the link; 0 on sealed links
     numerics: Numerics  # the sender's
+    # Kind of the payload's sum. Unset: xxh3-64, which every release computes; it is not encoded
+    # then, so that releases without this field compute the same sum of the header.
+    checksum_kind: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def shard(self) -> KvShard:
         """The shard of the frame; it counts the layers of `group`."""
         return KvShard(self.first_layer, self.num_layers, self.first_head, self.num_heads)
+
+
+class LinkEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an end of a link reports at its opening. The defaults are those of a release that
+    reports nothing.
+    """
+
+    host: str = ""  # equal on one host, see `push_plan.this_host`; empty: not known
+    device: str = ""  # the GPU that has its KV; empty: KV is in memory of the host
+    max_frame_bytes: int = MAX_FRAME_BYTES  # the largest frame that it can send or receive
+
+
+class PushPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV is pushed over one link. `traversals` are the copies of each byte, in order: those of
+    the sender, then those of the receiver. `bytes_per_s` is predicted, or measured once a push has
+    ended. `refused` is a port that was tried first and failed, or empty.
+    """
+
+    port: PortName
+    place: Place
+    frame_bytes: int
+    traversals: tuple[str, ...]
+    bytes_per_s: float
+    refused: str = ""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Returns the predicted time of a push."""
+        return num_bytes / self.bytes_per_s
 
 
 class FrameSink(Protocol):
@@ -134,6 +173,11 @@ Fill = Callable[[memoryview], Awaitable[None]]
 class PageLock(Protocol):
     """Locks pages of the host, which a device then copies directly, and copies between them."""
 
+    @property
+    def device(self) -> str:
+        """The name of the device, unique on its host."""
+        ...
+
     def lock(self, memory: memoryview) -> Callable[[], None] | None:
         """Returns a function that unlocks the memory, to call before it is unmapped and after all
         copies; None if the memory cannot be locked.
@@ -147,6 +191,11 @@ class PageLock(Protocol):
 
 class PushLink(Protocol):
     """Prefill's end of one connection."""
+
+    @property
+    def plan(self) -> PushPlan:
+        """How it pushes, with its newest rate."""
+        ...
 
     @property
     def regions(self) -> tuple[str, str]:
@@ -182,6 +231,10 @@ class PushLink(Protocol):
         """
         ...
 
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Records a complete push, whose rate the next plan predicts."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -197,6 +250,11 @@ class KvDialer(Protocol):
     """Maintains one link per target; reconnects after a loss."""
 
     compressed: CompressionCounts
+
+    @property
+    def plans(self) -> list[PushPlan]:
+        """Those of all open links."""
+        ...
 
     async def link(self, target: DataPlaneAddress, link_key: LinkKey | None = None) -> PushLink:
         """Raises LinkLost if the target cannot be reached within the connect timeout."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shared.errors import FrameRefused, LinkLost
-from shared.kv_wire.checked_copy import checksum_of, to_the_end, zero
+from shared.kv_wire.checked_copy import apart_if_large, checksum_of, to_the_end, zero
 from shared.kv_wire.compression import LinkCompression, Sent
 from shared.kv_wire.frames import (
     Accepted,
@@ -32,17 +32,21 @@ from shared.kv_wire.frames import (
     fault_of,
     sealed_sum,
 )
-from shared.kv_wire.link import Fill, FrameHeader
+from shared.kv_wire.link import Fill, FrameHeader, PushPlan
 from shared.kv_wire.record_stream import RecordStream
 
 if TYPE_CHECKING:
     from shared.kv_wire.sealing.ciphers import LinkCiphers
+
+MIN_MEASURED_BYTES = 1 << 20
+NEWEST_SHARE = 0.3  # of a push in the rate of the next ones
 
 
 class Staging(Protocol):
     """The slots that a sender fills, and the transmission of a filled one."""
 
     num_slots: int
+    max_frame_bytes: int
     # recommended for one push
     frame_bytes: int
     frames_under_way: int
@@ -146,8 +150,11 @@ class StagedLink:
         compression: LinkCompression | None = None,
         ciphers: LinkCiphers | None = None,
         regions: tuple[str, str] = ("", ""),
+        *,
+        plan: PushPlan,
     ) -> None:
-        self.regions = regions
+        self.regions, self.plan = regions, plan
+        self._is_measured = False
         self._offers: dict[bytes, asyncio.Future[None]] = {}
         self._staging = staging
         self._on_end = on_end
@@ -181,7 +188,7 @@ class StagedLink:
         """Sends a frame: see `PushLink.send`. `fill` has always ended when this returns or
         raises.
         """
-        if (fault := fault_of(header)) is not None:
+        if (fault := fault_of(header, self._staging.max_frame_bytes)) is not None:
             raise FrameRefused(fault)
         async with self._turns.turn(tenant_id):
             answered = await self._fill_and_transmit(header, fill, is_private=is_private)
@@ -197,6 +204,16 @@ class StagedLink:
             self.stream.send(Offer(placement_id))
         await asyncio.shield(reply)
 
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Records a complete push: see `PushLink.observe`. Small ones tell of latency only."""
+        if num_bytes < MIN_MEASURED_BYTES or seconds <= 0:
+            return
+        byte_s, last_s = seconds / num_bytes, 1 / self.plan.bytes_per_s
+        share = NEWEST_SHARE if self._is_measured else 1.0
+        self._is_measured = True
+        rate = 1 / (share * byte_s + (1 - share) * last_s)
+        self.plan = msgspec.structs.replace(self.plan, bytes_per_s=rate)
+
     async def close(self) -> None:
         await self.stream.close("this end closed the link")
 
@@ -211,7 +228,9 @@ class StagedLink:
             await to_the_end(fill(view))
             self._raise_if_lost()
             if self.stream.ciphers is None:
-                checksum = sealed_sum(header, checksum_of(view))
+                payload_sum = await apart_if_large(view, checksum_of, view)
+                self._raise_if_lost()
+                checksum = sealed_sum(header, payload_sum)
                 header = msgspec.structs.replace(header, checksum=checksum)
             coded = sent = None
             if self._compression is not None:

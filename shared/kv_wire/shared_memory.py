@@ -24,14 +24,19 @@ from shared.kv_wire.checked_copy import copy_and_checksum, copy_and_sum, grown, 
 from shared.kv_wire.expected_pushes import ExpectedPushes, TakeCopy
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import (
-    MAX_FRAME_BYTES,
     Frame,
     Offer,
     ProtocolError,
     Record,
     sealed_sum,
 )
-from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PageLock
+from shared.kv_wire.link import (
+    FRAME_BYTES,
+    FRAMES_UNDER_WAY,
+    MAX_FRAME_BYTES,
+    FrameHeader,
+    PageLock,
+)
 from shared.kv_wire.record_stream import RecordStream
 
 NUM_SLOTS = 4
@@ -59,6 +64,11 @@ def check_memory(fd: int, num_bytes: int) -> None:
         raise ProtocolError(f"the peer's file descriptor is not a memfd: {error}") from error
     if seals & fcntl.F_SEAL_SHRINK == 0 or os.fstat(fd).st_size != num_bytes:
         raise ProtocolError(f"the peer's memory is not a sealed memfd of {num_bytes} bytes")
+
+
+def frames_under_way(frame_bytes: int, num_slots: int) -> int:
+    """Returns how many frames of one push are sent at a time."""
+    return FRAMES_UNDER_WAY if frame_bytes <= FRAME_BYTES else num_slots - 1
 
 
 class PageLockedMap(mmap.mmap):
@@ -101,17 +111,25 @@ class _Slots:
 
 
 class SharedMemoryStaging:
-    """The sender's side of the memory. If a device can copy to the slots, frames fill them."""
+    """The sender's side of the memory. Frames have `frame_bytes`, but not if the slots are to be
+    page-locked and cannot be: a device then copies by way of a small buffer.
+    """
 
     def __init__(
-        self, fd: int, num_slots: int, slot_bytes: int, page_lock: PageLock | None = None
+        self,
+        fd: int,
+        num_slots: int,
+        slot_bytes: int,
+        page_lock: PageLock | None = None,
+        *,
+        frame_bytes: int = FRAME_BYTES,
     ) -> None:
         check_memory(fd, num_slots * slot_bytes)
-        self.num_slots = num_slots
-        self.frame_bytes, self.frames_under_way = FRAME_BYTES, FRAMES_UNDER_WAY
+        self.num_slots, self.max_frame_bytes = num_slots, slot_bytes
         self._slots = _Slots(fd, num_slots, slot_bytes, mmap.ACCESS_WRITE)
-        if page_lock is not None and self._slots.mapped.lock(page_lock):
-            self.frame_bytes, self.frames_under_way = slot_bytes, num_slots - 1
+        is_pageable = page_lock is not None and not self._slots.mapped.lock(page_lock)
+        self.frame_bytes = FRAME_BYTES if is_pageable else frame_bytes
+        self.frames_under_way = frames_under_way(self.frame_bytes, num_slots)
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview:
         return self._slots.view(slot_index, num_bytes)
@@ -150,7 +168,9 @@ class SharedMemoryReception:
         self._held_slots: set[int] = set()
         self._copies: dict[int, asyncio.Task[int]] = {}  # the last one of each slot
         self.stream = RecordStream(self)
-        self.deliveries = FrameDelivery(placements, self.stream, clock, peer_region)
+        self.deliveries = FrameDelivery(
+            placements, self.stream, clock, peer_region, max_frame_bytes=slot_bytes
+        )
         self.deliveries.task.add_done_callback(lambda _: self._close())
 
     def record_arrived(self, record: Record) -> None:

@@ -5,7 +5,7 @@ frame that the sender may have in flight, so it never pauses reading: a paused c
 reveal that its peer has died. The last used buffer is reused first, so few are allocated. A
 compressed payload is decoded from its buffer, on a thread, into a separate buffer. A sealed payload
 is opened in place, in one pass on the event loop: with AES instructions 2 MiB take 0.2 ms, less
-than moving them to another core's cache.
+than moving them to another core's cache. Larger ones, of devices, are opened on a thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.checked_copy import checksum_of, grown, to_the_end, zero
+from shared.kv_wire.checked_copy import apart_if_large, checksum_of, grown, to_the_end, zero
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import Frame, Offer, ProtocolError, Record, sealed_sum
-from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
+from shared.kv_wire.link import FRAME_BYTES, MAX_FRAME_BYTES, FrameHeader, PageLock
 from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.sealing.cipher_choice import TAG_BYTES
+from shared.kv_wire.shared_memory import allocate_locked, frames_under_way
 
 if TYPE_CHECKING:
     from shared.kv_wire.sealing.ciphers import LinkCiphers
@@ -50,17 +51,40 @@ def tune(sock: socket.socket) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
+class _Buffers:
+    """Allocates buffers of payloads and their tags: in the size of the frames, or in the largest
+    size and page-locked, from and to which a device copies.
+    """
+
+    def __init__(self, max_frame_bytes: int, page_lock: PageLock | None) -> None:
+        self._num_bytes = max_frame_bytes + TAG_BYTES
+        self._page_lock = page_lock
+
+    def grown(self, buffer: memoryview, num_bytes: int) -> memoryview:
+        """Returns the buffer if it has `num_bytes`, else a new one."""
+        if self._page_lock is None or len(buffer) >= num_bytes:
+            return grown(buffer, num_bytes)
+        return allocate_locked(self._page_lock, self._num_bytes)
+
+
 class TcpStaging:
-    """The sender's private slots, allocated on demand in the size of the frames."""
+    """The sender's private slots, allocated on demand."""
 
-    frame_bytes, frames_under_way = FRAME_BYTES, FRAMES_UNDER_WAY
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self,
+        num_slots: int,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        frame_bytes: int = FRAME_BYTES,
+        page_lock: PageLock | None = None,
+    ) -> None:
+        self.num_slots, self.max_frame_bytes = num_slots, max_frame_bytes
+        self.frame_bytes = frame_bytes
+        self.frames_under_way = frames_under_way(frame_bytes, num_slots)
+        self._allocation = _Buffers(max_frame_bytes, page_lock)
         self._buffers = [memoryview(b"") for _ in range(num_slots)]
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview:
-        buffer = grown(self._buffers[slot_index], num_bytes + TAG_BYTES)
+        buffer = self._allocation.grown(self._buffers[slot_index], num_bytes + TAG_BYTES)
         self._buffers[slot_index] = buffer
         return buffer[:num_bytes]
 
@@ -84,9 +108,15 @@ class TcpReception:
         codec: FrameCodec | None = None,
         ciphers: LinkCiphers | None = None,
         peer_region: str = "",
+        *,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        page_lock: PageLock | None = None,
     ) -> None:
         self.stream = RecordStream(self, ciphers)
-        self.deliveries = FrameDelivery(placements, self.stream, clock, peer_region)
+        self.deliveries = FrameDelivery(
+            placements, self.stream, clock, peer_region, max_frame_bytes=max_frame_bytes
+        )
+        self._allocation = _Buffers(max_frame_bytes, page_lock)
         self._codec = codec
         self._clock = clock
         self._decoded = memoryview(b"")
@@ -105,7 +135,7 @@ class TcpReception:
         if not self._free:
             raise ProtocolError(f"more than {NUM_SLOTS} frames are in flight")
         num_bytes = record.wire_bytes + self.stream.tag_bytes
-        buffer = grown(self._free.pop(), num_bytes)
+        buffer = self._allocation.grown(self._free.pop(), num_bytes)
         self._arriving = (record, buffer)
         return buffer[:num_bytes]
 
@@ -115,7 +145,7 @@ class TcpReception:
 
         async def take_copy() -> tuple[memoryview, int | None]:
             payload = buffer[: frame.wire_bytes]
-            if not self._is_opened(frame, buffer):
+            if not await self._is_opened(frame, buffer):
                 return payload, None
             if frame.codec:
                 return await self._decode(arrival, payload)
@@ -133,11 +163,12 @@ class TcpReception:
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)
 
-    def _is_opened(self, frame: Frame, buffer: memoryview) -> bool:
+    async def _is_opened(self, frame: Frame, buffer: memoryview) -> bool:
         ciphers = self.stream.ciphers
         if ciphers is None:
             return True
-        return ciphers.opening.open_payload(frame.frame_id, buffer[: frame.wire_bytes + TAG_BYTES])
+        sealed = buffer[: frame.wire_bytes + TAG_BYTES]
+        return await apart_if_large(sealed, ciphers.opening.open_payload, frame.frame_id, sealed)
 
     def _sum_of_frame(self, header: FrameHeader, payload_sum: int) -> int:
         """Returns the checksum of a frame. A sealed frame is verified already, and has no

@@ -41,6 +41,12 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes of KV that were pushed."""
     num_tokens: int = 0
     num_steps: int = 0
+    port: str = ""
+    """The way of the KV, such as `memfd (same host)`."""
+    num_copies: int = 0
+    """Copies of each byte of the KV."""
+    predicted_s: float = 0.0
+    """Of this many bytes, before the first was sent."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.link import FrameHeader, LinkEnd
+from shared.kv_wire.ports.push_plan import plan_push
 from shared.messages import ModelCard
 from shared.numerics import Numerics
 
 NUMERICS = Numerics("exact", "timing", "uint8", "1")  # the timing engine's
+
+
+class PlannedLink:
+    """The part of a `PushLink` that plans: a link within one host, which learns nothing."""
+
+    plan = plan_push(LinkEnd(), LinkEnd(), is_local=True)
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        pass
 
 
 def model_card(**fields: Any) -> ModelCard:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
 from services.cli.output import table_console
+from shared.engine.parallel.links import Host, LinkTable
+from shared.engine.planning.memory_plan import size_text
 from shared.engine.planning.parallel_plan import ParallelPlan
+from shared.kv_wire.link import MAX_DEVICE_FRAME_BYTES, LinkEnd, PushPlan
+from shared.kv_wire.ports.push_plan import plan_push
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class LinksPlan:
     chosen: ParallelPlan
     planned: ParallelPlan
     num_tokens: int
+    links: LinkTable
 
     def row(self, plan: ParallelPlan) -> dict[str, Any]:
         return {
@@ -55,9 +60,69 @@ def links_table(found: LinksPlan) -> Table:
     return table
 
 
-def show_links(found: LinksPlan) -> None:
+@dataclass(frozen=True)
+class HostPush:
+    """The push of a prompt's KV from a worker on one host to a worker on another, or the same."""
+
+    sender: str
+    receiver: str
+    plan: PushPlan
+    num_bytes: int
+    latency_s: float
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "hosts": [self.sender, self.receiver],
+            "port": self.plan.port,
+            "place": self.plan.place,
+            "frame_bytes": self.plan.frame_bytes,
+            "num_bytes": self.num_bytes,
+            "traversals": list(self.plan.traversals),
+            "predicted_s": self.latency_s + self.plan.seconds(self.num_bytes),
+        }
+
+
+def host_pushes(table: LinkTable, num_bytes: int) -> Iterator[HostPush]:
+    """Plans a push of this many bytes between all hosts, and inside each, where two workers with
+    GPUs have one each.
+    """
+    for first, sender in enumerate(table.hosts):
+        for receiver in table.hosts[first:]:
+            is_local = receiver is sender
+            link = None if is_local else table.between(sender, receiver)
+            plan = plan_push(
+                _end(sender, 0),
+                _end(receiver, 1),
+                is_local=is_local,
+                wire_bytes_per_s=None if link is None else link.bytes_per_s,
+            )
+            latency_s = 0.0 if link is None else link.latency_s
+            yield HostPush(sender.name, receiver.name, plan, num_bytes, latency_s)
+
+
+def _end(host: Host, index: int) -> LinkEnd:
+    device = f"{host.name}:{index}" if host.device == "cuda" else ""
+    return LinkEnd(host=host.name, device=device, max_frame_bytes=MAX_DEVICE_FRAME_BYTES)
+
+
+def pushes_table(pushes: Sequence[HostPush]) -> Table:
+    headings = ("KV from", "to", "where", "port", "frames", "bytes", "copies of each", "predicted")
+    table = Table(*headings, box=None, header_style="bold")
+    for each in pushes:
+        row = each.row()
+        table.add_row(
+            *(each.sender, each.receiver, row["place"], row["port"]),
+            *(size_text(row[key]) for key in ("frame_bytes", "num_bytes")),
+            f"{len(row['traversals'])}: {', '.join(row['traversals'])}",
+            f"{row['predicted_s'] * 1e3:,.2f} ms",
+        )
+    return table
+
+
+def show_links(found: LinksPlan, pushes: Sequence[HostPush]) -> None:
     console = table_console()
     console.print(links_table(found))
+    console.print(pushes_table(pushes))
     if found.planned is not found.chosen:
         slower = found.planned.step_s / found.chosen.step_s
         console.print(

@@ -23,7 +23,9 @@ LINKS_HELP = (
     "Hosts, their ranks and the links between them, JSON or TOML: "
     '{"hosts": [{"name": "a", "num_ranks": 4}, {"name": "b", "num_ranks": 4}], "links": '
     '[{"hosts": ["a", "b"], "link": {"latency_s": 0.01, "bytes_per_s": 125e6}}]}. '
-    "Shows what ranks send each other, for the chosen plan and all others."
+    "Shows what ranks send each other, for the chosen plan and all others, and how the KV of "
+    'a prompt of --context tokens is pushed from one worker to another; with "device": "cuda" '
+    "a host has it on GPUs."
 )
 DEFAULT_CONTEXT_TOKENS = 32_768
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -106,7 +108,12 @@ def plan(
     from services.cli.checkpoints.plan_table import show_plan
     from shared.engine.checkpoint_check import check_checkpoint
     from shared.engine.planning.kv_plan import kv_item_bytes
-    from shared.engine.planning.memory_plan import MemoryLimit, StepSize, plan_memory
+    from shared.engine.planning.memory_plan import (
+        MemoryLimit,
+        StepSize,
+        plan_memory,
+        whole_kv_bytes,
+    )
     from shared.engine.planning.vision_tensors import encoder_bytes
 
     if dtype not in ITEM_BYTES:
@@ -120,12 +127,13 @@ def plan(
             config, links, tp=tp, pp=pp, batch=batch, dtype=dtype, activations=activations
         )
         tp, pp = over_links.planned.tp, over_links.planned.pp
+    kv_bytes = kv_item_bytes(config, kv_dtype, dtype)
     ranks = plan_memory(
         config,
         tp=1 if tp is None else tp,
         pp=1 if pp is None else pp,
         item_bytes=ITEM_BYTES[dtype],
-        kv_item_bytes=kv_item_bytes(config, kv_dtype, dtype),
+        kv_item_bytes=kv_bytes,
         block_size=block_size,
         limit=MemoryLimit(memory_bytes=memory, kv_bytes=kv_memory),
         step=StepSize(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences),
@@ -136,6 +144,7 @@ def plan(
         over_links,
         stored,
         context=context,
+        pushed_bytes=context * whole_kv_bytes(config, kv_bytes),
         encoder_bytes=encoder_bytes(config.vision, ITEM_BYTES[dtype]),
         is_json=json,
     )
@@ -169,9 +178,9 @@ def plan_links(
         plans = all_plans(table, shape)
         chosen = choose_plan(plans)
         if tp is None and pp is None:
-            return LinksPlan(plans, chosen, chosen, batch)
+            return LinksPlan(plans, chosen, chosen, batch, table)
         tp = max(1, table.num_ranks // (pp or 1)) if tp is None else tp
         pp = max(1, table.num_ranks // tp) if pp is None and tp > 0 else pp
-        return LinksPlan(plans, chosen, plan_of(plans, tp, pp or 1), batch)
+        return LinksPlan(plans, chosen, plan_of(plans, tp, pp or 1), batch, table)
     except ValueError as error:
         raise ConfigError(str(error), param="links") from None

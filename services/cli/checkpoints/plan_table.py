@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from services.cli.checkpoints.links_table import LinksPlan, show_links
+from services.cli.checkpoints.links_table import LinksPlan, host_pushes, show_links
 from services.cli.output import print_json, table_console
 from shared.engine.planning.memory_plan import (
     RankMemoryPlan,
@@ -23,13 +23,16 @@ def show_plan(
     stored: StoredWeights | None,
     *,
     context: int,
+    pushed_bytes: int,
     encoder_bytes: int = 0,
     is_json: bool,
 ) -> None:
     """Shows a plan. `context` is the length in tokens of the sequences that are counted;
-    `encoder_bytes` of the weights are those of an image encoder.
+    `encoder_bytes` of the weights are those of an image encoder. `pushed_bytes` are the KV of such
+    a sequence.
     """
     sequences = num_sequences(ranks, context)
+    pushes = [] if links is None else [*host_pushes(links.links, pushed_bytes)]
     if is_json:
         shown: dict[str, Any] = {"ranks": [_row(each) for each in ranks]}
         shown["checkpoint"] = None if stored is None else _files(stored)
@@ -37,12 +40,13 @@ def show_plan(
             shown["sequences"] = {"context": context, "count": sequences[0], "plain": sequences[1]}
         if links is not None:
             shown["plans"] = [links.row(each) for each in links.plans]
+            shown["pushes"] = [each.row() for each in pushes]
         if encoder_bytes:
             shown["encoder_bytes"] = encoder_bytes
         print_json(shown | {"kv_tokens": num_kv_tokens(ranks)})
         return
     if links is not None:
-        show_links(links)
+        show_links(links, pushes)
     headings = ("stage", "rank", "layers", "heads", "KV heads", "weights", "largest step", "KV")
     table = Table(*headings, "KV tokens", box=None, header_style="bold", pad_edge=False)
     for each in ranks:

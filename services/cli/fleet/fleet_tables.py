@@ -130,6 +130,7 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 14, is_number=True),
         Column("steps", _steps, 4),
+        Column("KV links", lambda row: escape(row.kv_links), 15),
         Column("GPU", lambda row: health_text(row.device_health), 1),
         Column("state", lambda row: _state(row, wall_s)),
     ]

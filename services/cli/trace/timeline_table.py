@@ -26,6 +26,7 @@ def timeline_parts(timeline: Timeline, width: int) -> Iterator[RenderableType]:
     for each in timeline.tries:
         yield Text(_title(each), style="bold")
         yield tables.of(each.phases)
+        yield from (Text(_push_text(phase)) for phase in each.phases if phase.port)
 
 
 def bar(start_s: float, duration_s: float, total_s: float, num_cells: int) -> str:
@@ -85,6 +86,13 @@ def _title(each: Try) -> str:
     return f"{title}; continued the answer of {workers} after a pause of {each.move.pause_s:.2f} s"
 
 
+def _push_text(phase: Phase) -> str:
+    return (
+        f"  {phase.name}: over {phase.port}, {_counted(phase.num_copies, 'copy', 'copies')} of "
+        f"each byte, predicted {phase.predicted_s * 1000:.1f} ms"
+    )
+
+
 def _amounts(phase: Phase) -> str:
     parts = []
     if phase.num_bytes:
@@ -96,8 +104,8 @@ def _amounts(phase: Phase) -> str:
     return ", ".join(parts)
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _counted(count: int, noun: str, nouns: str = "") -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {nouns or noun + 's'}"
 
 
 def _bytes(num_bytes: int) -> str:

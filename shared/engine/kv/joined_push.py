@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shared.background import start_awaited
 from shared.engine.kv.ports import Push
+from shared.kv_wire.link import PushPlan
 
 
 class JoinedPush:
@@ -24,6 +25,11 @@ class JoinedPush:
     @property
     def link_s(self) -> float:
         return max((push.link_s for push in self._pushes), default=0.0)
+
+    @property
+    def plan(self) -> PushPlan | None:
+        """That of the first one that has begun."""
+        return next((push.plan for push in self._pushes if push.plan is not None), None)
 
     def computed(self, num_computed_tokens: int) -> None:
         for push in self._pushes:

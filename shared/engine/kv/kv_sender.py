@@ -18,7 +18,7 @@ from shared.clock import Clock
 from shared.engine.step import KvMemory, KvRun
 from shared.errors import OutsideRegions
 from shared.kv_layout import KvShard, first_sent
-from shared.kv_wire.link import FrameHeader, PushBounds, PushLink
+from shared.kv_wire.link import FrameHeader, PushBounds, PushLink, PushPlan
 from shared.kv_wire.shards import in_groups, parts_of_groups
 
 
@@ -93,6 +93,8 @@ class KvSender:
         """
         self._bounds = bounds
         self._open_link: PushLink | None = None  # the last one that may take frames
+        self._link: PushLink | None = None  # the last one
+        self.plan: PushPlan | None = None  # of the first link, before its first frame
         self._placement_id = placement_id
         self._sequence = sequence
         layout = memory.kv_layout
@@ -150,6 +152,8 @@ class KvSender:
                     self._changed.clear()
                     await self._changed.wait()
             await self._settle(0)
+            if self._link is not None and not self._is_cancelled:
+                self._link.observe(self.num_bytes, self.link_s)
         finally:
             for send in self._sends:
                 send.cancel()
@@ -157,7 +161,8 @@ class KvSender:
         return not self._is_cancelled
 
     async def _send_frame(self) -> None:
-        link = await self._dial()
+        self._link = link = await self._dial()
+        self.plan = self.plan or link.plan
         await self._open(link)
         await self._settle(link.frames_under_way - 1)
         if self._is_cancelled:

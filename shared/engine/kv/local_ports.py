@@ -12,7 +12,7 @@ from shared.engine.kv.ports import Push
 from shared.engine.step import KvMemory
 from shared.kv_layout import KvShard
 from shared.kv_wire.expected_pushes import ReceiverCounts
-from shared.kv_wire.link import CompressionCounts, KvDialer, KvReceiver, PushBounds
+from shared.kv_wire.link import CompressionCounts, KvDialer, KvReceiver, PushBounds, PushPlan
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import KvTarget, KvTargets, LinkKey
 
@@ -34,6 +34,10 @@ class LocalPushPort:
     @property
     def compressed(self) -> CompressionCounts:
         return self._dialer.compressed
+
+    @property
+    def plans(self) -> list[PushPlan]:
+        return self._dialer.plans
 
     def start(
         self,

@@ -10,7 +10,7 @@ from typing import Protocol
 from shared.engine.kv.kv_sender import PushCounts, PushedSequence
 from shared.engine.kv.kv_writer import ReservedSequence
 from shared.kv_wire.expected_pushes import ReceiverCounts
-from shared.kv_wire.link import CompressionCounts, PushBounds
+from shared.kv_wire.link import CompressionCounts, PushBounds, PushPlan
 from shared.messages import KvTargets, LinkKey
 
 
@@ -25,6 +25,11 @@ class Push(Protocol):
     @property
     def link_s(self) -> float:
         """Seconds with at least one frame under way; 0 if other processes send it."""
+        ...
+
+    @property
+    def plan(self) -> PushPlan | None:
+        """How its first link pushes; None before its first frame, or if other processes send it."""
         ...
 
     def computed(self, num_computed_tokens: int) -> None: ...
@@ -44,6 +49,11 @@ class PushPort(Protocol):
 
     @property
     def compressed(self) -> CompressionCounts: ...
+
+    @property
+    def plans(self) -> list[PushPlan]:
+        """Those of all open links of this process."""
+        ...
 
     def start(
         self,

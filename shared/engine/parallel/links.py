@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,11 +37,12 @@ SHARED_MEMORY = Link(30e-6, 5e9)  # connects two processes of a CPU host
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A host of a worker. `inside` is the link between two of its ranks."""
+    """A host of a worker. `inside` is the link between two of its ranks; `device` holds the KV."""
 
     name: _Name
     num_ranks: Annotated[int, Meta(ge=1, le=64)]
     inside: Link = SHARED_MEMORY
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.model_config.moe_config import MoeConfig
 from shared.engine.parallel.cuts import whole_blocks
 from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.rank_part import RankPart
+from shared.engine.parallel.rank_part import RankPart, whole_model
 from shared.engine.planning.kv_plan import KvPlan, kv_plan
 from shared.engine.planning.rank_bytes import FP32_BYTES, kv_values_per_token, weight_bytes
 from shared.engine.planning.vision_tensors import encoder_bytes
@@ -99,6 +99,11 @@ def num_kv_tokens(ranks: list[RankMemoryPlan]) -> int | None:
     """Returns the tokens that the worker's KV cache holds: as many as its fullest rank's."""
     found = [each.num_kv_tokens for each in ranks if each.kv_bytes_per_token]
     return None if None in found else min(filter(None, found), default=0)
+
+
+def whole_kv_bytes(config: ModelConfig, item_bytes: int) -> int:
+    """Returns the bytes of a token's KV in all layers and heads, each once."""
+    return kv_values_per_token(config, whole_model(config)) * item_bytes
 
 
 def num_sequences(ranks: list[RankMemoryPlan], num_tokens: int) -> tuple[int, int] | None:

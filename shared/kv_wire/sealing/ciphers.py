@@ -33,10 +33,13 @@ _RECORD, _PAYLOAD = b"\0\0\0\0", b"\0\0\0\1"
 
 
 class DirectionCipher:
-    """Seals, or opens, what one end of a connection sends."""
+    """Seals, or opens, what one end of a connection sends. Payloads may be sealed, or opened, on
+    another thread than records: one of them at a time.
+    """
 
     def __init__(self, key: bytes, cipher: str, *, is_encrypted: bool) -> None:
         self._aead = _AEADS[cipher](key)
+        self._of_payloads = _AEADS[cipher](key)
         self._is_encrypted = is_encrypted
         self._num_records = 0
 
@@ -68,9 +71,9 @@ class DirectionCipher:
         """
         payload, nonce = buffer[:-TAG_BYTES], _nonce(_PAYLOAD, frame_id)
         if self._is_encrypted:
-            self._aead.encrypt_into(nonce, payload, None, buffer)
+            self._of_payloads.encrypt_into(nonce, payload, None, buffer)
         else:
-            buffer[-TAG_BYTES:] = self._aead.encrypt(nonce, b"", payload)
+            buffer[-TAG_BYTES:] = self._of_payloads.encrypt(nonce, b"", payload)
 
     def open_payload(self, frame_id: int, buffer: memoryview) -> bool:
         """Opens a payload in place. Returns False if the buffer is not what the peer sealed for
@@ -79,9 +82,9 @@ class DirectionCipher:
         payload, nonce = buffer[:-TAG_BYTES], _nonce(_PAYLOAD, frame_id)
         try:
             if self._is_encrypted:
-                self._aead.decrypt_into(nonce, buffer, None, payload)
+                self._of_payloads.decrypt_into(nonce, buffer, None, payload)
             else:
-                self._aead.decrypt(nonce, buffer[-TAG_BYTES:], payload)
+                self._of_payloads.decrypt(nonce, buffer[-TAG_BYTES:], payload)
         except InvalidTag:
             return False
         return True

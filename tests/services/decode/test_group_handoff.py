@@ -14,14 +14,14 @@ from shared.errors import FrameRefused
 from shared.kv_layout import Chunk, Reach, Window
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader
 from tests.support.engine.rig import BLOCK_SIZE, Rig, new_sequence, prompt, seeded, solo
-from tests.support.records import frame_header
+from tests.support.records import PlannedLink, frame_header
 from tests.support.world.clock import VirtualClock
 
 FULL_AND_WINDOW: tuple[Reach, ...] = (None, Window(9))
 FOUR: tuple[Reach, ...] = (Window(5), None, Window(16), Window(30))
 
 
-class DirectLink:
+class DirectLink(PlannedLink):
     frame_bytes = FRAME_BYTES
     frames_under_way = FRAMES_UNDER_WAY
 

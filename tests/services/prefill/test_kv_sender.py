@@ -13,12 +13,13 @@ from shared.engine.executors.timing_executor import TimingExecutor
 from shared.engine.kv.kv_sender import KvSender, PushCounts
 from shared.errors import LinkLost, OutsideRegions
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushBounds
+from tests.support.records import PlannedLink
 from tests.support.world.clock import VirtualClock, run
 
 BLOCK_SIZE = 16
 
 
-class FailingLink:
+class FailingLink(PlannedLink):
     """Accepts frames until `is_lost` is set; then all frames in flight fail in one loop turn."""
 
     def __init__(
@@ -41,7 +42,7 @@ class FailingLink:
         raise LinkLost(f"frame {header.sequence_number}")
 
 
-class SlowLink:
+class SlowLink(PlannedLink):
     """Takes a second for each frame."""
 
     frame_bytes, frames_under_way = FRAME_BYTES, FRAMES_UNDER_WAY

@@ -16,6 +16,7 @@ from shared.messages import (
     GatewayLoad,
     Heartbeat,
     IndexLoad,
+    KvLinks,
     ProcessState,
     Role,
     RoleDemand,
@@ -248,6 +249,15 @@ def test_imbalance_of_experts_is_shown() -> None:
         shown = printed(play.view)
         assert ("experts" in shown) == (cell is not None)  # no empty column
     assert "2.47 x" in shown
+
+
+def test_links_of_a_prefill_worker_are_shown() -> None:
+    play = Play()
+    links = (KvLinks("memfd", "same host", 2), KvLinks("tcp", "other host", 1, "nixl"))
+    play.load = WorkerLoad(step=0, step_budget_s=0.1, kv_links=links)
+    play.send_heartbeat("decode-1", "decode")
+    (row,) = play.view.rows()
+    assert row.kv_links == "2 memfd (same host), 1 tcp (other host, nixl failed)"
 
 
 def test_health_of_gpus_is_shown_if_something_is_wrong() -> None:

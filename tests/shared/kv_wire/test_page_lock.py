@@ -15,11 +15,12 @@ import pytest
 
 from shared.errors import FrameRefused
 from shared.kv_wire.dialer import Dialer
-from shared.kv_wire.frames import MAX_FRAME_BYTES
 from shared.kv_wire.kv_server import KvServer
-from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
+from shared.kv_wire.link import DEVICE_FRAME_BYTES, FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
 from shared.kv_wire.push_link import StagedLink
-from shared.kv_wire.shared_memory import NUM_SLOTS, SLOT_BYTES
+from shared.kv_wire.sealing.link_keys import LinkKeys
+from shared.kv_wire.shared_memory import NUM_SLOTS
+from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import (
     DEADLINE_S,
     INSTANCE,
@@ -46,6 +47,8 @@ def is_mapped(start: int, num_bytes: int) -> bool:
 
 class FakeLock:
     """A `PageLock` that checks what is unlocked. `limit` is the largest memory that it can lock."""
+
+    device = "GPU-1"
 
     def __init__(self, limit: int = 1 << 40) -> None:
         self.limit = limit
@@ -91,16 +94,22 @@ class CheckingSink(RecordingSink):
 
 @asynccontextmanager
 async def link_with(
-    sender: FakeLock, receiver: FakeLock, sink: RecordingSink, *, is_tcp: bool = False
+    sender: FakeLock,
+    receiver: FakeLock,
+    sink: RecordingSink,
+    *,
+    is_tcp: bool = False,
+    link_keys: LinkKeys | None = None,
 ) -> AsyncIterator[StagedLink]:
-    server = await KvServer.start(instance_id=INSTANCE, page_lock=receiver)
+    server = await KvServer.start(instance_id=INSTANCE, page_lock=receiver, link_keys=link_keys)
     dialer = Dialer(connect_timeout_s=5.0, page_lock=sender)
     server.expect(b"placement-a", sink)
     address = msgspec.structs.replace(
         server.address, **({"unix_path": ""} if is_tcp else {"port": 1})
     )
     try:
-        yield await dialer.link(address)
+        link_key = None if link_keys is None else link_keys.key_for("prefill-1")
+        yield await dialer.link(address, link_key)
     finally:
         await dialer.close()
         await server.close()
@@ -110,20 +119,37 @@ async def test_slots_and_private_buffer_are_locked_until_they_are_unmapped() -> 
     sender, receiver = FakeLock(), FakeLock()
     sink = CheckingSink(receiver)
     async with link_with(sender, receiver, sink) as link:
-        assert sender.locked and list(sender.locked.values()) == [NUM_SLOTS * SLOT_BYTES]
-        assert (link.frame_bytes, link.frames_under_way) == (MAX_FRAME_BYTES, NUM_SLOTS - 1)
+        assert list(sender.locked.values()) == [NUM_SLOTS * DEVICE_FRAME_BYTES]
+        assert (link.frame_bytes, link.frames_under_way) == (DEVICE_FRAME_BYTES, NUM_SLOTS - 1)
+        assert link.plan.place == "same GPU"
         for num_bytes in (3, link.frame_bytes, 70_000):
             data = payload_of(num_bytes)
             await link.send(header(num_bytes), fill_with(data))
             assert sink.frames.pop()[1] == data
         assert sink.are_locked == [True] * 3
-        assert list(receiver.locked.values()) == [SLOT_BYTES]  # one slot was enough
+        assert list(receiver.locked.values()) == [DEVICE_FRAME_BYTES]  # one slot was enough
         assert (sender.unlocked, receiver.unlocked) == ([], [])
     del link
     gc.collect()
     await eventually(lambda: len(sender.unlocked) == len(receiver.unlocked) == 1)
     assert all(sender.unlocked + receiver.unlocked)
     assert not sender.locked and not receiver.locked
+
+
+@pytest.mark.parametrize("security", ["none", "aead"])
+async def test_buffers_of_tcp_are_locked_and_large_frames_arrive_unchanged(security: str) -> None:
+    link_keys = LinkKeys("aead", SystemRandomness()) if security == "aead" else None
+    sender, receiver = FakeLock(), FakeLock()
+    sink = CheckingSink(receiver)
+    async with link_with(sender, receiver, sink, is_tcp=True, link_keys=link_keys) as link:
+        assert (link.frame_bytes, link.plan.port) == (DEVICE_FRAME_BYTES, "tcp")
+        data = payload_of(link.frame_bytes)
+        await link.send(header(len(data)), fill_with(data))
+        assert sink.frames.pop()[1] == data
+        assert sink.are_locked == [True]
+        assert len(sender.locked) == len(receiver.locked) == 1
+        with pytest.raises(FrameRefused, match="payload"):
+            await link.send(header(DEVICE_FRAME_BYTES + 1), fill_with(data))
 
 
 async def test_frames_are_copied_while_another_is_delivered() -> None:
@@ -226,7 +252,8 @@ async def test_slot_that_is_being_filled_stays_locked_after_the_link_has_ended()
 async def test_frames_arrive_unchanged_without_locked_memory(is_tcp: bool) -> None:
     sender, receiver, sink = FakeLock(limit=0), FakeLock(limit=0), RecordingSink()
     async with link_with(sender, receiver, sink, is_tcp=is_tcp) as link:
-        assert (link.frame_bytes, link.frames_under_way) == (FRAME_BYTES, FRAMES_UNDER_WAY)
+        if not is_tcp:  # there the lock is only tried when a frame needs a buffer
+            assert (link.frame_bytes, link.frames_under_way) == (FRAME_BYTES, FRAMES_UNDER_WAY)
         data = payload_of(3 << 20)
         await link.send(header(len(data)), fill_with(data))
         assert sink.frames.pop()[1] == data

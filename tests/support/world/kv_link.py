@@ -19,7 +19,8 @@ from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
 from shared.kv_wire.frames import Frame, sealed_sum
-from shared.kv_wire.link import FrameHeader, FrameSink, PushBounds
+from shared.kv_wire.link import FrameHeader, FrameSink, LinkEnd, PushBounds
+from shared.kv_wire.ports.push_plan import plan_push
 from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.tcp import TcpReception, TcpStaging
@@ -296,7 +297,8 @@ class SimulatedDialer(Dialer):
         self._ends = [each for each in self._ends if not each.is_closing()]
         self._ends.append(end)
         staging = _FaultyStaging(self._process, receiver, end)
-        link = StagedLink(staging, on_end, regions=(self.region, receiver.region))
+        plan = plan_push(LinkEnd(), LinkEnd(), is_local=False)
+        link = StagedLink(staging, on_end, regions=(self.region, receiver.region), plan=plan)
         assert end.peer is not None
         end.connect(end.peer, link.stream)
         return link

@@ -83,6 +83,9 @@ class _Part(NamedTuple):
     duration_s: float = 0.0
     num_bytes: int = 0
     num_tokens: int = 0
+    port: str = ""
+    num_copies: int = 0
+    predicted_s: float = 0.0
 
 
 def _phases(
@@ -142,13 +145,18 @@ def _prefill(served: Served | None, worker_id: str) -> list[_Part]:
         return [reserve, _Part("prefill", worker_id, phases.first_step_s)]
     if phases.prefill is None:
         return [reserve, _Part("prefill", prefill_id, wait_s)]
-    compute_s, push_s = phases.prefill.compute_s, phases.prefill.push_s
-    num_bytes, num_tokens = phases.prefill.num_pushed_bytes, served.num_pushed_tokens
+    pushed = phases.prefill
+    compute_s, push_s = pushed.compute_s, pushed.push_s
     return [
         reserve,
         _Part("prefill_wait", prefill_id, max(0.0, wait_s - compute_s - push_s)),
         _Part("prefill", prefill_id, compute_s),
-        _Part("kv_push", prefill_id, push_s, num_bytes, num_tokens),
+        _Part(
+            *("kv_push", prefill_id, push_s, pushed.num_pushed_bytes, served.num_pushed_tokens),
+            port=f"{pushed.port} ({pushed.place})" if pushed.port else "",
+            num_copies=pushed.num_traversals,
+            predicted_s=pushed.predicted_s,
+        ),
     ]
 
 
@@ -162,18 +170,9 @@ def _laid(parts: list[_Part], start_s: float, end_s: float) -> list[Phase]:
         left_s = _shorten(durations, left_s)
     durations[parts[-1].name] = max(0.0, left_s)
     phases = []
-    for name, process_id, _, num_bytes, num_tokens in parts:
-        duration_s = durations[name]
-        phases.append(
-            Phase(
-                name=name,
-                process_id=process_id,
-                start_s=start_s,
-                duration_s=duration_s,
-                num_bytes=num_bytes,
-                num_tokens=num_tokens,
-            )
-        )
+    for part in parts:
+        duration_s = durations[part.name]
+        phases.append(Phase(**part._asdict() | {"start_s": start_s, "duration_s": duration_s}))
         start_s += duration_s
     return phases
 

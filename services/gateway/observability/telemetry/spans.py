@@ -133,6 +133,9 @@ class _RequestSpans:
         span.MergeFromString(shared[phase.process_id])
         if phase.num_bytes:
             span.attributes.extend(pairs({"hearth.num_bytes": phase.num_bytes}))
+        if phase.port:
+            pushed = {"hearth.port": phase.port, "hearth.predicted_s": phase.predicted_s}
+            span.attributes.extend(pairs(pushed))
         if phase.num_tokens:
             span.attributes.extend(pairs({"hearth.num_tokens": phase.num_tokens}))
         if phase.num_steps:

@@ -33,6 +33,10 @@ class CudaPageLock:
         self._runtime = runtime
         self._has_failed = False
 
+    @property
+    def device(self) -> str:
+        return self._device.uuid
+
     def lock(self, memory: memoryview) -> Callable[[], None] | None:
         """Binds the calling thread: its first call to CUDA takes memory of the current device."""
         as_bytes = torch.frombuffer(memory, dtype=torch.uint8)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import structlog
 
 from shared.engine.model_config.model_config import ModelConfig
-from shared.engine.parallel.links import Host, HostLink, LinkTable, RankLink
+from shared.engine.parallel.links import SHARED_MEMORY, Host, HostLink, LinkTable, RankLink
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.planning.model_shape import model_shape
 from shared.engine.planning.parallel_plan import (
@@ -26,10 +26,7 @@ def link_table(hosts: Sequence[str], links: Sequence[RankLink]) -> LinkTable:
     """Returns the table of links between hosts. `hosts` names each rank's host."""
     inside = {hosts[each.first]: each.link for each in links if _is_inside(hosts, each)}
     names = list(dict.fromkeys(hosts))
-    found = [
-        Host(name, hosts.count(name), **({"inside": inside[name]} if name in inside else {}))
-        for name in names
-    ]
+    found = [Host(name, hosts.count(name), inside.get(name, SHARED_MEMORY)) for name in names]
     between = [
         HostLink((hosts[each.first], hosts[each.second]), each.link)
         for each in links

@@ -47,7 +47,7 @@ def test_plan_that_does_not_fit_is_one_line() -> None:
 
 
 LINKS = """
-hosts = [{ name = "a", num_ranks = 2 }, { name = "b", num_ranks = 2 }]
+hosts = [{ name = "a", num_ranks = 2 }, { name = "b", num_ranks = 2, device = "cuda" }]
 links = [{ hosts = ["a", "b"], link = { latency_s = 0.01, bytes_per_s = 125e6 } }]
 """
 
@@ -66,12 +66,24 @@ def test_plan_over_links_shows_the_choice_and_the_alternatives(links: str) -> No
     assert [(each["tp"], each["pp"]) for each in plan["plans"]] == [(1, 4), (2, 2), (4, 1)]
     assert [each["is_chosen"] for each in plan["plans"]] == [False, True, False]
     assert [each["host_exchanges"] for each in plan["plans"]] == [1, 1, 14]
+    pushes = {tuple(each["hosts"]): each for each in plan["pushes"]}
+    assert {pair: (each["port"], each["place"]) for pair, each in pushes.items()} == {
+        ("a", "a"): ("memfd", "same host"),
+        ("a", "b"): ("tcp", "other host"),
+        ("b", "b"): ("memfd", "peer GPUs"),
+    }
+    over_wire = pushes["a", "b"]
+    assert over_wire["predicted_s"] == pytest.approx(0.01 + over_wire["num_bytes"] / 125e6)
+    assert over_wire["frame_bytes"] == 16 << 20 > pushes["a", "a"]["frame_bytes"]
     assert [each["layers"] for each in plan["ranks"]] == [[0, 3], [0, 3], [3, 6], [3, 6]]
 
 
 def test_plan_that_was_asked_for_is_compared_with_the_chosen_one(links: str) -> None:
     shown = call_hearth(("plan", "--links", links, "--tp", "4"), {"COLUMNS": "200"})
     assert "tp 4 x pp 1 was asked for; a step of it takes" in shown.stdout
+    assert "gather, send, receive, to device, scatter on the device" in " ".join(
+        shown.stdout.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,14 @@ def test_processes_of_another_release_are_named(releases: dict[str, str], expect
     assert ("several releases" in captured.get()) == bool(expected)
 
 
+def test_links_of_prefill_workers_are_shown_with_a_port_that_failed() -> None:
+    links = "1 tcp (other host, nixl failed)"
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(tables(report(worker("prefill-1", kv_links=links)), 300, NOON))
+    assert "KV links" in captured.get() and links in captured.get()
+
+
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     away = ServerView(state="unavailable", for_s=5.0)

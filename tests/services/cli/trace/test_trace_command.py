@@ -48,6 +48,9 @@ TIMELINE = Timeline(
                     duration_s=0.5,
                     num_bytes=3 << 20,
                     num_tokens=1,
+                    port="memfd (same host)",
+                    num_copies=4,
+                    predicted_s=0.0125,
                 ),
                 Phase(
                     name="decode",
@@ -139,6 +142,7 @@ def test_table_has_workers_bytes_and_late_masks() -> None:
     for expected in (
         "0 resubmissions, 3 late masks",
         "3.0 MiB, 1 token ",
+        "kv_push: over memfd (same host), 4 copies of each byte, predicted 12.5 ms",
         "30 tokens, 31 steps",
         "try 1: decode-1, prefill prefill-1",
     ):

@@ -25,6 +25,7 @@ from shared.kv_wire.shards import in_group, sent_shards
 from shared.messages import DataPlaneAddress, KvTarget, LinkKey
 from shared.numerics import Numerics
 from tests.shared.kv_wire.test_shards import layout_of, shards_of
+from tests.support.records import PlannedLink
 from tests.support.world.clock import VirtualClock
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
@@ -61,7 +62,7 @@ def memory_of(layout: KvLayout, shard: KvShard, whole: torch.Tensor) -> RankKvMe
 
 
 @dataclass
-class Link:
+class Link(PlannedLink):
     """Delivers at once."""
 
     writer: KvWriter
@@ -87,6 +88,7 @@ class Dialer:
 
     def __init__(self, writers: dict[bytes, KvWriter]) -> None:
         self.compressed = CompressionCounts()
+        self.plans = []
         self.sent: Counter[bytes] = Counter()
         self._writers = writers
 

@@ -18,7 +18,7 @@ from shared.engine.executors.group.kv.kv_messages import (
 )
 from shared.engine.executors.group.kv.rank_links import RankLinks
 from shared.engine.kv.kv_sender import PushCounts, PushedSequence
-from shared.kv_wire.link import CompressionCounts, PushBounds
+from shared.kv_wire.link import CompressionCounts, PushBounds, PushPlan
 from shared.kv_wire.shards import sent_shards
 from shared.messages import KvTargets, LinkKey
 
@@ -27,6 +27,7 @@ class GroupPush:
     """A `Push` of the ranks that share layers and heads with a target."""
 
     num_bytes, link_s = 0, 0.0  # ranks count those of all their pushes together
+    plan = None
 
     def __init__(
         self, links: RankLinks, ranks: list[int], command: StartPush, sequence: PushedSequence
@@ -71,6 +72,7 @@ class GroupPushPort:
     def __init__(self, links: RankLinks) -> None:
         self.counts = PushCounts()
         self.compressed = CompressionCounts()
+        self.plans: list[PushPlan] = []
         self._links = links
         self._sent = sent_shards(links.shards)
         self._counted = dict.fromkeys(links.ranks, Counted())
@@ -123,5 +125,6 @@ class GroupPushPort:
         self.counts.num_bytes = sum(each.num_pushed_bytes for each in ranks)
         self.counts.num_tokens = sum(each.num_pushed_tokens for each in ranks)
         self.counts.busy_s = max(each.push_s for each in ranks)
+        self.plans[:] = [plan for each in ranks for plan in each.plans]
         self.compressed.num_frames = sum(each.num_compressed_frames for each in ranks)
         self.compressed.num_saved_bytes = sum(each.num_saved_bytes for each in ranks)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.kv_wire.expected_pushes import ReceiverCounts
-from shared.kv_wire.link import PushBounds
+from shared.kv_wire.link import PushBounds, PushPlan
 from shared.messages import DataPlaneAddress, KvTargets, LinkKey
 
 
@@ -147,6 +147,7 @@ class Counted(msgspec.Struct, frozen=True, tag=True):
     push_s: float = 0.0
     num_compressed_frames: int = 0
     num_saved_bytes: int = 0
+    plans: tuple[PushPlan, ...] = ()  # of its open links
 
 
 ToLeader = Answer | CallFailed | ReceiptEnded | Counted

@@ -184,6 +184,7 @@ class RankKv:
             push_s=port.counts.busy_s,
             num_compressed_frames=port.compressed.num_frames,
             num_saved_bytes=port.compressed.num_saved_bytes,
+            plans=tuple(port.plans),
         )
 
 
