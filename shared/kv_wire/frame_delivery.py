@@ -28,13 +28,15 @@ from shared.kv_wire.record_stream import RecordStream
 
 @dataclass(eq=False)
 class Arrival:
-    """A frame to deliver. `release` frees its buffer before the acknowledgement is sent; its
-    argument says whether to zero what held the KV. `take_copy` sets `decode_s` if it decodes.
+    """A frame to deliver. `release` frees its buffer before the acknowledgement is sent, `drop`
+    that of a frame that will not be delivered, perhaps while another one is; their argument says
+    whether to zero what held the KV. `take_copy` sets `decode_s` if it decodes.
     """
 
     frame: Frame
     take_copy: TakeCopy
     release: Callable[[bool], None]
+    drop: Callable[[bool], None]
     arrived_at: float = 0.0
     decode_s: float = 0.0
 
@@ -88,7 +90,9 @@ class FrameDelivery:
     def end(self, error: LinkLost) -> None:
         """Drops the queue; a delivery in progress completes."""
         self._has_ended = True
-        self._waiting.clear()
+        while self._waiting:
+            arrival = self._waiting.popleft()
+            arrival.drop(self.is_private(arrival.frame))
         self._arrived.set()
         if isinstance(error, ProtocolError):
             self._placements.counts.num_bad_peers += 1
@@ -105,11 +109,17 @@ class FrameDelivery:
         finally:  # the sender must stop when deliveries stop
             self._stream.end(LinkLost("the receiver stopped"))
 
+    def is_private(self, frame: Frame) -> bool:
+        """Whether to zero what has held the KV of a frame."""
+        return self._placements.is_private(frame.header.placement_id)
+
     async def _deliver(self, arrival: Arrival) -> None:
         frame = arrival.frame
-        is_private = self._placements.is_private(frame.header.placement_id)
-        reason = await self._placements.deliver(frame.header, arrival.take_copy)
-        arrival.release(is_private)
+        is_private = self.is_private(frame)
+        try:
+            reason = await self._placements.deliver(frame.header, arrival.take_copy)
+        finally:  # a receiver that closes cancels deliveries
+            arrival.release(is_private)
         if self._has_ended:
             return
         held_s = self._clock.now() - arrival.arrived_at

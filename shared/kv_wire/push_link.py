@@ -133,7 +133,7 @@ class _Unacked:
     slot_index: int
     answered: asyncio.Future[None]
     sent: Sent | None  # None on links without compression
-    num_private: int = 0  # bytes of the slot to zero
+    private: memoryview  # what to zero of the slot; empty if the push is not private
 
 
 class StagedLink:
@@ -221,10 +221,11 @@ class StagedLink:
         self, header: FrameHeader, fill: Fill, *, is_private: bool
     ) -> asyncio.Future[None]:
         self._raise_if_lost()
-        slot_index = await self._slots.acquire()
+        slot_index, private = await self._slots.acquire(), memoryview(b"")
         try:
             self._raise_if_lost()  # while waiting for the slot
             view = self._staging.view(slot_index, header.payload_bytes)
+            private = view if is_private else private
             await to_the_end(fill(view))
             self._raise_if_lost()
             if self.stream.ciphers is None:
@@ -240,20 +241,18 @@ class StagedLink:
             frame_id, self._num_frames = self._num_frames, self._num_frames + 1
             self._transmit(frame_id, header, slot_index, coded)
         except BaseException:
-            self._release(slot_index, header.payload_bytes if is_private else 0)
+            self._zero(slot_index, private)
+            self._slots.release(slot_index)
             raise
         answered = asyncio.get_running_loop().create_future()
-        num_private = header.payload_bytes if is_private else 0
-        self._unacked[frame_id] = _Unacked(slot_index, answered, sent, num_private)
+        self._unacked[frame_id] = _Unacked(slot_index, answered, sent, private)
         return answered
 
-    def _release(self, slot_index: int, num_private: int) -> None:
-        """Zeroes the first `num_private` bytes of a slot, and frees it."""
-        if num_private and not self.is_lost:  # else its memory is given back
-            zero(self._staging.view(slot_index, num_private))
-            if self._compression is not None:
-                zero(self._compression.last_coded(slot_index))
-        self._slots.release(slot_index)
+    def _zero(self, slot_index: int, private: memoryview) -> None:
+        """Zeroes the KV of a private push in a slot, also as it was compressed."""
+        zero(private)
+        if private and self._compression is not None:
+            zero(self._compression.last_coded(slot_index))
 
     def _transmit(
         self, frame_id: int, header: FrameHeader, slot_index: int, coded: memoryview | None
@@ -305,6 +304,7 @@ class StagedLink:
         self._lost = error.message
         self._slots.fail(LinkLost(error.message))
         for unacked in self._unacked.values():
+            self._zero(unacked.slot_index, unacked.private)
             if not unacked.answered.done():
                 unacked.answered.set_exception(LinkLost(error.message))
         self._unacked.clear()
@@ -320,7 +320,8 @@ class StagedLink:
             raise ProtocolError(f"received a reply to frame {answer.frame_id}: not in flight")
         if self._compression is not None and unacked.sent is not None:
             self._compression.answered(unacked.sent, answer)
-        self._release(unacked.slot_index, unacked.num_private)
+        self._zero(unacked.slot_index, unacked.private)
+        self._slots.release(unacked.slot_index)
         if unacked.answered.done():  # the caller was cancelled
             return
         if rejection is None:

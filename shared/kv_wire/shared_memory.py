@@ -188,13 +188,17 @@ class SharedMemoryReception:
         if self._page_lock is not None:
             take_copy = self._copied_ahead(slot_index, record.header, self._page_lock)
         release = partial(self._release, slot_index, record.header)
-        self.deliveries.add(Arrival(record, take_copy, release))
+        drop = self._drop if self._page_lock is None else release
+        self.deliveries.add(Arrival(record, take_copy, release, drop))
 
     def _release(self, slot_index: int, header: FrameHeader, is_private: bool) -> None:
         """The sender zeroes the slot itself."""
         if is_private:
             self._zero(slot_index, header.payload_bytes)
         self._held_slots.discard(slot_index)
+
+    def _drop(self, is_private: bool) -> None:
+        """Does nothing: without a lock of pages a frame is copied when it is delivered."""
 
     def _zero(self, slot_index: int, num_bytes: int) -> None:
         """Zeroes the copy of a frame: of one that was rejected, perhaps once it has been made."""

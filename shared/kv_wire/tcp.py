@@ -151,16 +151,26 @@ class TcpReception:
                 return await self._decode(arrival, payload)
             return payload, self._sum_of_frame(frame.header, checksum)
 
-        arrival = Arrival(frame, take_copy, partial(self._release, frame, buffer))
+        release, drop = partial(self._release, frame, buffer), partial(self._drop, frame, buffer)
+        arrival = Arrival(frame, take_copy, release, drop)
         self.deliveries.add(arrival)
 
     def _release(self, frame: Frame, buffer: memoryview, is_private: bool) -> None:
         if is_private:
-            zero(buffer[: frame.wire_bytes])
             zero(self._decoded[: frame.header.payload_bytes if frame.codec else 0])
+        self._drop(frame, buffer, is_private)
+
+    def _drop(self, frame: Frame, buffer: memoryview, is_private: bool) -> None:
+        """Frees the buffer of a frame that was not decoded."""
+        if is_private:
+            zero(buffer[: frame.wire_bytes])
         self._free.append(buffer)
 
     def ended(self, error: LinkLost) -> None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            frame, buffer = arriving
+            self._drop(frame, buffer, self.deliveries.is_private(frame))
         self.deliveries.end(error)
 
     async def _is_opened(self, frame: Frame, buffer: memoryview) -> bool:

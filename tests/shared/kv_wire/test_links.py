@@ -17,11 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.clock import MonotonicClock
 from shared.errors import FrameRefused, LinkLost
 from shared.kv_wire import record_stream, shared_memory
 from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.expected_pushes import ExpectedPushes
+from shared.kv_wire.frames import Frame
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.push_link import StagedLink
+from shared.kv_wire.tcp import TcpReception
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import (
     DEADLINE_S,
@@ -334,3 +338,47 @@ async def test_late_frames_of_a_private_push_leave_zeros(
     with pytest.raises(FrameRefused):
         await link.send(header(4096), fill_with(data), is_private=True)
     assert not [piece for _, piece in data_of((link, server), without=(data,)) if data in piece]
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+async def test_lost_link_leaves_no_private_frame_in_memory(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress, is_private: bool
+) -> None:
+    """One frame is in delivery when the link is lost, and others wait."""
+    frames = [payload_of(1 << 20, seed=number) for number in range(3)]
+    sink = RecordingSink(asyncio.Event())
+    link = await dialer.link(address)
+    server.expect(b"placement-a", sink, is_private=is_private)
+
+    async def send(number: int, data: bytes) -> None:
+        frame = header(len(data), sequence_number=number)
+        with pytest.raises(LinkLost):
+            await link.send(frame, fill_with(data), is_private=is_private)
+
+    sends = [asyncio.create_task(send(*each)) for each in enumerate(frames)]
+    await sink.entered.wait()
+    (reception,) = server._receptions
+    await eventually(lambda: len(reception.deliveries._waiting) == 2)
+    staged = [link._staging.view(slot, 1 << 20) for slot in range(NUM_SLOTS)]
+    await link.close()
+    await asyncio.gather(*sends)
+    await sink.lost.wait()
+    assert sink.gate is not None
+    sink.gate.set()
+    await eventually(lambda: not server._receptions)
+    assert [data for _, data in sink.frames] == frames[:1], "a delivery in progress completes"
+    of_test = (frames, *frames, sends, sink, sink.frames, *(each for each, _ in sink.frames))
+    found = [each for _, each in data_of((link, staged, reception), without=of_test)]
+    is_found = [any(data[4096:4160] in piece for piece in found) for data in frames]
+    assert any(is_found) is not is_private
+
+
+async def test_part_of_a_private_frame_is_zeroed_when_its_link_is_lost() -> None:
+    data, placements = payload_of(4096), ExpectedPushes()
+    placements.expect(b"placement-a", RecordingSink(), is_private=True)
+    reception = TcpReception(placements, MonotonicClock())
+    buffer = reception.record_arrived(Frame(0, header(len(data))))
+    assert buffer is not None
+    buffer[:1000] = data[:1000]
+    reception.stream.end(LinkLost("cut"))
+    assert not any(buffer)
