@@ -28,7 +28,7 @@ from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.store import Store, StoreUnavailable
 from shared.subjects import pins as pins_of
 from shared.tenancy import pinned_prefix
-from shared.tenancy.residency import regions_of
+from shared.tenancy.residency import class_on_bus, regions_of
 from shared.tenancy.tenant import tenant_of
 
 log = structlog.get_logger(__name__)
@@ -178,7 +178,8 @@ class PinKeeper:
         if record is None:
             self.pins.allow(tenant_id, None)
         else:
-            self.pins.allow(tenant_id, regions_of(record, self._classes), record.region_class)
+            regions, name = regions_of(record, self._classes), class_on_bus(record, self._classes)
+            self.pins.allow(tenant_id, regions, name)
         self._tenants[tenant_id] = _TenantPins(digests, min(ends, default=inf))
 
     def _forget(self, tenant_id: str) -> None:

@@ -36,6 +36,13 @@ class RegionClasses(msgspec.Struct, frozen=True):
         known = self.regions.get(region_class, frozenset())
         return known if regions is None else known.intersection(regions)
 
+    def of_exactly(self, regions: Collection[str]) -> str:
+        """Returns the name of the first class, sorted, that has these regions and no others; ""
+        if there is none.
+        """
+        wanted = frozenset(regions)
+        return min((name for name, each in self.regions.items() if each == wanted), default="")
+
     def texts(self) -> tuple[str, ...]:
         """Returns what `region_classes` reads."""
         return tuple(f"{name}={','.join(sorted(each))}" for name, each in self.regions.items())

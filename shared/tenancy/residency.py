@@ -6,6 +6,8 @@ that is not declared here has no region, and a process without a region is in no
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec import structs
 
 from shared.errors import OutsideRegions
@@ -29,6 +31,24 @@ def may_hold(owner: Owner, region: str, classes: RegionClasses) -> bool:
     """Returns whether a process in `region` ("": in none) may hold data of this owner."""
     regions = regions_of(owner, classes)
     return regions is None or region in regions
+
+
+def class_on_bus(record: TenantRecord, classes: RegionClasses) -> str:
+    """Returns the class that subjects of the tenant's data name: that of its record, or the one of
+    exactly its allowed regions; "" if nats-server knows none of them.
+    """
+    if record.region_class or record.allowed_regions is None:
+        return record.region_class
+    return classes.of_exactly(record.allowed_regions)
+
+
+def advice_to_declare(regions: Collection[str]) -> str:
+    """Returns why a linked site serves no tenant with these allowed regions and without a class."""
+    named = ",".join(sorted(regions))
+    return (
+        f"this site is linked to others, and no region class has exactly the allowed regions "
+        f"{named} of this tenant: declare a class (--class NAME={named}), or give the tenant one"
+    )
 
 
 def within_class(request: Request, classes: RegionClasses) -> Request:

@@ -11,6 +11,8 @@ from shared.errors import ConfigError
 from shared.messages import SignedCopy
 from shared.store import Store
 from shared.subjects import SITE_SEPARATOR
+from shared.tenancy.declared_classes import declared_classes
+from shared.tenancy.residency import advice_to_declare, class_on_bus
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_copy import SITE_KEYS, SITES, TENANT_COPIES, TenantCopy
 from shared.transport.wire_errors import UNREADABLE
@@ -23,6 +25,17 @@ async def check_sites(store: Store, sites: Iterable[str]) -> None:
         if site not in linked:
             known = f"linked are {', '.join(linked)}" if linked else "this site has no links yet"
             raise ConfigError(f"no gateway has heard a site {site!r} over a link: {known}")
+
+
+async def check_bounds(store: Store, record: TenantRecord) -> None:
+    """Raises ConfigError for a tenant that gateways of a linked site refuse: one with allowed
+    regions that are those of no class. Raises StoreUnavailable.
+    """
+    regions = record.allowed_regions
+    if not regions or record.region_class or not await store.hash_get(SITES):
+        return
+    if not class_on_bus(record, await declared_classes(store)):
+        raise ConfigError(advice_to_declare(regions))
 
 
 async def copied_tenants(store: Store) -> dict[str, TenantRecord | None]:

@@ -31,7 +31,7 @@ from shared.tenancy.rate_limit import (
     enforced_limits,
     to_limit_state,
 )
-from shared.tenancy.site_admin import check_sites
+from shared.tenancy.site_admin import check_bounds, check_sites
 from shared.tenancy.site_usage import TENANT_SITES, name_sites, usage_at
 from shared.tenancy.tenant import (
     GENERATION,
@@ -58,6 +58,7 @@ KeyStanding = Literal["unknown", "valid", "ended"]
 KEY_ID_CHARS = 12
 FORGET_S = 30 * 86_400  # retention of the record of an ended key
 MAX_SWAPS = 16
+BOUNDS = frozenset({"allowed_regions", "region_class"})  # fields of a record
 REMOVAL_S = 10.0  # gateways end requests of a removed tenant until then
 
 # KEYS: a hash. ARGV: a field, its expected value (empty: no value), its new value.
@@ -150,6 +151,7 @@ class TenantAdmin:
         await self._check_removed(tenant_id)
         record = _changed(record, changes)
         await check_declared(self._store, record.region_class)
+        await check_bounds(self._store, record)
         await self._name_sites(tenant_id, record.sites)
         if not await self._swap(tenant_id, b"", msgspec.json.encode(record)):
             raise ConfigError(
@@ -187,6 +189,8 @@ class TenantAdmin:
             changed = _changed(record, changes)
             if "region_class" in changes:
                 await check_declared(self._store, changed.region_class)
+            if BOUNDS & changes.keys():
+                await check_bounds(self._store, changed)
             await self._name_sites(tenant_id, sorted({*changed.sites} - {*record.sites}))
             entries = self._retention_entries(record, changed)
             unlisted = await retractions.list_entries(self._store, self._file, entries)

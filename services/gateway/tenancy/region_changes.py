@@ -12,13 +12,12 @@ import structlog
 
 from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.tenancy.errors import NoRegionAllowed
+from services.gateway.tenancy.region_rule import RegionRule
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import ConfigError
 from shared.store import Store, StoreUnavailable
 from shared.tenancy import pinned_prefix
-from shared.tenancy.refusals import Refusals
-from shared.tenancy.residency import reason_against, regions_of
 from shared.tenancy.tenant import (
     GENERATION,
     TENANTS,
@@ -36,19 +35,19 @@ OnChange = Callable[[str, TenantRecord | None], None]
 
 
 def changed_regions(
-    tenant_id: str, record: TenantRecord | None, refusals: Refusals
+    tenant_id: str, record: TenantRecord | None, rule: RegionRule
 ) -> ChangedRegions:
-    """Returns what the record, None if it is gone, means for the tenant's open requests in the
-    process of `refusals`.
+    """Returns what the record, None if it is gone, means for the tenant's open requests at the
+    gateway of `rule`.
     """
     if record is None:  # the removal itself ends them
         return ChangedRegions(tenant_id, is_gone=True)
-    regions = regions_of(record, refusals.classes)
-    named = tuple(sorted(regions or ())) if record.region_class else record.allowed_regions or ()
-    changed = ChangedRegions(tenant_id, named, record.region_class, is_gone=regions == frozenset())
-    reason = reason_against(record, refusals.region, refusals.classes)
-    if reason:
-        refusals.count("gateway", tenant_id, refusals.region)
+    named = rule.named(record)
+    changed = ChangedRegions(
+        *(tenant_id, named.allowed_regions or (), named.region_class),
+        is_gone=rule.has_no_region(record),
+    )
+    if reason := rule.refused(record):
         moved = NoRegionAllowed(f"the regions of this tenant have changed: {reason}")
         return replace(changed, error=moved)
     return changed

@@ -47,7 +47,7 @@ class Tenancy:
         refusals: Refusals | None = None,
     ) -> None:
         classes = region_classes(config.region_classes)
-        self._refusals = Refusals(config.region, classes) if refusals is None else refusals
+        self._rule = RegionRule(config.region, classes, refusals, is_linked=bool(config.site))
         self.stores = stores
         self.copied = CopiedTenants(
             config.site, lambda record: may_hold(record, config.region, classes)
@@ -58,7 +58,7 @@ class Tenancy:
             replica=stores.replica,
             copied=self.copied,
             stale_s=config.stale_s,
-            rule=RegionRule(config.region, classes, refusals),
+            rule=self._rule,
         )
         self.limits = Limits(stores.fast, clock, num_gateways)
         self._clock, self._classes = clock, classes
@@ -77,7 +77,7 @@ class Tenancy:
 
         def on_change(tenant_id: str, record: TenantRecord | None) -> None:
             self.api_keys.forget(tenant_id, record)
-            changed = changed_regions(tenant_id, record, self._refusals)
+            changed = changed_regions(tenant_id, record, self._rule)
             for each in follow:
                 each(changed)
 

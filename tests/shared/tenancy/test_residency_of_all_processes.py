@@ -144,9 +144,9 @@ def test_open_requests_follow_every_change(seed: int) -> None:
         sent = world.admitted(world.tenant(), gateway)
         if sent is None:
             continue
-        refusals = Refusals(gateway, world.classes)
+        rule = RegionRule(gateway, world.classes)
         for tenant in world.changes():
-            changed: ChangedRegions = changed_regions("t", tenant, refusals)
+            changed: ChangedRegions = changed_regions("t", tenant, rule)
             is_here = may_hold(tenant, gateway, world.classes)
             assert (changed.error is None) is is_here
             if not is_here:

@@ -17,6 +17,7 @@ CLASSES = RegionClasses(
         "americas": frozenset({"us", "br"}),
         "asia": frozenset({"jp", "in"}),
         "treaty": frozenset({"fr", "de", "jp"}),
+        **{f"only-{each}": frozenset({each}) for each in REGIONS.values()},
     }
 )
 NUM_TENANTS = 1000
@@ -83,6 +84,7 @@ def limits_of(random: Random, region: str) -> Limits:
     classes = CLASSES.with_region(region)
     others = [each for each in REGIONS.values() if each != region]
     allowed = (region, *random.sample(others, random.randrange(3)))
+    of_class = tuple(sorted(CLASSES.regions[random.choice(classes)]))
     match random.randrange(20):
         case 0 | 1 | 2:
             return Limits()
@@ -94,8 +96,10 @@ def limits_of(random: Random, region: str) -> Limits:
             return Limits(random.choice(sorted(CLASSES.regions)))
         case 12:
             return Limits("", tuple(random.sample(others, 2)))
+        case 13:
+            return Limits("", allowed)  # rarely of a class: a linked site refuses others
         case _:
-            return Limits("", allowed)
+            return Limits("", of_class)
 
 
 def _tenant(index: int) -> TenantPlan:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from services.gateway.tenancy.permissions import may_store
+from shared.errors import ConfigError
 from shared.packing import pack_token_ids
 from shared.store import Command
 from shared.tenancy import pinned_prefix
@@ -164,8 +166,9 @@ class ResidencyFleets(LinkedFleets):
         for change in self.of_tenants.changes:
             await asyncio.sleep(max(0.0, JOIN_S + change.at_s - loop.time()))
             store = self.fleets[self.of_tenants.tenants[change.tenant_id].home].store
-            await TenantAdmin(store, store.now).change(change.tenant_id, change.limits.changes)
-            self.borders.change(change.tenant_id, change.limits, loop.time())
+            with suppress(ConfigError):  # regions of no class, at a site that is linked
+                await TenantAdmin(store, store.now).change(change.tenant_id, change.limits.changes)
+                self.borders.change(change.tenant_id, change.limits, loop.time())
 
     async def keep_checking(self) -> None:
         while True:

@@ -74,8 +74,9 @@ class SimulatedGateway(StreamGateway):
         self.clients: list[Client] = []
         self._background = Background()
         connection = ProcessStore(store, self.process)
-        rule = RegionRule(region, self.bus.regions.classes)
-        self._api_keys = ApiKeys(connection, clock, rule=rule)
+        classes, refusals = self.bus.regions.classes, self.health_monitor.refusals
+        self._rule = RegionRule(region, classes, refusals, is_linked=bool(site))
+        self._api_keys = ApiKeys(connection, clock, rule=self._rule)
         self._limits = Limits(connection, clock)
         self._region_changes = RegionChanges(connection, clock, self._regions_changed)
         writer_id = f"{gateway_id}-{seed}"
@@ -128,8 +129,7 @@ class SimulatedGateway(StreamGateway):
 
     def _regions_changed(self, tenant_id: str, record: TenantRecord | None) -> None:
         self._api_keys.forget(tenant_id)
-        refusals = self.health_monitor.refusals
-        self.driver.change_regions(changed_regions(tenant_id, record, refusals))
+        self.driver.change_regions(changed_regions(tenant_id, record, self._rule))
 
     async def stop(self) -> None:
         await self._background.stop()

@@ -36,7 +36,7 @@ from tests.support.waiting import LIMIT_S
 
 MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
 STEP_S, REGION = 0.01, "eu"
-CLASSES = region_classes(["europe=eu"])
+CLASSES = region_classes(["europe=eu", "elsewhere=elsewhere"])
 FAST = StepCost(base_s=STEP_S)
 ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker", "kv_index")
 

@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.tenancy.errors import NoRegionAllowed
 from services.gateway.tenancy.region_changes import RegionChanges, changed_regions
+from services.gateway.tenancy.region_rule import RegionRule
 from shared.clock import MonotonicClock
 from shared.regions.region_classes import region_classes
 from shared.store import RedisStore
@@ -65,7 +66,7 @@ async def test_a_lost_redis_is_read_again(store: RedisStore) -> None:
     await pinned_prefix.record_change(store, "acme")
     await pinned_prefix.record_change(store, "acme")
     await changes.poll()
-    await store.write([("FLUSHALL",)])
+    await store.write([("FLUSHDB",)])
     await changes.poll()
     assert found == []  # an empty Redis removes no tenant
     await admin.add("acme", {"allowed_regions": ("fr",)}, "key")
@@ -75,15 +76,18 @@ async def test_a_lost_redis_is_read_again(store: RedisStore) -> None:
 
 def test_what_a_record_means_for_open_requests() -> None:
     refusals = Refusals("fr", CLASSES)
+    rule = RegionRule("fr", CLASSES, refusals)
     tenant = TenantRecord(tenant_id="acme", region_class="eu")
-    changed = changed_regions("acme", tenant, refusals)
+    changed = changed_regions("acme", tenant, rule)
     assert (changed.allowed_regions, changed.region_class, changed.error) == (
         *(("de", "fr"), "eu"),
         None,
     )
-    anywhere = changed_regions("acme", TenantRecord(tenant_id="acme"), refusals)
+    anywhere = changed_regions("acme", TenantRecord(tenant_id="acme"), rule)
     assert (anywhere.allowed_regions, anywhere.error) == ((), None)
-    gone = changed_regions("acme", None, refusals)
+    named = TenantRecord(tenant_id="acme", allowed_regions=("fr", "de"))
+    assert changed_regions("acme", named, rule).region_class == "eu"
+    gone = changed_regions("acme", None, rule)
     assert gone.error is None and gone.is_gone
     assert not refusals.totals
     for record in (
@@ -91,5 +95,5 @@ def test_what_a_record_means_for_open_requests() -> None:
         TenantRecord(tenant_id="acme", allowed_regions=()),
         TenantRecord(tenant_id="acme", region_class="asia"),
     ):
-        assert isinstance(changed_regions("acme", record, refusals).error, NoRegionAllowed)
+        assert isinstance(changed_regions("acme", record, rule).error, NoRegionAllowed)
     assert refusals.totals == {"gateway": 3}

@@ -23,6 +23,22 @@ def test_record_gets_the_regions_of_its_class() -> None:
     assert rule.admitted(tenant("", ("us", "fr"))) == tenant("", ("us", "fr"))
     assert rule.admitted(tenant("eu")) == tenant("eu", ("de", "fr"))
     assert rule.admitted(tenant("eu", ("us", "fr"))) == tenant("eu", ("fr",))
+    assert rule.admitted(tenant("", ("fr", "de"))) == tenant("eu", ("de", "fr")), (
+        "nats-server knows"
+    )
+
+
+def test_linked_site_serves_bound_tenants_of_a_class_alone() -> None:
+    """No nats-server would hold data of others back that a process sends over a link."""
+    refusals = Refusals("fr", CLASSES)
+    rule = RegionRule("fr", CLASSES, refusals, is_linked=True)
+    for each in (tenant(), tenant("eu"), tenant("eu", ("fr",)), tenant("", ("de", "fr"))):
+        assert rule.admitted(each).region_class == ("eu" if each != tenant() else "")
+    assert not refusals.totals
+    for regions in (("fr",), ("fr", "us"), ("fr", "de", "us")):
+        with pytest.raises(NoRegionAllowed, match=r"declare a class \(--class NAME=[a-z,]+\)"):
+            rule.admitted(tenant("", regions))
+    assert refusals.totals == {"gateway": 3}
 
 
 @pytest.mark.parametrize(
