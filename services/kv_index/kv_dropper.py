@@ -42,7 +42,12 @@ class _Order:
     drop: KvDrop
     waiting: set[Incarnation] = field(default_factory=set)
     dropped: dict[Incarnation, int] = field(default_factory=dict)  # blocks
+    is_lost: bool = False  # Redis has it no more: it was emptied
     reported: DropProgress | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.reported is not None and self.reported.finished_at is not None
 
     @property
     def progress(self) -> DropProgress:
@@ -98,13 +103,25 @@ class KvDropper:
             return
         found = {each.drop.number: each for each in await kv_drops.orders(self._store)}
         known = self._orders
-        self._orders = {
+        self._orders = self._lost(was_emptied=last < self._last) | {
             number: known.get(number) or _Order(each.drop, reported=each.progress)
             for number, each in found.items()
         }
         for number in found.keys() - known.keys():
             await self._forget(found[number].drop)
         self._last = last
+
+    def _lost(self, *, was_emptied: bool) -> dict[int, _Order]:
+        """Returns the orders that have not finished, of a Redis that was emptied: who gave one does
+        not give it again.
+        """
+        for each in self._orders.values() if was_emptied else ():
+            each.is_lost = True
+        return {
+            number: each
+            for number, each in self._orders.items()
+            if each.is_lost and not each.is_finished
+        }
 
     async def _forget(self, drop: KvDrop) -> None:
         """Forgets what the index has recorded of the tenant. Raises StoreUnavailable."""
@@ -172,9 +189,9 @@ class KvDropper:
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
     async def _report(self, order: _Order) -> None:
-        before = order.reported
-        if before is not None and before.finished_at is not None:
+        if order.is_finished:
             return
+        before = order.reported
         progress, is_finished = order.progress, not order.waiting and self._can_judge()
         if is_finished:
             progress = msgspec.structs.replace(progress, finished_at=self._wall_clock())
@@ -184,7 +201,8 @@ class KvDropper:
             if is_finished:
                 await self._forget(order.drop)  # an event may have come before the order
                 await self._audit(order.drop, progress)
-            await kv_drops.report(self._store, order.drop.number, progress)
+            if not order.is_lost:
+                await kv_drops.report(self._store, order.drop.number, progress)
         except StoreUnavailable as error:
             log.warning("kv_drop_not_reported", reason=error.message)
             return

@@ -64,6 +64,10 @@ KEY_FAMILIES = (
     KeyFamily("hearth:kv_drops:progress", "how far they are", "rebuilt"),
     KeyFamily("hearth:kv_drops:last", "the number of the last order", "rebuilt"),
     KeyFamily(
+        *("hearth:kv_drops:forgotten", "the last order that was forgotten", "left out"),
+        "what a site has not confirmed is kept",
+    ),
+    KeyFamily(
         *("hearth:cluster:history", "events and samples of the cluster page", "left out"),
         "running gateways write theirs again",
     ),

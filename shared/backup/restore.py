@@ -106,7 +106,8 @@ class Restore:
 
     async def _write_counters(self) -> None:
         keys = [pinned_prefix.VERSION_KEY, REGISTRY_VERSION, kv_drops.LAST]
-        await self._store.evaluate(scripts.COUNTERS_LUA, keys, [self._flag, int(self._now)])
+        number = kv_drops.first_number(self._now)
+        await self._store.evaluate(scripts.COUNTERS_LUA, keys, [self._flag, number])
 
     # ── tenants ──────────────────────────────────────────────────────────────────────────────────
 

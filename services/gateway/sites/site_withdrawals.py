@@ -58,7 +58,9 @@ class SiteWithdrawals:
         self._name, self._region = gateway_id, region
         self._last = 0  # the number of the last order
         self._drops: Sequence[KvDrop] = ()
-        self._positions: dict[str, int] = {}  # by site: as Redis has them
+        self._forgotten = 0  # the last one that is not among them
+        # By site, as Redis has them. One that was emptied has none: nobody knows what was confirmed.
+        self._positions: dict[str, int] = {}
         self._caught_up: dict[str, set[str]] = {}  # by site that has missed orders: tenants sent
         self._allowed: dict[str, Allowance] = {}  # by site: those of the configuration
 
@@ -78,6 +80,9 @@ class SiteWithdrawals:
         last = await kv_drops.last_number(self._store)
         if last != self._last:
             self._drops = [each.drop for each in await kv_drops.orders(self._store)]
+            if last < self._last:  # of a Redis that was emptied
+                self._caught_up.clear()
+            self._forgotten = await kv_drops.last_forgotten(self._store)
             self._positions, self._last = {}, last
         behind = [each for each in self._homes.by_site if self._is_behind(each)]
         if behind:
@@ -85,25 +90,26 @@ class SiteWithdrawals:
             await asyncio.gather(*(self._send(each) for each in behind if self._is_behind(each)))
 
     def _is_behind(self, site: str) -> bool:
-        position = self._positions.get(site, 0)
-        return (position < self._last or position > self._last) and self._homes.is_heard(site)
+        return self._positions.get(site) != self._last and self._homes.is_heard(site)
 
     async def _send(self, site: str) -> None:
         """One site that does not reply holds up no other one."""
         with failing_alone("withdrawals_not_sent", site=site):
             try:
                 confirmed = await self._send_orders(site)
-                await site_drops.confirm(self._store, site, confirmed)
+                if confirmed is not None:
+                    await site_drops.confirm(self._store, site, confirmed)
             except StoreUnavailable as error:
                 log.debug("withdrawals_not_confirmed", site=site, reason=error.message)
 
-    async def _send_orders(self, site: str) -> int:
-        """Returns the number up to which the site has confirmed. Raises StoreUnavailable."""
-        position = self._positions.get(site, 0)
-        position = 0 if position > self._last else position  # that of a Redis before
-        has_missed = site_drops.has_missed(self._drops, position, self._last)
-        if has_missed and not await self._catch_up(site):
-            return position
+    async def _send_orders(self, site: str) -> int | None:
+        """Returns the number up to which the site has confirmed; None: no further than before.
+        Raises StoreUnavailable.
+        """
+        position = self._positions.get(site, -1)
+        position = -1 if position > self._last else position  # that of a Redis before
+        if (position < 0 or position < self._forgotten) and not await self._catch_up(site):
+            return None
         self._caught_up.pop(site, None)
         due = site_drops.orders_for(self._drops, position, self._classes)
         for first in range(0, len(due), MAX_AT_ONCE):

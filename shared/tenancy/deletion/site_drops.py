@@ -24,11 +24,12 @@ from shared.tenancy.tenant import TenantRecord
 NONE = frozenset[str]()
 
 # KEYS: the positions, the last number. ARGV: a site, a number. A position never decreases, and a
-# Redis that was emptied takes none of its predecessor's orders.
+# Redis that was emptied takes none of its predecessor's orders. It has no position of a site that
+# is linked already.
 CONFIRM_LUA = """
 local number = tonumber(ARGV[2])
 local last = tonumber(redis.call('GET', KEYS[2]) or '0')
-local before = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0')
+local before = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '-1')
 if number > last or (number <= before and before <= last) then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], number)
 return 1
@@ -70,12 +71,6 @@ def orders_for(drops: Sequence[KvDrop], position: int, classes: RegionClasses) -
             first = found.setdefault(each.tenant_id, SiteDrop(each.number, each.tenant_id, kept))
             found[each.tenant_id] = first._replace(kept=first.kept & kept)
     return list(found.values())
-
-
-def has_missed(drops: Sequence[KvDrop], position: int, last: int) -> bool:
-    """Whether orders were forgotten that a site has not confirmed: it was away for too long."""
-    oldest = drops[0].number if drops else last + 1
-    return position < min(oldest - 1, last)
 
 
 def drops_of_records(records: Iterable[TenantRecord], classes: RegionClasses) -> list[SiteDrop]:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Overloaded
 from shared.store import Store
-from shared.subjects import SITE_SEPARATOR
+from shared.subjects import SITE_SEPARATOR, site_in
 from shared.tenancy.deletion import kv_drops, retractions, tenant_data
 from shared.tenancy.deletion.kv_drops import DropReason, KvDrop, OrderedDrop
 from shared.tenancy.site_usage import TENANT_SITES
@@ -46,16 +46,21 @@ class TenantWithdrawal:
     async def order(
         self, tenant_id: str, reason: DropReason, kept_regions: tuple[str, ...] = ()
     ) -> None:
-        """Has workers that are not in `kept_regions` drop its KV. Raises StoreUnavailable."""
-        found = (each.drop for each in await kv_drops.orders(self._store))
-        ordered = tenant_id, reason, kept_regions
-        own = (e for e in found if (e.tenant_id, e.reason, e.kept_regions) == ordered)
+        """Has workers that are not in `kept_regions` drop its KV. Raises StoreUnavailable, and
+        Overloaded while so many orders of the other site have not finished.
+        """
+        found, site = await kv_drops.orders(self._store), site_in(tenant_id)
+        drops, ordered = (each.drop for each in found), (tenant_id, reason, kept_regions)
+        own = (e for e in drops if (e.tenant_id, e.reason, e.kept_regions) == ordered)
         if all(self._now() - each.ordered_at > SAME_CHANGE_S for each in own):
+            is_open = (not e.is_finished and site_in(e.drop.tenant_id) == site for e in found)
+            if sum(is_open) >= kv_drops.MAX_OPEN:
+                raise Overloaded("too many orders of this site are open here", retry_after_s=1.0)
             await kv_drops.order(self._store, tenant_id, reason, self._now(), kept_regions)
 
     async def delete(self, tenant_id: str, reason: DropReason) -> None:
         """Has all workers drop its KV, and deletes what Redis holds, but its usage, which its home
-        site gets. Raises StoreUnavailable.
+        site gets. Raises as `order` does.
         """
         await self.order(tenant_id, reason)
         await tenant_data.delete(self._store, tenant_id, self._now(), with_usage=False)

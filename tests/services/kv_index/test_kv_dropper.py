@@ -18,6 +18,7 @@ from tests.support.world.kv_link import DataPlane
 from tests.support.world.workers import Peer, SimulatedWorker, request_of
 
 PROMPT = list(range(3, 103))  # six full blocks, and a part
+FIRST = kv_drops.first_number(1_000.0) + 1
 
 
 class DropRig(Rig):
@@ -92,7 +93,7 @@ def test_zero_retention_drops_what_is_cached_within_two_heartbeats() -> None:
         assert rig.store.data["hearth:acme:prefixes"]
         began_at = asyncio.get_running_loop().time()
         await admin.change("acme", {"is_zero_retention": True})
-        done = await rig.finished(1)
+        done = await rig.finished(FIRST)
         assert asyncio.get_running_loop().time() - began_at < 0.6
         assert done.progress is not None
         assert (done.progress.num_workers, done.progress.num_blocks) == (2, 12)
@@ -113,7 +114,7 @@ def test_request_sent_before_the_switch_leaves_nothing() -> None:
         worker = await rig.engine("decode-0")
         running = await rig.serve(worker, "acme")
         await kv_drops.order(rig.store, "acme", "zero_retention", 1_000.0)
-        await rig.finished(1)
+        await rig.finished(FIRST)
         queued = await rig.serve(worker, "acme")
         for each in (running, queued):
             await rig.peer.finished(each)
@@ -134,7 +135,7 @@ def test_removed_tenant_is_dropped_once_its_requests_have_ended() -> None:
         assert order.progress is not None and order.progress.waiting == ("decode-0",)
         assert (await rig.tokens_of(worker, "acme")).num_held_tokens >= 96
         await rig.peer.abort("decode-0", placement_id)
-        await rig.finished(1)
+        await rig.finished(FIRST)
         assert worker.is_empty and cached(worker, "acme") == 0
 
     scenario(test)
@@ -147,7 +148,7 @@ def test_only_workers_outside_of_the_regions_drop_the_kv() -> None:
         for worker in (inside, outside):
             await rig.cache(worker, "acme")
         await kv_drops.order(rig.store, "acme", "regions", 1_000.0, ("fr", "de"))
-        await rig.finished(1)
+        await rig.finished(FIRST)
         assert (cached(inside, "acme"), cached(outside, "acme")) == (6, 0)
 
     scenario(test)
@@ -160,7 +161,7 @@ def test_worker_that_was_silent_drops_the_kv_when_it_is_back() -> None:
         worker.process.freeze()
         await asyncio.sleep(5)
         await kv_drops.order(rig.store, "acme", "removed", 1_000.0)
-        await rig.finished(1)  # by all that are alive
+        await rig.finished(FIRST)  # by all that are alive
         worker.process.thaw()
         async with asyncio.timeout(5):
             while cached(worker, "acme"):
@@ -169,12 +170,34 @@ def test_worker_that_was_silent_drops_the_kv_when_it_is_back() -> None:
     scenario(test)
 
 
+def test_an_order_outlives_a_redis_that_is_emptied() -> None:
+    """Who gave it takes it as given; the worker is silent all the while."""
+
+    async def test(rig: DropRig) -> None:
+        others = [await rig.engine("decode-0"), await rig.engine("decode-1")]
+        for worker in others:
+            await rig.cache(worker, "acme")
+        others[1].process.freeze()
+        await kv_drops.order(rig.store, "acme", "removed", 1_000.0)
+        await asyncio.sleep(0.5)
+        rig.store.data.clear()
+        await asyncio.sleep(0.5)
+        await kv_drops.order(rig.store, "later", "removed", 1_001.0)
+        others[1].process.thaw()
+        await rig.finished(kv_drops.first_number(1_001.0) + 1)
+        await asyncio.sleep(1.0)
+        assert [cached(each, "acme") for each in others] == [0, 0]
+        assert len(rig.store.data["hearth:audit:deletions"]) == 2
+
+    scenario(test)
+
+
 def test_finished_orders_are_forgotten_after_a_day() -> None:
     async def test(rig: DropRig) -> None:
         await kv_drops.order(rig.store, "acme", "removed", 1_000.0)
-        await rig.finished(1)
+        await rig.finished(FIRST)
         await kv_drops.order(rig.store, "late", "removed", 1_000.0 + kv_drops.RETENTION_S + 1)
-        assert [each.drop.number for each in await kv_drops.orders(rig.store)] == [2]
+        assert [each.drop.number for each in await kv_drops.orders(rig.store)] == [FIRST + 1]
         assert list(rig.store.data[kv_drops.PROGRESS]) == []
 
     scenario(test)

@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from shared.clock import MonotonicClock
+from shared.errors import Overloaded
 from shared.regions.region_classes import region_classes
 from shared.store import RedisStore
 from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress, KvDrop
+from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
 from shared.tenancy.tenant import TenantRecord
 from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S
@@ -42,15 +44,6 @@ def test_a_site_gets_each_tenant_once_with_the_regions_that_it_keeps() -> None:
         (8, "unknown-class", set()),
     ]
     assert site_drops.orders_for(drops, 8, CLASSES) == []
-
-
-@pytest.mark.parametrize(
-    ("position", "last", "expected"), [(0, 0, False), (3, 5, True), (4, 5, False), (5, 5, False)]
-)
-def test_orders_that_were_forgotten_are_missed(position: int, last: int, expected: bool) -> None:
-    drops = [drop(5, "t")] if last else []
-    assert site_drops.has_missed(drops, position, last) is expected
-    assert site_drops.has_missed([], position, last) is (position < last)
 
 
 def test_a_site_that_has_missed_orders_gets_all_tenants_with_limits() -> None:
@@ -99,3 +92,43 @@ async def test_an_order_stays_until_all_sites_have_confirmed(store: RedisStore) 
     assert [each.drop.number for each in await kv_drops.orders(store)] == [2, 3]
     await kv_drops.order(store, "t", "removed", kv_drops.SITE_RETENTION_S + 1)
     assert [each.drop.number for each in await kv_drops.orders(store)] == [3, 4]
+
+
+async def test_each_site_has_room_for_its_own_orders(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_drops, "MAX_ORDERS", 3)
+    names = ["own", *(f"b/t{number}" for number in range(5)), "c/t", "own", "d/t"]
+    for each in names:
+        await kv_drops.order(store, each, "removed", 0.0)
+    found = [each.drop.tenant_id for each in await kv_drops.orders(store)]
+    assert found == ["own", "b/t2", "b/t3", "b/t4", "c/t", "own", "d/t"]
+    assert await kv_drops.last_forgotten(store) == 0, "those of other sites are not missed"
+    for _ in range(2):
+        await kv_drops.order(store, "own", "removed", 0.0)
+    assert await kv_drops.last_forgotten(store) == 1
+    assert len(await kv_drops.orders(store)) == len(found) + 1
+
+
+async def test_a_site_with_many_open_orders_waits(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_drops, "MAX_OPEN", 2)
+    withdrawal = TenantWithdrawal(store, lambda: 0.0)
+    for name in ("b/t0", "b/t1"):
+        await withdrawal.order(name, "regions")
+    with pytest.raises(Overloaded):
+        await withdrawal.order("b/t2", "regions")
+    await withdrawal.order("b/t1", "regions")  # the same change
+    await withdrawal.order("c/t2", "regions")
+    await kv_drops.report(store, 1, DropProgress(finished_at=0.0))
+    await withdrawal.order("b/t2", "regions")
+    found = [each.drop.tenant_id for each in await kv_drops.orders(store)]
+    assert found == ["b/t0", "b/t1", "c/t2", "b/t2"]
+
+
+async def test_an_emptied_redis_gives_no_number_again(store: RedisStore) -> None:
+    before = await kv_drops.order(store, "t", "removed", 1_000.0)
+    await store.write([("FLUSHDB",)])
+    after = await kv_drops.order(store, "t", "removed", 1_000.1)
+    assert after.number > before.number

@@ -17,7 +17,7 @@ from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.model_registry.admin import SWAP_MODEL
 from shared.model_registry.reader import READ_REGISTRY
 from shared.store import StoreRejected
-from shared.tenancy.deletion.kv_drops import ORDER_LUA
+from shared.tenancy.deletion.kv_drops import ORDER_LUA, RAISE_LUA
 from shared.tenancy.deletion.site_drops import CONFIRM_LUA
 from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
 from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
@@ -300,16 +300,22 @@ def _tenant_record(store: MemoryStore, keys: Sequence[str], arguments: Arguments
 
 
 def _order_drop(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
-    store.apply([("INCRBY", keys[0], 1)])
+    store.apply([("SETNX", keys[0], arguments[1]), ("INCRBY", keys[0], 1)])
     number = int(store.data[keys[0]])
     store.apply([("HSET", keys[1], number, arguments[0])])
     return number
 
 
+def _raise_number(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    if int(arguments[0]) > int(store.data.get(keys[0], b"0")):
+        store.apply([("SET", keys[0], arguments[0])])
+    return 0
+
+
 def _confirm_drops(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
     site, number = arguments
     last = int(store.data.get(keys[1], b"0"))
-    before = int(store.data.get(keys[0], {}).get(str(site).encode(), b"0"))
+    before = int(store.data.get(keys[0], {}).get(str(site).encode(), b"-1"))
     if int(number) > last or int(number) <= before <= last:
         return 0
     store.apply([("HSET", keys[0], site, number)])
@@ -395,6 +401,7 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     UNMARK_LUA: _unmark,
     CONFIRM_LUA: _confirm_drops,
     ORDER_LUA: _order_drop,
+    RAISE_LUA: _raise_number,
     DELETE_RECORDS_LUA: _delete_records,
     READ_REGISTRY: _read_registry,
     SWAP_MODEL: _swap_model,

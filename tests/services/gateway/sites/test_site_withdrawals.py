@@ -118,7 +118,10 @@ class Sites:
         return [(each.drop.tenant_id, each.drop.kept_regions) for each in found]
 
     async def positions(self) -> dict[str, int]:
-        return await site_drops.positions(self.stores["a"])
+        """Returns how many of the orders each site has confirmed."""
+        numbers = [each.drop.number for each in await kv_drops.orders(self.stores["a"])]
+        found = await site_drops.positions(self.stores["a"])
+        return {site: sum(each <= last for each in numbers) for site, last in found.items()}
 
 
 def scenario(test: Callable[[Sites], Awaitable[None]]) -> None:
@@ -177,7 +180,8 @@ def test_a_site_that_is_cut_off_holds_up_no_other_and_misses_nothing() -> None:
         sites.link.restore()
         await asyncio.sleep(SOON_S)
         assert await sites.ordered("b") == ["a/acme"]
-        assert (await sites.positions())["b"] == await kv_drops.last_number(sites.stores["a"])
+        confirmed = await site_drops.positions(sites.stores["a"])
+        assert confirmed["b"] == await kv_drops.last_number(sites.stores["a"])
 
     scenario(test)
 
@@ -235,12 +239,36 @@ def test_a_site_away_for_longer_than_orders_stay_gets_all_tenants_outside() -> N
             await sites.admin.add(each, {"region_class": ""}, f"key of {each}")
             await sites.admin.change(each, {"allowed_regions": ("fr",)})
         orders = sites.stores["a"].data[kv_drops.ORDERS]
-        for number in range(1, len(names)):
-            del orders[str(number).encode()]
+        *forgotten, _ = list(orders)
+        for each in forgotten:
+            del orders[each]
+        sites.stores["a"].data[kv_drops.FORGOTTEN] = forgotten[-1]
         sites.link.restore()
         await asyncio.sleep(SOON_S)
         assert set(await sites.ordered("b")) == {"a/acme", *(f"a/{each}" for each in names)}
-        assert (await sites.positions())["b"] == len(names) + 1
+        assert await sites.positions() == {"b": 1, "c": 1}, "all that are left"
+
+    scenario(test)
+
+
+def test_an_emptied_redis_has_sites_drop_all_bound_tenants() -> None:
+    """The order that a site has missed is lost; its operator makes the tenant anew."""
+
+    async def test(sites: Sites) -> None:
+        sites.link.cut()
+        await sites.allow("fr")
+        await asyncio.sleep(0.5)
+        sites.stores["a"].data.clear()
+        await asyncio.sleep(0.5)
+        await sites.admin.add("acme", {"allowed_regions": ("fr",)}, "key")
+        await sites.admin.add("other", {}, "another key")
+        sites.link.restore()
+        await asyncio.sleep(SOON_S)
+        assert await sites.ordered("b") == ["a/acme"]
+        assert set(await site_drops.positions(sites.stores["a"])) == {"b", "c"}
+        await sites.admin.change("other", {"allowed_regions": ("fr",)})
+        await asyncio.sleep(0.5)
+        assert await sites.ordered("b") == ["a/acme", "a/other"]
 
     scenario(test)
 
