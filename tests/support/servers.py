@@ -193,4 +193,14 @@ class RedisServer(Server):
 
     @property
     def url(self) -> str:
-        return f"redis://{self._user}127.0.0.1:{self.port}/0"
+        return self._url_of(0)
+
+    @property
+    def scratch_url(self) -> str:
+        """Returns the URL of a database that a test may flush: no process of another test that
+        still runs uses it.
+        """
+        return self._url_of(1)
+
+    def _url_of(self, database: int) -> str:
+        return f"redis://{self._user}127.0.0.1:{self.port}/{database}"

@@ -22,8 +22,8 @@ from tests.support.waiting import LIMIT_S
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
-    await store.write([("FLUSHALL",), ("HSET", SITES, "b", "", "c", "")])
+    store = RedisStore(redis_server.scratch_url, MonotonicClock(), timeout_s=LIMIT_S)
+    await store.write([("FLUSHDB",), ("HSET", SITES, "b", "", "c", "")])
     yield store
     await store.close()
 

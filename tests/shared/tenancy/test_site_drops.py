@@ -62,8 +62,8 @@ def test_a_site_that_has_missed_orders_gets_all_tenants_with_limits() -> None:
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
-    await store.write([("FLUSHALL",)])
+    store = RedisStore(redis_server.scratch_url, MonotonicClock(), timeout_s=LIMIT_S)
+    await store.write([("FLUSHDB",)])
     yield store
     await store.close()
 

@@ -25,8 +25,8 @@ CLASSES = region_classes(["eu=fr,de"])
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
-    await store.write([("FLUSHALL",)])
+    store = RedisStore(redis_server.scratch_url, MonotonicClock(), timeout_s=LIMIT_S)
+    await store.write([("FLUSHDB",)])
     yield store
     await store.close()
 

@@ -13,8 +13,9 @@ from tests.support.waiting import LIMIT_S
 
 
 async def test_gateway_forgets_what_it_holds_of_a_tenant(redis_server: RedisServer) -> None:
-    store, clock = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S), ManualClock()
-    await store.write([("FLUSHALL",)])
+    store = RedisStore(redis_server.scratch_url, MonotonicClock(), timeout_s=LIMIT_S)
+    clock = ManualClock()
+    await store.write([("FLUSHDB",)])
     removed = RemovedTenants(store, clock, lambda: NOW)
 
     async def polled() -> tuple[list[str], list[str]]:
