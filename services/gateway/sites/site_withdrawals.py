@@ -59,7 +59,7 @@ class SiteWithdrawals:
         self._last = 0  # the number of the last order
         self._drops: Sequence[KvDrop] = ()
         self._forgotten = 0  # the last one that is not among them
-        # By site, as Redis has them. One that was emptied has none: nobody knows what was confirmed.
+        # By site, as Redis has them. One that was emptied has none: all may have been missed.
         self._positions: dict[str, int] = {}
         self._caught_up: dict[str, set[str]] = {}  # by site that has missed orders: tenants sent
         self._allowed: dict[str, Allowance] = {}  # by site: those of the configuration

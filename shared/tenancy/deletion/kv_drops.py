@@ -45,8 +45,8 @@ T = TypeVar("T")
 # workers outside of its regions drop its KV.
 DropReason = Literal["zero_retention", "removed", "regions"]
 
-# KEYS: the last number, the orders. ARGV: an order, the number before the first. Returns its number.
-# Both are written at once: whoever reads the last number finds all orders up to it.
+# KEYS: the last number, the orders. ARGV: an order, the number before the first one. Returns the
+# order's number. Both are written at once: whoever reads the last number finds all orders up to it.
 ORDER_LUA = """
 redis.call('SETNX', KEYS[1], ARGV[2])
 local number = redis.call('INCRBY', KEYS[1], 1)
