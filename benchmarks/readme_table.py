@@ -311,7 +311,7 @@ def _beside_peer(found: dict[str, Any]) -> str:
         of_shape = [each for load, each in rates.items() if load[0] == shape]
         ratios = sorted(each["hearth"] / each["dynamo"] for each in of_shape)
         spans.append(f"{name} {ratios[0]:.2f} to {ratios[-1]:.2f} x")
-    return "requests/s over Dynamo's: " + ", ".join(spans)
+    return "requests/s as a multiple of Dynamo's: " + ", ".join(spans)
 
 
 def _worst_pause(found: dict[str, Any]) -> str:
@@ -321,7 +321,7 @@ def _worst_pause(found: dict[str, Any]) -> str:
     lost, altered = (sum(row[name] for row in rows) for name in ("lost", "altered"))
     decode = {row["fault"]: row["pause_s"] for row in rows if row["process"] == "decode-1"}
     return (
-        f"{decode['kill']:.2f} s, {decode['freeze']:.2f} s; of any process {pause:.2f} s, beyond "
+        f"{decode['kill']:.2f} s, {decode['freeze']:.2f} s; of any process {pause:.2f} s, without "
         f"outage and recomputation; {streams:,} streams, {faults} faults, {lost} lost, {altered} "
         "altered"
     )

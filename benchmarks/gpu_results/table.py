@@ -84,7 +84,7 @@ def _loads(card: str, rows: Rows) -> list[str]:
     alone, busy = (
         f"TTFT {row['ttft_p50_ms']:.0f} ms, {row['tokens_per_s']:,.0f} tokens/s" for row in loads
     )
-    what = f"The same over HTTP, {loads[0]['prompt_tokens']:,.0f}-token prompts"
+    what = f"8B, vocabulary cut to 2,048, over HTTP, {loads[0]['prompt_tokens']:,.0f}-token prompts"
     measured = f"alone {alone}; {SUMMED_USERS[1]} clients {busy}"
     return [f"| {what} | {measured} | `scripts/gpu_kit OUT --call d` |"]
 
