@@ -27,7 +27,7 @@ from tests.chaos.checks.metrics import MetricWatch, runbook_metrics
 from tests.chaos.checks.phases import Phase, reach
 from tests.support.cluster.chaos_cluster import MONITOR, SERVERS, ChaosCluster
 from tests.support.cluster.clients import Exchange
-from tests.support.waiting import NotReached, until
+from tests.support.waiting import LIMIT_S, NotReached, until
 
 # device: each step of a worker raises; drain: it hands over at once, and is then stopped
 Fault = Literal["kill", "freeze", "device", "drain"]
@@ -53,7 +53,7 @@ SERVER_OUTAGE_S = 0.5  # after which a supervisor restarts a server
 NUM_LATE = 4  # requests that are sent during the fault
 LATE_AFTER_S = 0.2
 ROW_TIMEOUT_S = 60.0
-EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = LIMIT_S
 
 
 class Row(msgspec.Struct, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.services.cli.in_process import call_hearth
 from tests.support.cluster.chaos_cluster import TENANT
 from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.engine.families import LLAMA4, LLAMA4_EXPERTS, MultimodalLlama4
+from tests.support.waiting import wait_until
 
 SCOUT = "@cf/meta/llama-4-scout-17b-16e-instruct"
 MESSAGES = [
@@ -35,7 +35,6 @@ PROMPT = (
     "<|header_start|>user<|header_end|>\n\nWhy is pizza so good<|eot|>"
     "<|header_start|>assistant<|header_end|>\n\n"
 )
-ALIAS_TIMEOUT_S, POLL_S = 10, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +61,14 @@ def cluster(
 def call(cluster: ModelCluster, messages: list[Any] = MESSAGES, **options: Any) -> httpx.Response:
     """Waits until the gateway knows the alias."""
     path = f"/client/v4/accounts/{TENANT}/ai/run/{SCOUT}"
-    deadline = time.monotonic() + ALIAS_TIMEOUT_S
-    while True:
+
+    def known() -> httpx.Response | None:
         response = cluster.client.post(path, json={"messages": messages, **options})
-        if "does not exist" not in response.text:
-            return response
-        assert time.monotonic() < deadline, response.text
-        time.sleep(POLL_S)
+        return None if "does not exist" in response.text else response
+
+    answered: httpx.Response | None = wait_until(known, poll_s=0.02)
+    assert answered is not None
+    return answered
 
 
 def test_documented_call_is_answered(

@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 from services.gateway.dialects.dialect import Dialect
 from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.service import GatewayService
+from services.gateway.streams import stream_driver
 from services.gateway.structured.grammars import request_grammars
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
@@ -78,12 +79,14 @@ def _ends_the_cluster(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def check_timeout() -> Iterator[None]:
+def patience() -> Iterator[None]:
     """Longer than a gateway's: tests that share the cores starve the processes that check grammars,
-    whose niceness is theirs on purpose, and a 429 of an overloaded gateway would be right.
+    whose niceness is theirs on purpose, and a 429 of an overloaded gateway would be right. A submit
+    whose reply is late is repeated: the peers would record a request twice.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_grammars, "MAX_CHECK_S", 20.0)
+        patch.setattr(stream_driver, "SUBMIT_TIMEOUT_S", 5.0)
         yield
 
 

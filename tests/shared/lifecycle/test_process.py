@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.lifecycle.descriptors import MAX_DESCRIPTORS
+from tests.support.waiting import LIMIT_S
 
 SCRIPT = """
 import asyncio, resource, sys, time
@@ -98,14 +99,14 @@ def test_signal_drains_and_stops() -> None:
             wait_for_log(child, '"ready"')
             child.send_signal(number)
             assert [read_line(child), read_line(child)] == ["draining", "stopped"]
-            assert child.wait(timeout=10) == 0
+            assert child.wait(timeout=LIMIT_S / 2) == 0
 
 
 def test_signal_during_the_load_ends_the_process_before_it_joins() -> None:
     with process("load slowly") as child:
         assert read_line(child) == "loading"
         child.send_signal(signal.SIGTERM)
-        out, _ = child.communicate(timeout=10)  # the load takes a minute
+        out, _ = child.communicate(timeout=LIMIT_S / 2)  # the load takes a minute
         assert (out, child.returncode) == ("", 0)
 
 
@@ -113,7 +114,7 @@ def test_signal_during_the_start_stops_what_was_started() -> None:
     with process("start slowly") as child:
         assert read_line(child) == "started"
         child.send_signal(signal.SIGTERM)
-        out, _ = child.communicate(timeout=10)
+        out, _ = child.communicate(timeout=LIMIT_S / 2)
         assert (out.split(), child.returncode) == (["stopped"], 0)
 
 
@@ -123,12 +124,12 @@ def test_second_signal_aborts_the_drain() -> None:
         child.send_signal(signal.SIGTERM)
         assert [read_line(child), read_line(child)] == ["started", "draining"]
         child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=10) == 1
+        assert child.wait(timeout=LIMIT_S / 2) == 1
 
 
 def test_failed_start_stops_and_prints_one_line() -> None:
     with process("refuse") as child:
-        out, err = child.communicate(timeout=10)
+        out, err = child.communicate(timeout=LIMIT_S / 2)
         assert out.split() == ["started", "stopped"]
         assert err == "process-1: the port is taken\n"
         assert child.returncode == 2
@@ -136,7 +137,7 @@ def test_failed_start_stops_and_prints_one_line() -> None:
 
 def test_failed_background_task_ends_process() -> None:
     with process("break") as child:
-        _, err = child.communicate(timeout=10)
+        _, err = child.communicate(timeout=LIMIT_S / 2)
         assert child.returncode == 1
         assert "a bug" in err
 
@@ -147,4 +148,4 @@ def test_drain_ends_at_its_timeout() -> None:
         child.send_signal(signal.SIGTERM)
         assert read_line(child) == "draining"
         assert read_line(child) == "stopped"
-        assert child.wait(10) == 0
+        assert child.wait(LIMIT_S) == 0

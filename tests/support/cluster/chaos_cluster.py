@@ -20,6 +20,7 @@ import msgspec
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.credentials import role_of
+from services.local.servers import nats_environ
 from shared.subjects import CredentialRole
 from shared.tenancy.tenant_admin import new_api_key, save_api_key, save_client
 from shared.transport.link_config import SiteLinks
@@ -233,7 +234,8 @@ class ChaosCluster:
         monitor = f'users: [\n    {{user: "{MONITOR}", password: "{PASSWORD}"}}\n'
         path = self.folder / "nats.conf"
         path.write_text(text.replace("users: [\n", monitor, 1))
-        return Server([find_binary("nats-server"), "-c", str(path)], port)
+        environ = nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0)))
+        return Server([find_binary("nats-server"), "-c", str(path)], port, environ)
 
     async def _store_key(self) -> None:
         await save_api_key(self.redis_url, self.api_key, TENANT)

@@ -26,6 +26,7 @@ from shared.transport.bus import NatsBus
 from tests.services.cli.cluster.heartbeats import hosted
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer
+from tests.support.waiting import LIMIT_S
 
 FIRST_POLL_S = 0.05
 ONCE = {"is_once": True, "is_json": True, "interval_s": 1.0, "first_poll_s": FIRST_POLL_S}
@@ -94,7 +95,7 @@ async def test_gateway_is_asked_so_that_nothing_waits(
         with pytest.raises(DependencyUnavailable):  # it has just started and may not know all
             await _status(url, **ONCE, first_beat_s=FIRST_POLL_S)
         uptimes["gateway-1"] = 5.0
-        await _status(url, **ONCE, first_beat_s=FIRST_POLL_S)
+        await _status(url, **ONCE, first_beat_s=LIMIT_S)
     (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("{"))
     shown = json.loads(line)
     assert shown["gateway_id"] == "gateway-2"

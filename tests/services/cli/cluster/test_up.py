@@ -480,4 +480,4 @@ def test_up_fails_with_the_error_of_a_worker(tmp_path: Path, chat_model: Path) -
     )
     assert Path(failure.rpartition("its log: ")[2]).is_file()
     # those of a gateway that has been killed end with their input
-    eventually(lambda: not processes_of(tmp_path), "end of all processes", timeout_s=10)
+    eventually(lambda: not processes_of(tmp_path), "end of all processes")

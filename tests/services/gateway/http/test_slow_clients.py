@@ -13,6 +13,7 @@ import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
 
+from services.gateway.service import GatewayService
 from shared.clock import MonotonicClock
 from shared.errors import HearthError
 from shared.store import RedisStore
@@ -60,17 +61,27 @@ def connect(beside: Beside, body: dict[str, Any]) -> socket.socket:
     return client
 
 
+def lose_patience(gateway: GatewayService) -> None:
+    """Ends the write timeout of the clients that do not read now."""
+    for each in gateway._web_server._server.server_state.connections:
+        connection = each._connection  # type: ignore[union-attr]
+        if connection._timer is not None:
+            connection._timeout_s = 0.0
+            connection._check()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_unread_response_holds_its_lease_until_it_is_closed(
     cluster: Cluster, stream: bool
 ) -> None:
-    async with gateway_of(cluster, write_timeout_s=0.5) as beside:
+    async with gateway_of(cluster, write_timeout_s=LIMIT_S) as beside:
         gateway = beside.gateway
         client = connect(beside, {**LARGE, "stream": stream})
         await cluster.scheduler.submits.get()
         await until(lambda: not len(gateway._driver))  # all tokens are generated
         check_envelope(await beside.http.post(CHAT, json=BODY), 429, "concurrency_exceeded", None)
         assert gateway.submission._unsent.num_bytes("acme") > 20_000
+        lose_patience(gateway)
         await until(lambda: not gateway._limits.num_open)
         assert sample_sum(beside.gateway, "hearth_slow_clients_total") == 1
         assert gateway.submission._unsent.num_bytes("acme") == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -55,6 +54,20 @@ class Acme:
 
     async def post_chat(self, **fields: Any) -> httpx.Response:
         return await self.http.post(CHAT, json={**BODY, **fields})
+
+    async def leave_after(self, num_tokens: int) -> None:
+        """The client of a stream disconnects once the gateway has these tokens, and no more."""
+        self.cluster.decodes[0].hold_at = num_tokens
+        open_streams = self.cluster.gateway._driver._streams._by_request
+        await until(lambda: not open_streams)
+        streaming = asyncio.create_task(self.post_chat(stream=True))
+        await until(
+            lambda: (
+                [len(each.choices[0].token_ids) for each in open_streams.values()] == [num_tokens]
+            )
+        )
+        streaming.cancel()
+        await asyncio.wait({streaming})
 
     async def request(self) -> Request:
         return (await self.cluster.scheduler.submits.get()).request
@@ -178,9 +191,7 @@ async def test_reservation_ends_once_for_every_outcome(acme: Acme) -> None:
     scheduler.refusal = None
     bad = await acme.post_chat(max_tokens=0)
     check_envelope(bad, 400, "invalid_request", "max_tokens")
-    decode.hold_at = 3
-    with contextlib.suppress(httpx.ReadTimeout):  # the client disconnects
-        await acme.http.post(CHAT, json={**BODY, "stream": True}, timeout=0.5)
+    await acme.leave_after(3)
     await until(lambda: acme.cluster.gateway._limits.num_open == 0)
     running = asyncio.create_task(acme.post_chat())
     await until(lambda: acme.cluster.gateway._limits.num_open == 1)
@@ -216,10 +227,10 @@ async def test_only_delivered_output_tokens_are_charged(acme: Acme) -> None:
     assert 0 < current.used["output_tokens_per_min"] <= 4 * num_output_tokens
     decode = acme.cluster.decodes[0]
     decode.hold_at = 0
-    asyncio.get_running_loop().call_later(1, decode.released.set)
-    first, second = await asyncio.gather(
-        acme.post_chat(max_tokens=300), acme.post_chat(max_tokens=300)
-    )
+    both = [asyncio.create_task(acme.post_chat(max_tokens=300)) for _ in range(2)]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    decode.released.set()
+    first, second = await asyncio.gather(*both)
     assert {first.status_code, second.status_code} == {200, 429}
     rejected = first if first.status_code == 429 else second
     check_envelope(rejected, 429, "output_tokens_per_min_exceeded", None)
@@ -255,9 +266,7 @@ def open_runs(decode: PeerDecode) -> list[Run]:
 
 async def test_usage_counts_tokens_of_disconnected_client(acme: Acme) -> None:
     await acme.configure()
-    acme.cluster.decodes[0].hold_at = 3
-    with contextlib.suppress(httpx.ReadTimeout):
-        await acme.http.post(CHAT, json={**BODY, "stream": True}, timeout=0.5)
+    await acme.leave_after(3)
     await until(lambda: not len(acme.cluster.gateway._driver))
     (row,) = await acme.usage()
     assert (row.requests, row.output_tokens) == (1, 3)

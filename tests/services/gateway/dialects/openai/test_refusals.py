@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -250,12 +251,15 @@ async def test_failure_before_and_after_the_first_token(cluster: Cluster) -> Non
 
 async def test_too_many_requests_and_deadline(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 0
-    async with cluster.beside(max_requests=1, request_timeout_s=0.8) as beside:
+    async with cluster.beside(max_requests=1, request_timeout_s=LIMIT_S) as beside:
         first = asyncio.create_task(beside.http.post(CHAT, json=BODY))
         await cluster.scheduler.submits.get()
         second = await beside.http.post(CHAT, json=BODY)
         check_envelope(second, 429, "overloaded", None)
         assert second.headers["retry-after"] == "1"
+        (stream,) = beside.gateway._driver._streams._by_request.values()
+        assert 0 < stream.deadline_at - time.monotonic() <= LIMIT_S
+        stream.deadline_at = 0.0  # it is over
         check_envelope(await first, 504, "deadline_exceeded", None)
         assert (await cluster.decodes[0].aborts.get()).reason == "deadline"
 
@@ -270,7 +274,7 @@ async def test_prompts_in_preparation_count_as_open_requests(
 
     def slow_prepare(*args: Any, **kwargs: Any) -> Any:
         loop.call_soon_threadsafe(is_preparing.set)
-        assert may_end.wait(timeout=10)
+        assert may_end.wait(timeout=LIMIT_S)
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(preparation, "prepare", slow_prepare)
@@ -280,7 +284,7 @@ async def test_prompts_in_preparation_count_as_open_requests(
     await is_preparing.wait()
     second = asyncio.create_task(cluster.http.post(CHAT, json=long))
     try:
-        done, _ = await asyncio.wait({second}, timeout=5)
+        done, _ = await asyncio.wait({second}, timeout=LIMIT_S / 2)
         assert done, "the request waits for a thread"
         check_envelope(second.result(), 429, "overloaded", None)
     finally:
