@@ -24,6 +24,8 @@ from tests.support.account import (
     EXPIRED,
     EYES,
     EYES_MODEL,
+    HARMONY,
+    HARMONY_MODEL,
     LIMITED,
     MODEL,
     OTHER,
@@ -37,6 +39,7 @@ from tests.support.cluster.hearth_up import Cluster, run_cluster
 from tests.support.services.running import run_hearth
 from tests.support.services.seeing_dir import write_seeing_dir
 from tests.wide.checkpoint import write_wide_checkpoint
+from tests.wide.harmony import write_harmony_checkpoint
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -76,10 +79,12 @@ def run_accounts(folder: Path) -> Iterator[list[Account]]:
     """Runs the clusters, tenants and aliases of `tests/support/account.py`; yields the accounts."""
     model = write_chat_checkpoint(folder / MODEL, max_position_embeddings=CONTEXT)
     wide = write_wide_checkpoint(folder / AGENT_MODEL)
+    harmony = write_harmony_checkpoint(folder / HARMONY_MODEL)
     seeing = write_seeing_dir(folder / EYES_MODEL)
     with (
         run_cluster(folder, "--model", str(model)) as cluster,
         run_cluster(folder / AGENTS, "--model", str(wide)) as agents,
+        run_cluster(folder / HARMONY, "--model", str(harmony)) as thinking,
         run_cluster(folder / EYES, "--model", str(seeing)) as eyes,
         run_cluster(folder / BROWSER, "--decode", "2") as browser,
     ):
@@ -89,6 +94,7 @@ def run_accounts(folder: Path) -> Iterator[list[Account]]:
         keys[ACCOUNT] = cluster.state.api_key
         accounts = [Account(cluster.url, name, key) for name, key in keys.items()]
         accounts.append(Account(agents.url, AGENTS, agents.state.api_key))
+        accounts.append(Account(thinking.url, HARMONY, thinking.state.api_key))
         accounts.append(Account(eyes.url, EYES, eyes.state.api_key))
         yield [*accounts, *browser_accounts(folder / BROWSER, browser)]
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,19 @@ class Place:
 
 
 @contextlib.contextmanager
-def run_place() -> Iterator[Place]:
+def run_place(
+    write: Callable[[Path], Path] = write_wide_checkpoint, model: str = AGENT_MODEL
+) -> Iterator[Place]:
+    """Runs a cluster with the checkpoint of `write`, named `model`."""
     with tempfile.TemporaryDirectory(prefix="hearth-agent-") as name:
         folder = Path(name)
         home, work = folder / "home", folder / "work"
         home.mkdir()
         work.mkdir()
         (work / "README.md").write_text("A file.\n")
-        model = write_wide_checkpoint(folder / AGENT_MODEL)
-        make_greedy(model / "generation_config.json")
-        with run_cluster(folder, "--model", str(model)) as cluster:
+        checkpoint = write(folder / model)
+        make_greedy(checkpoint / "generation_config.json")
+        with run_cluster(folder, "--model", str(checkpoint)) as cluster:
             yield Place(cluster, home, work)
 
 

@@ -1,24 +1,30 @@
-"""Runs Codex, unmodified, for two turns with a tool call in each: `scripts/try_codex [CODEX]`.
+"""Runs Codex, unmodified, for two turns with a tool call in each:
+`scripts/try_codex [--gpt-oss] [CODEX]`.
 
 CODEX: the program (default: `codex`), such as that of `npm install @openai/codex`. The second turn
-resumes the session of the first. What it did is written to `transcripts/codex.jsonl`.
+resumes the session of the first. What it did is written to `transcripts/codex.jsonl`, and with a
+gpt-oss, which thinks before it calls, to `transcripts/codex_gpt_oss.jsonl`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.clients.agent_program import LEAST_CACHED, Place, run_place, write_transcript
-from tests.support.account import AGENT_MODEL
+from tests.support.account import AGENT_MODEL, HARMONY_MODEL
+from tests.wide.checkpoint import write_wide_checkpoint
+from tests.wide.harmony import THOUGHT, write_harmony_checkpoint
 
 KEY_VARIABLE = "HEARTH_API_KEY"
 OPTIONS = ("--skip-git-repo-check", "--sandbox", "read-only", "--json")
 TURNS = (("List the files.",), ("resume", "--last", "List them again."))
 NUM_REQUESTS = 4  # of each turn: the call, and the answer to its result
 ITEMS = {
+    "reasoning": ("content",),
     "message": ("role", "content"),
     "function_call": ("name", "arguments", "call_id"),
     "function_call_output": ("call_id", "output"),
@@ -45,17 +51,28 @@ goals = false
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if it called the tool in both turns, and found later prompts in the cache."""
-    with run_place() as place:
-        records = run_codex(arguments[0] if arguments else "codex", place)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("program", metavar="CODEX", nargs="?", default="codex")
+    parser.add_argument("--gpt-oss", action="store_true", help="a model that thinks, in Harmony")
+    options = parser.parse_args(arguments)
+    write, model = write_wide_checkpoint, AGENT_MODEL
+    if options.gpt_oss:
+        write, model = write_harmony_checkpoint, HARMONY_MODEL
+    with run_place(write, model) as place:
+        records = run_codex(options.program, place, model)
         messages = list(transcript(records))
-    return write_transcript("codex", messages, list(problems_of(messages)))
+    problems = list(problems_of(messages))
+    if options.gpt_oss and sum(THOUGHT in json.dumps(each) for each in messages) < len(TURNS):
+        problems.append("there is no reasoning in each turn")
+    name = "codex_gpt_oss" if options.gpt_oss else "codex"
+    return write_transcript(name, messages, problems)
 
 
-def run_codex(program: str, place: Place) -> list[dict[str, Any]]:
+def run_codex(program: str, place: Place, model: str) -> list[dict[str, Any]]:
     """Returns the records of its session, which it keeps in its home."""
     folder = place.home / ".codex"
     folder.mkdir()
-    fields = {"model": AGENT_MODEL, "url": place.cluster.url, "key_variable": KEY_VARIABLE}
+    fields = {"model": model, "url": place.cluster.url, "key_variable": KEY_VARIABLE}
     (folder / "config.toml").write_text(CONFIG.format(**fields))
     for turn in TURNS:
         variables = {KEY_VARIABLE: place.cluster.state.api_key}
@@ -76,7 +93,7 @@ def transcript(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if not is_asked:
             continue
         if record["type"] == "response_item" and kind in ITEMS and not is_context(payload):
-            yield {"type": kind, **{name: payload[name] for name in ITEMS[kind]}}
+            yield {"type": kind, **{name: payload.get(name) for name in ITEMS[kind]}}
         elif kind == "token_count" and payload["info"]:
             usage = payload["info"]["last_token_usage"]
             yield {"usage": {name: usage[name] for name in USAGE}}

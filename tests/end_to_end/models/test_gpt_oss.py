@@ -1,20 +1,29 @@
-"""A small random gpt-oss on split workers: windows and sinks over the network, and Harmony."""
+"""A small random gpt-oss in MXFP4 on split workers: windows and sinks over the network, the texts
+of the dequantized checkpoint, and Harmony.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer
 
 from tests.services.cli.cluster.chat_checkpoint import write_byte_tokenizer
+from tests.support.cluster.greedy_texts import check_greedy_texts, greedy_texts
 from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.engine.families import FAMILIES
+from tests.support.engine.quantized import dequantize_folder, quantize
 
 WORKERS = ("prefill-1", "decode-1")
+OPTIONS = {"dtype": "float32"}
+# Blocks of 32 columns, as MXFP4 has them; sizes are no powers of two.
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
 MARKS = [f"<|{each}|>" for each in ("start", "end", "message", "channel", "constrain", "return")]
 # What published templates do, in short: no analysis of earlier turns; calls and their results.
 TEMPLATE = """
@@ -64,17 +73,68 @@ def write_gpt_oss(folder: Path) -> Path:
         vocab_size=tokenizer.get_vocab_size(),
         eos_token_id=ends,
         max_position_embeddings=2048,
+        dtype=torch.bfloat16,
+        **SIZES,
     )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return folder
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
-    folder = tmp_path_factory.mktemp("gpt-oss")
-    model = write_gpt_oss(folder / "tiny")
-    with run_model(folder, model, WORKERS, {"dtype": "float32"}) as running:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return quantize(write_gpt_oss(folder / "plain"), folder / "tiny", "mxfp4")
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
+    with run_model(tmp_path_factory.mktemp("gpt-oss"), checkpoint, WORKERS, OPTIONS) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def dense(checkpoint: Path) -> Path:
+    return dequantize_folder(checkpoint, checkpoint.parent / "dense", torch.bfloat16)
+
+
+def test_tokens_are_those_of_transformers(cluster: ModelCluster, dense: Path) -> None:
+    tokenizer = dense / "tokenizer.json"
+    vocab_size = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=False)
+    check_greedy_texts(cluster, greedy_texts(dense, tokenizer, vocab_size))
+
+
+def texts_of(cluster: ModelCluster) -> list[str]:
+    """Returns greedy and sampled texts: of each prompt alone, then of all at once, all cached."""
+
+    def complete(number: int) -> str:
+        body = {
+            "model": cluster.model,
+            "prompt": QUESTION[number:],
+            "max_tokens": 24,
+            "temperature": number % 2,
+            "seed": number,
+        }
+        response = cluster.client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        assert answer["hearth"]["prefill_worker"] != answer["hearth"]["decode_worker"]
+        return answer["choices"][0]["text"]
+
+    alone = [complete(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as clients:
+        assert list(clients.map(complete, range(8))) == alone
+    return alone
+
+
+@pytest.mark.long
+def test_texts_are_those_of_the_dequantized_checkpoint(
+    cluster: ModelCluster, dense: Path, tmp_path: Path
+) -> None:
+    """The same in every bit, so sampled texts, too."""
+    with run_model(tmp_path, dense, WORKERS, OPTIONS) as other:
+        expected = texts_of(other)
+    assert len(set(expected)) == len(expected)
+    assert texts_of(cluster) == expected
 
 
 def test_schema_is_followed_in_the_final_channel(cluster: ModelCluster) -> None:

@@ -1,26 +1,25 @@
-"""Small random checkpoints of AWQ, GPTQ, FP8 and compressed-tensors, layers of several formats in
-one, through a cluster of split roles: the tokens are those of transformers with the dequantized
-weights, alone and eight at a time, computed and found in the cache.
+"""Small random checkpoints of odd sizes through a cluster of split roles: gpt-oss, and families in
+AWQ, GPTQ, FP8, MXFP4 and compressed-tensors, also layers of several formats in one. The tokens are
+those of transformers with the dequantized weights, alone and eight at a time, computed and found in
+the cache.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
+from tests.support.cluster.greedy_texts import GreedyTexts, check_greedy_texts, greedy_texts
 from tests.support.cluster.model_cluster import ModelCluster, run_model
-from tests.support.engine.checkpoints import write_model
-from tests.support.engine.reference import MARGIN, continuation
+from tests.support.engine.families import FAMILIES
+from tests.support.engine.quantized import dequantize_folder, quantize
 from tests.support.engine.stored_formats import (
     StoredFormat,
     awq,
@@ -33,7 +32,6 @@ from tests.support.engine.stored_formats import (
 from tests.support.grids import in_short_run
 
 WORKERS = ("worker-1", "worker-2")
-NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLED = 8, 37, 10
 # Heads of 24 and 5 steps of 32 columns: partial blocks, and groups that are no power of two.
 MODEL: dict[str, Any] = {
     "hidden_size": 96,
@@ -44,11 +42,29 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+MOE = {"moe_intermediate_size": 64}
 
 
 class Case(NamedTuple):
-    format_of: Callable[[str], StoredFormat | None]
+    """`format_of`: a layer's name -> its format; "mxfp4": of all experts; None: a dense checkpoint.
+    `config`: fields of quantization_config; `sizes`: of the model.
+    """
+
+    format_of: Callable[[str], StoredFormat | None] | Literal["mxfp4"] | None
     config: Mapping[str, Any] = MappingProxyType({})
+    family: str = "llama, yarn"
+    sizes: Mapping[str, Any] = MappingProxyType(MODEL)
+
+    def write(self, folder: Path, vocab_size: int) -> tuple[Path, Path]:
+        """Returns the checkpoint and the dense one of the same numbers."""
+        plain, stored, dense = (folder / each for each in ("plain", "stored", "dense"))
+        FAMILIES[self.family].write(plain, vocab_size=vocab_size, **self.sizes)
+        if self.format_of is None:
+            return plain, plain
+        if self.format_of == "mxfp4":
+            quantize(plain, stored, "mxfp4")
+            return stored, dequantize_folder(stored, dense, torch.float32)
+        return write_formats(plain, stored, self.format_of, torch.float32, **self.config)
 
 
 def _mixed_gptq(layer: str) -> StoredFormat | None:
@@ -96,29 +112,35 @@ CASES: dict[str, Case] = {
         },
     ),
     "fp8": Case(lambda _: fp8("fp8", is_per_tensor=True, is_static=True)),
+    "gpt-oss, mxfp4": Case("mxfp4", family="gpt-oss"),
+    "gpt-oss": Case(None, family="gpt-oss", sizes={}),
+    "gpt-oss, listed layers": Case(
+        None, family="gpt-oss, listed layers, no biases, truncated", sizes={}
+    ),
+    "mixtral, awq": Case(lambda _: awq(), family="mixtral"),
+    "gemma3, awq a row": Case(lambda _: awq(0), family="gemma3"),
+    "qwen3 moe, gptq": Case(lambda _: gptq(), family="qwen3 moe", sizes={**MODEL, **MOE}),
+    "phi3, gptq v2, zeros": Case(lambda _: gptq(0, version=2, is_symmetric=False), family="phi3"),
+    "qwen2, int8 packed, zeros": Case(
+        lambda _: packed(is_symmetric=False, scale_dtype=torch.float32), family="qwen2"
+    ),
+    "glm4 moe, int8": Case(
+        lambda _: int8(scale_dtype=torch.float32), family="glm4 moe", sizes={**MODEL, **MOE}
+    ),
+    "llama4, int8 but experts": Case(
+        lambda _: int8(scale_dtype=torch.float32),
+        {"ignore": ["lm_head", r"re:.*\.feed_forward\.experts.*"]},
+        family="llama4, experts",
+        sizes={},
+    ),
+    "deepseek, fp8": Case(lambda _: fp8(), family="deepseek", sizes={}),
+    "deepseek, fp8 per tensor": Case(
+        lambda _: fp8("fp8", is_per_tensor=True), family="deepseek", sizes={}
+    ),
 }
 
 
-class Served(NamedTuple):
-    cluster: ModelCluster
-    prompts: list[list[int]]
-    expected: list[str]
-
-    def complete(self, prompt: list[int]) -> tuple[str, int]:
-        """Returns the text and the number of cached tokens."""
-        body = {
-            "model": self.cluster.model,
-            "prompt": prompt,
-            "max_tokens": NUM_SAMPLED,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        response = self.cluster.client.post("/v1/completions", json=body)
-        assert response.status_code == 200, response.text
-        answer = response.json()
-        assert answer["hearth"]["prefill_worker"] != answer["hearth"]["decode_worker"]
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return answer["choices"][0]["text"], cached
+Served = tuple[ModelCluster, GreedyTexts]
 
 
 @pytest.fixture(scope="module", params=in_short_run(["gptq"], CASES))
@@ -127,44 +149,13 @@ def served(
 ) -> Iterator[Served]:
     folder, case = tmp_path_factory.mktemp("model"), CASES[request.param]
     vocab_size = write_byte_tokenizer(folder / "tokenizer", TEMPLATE)
-    write_model(folder / "plain", "LlamaForCausalLM", vocab_size=vocab_size, **MODEL)
-    stored, dense = write_formats(
-        folder / "plain", folder / "stored", case.format_of, torch.float32, **case.config
-    )
+    stored, dense = case.write(folder, vocab_size)
     shutil.copytree(folder / "tokenizer", stored, dirs_exist_ok=True)
-    prompts, expected = references(dense, folder / "tokenizer/tokenizer.json", vocab_size)
+    wanted = greedy_texts(dense, folder / "tokenizer/tokenizer.json", vocab_size)
     state = tmp_path_factory.mktemp("cluster")
     with run_model(state, stored, WORKERS, {"dtype": "float32"}) as cluster:
-        yield Served(cluster, prompts, expected)
-
-
-def references(dense: Path, tokenizer: Path, vocab_size: int) -> tuple[list[list[int]], list[str]]:
-    """Returns prompts whose greedy tokens no rounding changes, and the texts of these tokens. A
-    prompt ends with a whole character: of a part, the answer would have the rest.
-    """
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
-    decoder = Tokenizer.from_file(str(tokenizer))
-    last = decoder.token_to_id("a")
-    prompts: list[list[int]] = []
-    texts: list[str] = []
-    for seed in range(10 * NUM_PROMPTS):
-        generator = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(3, vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
-        prompt[-1] = last
-        tokens, margin = continuation(model, prompt, NUM_SAMPLED)
-        if margin > MARGIN and len(prompts) < NUM_PROMPTS:
-            prompts.append(prompt)
-            texts.append(decoder.decode(tokens))
-    assert len(prompts) == NUM_PROMPTS
-    return prompts, texts
+        yield cluster, wanted
 
 
 def test_tokens_are_those_of_transformers(served: Served) -> None:
-    """One prompt alone; it and seven others at once, of which it is cached; then all cached."""
-    first, expected = served.prompts[0], served.expected
-    assert served.complete(first) == (expected[0], 0)
-    with ThreadPoolExecutor(NUM_PROMPTS) as clients:
-        for num_cached in (1, NUM_PROMPTS):
-            found = list(clients.map(served.complete, served.prompts))
-            assert [text for text, _ in found] == expected
-            assert sum(cached > 0 for _, cached in found) == num_cached
+    check_greedy_texts(*served)
