@@ -109,6 +109,7 @@ TRITON_MODULES = {
     "add_experts": "moe.expert_rows",
     "add_rms_norm": "rows.add_rms_norm",
     "apply_token_mask": "sampling.apply_token_mask",
+    "clamped_gate": "rows.clamped_gate",
     "copy_blocks": "kv.copy_blocks",
     "decode_attention": "attention.decode_attention",
     "expert_mlp": "moe.expert_mlp",

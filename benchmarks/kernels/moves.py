@@ -29,6 +29,7 @@ from kernels.gpu.kv.gather_blocks import gather_blocks as gather_kernel
 from kernels.gpu.kv.rotate_and_store import rotate_and_store as rotate_kernel
 from kernels.gpu.kv.scatter_blocks import scatter_blocks as scatter_kernel
 from kernels.gpu.rows.add_rms_norm import add_rms_norm as add_norm_kernel
+from kernels.gpu.rows.clamped_gate import clamped_gate as clamped_kernel
 from kernels.gpu.rows.gelu_and_mul import gelu_and_mul as gelu_kernel
 from kernels.gpu.rows.rms_norm import rms_norm as norm_kernel
 from kernels.gpu.rows.silu_and_mul import silu_and_mul as silu_kernel
@@ -90,6 +91,18 @@ def silu_and_mul() -> Iterator[Found]:
 
 def gelu_and_mul() -> Iterator[Found]:
     return _gated("gelu_and_mul", gelu_kernel)
+
+
+def clamped_gate() -> Iterator[Found]:
+    """Two rows are read, one is written; the biases of 32 experts come from the cache."""
+    width, num_rows = 2880, GATE_ELEMENTS // 2880
+    gate_up, bias = random(num_rows, 2 * width), random(32, 2 * width)
+    experts = torch.arange(num_rows, device=gate_up.device) * 32 // num_rows
+
+    def launch() -> Tensor:
+        return clamped_kernel(gate_up, bias, experts, limit=7.0, alpha=1.702)
+
+    yield _moved("clamped_gate", f"{num_rows} x {width}", launch, gate_up.nbytes * 3 // 2)
 
 
 def _gated(op: str, kernel: Callable[[Tensor], Tensor]) -> Iterator[Found]:

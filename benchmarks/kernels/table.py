@@ -19,6 +19,7 @@ OPS: dict[str, Callable[..., Iterator[Found]]] = {
         moves.add_rms_norm,
         moves.silu_and_mul,
         moves.gelu_and_mul,
+        moves.clamped_gate,
         moves.rotate_and_store,
         moves.gather_blocks,
         moves.scatter_blocks,

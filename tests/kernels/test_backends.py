@@ -37,7 +37,7 @@ BACKENDS = {
         "cpu.attention.decode_attention",
         "gpu.attention.decode_attention",
     ),
-    "clamped_gate": ("reference.gated", "cpu.layer.gated", None),
+    "clamped_gate": ("reference.gated", "cpu.layer.gated", "gpu.rows.clamped_gate"),
     "apply_token_mask": (
         "torch_ops.apply_token_mask",
         None,

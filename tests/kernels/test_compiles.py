@@ -49,6 +49,13 @@ def _launch_silu_and_mul() -> None:
     silu_and_mul(_empty(64, 2 * 14336))
 
 
+def _launch_clamped_gate() -> None:
+    from kernels.gpu.rows.clamped_gate import clamped_gate
+
+    experts = torch.zeros(64, dtype=torch.int64)
+    clamped_gate(_empty(64, 2 * 2880), _empty(32, 2 * 2880), experts, limit=7.0, alpha=1.702)
+
+
 def _launch_gelu_and_mul() -> None:
     from kernels.gpu.rows.gelu_and_mul import gelu_and_mul
 
@@ -291,6 +298,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "route": _launch_route,
     "lane_linear": _launch_lane_linear,
     "compressed_linear": _launch_compressed_linear,
+    "clamped_gate": _launch_clamped_gate,
     "copy_blocks": _launch_copy_blocks,
     "decode_attention": _launch_decode_attention,
     "decompress": _launch_decompress,

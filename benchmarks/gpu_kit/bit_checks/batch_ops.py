@@ -61,6 +61,20 @@ def gelu_and_mul(session: Session) -> RowOp:
     return RowOp(("gelu_and_mul",), lambda rows: launch(gate_up[rows].clone()))
 
 
+def clamped_gate(session: Session) -> RowOp:
+    """Adds the biases of eight experts."""
+    from kernels.gpu.rows.clamped_gate import clamped_gate as launch
+
+    gate_up = _rows(session, 2 * session.shapes.inner)
+    bias = session.random(8, 2 * session.shapes.inner, seed=1)
+    experts = torch.arange(len(gate_up), device=session.device) % 8
+    limits = {"limit": 7.0, "alpha": 1.702}
+    return RowOp(
+        ("clamped_gate",),
+        lambda rows: launch(gate_up[rows].clone(), bias, experts[rows], **limits),
+    )
+
+
 def rotate_and_store(session: Session) -> RowOp:
     """Returns each row's query, stored key and stored value, with the norms of Qwen3's heads."""
     from kernels.gpu.kv.rotate_and_store import rotate_and_store as launch
@@ -256,6 +270,7 @@ OTHERS: dict[str, Build] = {
     "sample": sample,
     "top_k": top_k,
     "gelu_and_mul": gelu_and_mul,
+    "clamped_gate": clamped_gate,
     **{f"grouped_linear {product}": grouped_linear(product) for product in ("gate_up", "down")},
     "per_head_linear": per_head_linear,
     "route": route,

@@ -34,6 +34,7 @@ from tests.kernels.compiled.tables import (
     Table,
     readme,
     recorded,
+    recorded_sources,
     store,
     store_sources,
 )
@@ -88,9 +89,10 @@ def compiled(classes: Iterable[LaunchClass]) -> Iterator[tuple[LaunchClass, Row]
 
 def write(*, is_resumed: bool) -> None:
     """A case after the other, so that a run that was ended can be resumed: rows that are recorded
-    then stay, which is right only where no kernel has changed since.
+    then stay, with the source that they were recorded from.
     """
     table: Table = recorded(FILE) if is_resumed else {}
+    sources = {name: recorded_sources(FILE).get(name, "") for name in table}
     found: dict[str, LaunchClass] = {}
     for case in CASES:
         for mode in MODES:
@@ -99,10 +101,11 @@ def write(*, is_resumed: bool) -> None:
             new = [each for each in classes.values() if each.key not in table.get(each.name, {})]
             for each, row in compiled(new):
                 table.setdefault(each.name, {})[each.key] = row
+                sources.setdefault(each.name, each.source)
         store(table, FILE)
+        store_sources(sources, FILE)
         print(f"{case}: {len(found)} classes, {time.process_time():.0f} s", flush=True)
     store(_of_classes(table, found.values()), FILE)
-    store_sources({each.name: each.source for each in found.values()}, FILE)
     README.write_text(readme())
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+
 from kernels.gpu.rows import add_rms_norm as add_norms
+from kernels.gpu.rows import clamped_gate as clamped
 from kernels.gpu.rows import gelu_and_mul as gelu
 from kernels.gpu.rows import rms_norm as norms
 from kernels.gpu.rows import silu_and_mul as silu
+from kernels.reference.gated import clamped_gate as reference_clamped
 from kernels.reference.gated import gelu_and_mul as reference_gelu
 from kernels.reference.gated import silu_and_mul as reference_silu
 from kernels.reference.rms_norm import rms_norm as reference_norm
 from tests.support.kernels.cases.case import Inputs, Result, Results, cases
 
 EPS = 1e-5
+LIMITS = {"limit": 0.7, "alpha": 1.702}
 
 
 def rms_norm(inputs: Inputs, rows: str) -> Results:
@@ -44,10 +49,20 @@ def gelu_and_mul(inputs: Inputs, rows: str) -> Results:
     return (Result(y, lambda: reference_gelu(gate_up.float())),)
 
 
+def clamped_gate(inputs: Inputs, rows: str) -> Results:
+    """Adds the biases of three experts."""
+    num_rows, width = inputs.sizes.rows[rows], 2 * inputs.sizes.inner
+    gate_up, bias = inputs.random(num_rows, width), inputs.random(3, width, seed=1)
+    experts = inputs.integers([row % 3 for row in range(num_rows)], torch.int64)
+    y = clamped.clamped_gate(gate_up, bias, experts, **LIMITS)
+    return (Result(y, lambda: reference_clamped(gate_up.float(), bias.float(), experts, **LIMITS)),)
+
+
 CASES = [
     *cases(rms_norm, rows=("batch", "one")),
     *cases(add_rms_norm, rows=("batch", "one", "chunk"), has_unit_offset=(False,)),
     *cases(add_rms_norm, rows=("batch",), has_unit_offset=(True,)),
-    *cases(silu_and_mul, rows=("batch", "one")),
+    *cases(silu_and_mul, rows=("one",)),
     *cases(gelu_and_mul, rows=("batch",)),
+    *cases(clamped_gate, rows=("batch",)),
 ]
