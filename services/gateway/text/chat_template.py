@@ -39,6 +39,14 @@ from services.gateway.text.history.late_system import (
     with_late_system_as_user,
     writes_in_place,
 )
+from services.gateway.text.history.single_calls import (
+    has_several_calls,
+    has_text_beside_reasoning,
+    rejects_text_beside_reasoning,
+    with_single_calls,
+    with_text_in_reasoning,
+    writes_one_call,
+)
 from shared.errors import ConfigError, InvalidRequest
 from shared.transport.wire_errors import one_line
 
@@ -177,6 +185,10 @@ class ChatTemplate:
         messages, tools = self._with_known_tools(messages, tools)
         if has_late_system(messages) and not self._writes_late_system:
             messages = with_late_system_as_user(messages)
+        if has_several_calls(messages) and self._writes_one_call:
+            messages = with_single_calls(messages)
+        if has_text_beside_reasoning(messages) and self._rejects_text_beside_reasoning:
+            messages = with_text_in_reasoning(messages)
         messages = with_call_ids(messages, self.source.call_ids)
         if self._has_xml_arguments:
             messages = with_argument_texts(messages, tools)
@@ -205,14 +217,26 @@ class ChatTemplate:
         """Returns whether the template writes a system message after the first in its place.
         Renders once.
         """
+        return writes_in_place(self._try)
 
-        def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            try:
-                return self._probe(with_parts(messages, self._roles_with_parts))
-            except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
-                raise ValueError("the template rejects the messages") from error
+    @cached_property
+    def _writes_one_call(self) -> bool:
+        """Returns whether the template leaves out all calls of a message but one. Renders once."""
+        return writes_one_call(self._try)
 
-        return writes_in_place(render)
+    @cached_property
+    def _rejects_text_beside_reasoning(self) -> bool:
+        """Returns whether the template takes no text beside reasoning before a call. Renders twice
+        at most.
+        """
+        return self._has_thinking and rejects_text_beside_reasoning(self._try)
+
+    def _try(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the text of known messages. Raises ValueError if the template rejects them."""
+        try:
+            return self._probe(with_parts(messages, self._roles_with_parts))
+        except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError("the template rejects the messages") from error
 
     @cached_property
     def _roles_with_parts(self) -> frozenset[str]:
