@@ -106,10 +106,10 @@ async def test_only_processes_send_more_than_a_body(server: NatsServer) -> None:
         await client.publish(api_request("chat", "client-1"), bytes(4 << 20), reply=OWN_INBOX)
         assert len((await requests.next_msg(timeout=LIMIT_S)).data) == 4 << 20
         await client.publish(api_request("chat", "client-1"), bytes(5 << 20), reply=OWN_INBOX)
-        with pytest.raises(nats.errors.Error):
-            await client.flush(timeout=5)
+        with pytest.raises((nats.errors.Error, OSError)):
+            await client.flush()
         await process.publish(sent_by(subjects.SUBMIT, "gateway-1.-"), bytes(7 << 20))
-        await process.flush(timeout=5)
+        await process.flush()
         assert requests.pending_msgs == 0
 
 

@@ -20,9 +20,11 @@ from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.certificates import Authority, server_context
 from tests.support.recording_relay import relay_to
 from tests.support.servers import NatsServer, RedisServer, Server, find_binary, free_port
+from tests.support.waiting import LIMIT_S
 
 SECRET = "the-password-of-decode-1"
-CONNECT_S, REFUSED_S = 10.0, 0.4
+CONNECT_S, REFUSED_S = LIMIT_S, 0.4
+NO_ANSWER = "no answer"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,20 @@ async def connect(
     )
 
 
+async def refusal(port: int, tls: TlsFiles) -> str:
+    """Why a client does not connect. Its time, all of which it takes, may end on a busy machine
+    before the server has answered.
+    """
+    reason = NO_ANSWER
+    for factor in (1, 10, 100):
+        with pytest.raises(DependencyUnavailable) as raised:
+            await connect(port, tls, timeout_s=factor * REFUSED_S)
+        reason = raised.value.message
+        if not reason.endswith(NO_ANSWER):
+            break
+    return reason
+
+
 @pytest.mark.parametrize("tls_first", [False, True])
 async def test_mutual_tls_connects_and_hides_the_credential(
     tls_server: Server, authority: Authority, tls_first: bool
@@ -82,9 +98,8 @@ async def test_downgrade_to_plain_text_gets_no_byte_of_the_credential(
         async with relay_to(server.port) as (relay, port):
             if is_stripped:
                 relay.to_sender = strip
-            with pytest.raises(DependencyUnavailable, match="does not offer TLS") as raised:
-                await connect(port, authority.issue("decode-1"), timeout_s=REFUSED_S)
-            assert SECRET not in raised.value.message
+            reason = await refusal(port, authority.issue("decode-1"))
+            assert "does not offer TLS" in reason and SECRET not in reason
             assert b"INFO" in relay.recorded
             assert b"CONNECT" not in relay.recorded
             assert SECRET.encode() not in relay.recorded
@@ -154,7 +169,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def store_of(port: int, tls: TlsFiles) -> RedisStore:
-    return RedisStore(f"rediss://localhost:{port}/0", MonotonicClock(), timeout_s=2.0, tls=tls)
+    return RedisStore(f"rediss://localhost:{port}/0", MonotonicClock(), timeout_s=LIMIT_S, tls=tls)
 
 
 async def test_redis_with_mutual_tls(redis_server: RedisServer, authority: Authority) -> None:
