@@ -12,10 +12,11 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.grids import thin
 from tests.support.servers import NatsServer, RedisServer
@@ -27,8 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # By default oneDNN retains the code of 1,024 shapes, 0.35 MB each.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
-settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
-settings.load_profile("untimed")
+# A busy machine fails no test. The short run draws the same examples each time, the long run new
+# ones.
+UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("short run", **UNTIMED, derandomize=True)
+settings.register_profile("long run", **UNTIMED)
 
 # structlog's own console shows the variables of each frame: seconds for one traceback.
 structlog.configure(
@@ -69,6 +73,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=lambda item: rank(item.path))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("short run" if config.option.markexpr == "not long" else "long run")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _seed_torch()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    _seed_torch()
+
+
+def _seed_torch() -> None:
+    """Makes random tensors independent of the tests that this process has run before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
