@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -62,10 +63,12 @@ class RollingFleet(ChaosCluster):
         await self.wait_until_ready()
         return status
 
-    def configure(self, release: Release) -> None:
-        """Has nats-server read the configuration that `release` prints."""
+    async def configure(self, release: Release) -> None:
+        """Has nats-server read the configuration that `release` prints. The command takes seconds
+        on a busy machine, in which this process has to answer the server's pings.
+        """
         self._configured = release
-        self._write_nats_config(self.nats_port)
+        await asyncio.to_thread(self._write_nats_config, self.nats_port)
         os.kill(self.pid("nats-server"), signal.SIGHUP)
 
     def _nats(self) -> Server:

@@ -62,14 +62,14 @@ async def roll(
     async with streams:
         if not is_back:
             streams.step = "configuration"
-            fleet.configure(new)
+            await fleet.configure(new)
         for name in order_of(order, seed, [*fleet.services]):
             streams.step = f"{name} to {new.name}"
             status = await fleet.replace(name, new)
             if status:
                 unclean.append(f"{name}: {status}")
     if is_back:
-        fleet.configure(new)
+        await fleet.configure(new)
     stored = await streams.read_stored()
     after = _counts(streams)
     return Roll(
