@@ -56,6 +56,7 @@ SERVERS = ("nats-server", "redis-server")
 MONITOR = "monitor"
 MONITORED = ("-m", "tests.support.cluster.monitored_process")
 CLIENT, TENANT = "client-1", "chaos"
+OBSERVER = "observer-1"
 
 
 class ChaosCluster:
@@ -120,6 +121,10 @@ class ChaosCluster:
     def client_url(self) -> str:
         """Returns the NATS address of the tenant's client."""
         return self._nats_url_of(CLIENT)
+
+    @property
+    def observer_url(self) -> str:
+        return self._nats_url_of(OBSERVER)
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
@@ -229,7 +234,7 @@ class ChaosCluster:
     def _nats(self) -> Server:
         port = free_port()
         users = [NatsUser(role, name, PASSWORD) for name, role in self.services.items()]
-        users.append(NatsUser("client", CLIENT, PASSWORD))
+        users += [NatsUser("client", CLIENT, PASSWORD), NatsUser("observer", OBSERVER, PASSWORD)]
         text = nats_server_config(users, host="127.0.0.1", port=port, links=self.links)
         monitor = f'users: [\n    {{user: "{MONITOR}", password: "{PASSWORD}"}}\n'
         path = self.folder / "nats.conf"
