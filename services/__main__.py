@@ -20,9 +20,9 @@ if _ON_INTERRUPT is signal.default_int_handler:  # no traceback of what is impor
 import typer
 
 from services.cli.help import SETTINGS
-from services.cli.secret_files import read_secret_files
 from services.command_table import RootGroup
 from shared.errors import HearthError
+from shared.secrets.option_files import read_option_files
 
 if _ON_INTERRUPT is signal.default_int_handler:
     with contextlib.suppress(ValueError):
@@ -69,8 +69,8 @@ def main() -> None:
     """Reports an error as one line on standard error and exit status 2."""
     arguments = sys.argv[1:] or ["--help"]
     try:
-        read_secret_files(os.environ)
-        status = _command().main(arguments, prog_name="hearth", standalone_mode=False)
+        files = read_option_files(os.environ)
+        status = _command().main(arguments, prog_name="hearth", standalone_mode=False, obj=files)
     except UsageError as error:
         _exit_with_error(error.format_message().replace(VALIDATION_PREFIX, ""))
     except HearthError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from ipaddress import ip_address, ip_network
 from itertools import pairwise
@@ -26,6 +26,8 @@ from shared.numerics import (
     ModeChoice,
 )
 from shared.regions.region_classes import region_classes
+from shared.secrets.option_files import OptionFile
+from shared.secrets.secret import Secret
 from shared.sizes import parse_size_or_share
 from shared.tls import TlsFiles
 
@@ -63,6 +65,9 @@ CUDA_BATCH_TOKENS = 2048
 CUDA_PREFILL_BATCH_TOKENS = 8192
 
 
+SECRETS = ("cluster_secret", "operator_token", "metrics_token")
+
+
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of a process. `nats_url` carries the credential, whose user name is the first
     part of the process id. It may be a comma list of servers.
@@ -82,6 +87,17 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int = 0  # port of probes and metrics; 0: none
     log_level: str = "info"
     log_format: str = "auto"  # text on a terminal, JSON lines elsewhere
+    # by the names of options whose values come from files
+    option_files: Mapping[str, OptionFile] = {}
+
+    def secret(self, option: str) -> Secret:
+        """Returns the secret of an option; of SECRETS it is read again if it is in a file."""
+        return Secret(getattr(self, option), self.option_files.get(option))
+
+    @property
+    def secret_files(self) -> list[OptionFile]:
+        """Returns the files that are read again while the process runs."""
+        return [each for name, each in self.option_files.items() if name in SECRETS]
 
     @property
     def own_classes(self) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from tests.support.shell_commands import arguments_of, simple_commands
 
 MAX_LINES = 150
 MARK = re.compile(
-    r"run|run: tls|run: tls elsewhere|run: sites|output|clients: (agents|messages|sdks)|"
+    r"run|run: tls|run: tls elsewhere|run: sites|run: rotation( [a-z-]+)?|output|"
+    r"clients: (agents|messages|sdks)|"
 )
 LINK = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)

@@ -60,7 +60,7 @@ class PinKeeper:
         registry: PrefixRegistry,
         *,
         wall_clock: Callable[[], float],
-        root_key: bytes = b"",
+        root_key: Callable[[], bytes] = bytes,
         classes: RegionClasses = NO_CLASSES,
         own_classes: Sequence[str] = (),
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -26,12 +26,13 @@ class ExpectedPin:
 
 
 class Pins:
-    def __init__(self, root_key: bytes = b"") -> None:
+    def __init__(self, root_key: Callable[[], bytes] = bytes) -> None:
+        """`root_key`: returns that of now, see `block_hash.root_key`."""
         self._root_key = root_key
         self._prefixes: dict[str, PinnedPrefix] = {}  # key: digest
         self._regions: dict[str, Collection[str] | None] = {}  # regions of each tenant's record now
         self._classes: dict[str, str] = {}  # region class of each tenant's record now
-        self._expected: dict[tuple[str, str, int], ExpectedPin | None] = {}
+        self._expected: dict[tuple[str, str, int, bytes], ExpectedPin | None] = {}
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -99,9 +100,10 @@ class Pins:
     def _pin(self, digest: str, prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
         if prefix.model != card.name:
             return None
-        key = (digest, card.revision, card.block_size)
+        root_key = self._root_key()
+        key = (digest, card.revision, card.block_size, root_key)
         if key not in self._expected:
-            self._expected[key] = expected_pin(prefix, card, self._root_key)
+            self._expected[key] = expected_pin(prefix, card, root_key)
         return self._expected[key]
 
 

@@ -24,7 +24,6 @@ from services.kv_index.pin_keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
 from shared.background import Background, failing_alone
-from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
 from shared.config import KvIndexConfig, check, redis_tls_of
 from shared.errors import HearthError, InvalidRequest
@@ -47,6 +46,7 @@ from shared.messages import (
 from shared.metrics.process_report import ProcessReport
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import Randomness, SystemRandomness
+from shared.secrets.root_key import root_key_of
 from shared.store import RedisStore, Store
 from shared.transport.bus import Bus, Unsubscribe
 
@@ -96,7 +96,7 @@ class KvIndexService:
             self.indexes.holds,
             self._registry,
             wall_clock=wall_clock,
-            root_key=root_key(config.cluster_secret),
+            root_key=root_key_of(config.secret("cluster_secret")),
             classes=bus.regions.classes,
             own_classes=bus.regions.own_classes,
         )

@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -52,6 +53,7 @@ async def connect(config: ProcessConfig, role: Role) -> NatsBus:
         tls=config.nats_tls,
         tls_first=config.is_nats_tls_first,
         regions=RegionCheck(config.region, region_classes(config.region_classes)),
+        url_file=_url_file(config),
     )
     try:
         await check_name(bus, role)
@@ -73,6 +75,7 @@ async def connect_to_clients(config: ProcessConfig) -> NatsBus:
         process_id=config.process_id,
         tls=config.nats_tls,
         tls_first=config.is_nats_tls_first,
+        url_file=_url_file(config),
     )
     try:
         bus = await connect(to_clients=True)
@@ -81,6 +84,11 @@ async def connect_to_clients(config: ProcessConfig) -> NatsBus:
         bus = await connect()
     bus.end_process_when_lost(MonotonicClock())
     return bus
+
+
+def _url_file(config: ProcessConfig) -> Path | None:
+    file = config.option_files.get("nats_url")
+    return None if file is None else file.path
 
 
 def name_in_use(process_id: str, host: str, uptime_s: float) -> NameInUse:

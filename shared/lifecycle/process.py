@@ -28,6 +28,7 @@ from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.lifecycle.garbage import collect_garbage, freeze_heap
 from shared.metrics.process_report import ProcessReport
 from shared.metrics.supervisor_notifier import READY, STOPPING, Notifier
+from shared.secrets.option_files import poll_files
 from shared.telemetry.line_writer import replace_standard_streams
 from shared.telemetry.log import configure_service_logging
 
@@ -65,18 +66,15 @@ def run_service(config: ProcessConfig, build: Callable[[], Awaitable[Service]]) 
     )
     raise_descriptor_limit()
     try:
-        uvloop.run(_live(build, config.leave_timeout_s, config.metrics_address))
+        uvloop.run(_live(config, build))
     except HearthError as error:
         print(f"{config.process_id}: {error.message}", file=sys.stderr, flush=True)
         return HEARTH_ERROR_STATUS
     return 0
 
 
-async def _live(
-    build: Callable[[], Awaitable[Service]],
-    drain_timeout_s: float,
-    metrics: tuple[str, int] | None,
-) -> None:
+async def _live(config: ProcessConfig, build: Callable[[], Awaitable[Service]]) -> None:
+    drain_timeout_s, metrics = config.leave_timeout_s, config.metrics_address
     asyncio.get_running_loop().set_exception_handler(die)
     if metrics is not None:
         build = _reporting(build, *metrics)
@@ -91,6 +89,8 @@ async def _live(
     try:
         freeze_heap()
         background.start_own(collect_garbage(MonotonicClock()))
+        if files := config.secret_files:
+            background.start_own(poll_files(files, MonotonicClock()))
         log.info("ready", after_s=round(process_age_s(), 2))
         notifier = Notifier.of_environ(os.environ)
         if notifier is not None:

@@ -50,8 +50,8 @@ class PublicJwk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JwkSet(msgspec.Struct, frozen=True):
-    """The keys that sign receipts: that of this site, then those of linked sites as they were first
-    shown.
+    """The keys that sign receipts: that of this site, others of it that have signed or will next,
+    then those of linked sites as they were first shown.
     """
 
     keys: tuple[PublicJwk, ...]

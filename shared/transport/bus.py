@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -373,10 +374,12 @@ class NatsBus:
         tls_first: bool = False,
         to_clients: bool = False,
         regions: RegionCheck | None = None,
+        url_file: Path | None = None,
     ) -> NatsBus:
         """Connects to NATS. Raises DependencyUnavailable if no server accepts the connection within
         `timeout_s`, and ConfigError for an invalid URL or unreadable files. `regions` are the
-        region classes of the process; None: it is in none.
+        region classes of the process; None: it is in none. `url_file` is the file of the URL, whose
+        password may change; None: the URL is in none.
 
         The servers of a comma list are tried in order. With `to_clients` it is a gateway's user in
         the account of the API clients. A tls:// URL sends its credential only to a server whose
@@ -388,7 +391,7 @@ class NatsBus:
             user = api_user(user)
         requires_tls = "tls://" in url
         tls_files = (tls or TlsFiles()) if requires_tls else None
-        files = CredentialFiles(servers.seed_file, tls_files, to_clients=to_clients)
+        files = CredentialFiles(servers, tls_files, url_file=url_file, to_clients=to_clients)
         credential = files.read()
         key = credential.key
         client = DirectClient(requires_tls=requires_tls, key=key)
@@ -397,7 +400,7 @@ class NatsBus:
             client.connect(
                 servers.urls,
                 user=user,  # used for the servers that the first one names, too
-                password=servers.password,
+                password=credential.password,
                 signature_cb=None if key is None else key.sign,
                 dont_randomize=True,
                 name=process_id,

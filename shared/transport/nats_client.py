@@ -21,6 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error, FlushTimeoutError, NoRespondersError, TimeoutError
 from nats.js.api import Header
+from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
 
 from shared.background import item_error
 from shared.transport.credential_files import ConnectionCredential
@@ -37,7 +38,9 @@ TESTED_RELEASE = "2.16"
 # Methods of nats-py's Client that are overridden or called here, with their parameters.
 INTERNALS = {
     "_connect_command": ("self",),
+    "_process_err": ("self", "err_msg"),
     "_process_msg": ("self", "sid", "subject", "reply", "data", "headers"),
+    "_process_op_err": ("self", "e"),
     "_process_pong": ("self",),
     "_remove_sub": ("self", "sid", "max_msgs"),
     "_send_ping": ("self", "future"),
@@ -73,12 +76,14 @@ class DirectClient(Client):
         self._replies_id: int | None = None  # the subscription to replies
 
     def use(self, credential: ConnectionCredential) -> None:
-        """Makes the next connection with these files of TLS and this key."""
+        """Makes the next connection with these files of TLS, and this key or password."""
         if credential.tls is not None:
             self.options["tls"] = credential.tls
         if credential.key is not None:
             self._public_nkey = credential.key.public
             self._signature_cb = credential.key.sign
+        if credential.password is not None:
+            self.options["password"] = credential.password
 
     @property
     def is_running(self) -> bool:
@@ -270,6 +275,17 @@ class DirectClient(Client):
         if self._requires_tls and not _is_encrypted(self._transport):
             raise TlsRequired("the server does not offer TLS, which its URL requires")
         return super()._connect_command()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Connects again after an error with which the server ends the connection, as when the
+        credential has been replaced. nats-py would close the client for good.
+        """
+        if PERMISSIONS_ERR in err_msg or STALE_CONNECTION in err_msg:
+            await super()._process_err(err_msg)
+            return
+        error = Error(f"nats: {err_msg.strip(chr(39))}")
+        await self._error_cb(error)
+        await self._process_op_err(error)
 
     async def _process_pong(self) -> None:
         """Replaces a PONG future that is already done. nats-py would set its result again, and that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -19,6 +19,7 @@ from services.cli.options import among, size_option
 from services.local.credentials import process_id_for
 from services.local.hub_download import is_hub_id, local_copy
 from shared.config import EncodeConfig, ProcessConfig, RankConfig, check
+from shared.secrets.option_files import OptionFile
 
 DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 DEMO_VISION_DIR = DEMO_MODEL_DIR.with_name("demo_vision_model")
@@ -42,6 +43,10 @@ _METAVARS = {
 }
 _FILE_ENDINGS = ("_ca", "_cert", "_key")
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
+
+_CONTEXT = inspect.Parameter(
+    "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+)
 
 C = TypeVar("C", bound=ProcessConfig)
 
@@ -82,7 +87,7 @@ def service_command(
     with the status that `run` returns.
     """
 
-    def command(**options: Any) -> None:
+    def command(context: typer.Context, **options: Any) -> None:
         arguments = () if role_type is None else (str(options.pop("role")),)
         options["process_id"] = process_id_for(
             role,
@@ -98,20 +103,28 @@ def service_command(
             )
         for name in REPEATABLE & options.keys():
             options[name] = tuple(options[name] or ())
-        config = config_type(**options)
+        config = config_type(**options, option_files=_files_of(options, context.obj or {}))
         check(config)
         _leave(run(config, *arguments))
 
-    fields = msgspec.structs.fields(config_type)
+    found = msgspec.structs.fields(config_type)
+    fields = tuple(each for each in found if each.name != "option_files")
     if issubclass(config_type, RankConfig):  # the worker of the ranks has them
         fields = tuple(each for each in fields if not each.name.startswith("metrics_"))
-    parameters = [_parameter(field) for field in fields]
+    parameters = [_CONTEXT, *map(_parameter, fields)]
     parameters.append(_instance_parameter())
     if role_type is not None:
         parameters.append(_role_parameter(role_type))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def _files_of(
+    options: Mapping[str, Any], files: Mapping[str, OptionFile]
+) -> Mapping[str, OptionFile]:
+    """Returns the files whose values are used: the command line goes before them."""
+    return {name: each for name, each in files.items() if options.get(name) == each.text}
 
 
 def _model(given: str, name: str, *, needs_weights: bool) -> dict[str, Any]:

@@ -49,8 +49,13 @@ class OperatorRoutes:
         wall_clock: Callable[[], float],
     ) -> None:
         self._config = config
+        metrics_token = config.secret("metrics_token")
         self._cluster = ClusterRoutes.of(
-            health_monitor.fleet, tenancy.stores.slow, clock, wall_clock, config.operator_token
+            health_monitor.fleet,
+            tenancy.stores.slow,
+            clock,
+            wall_clock,
+            config.secret("operator_token"),
         )
         self.feed = self._cluster.feed
         self.servers = Servers(tenancy, bus, clock)
@@ -74,12 +79,12 @@ class OperatorRoutes:
             tenancy.api_keys,
             readiness,
             RenderedMetrics(metrics.render, clock),
-            config.metrics_token,
+            metrics_token,
             is_operator,
         )
         self._info = ServerInfoRoutes(
             lambda: server_info(config, sorted(models.served.names), num_open()),
-            config.metrics_token,
+            metrics_token,
             is_operator,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from services.gateway.tenancy.api_keys import bearer_of
 from shared.config import GatewayConfig
 from shared.errors import AuthenticationFailed
 from shared.lifecycle.release import installed_release
+from shared.secrets.secret import Secret
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,18 +46,18 @@ def server_info(config: GatewayConfig, models: list[str], num_open_requests: int
 
 
 class ServerInfoRoutes:
-    """The endpoint of ServerInfo. If `metrics_token` is empty, only the operator's token is
-    accepted. `is_operator` checks an Authorization header.
+    """The endpoint of ServerInfo. Without a `metrics_token` only the operator's is accepted.
+    `is_operator` checks an Authorization header.
     """
 
     def __init__(
         self,
         read: Callable[[], ServerInfo],
-        metrics_token: str,
+        metrics_token: Secret,
         is_operator: Callable[[str | None], bool],
     ) -> None:
         self._read = read
-        self._metrics_token = metrics_token.encode()
+        self._metrics_token = metrics_token
         self._is_operator = is_operator
 
     async def authorize(
@@ -67,8 +67,7 @@ class ServerInfoRoutes:
         header = connection.headers.get("authorization")
         if self._is_operator(header):
             return
-        given = bearer_of(header).encode()
-        if not self._metrics_token or not hmac.compare_digest(given, self._metrics_token):
+        if not self._metrics_token.matches(bearer_of(header)):
             raise AuthenticationFailed("send the token of the metrics or of the operator")
 
     async def server_info(self) -> Response[ServerInfo]:

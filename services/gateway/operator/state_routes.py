@@ -4,7 +4,6 @@ without an API key.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from services.gateway.observability.metrics.rendered import RenderedMetrics
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from shared.errors import AuthenticationFailed
 from shared.lifecycle.release import installed_release
+from shared.secrets.secret import Secret
 
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds the charset
 READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
@@ -35,7 +35,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class StateRoutes:
-    """The endpoints of a gateway's state. `metrics_token` protects the metrics; if it is empty,
+    """The endpoints of a gateway's state. `metrics_token` protects the metrics; without one
     everybody may read them. `is_operator` returns whether an Authorization header has the
     operator's token.
     """
@@ -45,13 +45,13 @@ class StateRoutes:
         api_keys: ApiKeys,
         readiness: Callable[[], Readiness],
         metrics: RenderedMetrics,
-        metrics_token: str,
+        metrics_token: Secret,
         is_operator: Callable[[str | None], bool],
     ) -> None:
         self._api_keys = api_keys
         self._readiness = readiness
         self._metrics = metrics
-        self._metrics_token = metrics_token.encode()
+        self._metrics_token = metrics_token
         self._is_operator = is_operator
 
     def handlers(self, error: type[Any]) -> list[HTTPRouteHandler]:
@@ -77,8 +77,9 @@ class StateRoutes:
         """Raises AuthenticationFailed if the metrics need a token and the request has another. Two
         readings of the counters show the activity of other tenants.
         """
-        given = bearer_of(connection.headers.get("authorization")) if self._metrics_token else ""
-        if not hmac.compare_digest(given.encode(), self._metrics_token):
+        if not self._metrics_token.accepted:
+            return
+        if not self._metrics_token.matches(bearer_of(connection.headers.get("authorization"))):
             raise AuthenticationFailed("the token for metrics is not valid")
 
     async def health(self) -> Health:

@@ -16,6 +16,7 @@ from shared.randomness import Randomness
 from shared.receipts.jws import PublicJwk, jwk_of, signed_jws
 from shared.receipts.receipt import IssuedReceipt, ServedWeights, payload_hash
 from shared.receipts.salted import SALT_BYTES, ReceiptSalt
+from shared.secrets.secret import Derived, Secret
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_copy import SigningKey
 
@@ -34,8 +35,9 @@ class Receipts:
         wall_clock: Callable[[], float],
         randomness: Randomness,
     ) -> None:
-        secret, ttl_s = config.cluster_secret, config.receipt_ttl_s
-        self.key = SigningKey.of_secret(secret) if secret and ttl_s else None
+        ttl_s = config.receipt_ttl_s
+        secret = config.secret("cluster_secret") if ttl_s else Secret("")
+        self._keys = Derived(secret, SigningKey.of_secret)
         self._places = places
         self._clock = clock
         self._wall_clock = wall_clock
@@ -45,8 +47,10 @@ class Receipts:
         self._zero = ReceiptStore(zero_s, config.max_receipt_bytes // 4, is_read_once=True)
 
     @property
-    def public_key(self) -> PublicJwk | None:
-        return None if self.key is None else jwk_of(self.key.public, self._places.own.site)
+    def public_keys(self) -> tuple[PublicJwk, ...]:
+        """Returns the key that signs, and others that have signed before or will next."""
+        site = self._places.own.site
+        return tuple(jwk_of(each.public, site) for each in self._keys.accepted)
 
     def draft(
         self, tenant: TenantRecord, endpoint: str, options: ReceiptOptions
@@ -56,7 +60,7 @@ class Receipts:
             self._standard.remove_tenant(tenant.tenant_id)  # those before it was switched on
         default = not tenant.is_zero_retention
         is_wanted = default if options.is_wanted is None else options.is_wanted
-        if self.key is None or not is_wanted:
+        if self._keys.current is None or not is_wanted:
             return None
         replayed = options.replayed
         salt = self._randomness.bytes(SALT_BYTES) if replayed is None else replayed.salt
@@ -91,11 +95,12 @@ class Receipts:
         stores = (self._standard, self._zero)
         reads = (each.read(tenant.tenant_id, request_id, now) for each in stores)
         found = next((each for each in reads if each is not None), None)
-        if found is None or self.key is None:
+        key = self._keys.current
+        if found is None or key is None:
             return None
         return IssuedReceipt(
             request_id=request_id,
-            receipt=signed_jws(found.payload, self.key.public, self.key.sign_jws),
+            receipt=signed_jws(found.payload, key.public, key.sign_jws),
             hash=payload_hash(found.payload),
             salt=ReceiptSalt(found.salt).text,
         )

@@ -39,7 +39,6 @@ from services.gateway.structured.tools.parsing.output_assembler import OutputAss
 from services.gateway.text.decoding.detokenizer import Detokenizer
 from services.gateway.text.model_files import GenerationDefaults
 from services.gateway.text.stop_strings import StopAutomaton
-from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
 from shared.grammar.spec import GrammarSpec
@@ -47,6 +46,7 @@ from shared.grammar.thinking import ThinkingBudget
 from shared.messages import Request
 from shared.output.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.randomness import Randomness
+from shared.secrets.root_key import root_key_of
 from shared.tenancy.tenant import TenantRecord
 
 CONTEXT_TOKENS = 8  # last prompt tokens that the detokenizer needs to continue the text
@@ -91,7 +91,7 @@ class Preparation:
 
     def __init__(self, config: GatewayConfig, randomness: Randomness) -> None:
         self._config = config
-        self._root_key = root_key(config.cluster_secret)
+        self._root_key = root_key_of(config.secret("cluster_secret"))
         self.public = PublicPrefixes(self._root_key)
         self._randomness = randomness
 
@@ -119,7 +119,7 @@ class Preparation:
             tenant=tenant,
             gateway_id=self._config.process_id,
             timeout_s=self._timeout_s(generation),
-            root_key=self._root_key,
+            root_key=self._root_key(),
         )
         seed = int.from_bytes(self._randomness.bytes(8), "little")
         sampling = generation.sampling.resolve(

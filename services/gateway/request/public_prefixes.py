@@ -7,7 +7,7 @@ prefix, and prompts with a `cache_salt`, use the tenant's hashes only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shared.block_hash import (
@@ -22,7 +22,7 @@ from shared.messages import ModelCard
 from shared.packing import TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix
 
-_Key = tuple[str, str, int]  # model, revision and block size
+_Key = tuple[str, str, int, bytes]  # model, revision, block size, key of the root
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class _PublicChain:
 class PublicPrefixes:
     """`chain` may run on a thread during `replace`: it uses the old prefixes or the new ones."""
 
-    def __init__(self, key: bytes = b"") -> None:
-        """`key`: of the root hashes, see `block_hash.root_key`."""
+    def __init__(self, key: Callable[[], bytes] = bytes) -> None:
+        """`key`: returns that of the root hashes now, see `block_hash.root_key`."""
         self._key = key
         self._prefixes: tuple[PinnedPrefix, ...] = ()
         self._chains: dict[_Key, list[_PublicChain]] = {}
@@ -86,14 +86,15 @@ class PublicPrefixes:
 
     def _public_chains(self, card: ModelCard) -> list[_PublicChain]:
         """Returns the chains of a model, the longest first, then by name."""
-        chains, key = self._chains, (card.name, card.revision, card.block_size)
+        root_key = self._key()
+        chains, key = self._chains, (card.name, card.revision, card.block_size, root_key)
         if key not in chains:
             found = []
             for prefix in sorted(self._prefixes, key=lambda each: each.name):
                 num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
                 if prefix.model == card.name and num_blocks:
                     packed = prefix.token_ids[: num_blocks * card.block_size * TOKEN_ID_BYTES]
-                    root = public_root(prefix.name, card.revision, key=self._key)
+                    root = public_root(prefix.name, card.revision, key=root_key)
                     hashes = extend_packed(root, packed, card.block_size)
                     found.append(_PublicChain(packed, hashes, root))
             chains[key] = sorted(found, key=lambda each: -len(each.packed))

@@ -30,6 +30,7 @@ from shared.messages import (
     TenantCopies,
 )
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
+from shared.secrets.secret import Derived, Secret
 from shared.store import Store
 from shared.subjects import SITE_SEPARATOR
 from shared.tenancy.home_tenants import HomeTenant, read_home_tenants
@@ -53,7 +54,7 @@ class HomeTenants:
         *,
         site: str,
         gateway_id: str,
-        cluster_secret: str,
+        cluster_secret: Secret,
         region_of: Callable[[str], str],
         classes: RegionClasses = NO_CLASSES,
     ) -> None:
@@ -65,7 +66,7 @@ class HomeTenants:
         self._site = site
         self._name = gateway_id
         self._accounts = accounts
-        self._key = SigningKey.of_secret(cluster_secret) if cluster_secret else None
+        self._keys = Derived(cluster_secret, SigningKey.of_secret)
         self._read: asyncio.Task[list[HomeTenant]] | None = None
         self._read_at = -inf
         # by site: those of the servers' configuration
@@ -92,8 +93,8 @@ class HomeTenants:
                 return self._apply(peer, command)
             case ReportUsage():
                 return self._accounts.record(peer, command)
-            case ReadTenantCopies() if self._key is not None:
-                return self._answer(peer, dict(command.held), self._key)
+            case ReadTenantCopies() if (key := self._keys.current) is not None:
+                return self._answer(peer, dict(command.held), key)
         raise DependencyUnavailable("tenants over sites need a cluster secret")
 
     async def _apply(self, peer: str, command: ApplyLimits) -> LimitsApplied:

@@ -25,7 +25,6 @@ from services.gateway.sites.prefill_requests import (
     site_prefill,
 )
 from shared.allowance import Allowance
-from shared.block_hash import root_key
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import HearthError, UnknownPlacement, WorkerBusy
@@ -39,6 +38,7 @@ from shared.messages import (
     RenewLease,
     RunPrefill,
 )
+from shared.secrets.root_key import root_key_of
 from shared.sites.kv_targets import networks_of
 from shared.sites.site_states import worker_at_site
 from shared.subjects import at_site, control, from_sites, run_prefill, site_in
@@ -86,7 +86,7 @@ class SitePrefills:
         self._health_monitor = health_monitor
         self._outbox = outbox
         self._name = at_site(config.site, config.process_id)
-        self._root_key = root_key(config.cluster_secret)
+        self._root_key = root_key_of(config.secret("cluster_secret"))
         self._networks = networks_of(config.kv_networks)
         self._max_deadline_s = config.request_timeout_s
         self._relays: dict[bytes, Relay] = {}
@@ -147,7 +147,7 @@ class SitePrefills:
         message = site_prefill(
             command,
             self._bus.process_id,
-            self._root_key,
+            self._root_key(),
             block_size=card.block_size,
             max_deadline_s=self._max_deadline_s,
             target_region=self._region_of(site_in(decode_id) or ""),

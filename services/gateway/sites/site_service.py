@@ -25,7 +25,6 @@ from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
 from shared.background import Background, failing_alone, is_logged
-from shared.block_hash import root_key
 from shared.clock import Clock
 from shared.config import GatewayConfig, weights_of_sites
 from shared.errors import HearthError
@@ -45,6 +44,7 @@ from shared.messages import (
     StartDecode,
     TokenBatch,
 )
+from shared.secrets.root_key import root_key_of
 from shared.sites.linked_sites import LinkedSites
 from shared.sites.site_states import (
     COUNTERS_EVERY,
@@ -87,7 +87,7 @@ class SiteService:
         self._driver = driver
         self._check_capacity = check_capacity
         self._name = at_site(config.site, config.process_id)
-        self._root_key = root_key(config.cluster_secret)
+        self._root_key = root_key_of(config.secret("cluster_secret"))
         self._weights = weights_of_sites(config.linked_site)
         self._tenants: dict[str, TenantLabels] = {}  # by site
         self._placements = SitePlacements(
@@ -233,7 +233,7 @@ class SiteService:
         workers = (each for each in fleet.live("decode") if not is_at_site(each.process_id))
         request = narrowed(asked, workers, regions)
         weight = self._weights.get(site_in(asked.gateway_id) or "", 1.0)
-        made = site_request(request, command.placement_id, own, self._root_key, weight=weight)
+        made = site_request(request, command.placement_id, own, self._root_key(), weight=weight)
         deadline_s = min(made.deadline_s, self._config.request_timeout_s)
         return structs.replace(made, deadline_s=deadline_s, tenant_id=self._tenant(made))
 

@@ -65,7 +65,7 @@ class SiteTenants:
             accounts,
             site=config.site,
             gateway_id=name,
-            cluster_secret=config.cluster_secret,
+            cluster_secret=config.secret("cluster_secret"),
             region_of=homes.region_of,
             classes=classes,
         )

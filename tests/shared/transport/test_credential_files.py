@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from services.local.credentials import named_credentials, nats_config_with_nkeys, tls_block
 from shared.errors import ConfigError
+from shared.nats_urls import nats_servers
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 from shared.transport.credential_files import CredentialFiles
@@ -64,6 +65,56 @@ async def test_new_seed_is_used_without_a_restart(tmp_path: Path, servers: list[
         await bus.close()
 
 
+async def test_new_password_is_used_without_a_restart(
+    tmp_path: Path, servers: list[Server]
+) -> None:
+    url_file, config, port = tmp_path / "url", tmp_path / "nats.conf", free_port()
+
+    def write(password: str) -> str:
+        users = [NatsUser("gateway", "gateway-1", password), NatsUser("decode", "decode-1", "word")]
+        config.write_text(nats_server_config(users, host="127.0.0.1", port=port))
+        return f"nats://gateway-1:{password}@127.0.0.1:{port}"
+
+    url = write("old")
+    url_file.write_text(url)
+    server = Server([find_binary("nats-server"), "-c", str(config)], port)
+    servers.append(server)
+    buses = [
+        await NatsBus.connect(url, process_id="gateway-1", to_clients=to_clients, url_file=url_file)
+        for to_clients in (False, True)
+    ]
+    other = await NatsBus.connect(f"nats://decode-1:word@127.0.0.1:{port}", process_id="decode-1")
+
+    async def rotate(password: str, num_losses: int) -> None:
+        url_file.write_text(write(password))
+        os.kill(server.pid, signal.SIGHUP)
+        await until(lambda: all(has_returned(each, num_losses) for each in buses))
+        for each in buses:
+            await each.flush()
+
+    await rotate("new", 0)
+    await rotate("newer", 1)
+    assert (other._events.num_losses, other.is_connected) == (0, True)
+    for each in (*buses, other):
+        await each.close()
+
+
+def test_url_of_another_credential_is_not_used(tmp_path: Path) -> None:
+    file, url = tmp_path / "url", "nats://a:old@127.0.0.1:4222"
+    file.write_text(url)
+    files = CredentialFiles(nats_servers(url), None, url_file=file)
+    assert files.read().password == "old"
+    file.write_text("nats://b:new@127.0.0.1:4222")
+    with pytest.raises(ConfigError, match="is not of a"):
+        files.read_changed()
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot read"):
+        files.read_changed()
+    file.write_text("nats://a:new@127.0.0.1:4222")
+    found = files.read_changed()
+    assert found is not None and found.password == "new"
+
+
 async def test_certificates_of_another_authority_are_used_without_a_restart(
     tmp_path: Path, servers: list[Server]
 ) -> None:
@@ -94,7 +145,8 @@ async def test_certificates_of_another_authority_are_used_without_a_restart(
 def test_files_are_read_when_they_have_changed(tmp_path: Path) -> None:
     seed = tmp_path / "a.nk"
     seed.write_text(UserKey.create().seed)
-    files = CredentialFiles(seed, None, to_clients=False)
+    servers = nats_servers(f"nats://a@127.0.0.1:4222?seed={seed}")
+    files = CredentialFiles(servers, None)
     first = files.read()
     assert files.read_changed() is None
     seed.unlink()

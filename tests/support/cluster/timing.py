@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from shared.engine.executors.timing_executor import STATE_BYTES, StepCost, Timin
 from shared.engine.step import StepInputs, StepOutput
 from shared.lifecycle.process import run_service
 from shared.messages import Role
+from shared.secrets.option_files import read_option_files
 
 VOCAB_SIZE = 2048  # the demo model's: gateways use its tokenizer
 SECONDS_PER_TOKEN = 60e-6
@@ -93,4 +95,4 @@ def run_worker(role: str, load: Callable[[WorkerConfig], TimingExecutor]) -> Non
 
     app = typer.Typer(add_completion=False)
     app.command()(service_command(WorkerConfig, role, run))
-    app()
+    app(obj=read_option_files(os.environ))

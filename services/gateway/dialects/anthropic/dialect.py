@@ -20,7 +20,7 @@ from services.gateway.dialects.anthropic.signature import signing_state
 from services.gateway.dialects.anthropic.token_count import COUNT_TOKENS, TokenCounter, count_large
 from services.gateway.dialects.dialect import REQUEST_ID, Dialect, DialectParts, OpenDialect
 from services.gateway.request.endpoint import ERRORS, Endpoint, GeneratingEndpoint
-from shared.block_hash import root_key
+from shared.secrets.root_key import root_key_of
 
 PATH = "/v1/messages"
 
@@ -67,7 +67,7 @@ COUNT = Endpoint(
 
 def _open(parts: DialectParts) -> OpenDialect:
     counter = TokenCounter(parts.preparer, parts.models.names)
-    key = root_key(parts.config.cluster_secret)
+    key = root_key_of(parts.config.secret("cluster_secret"))
     return OpenDialect(
         answers={COUNT_TOKENS: counter.count}, states={MESSAGES.name: signing_state(key)}
     )

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import base64
 import hmac
+from collections.abc import Callable
 from hashlib import blake2b
 
 from services.gateway.request.endpoint import EndpointState
 
 
-def signing_state(cluster_key: bytes) -> EndpointState:
-    """Returns a state with the key of each tenant, derived from the cluster's key."""
+def signing_state(cluster_key: Callable[[], bytes]) -> EndpointState:
+    """Returns a state with the key of each tenant, derived from the cluster's key of now."""
     return EndpointState(
         lambda tenant: blake2b(
-            tenant.tenant_id.encode(), key=cluster_key, person=b"signing"
+            tenant.tenant_id.encode(), key=cluster_key(), person=b"signing"
         ).digest()
     )
 

@@ -13,7 +13,7 @@ from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefi
 from services.gateway.dialects.prefixes.routes import PrefixRoutes
 from services.gateway.dialects.prefixes.store import PrefixStore
 from services.gateway.models.served_text import ServedModel
-from shared.block_hash import root_key
+from shared.secrets.root_key import root_key_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         max_all_bytes=lambda: memory.max_prefix_bytes,
         region=parts.config.region,
         region_classes=parts.config.own_classes,
-        root_key=root_key(parts.config.cluster_secret),
+        root_key=root_key_of(parts.config.secret("cluster_secret")),
         on_refused=parts.tenancy.refusal_audit.refused,
     )
     watcher = PublicPrefixWatcher(

@@ -59,12 +59,13 @@ class PrefixStore:
         max_all_bytes: Callable[[], int],
         region: str = "",
         region_classes: Sequence[str] = (),
-        root_key: bytes = b"",
+        root_key: Callable[[], bytes] = bytes,
         on_refused: OnRefused = ignore_refusal,
     ) -> None:
         """`max_all_bytes`: returns the bytes that the prefixes of all tenants may take in Redis.
         `region`: this gateway's region, in `region_classes`. `wall_clock`: returns unix seconds,
-        which stay valid across restarts. `root_key`: see `block_hash.root_key`.
+        which stay valid across restarts. `root_key`: returns that of now, see
+        `block_hash.root_key`.
         """
         self._root_key = root_key
         self._region = region
@@ -215,7 +216,7 @@ class PrefixStore:
             raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")
 
     async def _stored(self, tenant: TenantRecord, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
-        hashes = _hashes(prefix, card, self._root_key)
+        hashes = _hashes(prefix, card, self._root_key())
         found = await self.held(
             *(prefix.tenant_id, card, pack_hashes(hashes)),
             region_class="" if prefix.is_public else tenant.region_class,

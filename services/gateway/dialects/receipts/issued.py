@@ -64,11 +64,10 @@ class TenantReceipts:
         return msgspec.json.encode(await self.find(tenant, request.request))
 
     async def keys(self) -> JwkSet:
-        """Returns the key of this site, and of linked sites those that this site has pinned."""
-        own = self._receipts.public_key
+        """Returns the keys of this site, and of linked sites those that this site has pinned."""
         linked = await self._linked_keys()
         found = (jwk_of(key, site) for site, key in sorted(linked.items()))
-        return JwkSet((*(() if own is None else (own,)), *found))
+        return JwkSet((*self._receipts.public_keys, *found))
 
     async def _linked_keys(self) -> dict[str, bytes]:
         now = self._clock.now()

@@ -34,8 +34,8 @@ def _open(parts: DialectParts) -> OpenDialect:
         bulk=stores.bulk,
         on_refused=parts.tenancy.refusal_audit.refused,
     )
-    secret = config.cluster_secret
-    seal = Seal(secret, parts.randomness.bytes) if secret else None
+    secret = config.secret("cluster_secret")
+    seal = Seal(secret, parts.randomness.bytes) if secret.current else None
     completion = BodyCompletion(store, seal, config.max_body_bytes)
     return OpenResponsesDialect(
         store=store,

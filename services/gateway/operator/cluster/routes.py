@@ -4,7 +4,6 @@ a tenant may learn neither the load nor the timing of others.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ from services.gateway.tenancy.api_keys import bearer_of
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, InvalidRequest, Overloaded
 from shared.lifecycle.health import Fleet
+from shared.secrets.secret import Secret
 from shared.store import Store
 from shared.tenancy import audit
 from shared.tenancy.audit import AuditLine
@@ -31,15 +31,15 @@ _STREAMED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class ClusterRoutes:
-    """The endpoints of the cluster. Nobody may read them if `operator_token` is empty."""
+    """The endpoints of the cluster. Nobody may read them without an `operator_token`."""
 
     def __init__(
-        self, feed: ClusterFeed, tenants: TenantUsage, store: Store, operator_token: str
+        self, feed: ClusterFeed, tenants: TenantUsage, store: Store, operator_token: Secret
     ) -> None:
         self.feed = feed
         self._store = store
         self._tenants = tenants
-        self._operator_token = operator_token.encode()
+        self._operator_token = operator_token
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class ClusterRoutes:
         store: Store,
         clock: Clock,
         wall_clock: Callable[[], float],
-        operator_token: str,
+        operator_token: Secret,
     ) -> Self:
         view = ClusterView(fleet, clock.now, wall_clock)
         tenants = TenantUsage(store, clock, wall_clock, view.tenant_sites, view.tenant_refusals)
@@ -59,10 +59,9 @@ class ClusterRoutes:
         configured.
         """
         try:
-            given = bearer_of(header).encode()
+            return self._operator_token.matches(bearer_of(header))
         except AuthenticationFailed:
             return False
-        return hmac.compare_digest(given, self._operator_token) and bool(self._operator_token)
 
     async def authorize(self, connection: Connection, _: BaseRouteHandler) -> None:
         if not self.is_operator(connection.headers.get("authorization")):

@@ -56,6 +56,12 @@ def test_tenants_have_receipts_unless_they_keep_nothing() -> None:
         assert not Held(**without).is_drawn(OPEN, ON)
 
 
+def test_keys_of_all_accepted_secrets_are_shown() -> None:
+    old, both = Held().receipts.public_keys, Held(cluster_secret="new\nsecret").receipts.public_keys
+    assert both == (*Held(cluster_secret="new").receipts.public_keys, *old)
+    assert len(both) == 2
+
+
 def test_receipts_end() -> None:
     held = Held()
     held.store(OPEN, "open")

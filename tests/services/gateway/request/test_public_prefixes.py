@@ -27,3 +27,8 @@ def test_prefix_is_of_its_model_also_beside_one_of_equal_weights() -> None:
         public.replace([prefix])
         shared = {each.name: public.chain(b"root", token_ids, each).num_public for each in cards}
         assert shared == {CARD.name: 2, "other": 0}
+    keys = [b"a", b"a", b"b"]
+    public = PublicPrefixes(lambda: keys.pop())
+    public.replace([prefix])
+    *_, last = chains = [public.chain(b"root", token_ids, CARD) for _ in range(3)]
+    assert chains[1] == last != chains[0], "of the key that is in use"

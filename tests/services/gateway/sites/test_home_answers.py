@@ -11,6 +11,7 @@ from services.gateway.sites.home_accounts import HomeAccounts
 from services.gateway.sites.home_tenants import MAX_READS_PER_S, HomeTenants
 from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
 from shared.messages import ApplyLimits, ReadTenantCopies, TenantCopies
+from shared.secrets.secret import Secret
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES, opened_copy
 from tests.support.world.clock import VirtualClock, run
@@ -32,7 +33,7 @@ async def home(*, cluster_secret: str = "secret") -> HomeTenants:
         accounts,
         site="a",
         gateway_id="a/gateway",
-        cluster_secret=cluster_secret,
+        cluster_secret=Secret(cluster_secret),
         region_of={"b": "eu", "c": "us"}.__getitem__,
     )
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from services.gateway.tenancy.errors import NoRegionAllowed, ZeroRetentionReject
 from shared.clock import MonotonicClock
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 from shared.randomness import SystemRandomness
+from shared.secrets.secret import Secret
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.stored_responses import delete_all
 from shared.tenancy.tenant import TENANTS, TenantRecord
@@ -387,7 +389,7 @@ async def test_repeated_change_of_regions_deletes_again(stored: Stored) -> None:
 
 
 async def test_sealed_reasoning_opens_for_its_tenant(stored: Stored) -> None:
-    seal = Seal("secret", SystemRandomness().bytes)
+    seal = Seal(Secret("secret"), SystemRandomness().bytes)
     completion = BodyCompletion(stored.store, seal)
     sealed = seal.seal("t1", "hm")
     item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
@@ -396,6 +398,18 @@ async def test_sealed_reasoning_opens_for_its_tenant(stored: Stored) -> None:
         found = msgspec.json.decode(await completed(completion, tenant, body))
         assert found["input"][0].get("content") == content
     assert seal.open("t1", sealed[:-3] + "AAA") is None
+
+
+def test_sealed_reasoning_opens_through_a_rotation() -> None:
+    before, added, used, after = (
+        Seal(Secret(text), SystemRandomness().bytes)
+        for text in ("old", "old\nnew", "new\nold", "new")
+    )
+    steps = (before, added, used, after)
+    for one, other in pairwise(steps):
+        for writer, reader in ((one, other), (other, one)):
+            assert reader.open("t1", writer.seal("t1", "hm")) == "hm"
+    assert after.open("t1", before.seal("t1", "hm")) is None
 
 
 async def test_text_that_looks_like_a_reference_keeps_its_history(stored: Stored) -> None:

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.secret_files import read_secret_files
 from shared.errors import ConfigError
+from shared.secrets.option_files import read_option_files
 from tests.services.cli.in_process import call_hearth
 
 
 def test_file_gives_the_value_without_its_line_end(tmp_path: Path) -> None:
     (tmp_path / "url").write_text("redis://a:b@c:6379/0\n")
     environ = {"HEARTH_REDIS_URL_FILE": str(tmp_path / "url"), "OTHER_FILE": "x"}
-    read_secret_files(environ)
+    read_option_files(environ)
     assert environ == {"HEARTH_REDIS_URL": "redis://a:b@c:6379/0", "OTHER_FILE": "x"}
 
 
 def test_empty_name_is_ignored() -> None:
     environ = {"HEARTH_REDIS_URL_FILE": "", "HEARTH_REDIS_URL": "redis://x"}
-    read_secret_files(environ)
+    read_option_files(environ)
     assert environ == {"HEARTH_REDIS_URL": "redis://x"}
 
 
@@ -28,7 +28,7 @@ def test_option_that_is_given_twice_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "url").write_text("a")
     environ = {"HEARTH_X_FILE": str(tmp_path / "url"), "HEARTH_X": "b"}
     with pytest.raises(ConfigError, match="HEARTH_X and HEARTH_X_FILE are both set"):
-        read_secret_files(environ)
+        read_option_files(environ)
 
 
 @pytest.mark.parametrize(
