@@ -19,7 +19,7 @@ from tests.support.servers import PASSWORD, Server, find_binary, free_port
 
 FLEET = tuple(SERVICES)
 LAME_DUCK_S = 1.0
-DRAIN_S = 60.0
+DRAIN_S = 300.0  # of gateways, as in Kubernetes: more than the longest answer takes
 MODEL_WORKERS = {**WORKERS, "kv-cache-bytes": str(NUM_BLOCKS * MODEL_BLOCK_BYTES)}
 _VARIABLE = re.compile(r"\$(HEARTH_\w+)")
 
@@ -44,7 +44,11 @@ class RollingFleet(ChaosCluster):
             worker_options=WORKERS if step_s is not None else MODEL_WORKERS,
             services=services,
             options_of={
-                name: {"lame-duck-s": str(LAME_DUCK_S), "response-ttl-s": str(response_ttl_s)}
+                name: {
+                    "lame-duck-s": str(LAME_DUCK_S),
+                    "drain-timeout-s": str(DRAIN_S),
+                    "response-ttl-s": str(response_ttl_s),
+                }
                 for name in services
                 if name.startswith("gateway")
             },
