@@ -17,7 +17,7 @@ from shared.sites.kv_targets import (
     networks_of,
     targets_for_sites,
 )
-from tests.support.site_prefills import run_prefill_of_site
+from tests.support.world.site_prefills import run_prefill_of_site
 
 NETWORKS = networks_of(["10.2.0.0/16", "fd00::/8"])
 

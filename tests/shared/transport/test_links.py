@@ -26,8 +26,8 @@ from shared.transport.nkeys import UserKey
 from tests.support.certificates import Authority
 from tests.support.nats_clients import connect_ordered
 from tests.support.servers import Server, find_binary, free_port
-from tests.support.site_prefills import run_prefill_of_site
 from tests.support.waiting import LIMIT_S, until
+from tests.support.world.site_prefills import run_prefill_of_site
 
 PROCESSES = ["gateway=gw", "scheduler=sch", "worker=w", "operator=op", "host=h", "kv_index=ix"]
 TO_B = "hearth.v1.site.b.decode.gw.-.control.sch.-"

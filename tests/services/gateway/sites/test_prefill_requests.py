@@ -20,7 +20,7 @@ from shared.packing import pack_hashes
 from shared.sites.kv_targets import networks_of
 from tests.services.scheduler.literals import submit_of
 from tests.support.records import model_card
-from tests.support.site_prefills import run_prefill_of_site
+from tests.support.world.site_prefills import run_prefill_of_site
 
 COMMAND = run_prefill_of_site("a")
 

@@ -25,10 +25,10 @@ from shared.transport.outbox import Outbox
 from shared.transport.sender_check import SenderCheck
 from tests.services.gateway.sites.test_prefill_requests import prefill_worker
 from tests.support.records import model_card
-from tests.support.site_prefills import run_prefill_of_site
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import VirtualClock, run
 from tests.support.world.randomness import SeededRandomness
+from tests.support.world.site_prefills import run_prefill_of_site
 
 FROM_A = "hearth.v1.linked.a.prefill.gw.-"
 TO_A = "hearth.v1.site.a.decode.decode-1.-.control"
