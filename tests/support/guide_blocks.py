@@ -5,7 +5,7 @@ A comment on the line before a block says how; without one, its commands and its
     <!-- run -->              tests/end_to_end/test_guides.py runs it on a cluster of the demo model
     <!-- run: tls -->         tests/end_to_end/test_guide_of_hosts.py runs it: a cluster with TLS
     <!-- run: sites -->       tests/end_to_end/test_guide_of_sites.py runs it: two linked sites
-    <!-- run: rotation -->    tests/end_to_end/operations/test_rotation.py runs it: secrets that are replaced
+    <!-- run: rotation -->    tests/end_to_end/operations/test_rotation.py runs it: new secrets
     <!-- output -->           what the block before it printed; … stands for any text
     <!-- clients: NAME -->    scripts/test --clients runs it in the environment NAME
 
