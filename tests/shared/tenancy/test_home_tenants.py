@@ -10,7 +10,9 @@ import pytest
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, InvalidRequest
+from shared.regions.region_classes import region_classes
 from shared.store import RedisStore, StoreUnavailable
+from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.home_tenants import HomeTenant, read_home_tenants
 from shared.tenancy.site_usage import MAX_TOTALS, record_totals
 from shared.tenancy.tenant import TENANTS, digest_of, keys_of
@@ -115,3 +117,22 @@ async def test_site_reports_only_what_it_may(store: RedisStore, admin: TenantAdm
     ):
         with pytest.raises(InvalidRequest, match=reason):
             await record_totals(store, tenant, site, day, totals, now)
+
+
+async def test_a_linked_site_takes_allowed_regions_of_a_class_alone(
+    store: RedisStore, admin: TenantAdmin
+) -> None:
+    await declare_classes(store, region_classes(["eu=fr,de"]))
+    await admin.add("named", {"allowed_regions": ("de", "fr")}, "key of named")
+    await admin.add("free", {}, "key of free")
+    with pytest.raises(ConfigError, match="declare a class"):
+        await admin.add("bound", {"allowed_regions": ("fr",)}, "key of bound")
+    with pytest.raises(ConfigError, match="declare a class"):
+        await admin.change("free", {"allowed_regions": ("fr",)})
+    await admin.change("free", {"allowed_regions": ("fr",), "region_class": "eu"})
+    with pytest.raises(ConfigError, match="declare a class"):
+        await admin.change("free", {"region_class": ""})
+    await admin.change("free", {"allowed_regions": ()})  # nowhere
+    assert (await admin.one("free")).allowed_regions == ()
+    await store.write([("DEL", SITES)])
+    await admin.change("free", {"allowed_regions": ("fr",), "region_class": ""})

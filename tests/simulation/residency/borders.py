@@ -33,6 +33,8 @@ class Borders:
     planted: Counter[str] = field(default_factory=Counter)  # those found, by kind of place
     examples: dict[str, str] = field(default_factory=dict)
     num_seen: Counter[str] = field(default_factory=Counter)  # sightings by kind of place
+    forgetful: set[str] = field(default_factory=set)  # tenants with zero retention
+    is_over: bool = False  # all requests have ended: their KV is zeroed
     _since: dict[str, list[tuple[float, frozenset[str] | None]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -40,6 +42,8 @@ class Borders:
     def begin(self, tenants: Iterable[TenantPlan]) -> None:
         for each in tenants:
             self._since[each.tenant_id].append((0.0, each.limits.regions))
+            if each.is_zero_retention:
+                self.forgetful.add(each.tenant_id)
 
     def change(self, tenant_id: str, limits: Limits, at_s: float) -> None:
         self._since[tenant_id].append((at_s, limits.regions))
@@ -61,12 +65,17 @@ class Borders:
 
     def forbidden(self, tenant_id: str, place: Place) -> str | None:
         """Returns the regions of a place that the tenant's data may not be in, or None."""
-        if place.regions is None:
+        if place.regions is None or self._is_retained(tenant_id, place):
             return "any region"
         allowed = self._allowed(tenant_id, place.at_s)
         if allowed is None or place.regions <= allowed:
             return None
         return ", ".join(sorted(place.regions - allowed)) or "no region"
+
+    def _is_retained(self, tenant_id: str, place: Place) -> bool:
+        """Whether a place outlives the requests of a tenant that has zero retention."""
+        is_lasting = place.kind == "Redis" or (place.kind == "memory" and self.is_over)
+        return is_lasting and tenant_id in self.forgetful
 
     def _allowed(self, tenant_id: str, at_s: float) -> Collection[str] | None:
         """Returns the regions allowed at any time in the last `withdrawn_s`; None: all."""

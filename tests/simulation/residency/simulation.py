@@ -81,6 +81,8 @@ async def _run(plan: ResidencyPlan, logs: SearchedLog, folder: Path) -> Residenc
     checking.cancel()
     with suppress(asyncio.CancelledError):
         await checking
+    fleets.traffic.search()
+    fleets.borders.is_over = True
     plant_in_cache(fleets)
     fleets.check()
     fleets.traffic.files(folder)

@@ -82,3 +82,17 @@ def test_a_change_of_regions_takes_effect_soon(
     assert borders.forbidden(tenant.tenant_id, place) == expected
     borders.judge([(place, Sighting(tenant.tenant_id, "text", 0))])
     assert borders.leaks.total() == (expected is not None)
+
+
+def test_zero_retention_leaves_nothing_at_home_either() -> None:
+    quiet = replace(next(iter(all_tenants().values())), limits=Limits(), is_zero_retention=True)
+    other = replace(quiet, tenant_id="other", is_zero_retention=False)
+    borders, found = Borders(), list[tuple[bool, str]]()
+    borders.begin([quiet, other])
+    for borders.is_over in (False, True):
+        for kind in ("subject", "frame", "memory", "Redis"):
+            place = Place(kind, "s", frozenset({"fr"}), 1.0)
+            if borders.forbidden(quiet.tenant_id, place):
+                found.append((borders.is_over, kind))
+            assert not borders.forbidden(other.tenant_id, place)
+    assert found == [(False, "Redis"), (True, "memory"), (True, "Redis")]
