@@ -6,7 +6,9 @@ Per frame the sender fills a slot and computes its checksum, the receiver copies
 that of the copy (TCP: of the received bytes), passes it to a sink that does nothing, and
 acknowledges. `tcp_mac` and `tcp_aead` seal each frame instead: a tag of 16 bytes, without and with
 encryption; `aead` is the encryption alone, of frames in memory. A sealed push is expected to take
-the time of both. A few frames are in flight. Compared in the same run, alternating: numpy's copy of
+the time of both. With the wheel (`hearth-serve[nixl]`) there are `nixl_tcp` and `nixl_shm`: the
+receiver reads the sender's slots with NIXL, over TCP alone, or through shared memory. A few frames
+are in flight. Compared in the same run, alternating: numpy's copy of
 as many bytes, and a plain TCP socket over loopback between two processes, blocking `sendall` and
 `recv_into`, no checksum.
 
@@ -26,11 +28,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -42,6 +46,8 @@ from benchmarks.report import Bar, Row, at_least, write_result
 from shared.kv_wire.dialer import SECURITIES, Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader, PushLink
+from shared.kv_wire.ports.nixl_agent import Agent, NixlAgent
+from shared.kv_wire.ports.nixl_port import NixlPort
 from shared.kv_wire.sealing.cipher_choice import preferred_ciphers
 from shared.kv_wire.sealing.ciphers import ciphers_of_sender
 from shared.kv_wire.sealing.link_keys import LinkKeys
@@ -55,6 +61,7 @@ POOL_BYTES = 256 * MIB
 PLACEMENT = b"benchmark-------"
 BARS = {"memfd": ("memcpy", 0.6), "tcp": ("raw_tcp", 0.7)}
 SEALED_BAR = 0.85  # share of 1 / (1 / tcp + 1 / aead)
+NIXL_WAYS = {"nixl_tcp": "tcp", "nixl_shm": "tcp,posix,sysv,cma,self"}
 BAR_BYTES = (4 * MIB, 64 * MIB)
 
 Bytes = npt.NDArray[np.uint8]
@@ -79,9 +86,30 @@ class Swallow:
         pass
 
 
+def agents_over(transports: str) -> Callable[[], Agent]:
+    """UCX reads its variables anew for each agent."""
+
+    def make() -> Agent:
+        os.environ["UCX_TLS"] = transports
+        return NixlAgent(f"benchmark-{os.urandom(8).hex()}")
+
+    return make
+
+
+def nixl_ways() -> dict[str, str]:
+    """Returns UCX's transports by the name of the way; empty without the wheel."""
+    return NIXL_WAYS if find_spec("nixl") else {}
+
+
 def receive_frames(pipe: Connection) -> None:
     async def serve() -> None:
         servers = []
+        for name, transports in nixl_ways().items():
+            port = await NixlPort.start(agents_over(transports))
+            server = await KvServer.start(instance_id=name.encode(), nixl=port)
+            server.expect(PLACEMENT, Swallow())
+            pipe.send_bytes(msgspec.msgpack.encode(server.address))
+            servers.append(server)
         for security in SECURITIES:
             link_keys = None if security == "none" else LinkKeys(security, SystemRandomness())
             server = await KvServer.start(instance_id=security.encode(), link_keys=link_keys)
@@ -227,12 +255,24 @@ def push_ways(num_under_way: int, source: Pool, destination: Pool) -> Iterator[d
         process(receive_frames) as frames_pipe,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as executor,
     ):
+        nixl_links: dict[str, PushLink] = {}
+        nixl_targets = {
+            name: msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=DataPlaneAddress)
+            for name in nixl_ways()
+        }
         targets = [
             msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=tuple[DataPlaneAddress, Key])
             for _ in SECURITIES
         ]
+        nixl: dict[str, Dialer] = {}
+        for name, address in nixl_targets.items():
+            port = executor.run(NixlPort.start(agents_over(NIXL_WAYS[name])))
+            nixl[name] = Dialer(connect_timeout_s=10.0, nixl=port)
+            apart = msgspec.structs.replace(address, unix_path="")
+            nixl_links[name] = executor.run(nixl[name].link(apart))
+            assert nixl_links[name].plan.port == "nixl", nixl_links[name].plan
         memfd, tcp = Dialer(), Dialer()
-        links = {"memfd": executor.run(memfd.link(targets[0][0]))}
+        links = {"memfd": executor.run(memfd.link(targets[0][0])), **nixl_links}
         for security, (address, link_key) in zip(SECURITIES, targets, strict=True):
             apart = msgspec.structs.replace(address, unix_path="")
             name = "tcp" if security == "none" else f"tcp_{security}"
@@ -244,6 +284,8 @@ def push_ways(num_under_way: int, source: Pool, destination: Pool) -> Iterator[d
             },
             "aead": seal_frames(destination),
         }
+        for dialer in nixl.values():
+            executor.run(dialer.close())
         executor.run(memfd.close())
         executor.run(tcp.close())
 

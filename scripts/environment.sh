@@ -142,6 +142,17 @@ install_clients() {
   echo "$digest" >"$stamp"
 }
 
+# The wheel beside Hearth's own packages, whose torch it takes: handoffs over it are in tests/nixl.
+install_nixl() {
+  local folder="$CLIENTS/nixl" digest
+  digest="$(cksum <"$ROOT/tests/nixl/nixl.txt")"
+  [[ -f "$folder/.installed" && "$(<"$folder/.installed")" == "$digest" ]] && return
+  echo "Installing tests/nixl/nixl.txt"
+  rm -rf "$folder"
+  "$VENV/bin/pip" install --quiet --no-deps --target "$folder" -r "$ROOT/tests/nixl/nixl.txt"
+  echo "$digest" >"$folder/.installed"
+}
+
 # promtool checks boards and alert rules in tests/deploy, which skip without it.
 install_promtool() {
   command -v "${HEARTH_PROMTOOL:-promtool}" >/dev/null && return

@@ -48,6 +48,7 @@ EXPERT_KERNELS: tuple[ExpertKernels, ...] = ("auto", "triton", "grouped")
 Residency = Literal["demand", "lru"]
 RESIDENCIES: tuple[Residency, ...] = ("demand", "lru")
 KV_COMPRESSIONS = ("auto", "off")
+KV_TRANSPORTS = ("own", "nixl")
 DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 TOOL_FORMATS = ("template", "hermes")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -526,6 +527,8 @@ class WorkerConfig(EncodeConfig, frozen=True, kw_only=True):
     kv_compression: str = (
         "auto"  # auto: compresses BF16 KV to other hosts if it is faster; or "off"
     )
+    # nixl: where both ends have it, over TCP links without security, as it does not encrypt
+    kv_transport: str = "own"
     # the name of this worker's site, to which other sites may push KV; empty: none may
     site: str = ""
 
@@ -573,6 +576,13 @@ class WorkerConfig(EncodeConfig, frozen=True, kw_only=True):
             yield f"activations {self.activations!r} is none of {', '.join(ACTIVATIONS)}"
         if self.kv_compression not in KV_COMPRESSIONS:
             yield f"kv_compression {self.kv_compression!r} is none of {', '.join(KV_COMPRESSIONS)}"
+        if self.kv_transport not in KV_TRANSPORTS:
+            yield f"kv_transport {self.kv_transport!r} is none of {', '.join(KV_TRANSPORTS)}"
+        elif self.kv_transport == "nixl" and self.data_plane_security != "none":
+            yield (
+                "kv_transport nixl does not encrypt: it needs data_plane_security none, for a "
+                f"network that is trusted, not {self.data_plane_security}"
+            )
         if self.tp not in TP_SIZES:
             yield f"tp {self.tp} is none of 1, 2, 4, 8"
         if self.pp < 1:

@@ -23,6 +23,7 @@ from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import PageLock
+from shared.kv_wire.ports.nixl_port import NixlPort, start_nixl
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.randomness import Randomness
 
@@ -85,6 +86,7 @@ class ProcessDataPlane:
             security=self._security,
             page_lock=self._memory.page_lock,
             region=self._config.region,
+            nixl=await start_nixl(self._config.kv_transport),
         )
         return LocalPushPort(dialer, self._memory, self._clock)
 
@@ -96,6 +98,7 @@ class ProcessDataPlane:
             await self._load_codec(),
             link_keys,
             self._memory.page_lock,
+            nixl=await start_nixl(self._config.kv_transport),
         )
         return LocalReceivePort(receiver, self._memory, link_keys, counts=receiver.counts)
 
@@ -117,6 +120,7 @@ class GroupDataPlane:
         return await GroupPushPort.open(
             self._links,
             kv_compression=self._config.kv_compression,
+            kv_transport=self._config.kv_transport,
             security=self._security,
             region=self._config.region,
         )
@@ -129,6 +133,7 @@ class GroupDataPlane:
             bind_port=self._config.data_plane_port,
             advertised_host=_advertised_host(self._config),
             kv_compression=self._config.kv_compression,
+            kv_transport=self._config.kv_transport,
             link_keys=link_keys_of(self._security, self._randomness),
             region=self._config.region,
         )
@@ -147,6 +152,7 @@ async def receive_kv(
     page_lock: PageLock | None = None,
     *,
     port: int | None = None,
+    nixl: NixlPort | None = None,
 ) -> KvServer:
     """Listens for KV, or for pixels at another `port`. Raises ConfigError for an address that is
     not this host's.
@@ -162,6 +168,7 @@ async def receive_kv(
             link_keys=link_keys,
             page_lock=page_lock,
             region=config.region,
+            nixl=nixl,
         )
     except OSError as error:
         at = f"{config.data_plane_host!r}, port {port or 'any'}"

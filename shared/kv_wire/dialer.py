@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Literal, get_args
 
+import structlog
 from msgspec.structs import replace
 
 from shared.background import start_awaited
@@ -16,13 +17,24 @@ from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec, LinkCompression
 from shared.kv_wire.frames import ProtocolError, Welcome
-from shared.kv_wire.handshake import send_hello
-from shared.kv_wire.link import CompressionCounts, PageLock, PushPlan
+from shared.kv_wire.handshake import Greeted, send_hello
+from shared.kv_wire.link import (
+    DEVICE_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    CompressionCounts,
+    LinkEnd,
+    PageLock,
+    PushPlan,
+)
+from shared.kv_wire.ports.nixl_link import NixlSlots, NixlStaging
+from shared.kv_wire.ports.nixl_port import OPEN_S, PROBE_S, NixlPort
 from shared.kv_wire.ports.push_plan import link_end, plan_push
 from shared.kv_wire.push_link import StagedLink, Staging
 from shared.kv_wire.shared_memory import SharedMemoryStaging
 from shared.kv_wire.tcp import TcpStaging
 from shared.messages import DataPlaneAddress, LinkKey
+
+log = structlog.get_logger(__name__)
 
 DataPlaneSecurity = Literal["none", "mac", "aead"]
 SECURITIES: tuple[DataPlaneSecurity, ...] = get_args(DataPlaneSecurity)  # weakest first
@@ -43,10 +55,13 @@ class Dialer:
         security: DataPlaneSecurity = "none",
         page_lock: PageLock | None = None,
         region: str = "",
+        nixl: NixlPort | None = None,
     ) -> None:
         """Dials receivers of KV from a process in `region`. TCP links must have at least
-        `security`. `page_lock` locks the slots that a device fills.
+        `security`. `page_lock` locks the slots that a device fills. `nixl` is offered on links
+        that are not sealed.
         """
+        self._nixl = nixl
         self.region = region
         self._security = security
         self._connect_timeout_s = connect_timeout_s
@@ -83,6 +98,8 @@ class Dialer:
         await asyncio.gather(*dials, return_exceptions=True)
         for link in list(self._links.values()):
             await link.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     async def _dial(self, target: DataPlaneAddress, link_key: LinkKey | None) -> StagedLink:
         def forget(ended: StagedLink) -> None:
@@ -90,7 +107,8 @@ class Dialer:
                 del self._links[target.instance_id]
 
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            opening_s = OPEN_S + PROBE_S if self._nixl is not None else 0.0
+            async with asyncio.timeout(self._connect_timeout_s + opening_s):
                 link = await self._reach(target, link_key, forget)
         except TimeoutError as error:
             raise LinkLost(
@@ -121,7 +139,36 @@ class Dialer:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
-        return await self._connect(family, address, target.instance_id, link_key, on_end)
+        slots, refused = await self._offered_slots(link_key)
+        try:
+            probe_s = 0.0 if slots is None else PROBE_S
+            async with asyncio.timeout(self._connect_timeout_s + probe_s):
+                link = await self._connect(
+                    *(family, address, target.instance_id, link_key, on_end),
+                    slots=slots,
+                    refused=refused,
+                )
+        except BaseException:
+            if slots is not None:
+                slots.close()
+            raise
+        if slots is not None and link.plan.port != "nixl":
+            slots.close()
+        if link.plan.refused:
+            at = f"{target.host}:{target.port}"
+            log.warning("kv_transport_failed", port="nixl", peer=at, instead=link.plan.port)
+        return link
+
+    async def _offered_slots(self, link_key: LinkKey | None) -> tuple[NixlSlots | None, str]:
+        """Returns slots to offer, on links that are not sealed, and the port that has failed."""
+        if self._nixl is None or link_key is not None:
+            return None, ""
+        slot_bytes = DEVICE_FRAME_BYTES if self._end.device else MAX_FRAME_BYTES
+        try:
+            return await self._nixl.open_slots(slot_bytes, self._page_lock), ""
+        except LinkLost as error:
+            log.warning("kv_transport_failed", port="nixl", reason=error.message)
+            return None, "nixl"
 
     def _check_security(self, target: DataPlaneAddress, link_key: LinkKey | None) -> None:
         offered: DataPlaneSecurity = "none" if link_key is None else link_key.security
@@ -138,7 +185,12 @@ class Dialer:
         instance_id: bytes,
         link_key: LinkKey | None,
         on_end: Callable[[StagedLink], None],
+        *,
+        slots: NixlSlots | None = None,
+        refused: str = "",
     ) -> StagedLink:
+        end = self._end if slots is None else replace(self._end, ports=("nixl",))
+        offer = None if slots is None else slots.offer
         loop = asyncio.get_running_loop()
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -147,11 +199,14 @@ class Dialer:
             await loop.sock_connect(sock, address)  # type: ignore[arg-type]
             # Measures the kernels, however busy the peer is
             round_trip_s = self._clock.now() - start
-            greeted = await send_hello(sock, instance_id, link_key, self.region, self._end)
+            greeted = await send_hello(sock, instance_id, link_key, self.region, end, offer)
             welcome = greeted.welcome
-            plan = plan_push(self._end, welcome.end, is_local=greeted.fd is not None)
-            plan = replace(plan, frame_bytes=welcome.frame_bytes or plan.frame_bytes)
-            staging = _staging(sock, welcome, greeted.fd, self._page_lock, plan)
+            plan = _plan(end, greeted, refused)
+            if plan.port == "nixl" and slots is not None:
+                tcp.tune(sock)
+                staging: Staging = NixlStaging(slots, plan.frame_bytes)
+            else:
+                staging = _staging(sock, welcome, greeted.fd, self._page_lock, plan)
             compression = self._compression(welcome, round_trip_s)
             regions = self.region, welcome.region
             link = StagedLink(
@@ -162,6 +217,8 @@ class Dialer:
                 regions,
                 plan=replace(plan, frame_bytes=staging.frame_bytes),
             )
+            if isinstance(staging, NixlStaging):
+                staging.watch(lambda: link.num_unacked)
             if family == socket.AF_UNIX:
                 await loop.create_unix_connection(lambda: link.stream, sock=sock)
             else:
@@ -177,6 +234,21 @@ class Dialer:
         if codec is None or codec.name not in welcome.codecs:
             return None
         return LinkCompression(codec, self._clock, self.compressed, round_trip_s=round_trip_s)
+
+
+def _plan(end: LinkEnd, greeted: Greeted, refused: str) -> PushPlan:
+    """Returns the plan of a link from this end, as the receiver has chosen its port."""
+    welcome = greeted.welcome
+    plan = plan_push(
+        end,
+        welcome.end,
+        is_local=greeted.fd is not None,
+        is_sealed=greeted.ciphers is not None,
+        refused=refused,
+    )
+    if plan.port == "nixl" and welcome.port != "nixl":
+        plan = plan_push(end, welcome.end, is_local=False, refused="nixl")
+    return replace(plan, frame_bytes=welcome.frame_bytes or plan.frame_bytes)
 
 
 def _staging(

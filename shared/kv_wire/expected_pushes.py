@@ -18,7 +18,7 @@ from shared.kv_wire.link import OUTSIDE_REGIONS, FrameHeader, FrameSink, PushBou
 log = structlog.get_logger(__name__)
 
 # Makes a private copy of a frame's payload and returns it with the frame's checksum over the copy,
-# or None if the payload cannot be decoded.
+# or None if the payload cannot be decoded. Raises a HearthError if there is no payload.
 TakeCopy = Callable[[], Awaitable[tuple[memoryview, int | None]]]
 
 
@@ -45,6 +45,7 @@ class _Expected:
     accepted: set[object] = field(default_factory=set)  # connections whose offer was accepted
     # the connection that last carried a frame of each part: several ranks may push to this process
     carriers: dict[KvShard, object] = field(default_factory=dict)
+    forgotten: asyncio.Future[None] | None = None  # made for the first that waits for it
 
     def carried_by(self, carrier: object, header: FrameHeader) -> None:
         if len(self.carriers) >= MAX_CARRIERS:  # the parts are such that no sink accepts them
@@ -74,7 +75,23 @@ class ExpectedPushes:
         self._expected[placement_id] = _Expected(sink, bounds, is_private)
 
     def forget(self, placement_id: bytes) -> None:
-        self._expected.pop(placement_id, None)
+        expected = self._expected.pop(placement_id, None)
+        if expected is not None and expected.forgotten is not None:
+            expected.forgotten.set_result(None)
+
+    def until_forgotten(self, placement_id: bytes) -> asyncio.Future[None]:
+        """Returns what is done once the placement is forgotten, or if it is not expected. It must
+        not be cancelled.
+        """
+        expected = self._expected.get(placement_id)
+        if expected is not None and expected.forgotten is not None:
+            return expected.forgotten
+        forgotten = asyncio.get_running_loop().create_future()
+        if expected is None:
+            forgotten.set_result(None)
+        else:
+            expected.forgotten = forgotten
+        return forgotten
 
     async def idle(self, placement_id: bytes) -> None:
         while self._num_copying[placement_id] > 0:
@@ -134,10 +151,10 @@ class ExpectedPushes:
         if expected is None:
             return self._unknown(header.placement_id)
         with self._copying(header.placement_id):
-            payload, checksum = await take_copy()
-            if self._expected.get(header.placement_id) is not expected:
-                return self._unknown(header.placement_id)
             try:
+                payload, checksum = await take_copy()
+                if self._expected.get(header.placement_id) is not expected:
+                    return self._unknown(header.placement_id)
                 return await self._hand_over(expected.sink, header, payload, checksum)
             except KvMismatch as error:
                 self.counts.num_mismatched += 1

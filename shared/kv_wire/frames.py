@@ -23,12 +23,14 @@ have no checksum.
 from __future__ import annotations
 
 import struct
+from typing import Annotated
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from shared.errors import LinkLost
-from shared.kv_wire.link import MAX_FRAME_BYTES, FrameHeader, LinkEnd
+from shared.kv_wire.link import MAX_DEVICE_FRAME_BYTES, MAX_FRAME_BYTES, FrameHeader, LinkEnd
 from shared.transport.wire_errors import UNREADABLE
 
 MAGIC = b"HKVW"
@@ -38,12 +40,25 @@ MAX_RECORD_BYTES = 64 * 1024
 MAX_REASON_CHARS = 1000
 MAX_ID_BYTES = 64
 MAX_SLOTS = 64
+MAX_METADATA_BYTES = 32 * 1024
 MAX_FRAME_ID = 2**63 - 1
 CHECKSUM_KINDS = ("xxh3-64",)
 
 
 class ProtocolError(LinkLost):
     """The peer violated this protocol; the connection ends."""
+
+
+class NixlOffer(msgspec.Struct, frozen=True):
+    """Slots of the sender that the receiver may read with NIXL: `metadata` of the sender's agent,
+    the address of the slots in its process, and a token at the start of the first one.
+    """
+
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
+    address: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    num_slots: int
+    slot_bytes: Annotated[int, Meta(ge=MAX_FRAME_BYTES, le=MAX_DEVICE_FRAME_BYTES)]
+    token: Annotated[bytes, Meta(max_length=MAX_ID_BYTES)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -58,13 +73,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ciphers: tuple[str, ...] = ()
     region: str = ""
     end: LinkEnd = LinkEnd()
+    nixl: NixlOffer | msgspec.UnsetType = msgspec.UNSET
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The receiver's answer. `num_slots` bounds the unacknowledged frames; `codecs` names the
     codecs that the receiver can decode; `cipher` seals all that follows, or is empty. No frame
     exceeds `slot_bytes`; `frame_bytes` is the recommended size, 0 of a release that knows only
-    one. `end` is the receiver's.
+    one. `end` is the receiver's. `port` is the one that serves; empty: that of the connection.
     """
 
     instance_id: bytes
@@ -76,6 +92,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     region: str = ""
     frame_bytes: int = 0
     end: LinkEnd = LinkEnd()
+    port: str = ""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):

@@ -21,6 +21,7 @@ from shared.kv_wire.frames import (
     PREFIX,
     Goodbye,
     Hello,
+    NixlOffer,
     ProtocolError,
     Record,
     Welcome,
@@ -55,12 +56,14 @@ async def send_hello(
     link_key: LinkKey | None = None,
     region: str = "",
     end: LinkEnd = LinkEnd(),  # noqa: B008  it is immutable
+    nixl: NixlOffer | None = None,
 ) -> Greeted:
     """Does the sender's part of the handshake, for a process in `region`. With a key the link is
     sealed.
     """
     loop = asyncio.get_running_loop()
-    hello = Hello(instance_id, region=region, end=end)
+    offer = msgspec.UNSET if nixl is None else nixl
+    hello = Hello(instance_id, region=region, end=end, nixl=offer)
     if link_key is not None:
         hello = _sealed_hello(hello, link_key)
     sent = encode_record(hello)
@@ -147,6 +150,8 @@ def _checked(reply: Record, hello: Hello) -> Welcome:
     is_sized = MAX_FRAME_BYTES <= reply.slot_bytes <= hello.end.max_frame_bytes
     if not 1 <= reply.num_slots <= MAX_SLOTS or not is_sized:
         raise ProtocolError(f"unsupported: {reply.num_slots} slots of {reply.slot_bytes} bytes")
+    if reply.port and (reply.port != "nixl" or hello.nixl is msgspec.UNSET):
+        raise ProtocolError(f"port {reply.port[:100]!r} was not offered")
     if not 0 <= reply.frame_bytes <= reply.slot_bytes:
         raise ProtocolError(f"frames of {reply.frame_bytes} bytes exceed their slots")
     return reply

@@ -9,6 +9,7 @@ import shutil
 import socket
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from shared.background import Background, is_logged
@@ -25,6 +26,9 @@ from shared.kv_wire.frames import (
 )
 from shared.kv_wire.handshake import read_hello, send_sealed_welcome, send_welcome
 from shared.kv_wire.link import FrameSink, PageLock, PushBounds
+from shared.kv_wire.ports import nixl_link
+from shared.kv_wire.ports.nixl_link import NixlReads, NixlReception
+from shared.kv_wire.ports.nixl_port import NixlPort
 from shared.kv_wire.ports.push_plan import link_end, max_frame_bytes, plan_push
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.kv_wire.shared_memory import NUM_SLOTS, SharedMemoryReception, create_memory
@@ -40,7 +44,7 @@ MAX_CONNECTIONS = 1024
 # The listener pauses so long after a failed accept (out of file descriptors).
 ACCEPT_PAUSE_S = 0.1
 
-Reception = TcpReception | SharedMemoryReception
+Reception = TcpReception | SharedMemoryReception | NixlReception
 
 
 class KvServer:
@@ -57,14 +61,18 @@ class KvServer:
         page_lock: PageLock | None = None,
         *,
         region: str = "",
+        nixl: NixlPort | None = None,
     ) -> None:
+        self._nixl = nixl
         self._address = address
         self._directory = directory
         self._codec = codec
         self._clock = clock
         self._link_keys = link_keys
         self._page_lock = page_lock
-        self._end = link_end("" if page_lock is None else page_lock.device)
+        self._end = link_end(
+            "" if page_lock is None else page_lock.device, () if nixl is None else ("nixl",)
+        )
         self._placements = ExpectedPushes(region)
         self._receptions: set[Reception] = set()
         self._handshakes = Background()
@@ -86,11 +94,13 @@ class KvServer:
         link_keys: LinkKeys | None = None,
         page_lock: PageLock | None = None,
         region: str = "",
+        nixl: NixlPort | None = None,
     ) -> KvServer:
         """Listens for peers, which dial `advertised_host`, by default `bind_host`, at `bind_port`
         or, if that is 0, at a free port. `codec` decodes frames that peers on TCP compress. Peers
         on TCP must use `link_keys`; None: links are not sealed. `page_lock` locks the memory from
-        which a device copies frames. `region` is that of this process. Raises OSError.
+        which a device copies frames. `region` is that of this process. `nixl` reads from peers
+        that offer it on TCP links without keys. Raises OSError.
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(bind_host, bind_port, type=socket.SOCK_STREAM)
@@ -109,7 +119,11 @@ class KvServer:
         )
         listeners = (tcp_listener, unix_listener)
         clock = clock or MonotonicClock()
-        return cls(address, listeners, directory, codec, clock, link_keys, page_lock, region=region)
+        return cls(
+            *(address, listeners, directory, codec, clock, link_keys, page_lock),
+            region=region,
+            nixl=nixl,
+        )
 
     @property
     def address(self) -> DataPlaneAddress:
@@ -155,6 +169,8 @@ class KvServer:
         for delivery in deliveries:
             delivery.cancel()
         await asyncio.gather(*deliveries, return_exceptions=True)
+        if self._nixl is not None:
+            self._nixl.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     # ── new connections ──────────────────────────────────────────────────────────────────────────
@@ -196,6 +212,8 @@ class KvServer:
     async def _open_tcp(self, sock: socket.socket, hello: Hello, received: bytes) -> Reception:
         link_key = self._link_key_of(hello)
         tcp.tune(sock)
+        if (reads := await self._opened_reads(hello, link_key)) is not None:
+            return await self._open_nixl(sock, hello, reads)
         codecs = () if self._codec is None else (self._codec.name,)
         welcome = self._own_welcome(tcp.NUM_SLOTS, hello, codecs, is_local=False)
         ciphers = None
@@ -211,6 +229,31 @@ class KvServer:
             max_frame_bytes=welcome.slot_bytes,
             page_lock=self._page_lock,
         )
+
+    async def _opened_reads(self, hello: Hello, link_key: LinkKey | None) -> NixlReads | None:
+        """Returns the means to read the sender's slots. None: the own ports serve."""
+        plan = plan_push(hello.end, self._end, is_local=False, is_sealed=link_key is not None)
+        offer = hello.nixl
+        if plan.port != "nixl" or self._nixl is None or isinstance(offer, msgspec.UnsetType):
+            return None
+        try:
+            return await self._nixl.open_reads(offer, self._page_lock)
+        except LinkLost as error:
+            log.warning("kv_transport_failed", port="nixl", reason=error.message, instead="tcp")
+            return None
+
+    async def _open_nixl(self, sock: socket.socket, hello: Hello, reads: NixlReads) -> Reception:
+        welcome = self._own_welcome(nixl_link.NUM_SLOTS, hello, is_local=False)
+        frame_bytes = min(welcome.frame_bytes, reads.slot_bytes)
+        welcome = msgspec.structs.replace(
+            welcome, slot_bytes=reads.slot_bytes, frame_bytes=frame_bytes, port="nixl"
+        )
+        try:
+            await send_welcome(sock, welcome, None)
+        except BaseException:
+            reads.close()
+            raise
+        return NixlReception(self._placements, self._clock, reads, peer_region=hello.region)
 
     def _own_welcome(
         self, num_slots: int, hello: Hello, codecs: tuple[str, ...] = (), *, is_local: bool

@@ -33,9 +33,9 @@ DEVICE_FRAME_BYTES = 16 * 1024 * 1024
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_DEVICE_FRAME_BYTES = 64 * 1024 * 1024
 
-# Where the bytes of a frame are between the two ends: in a memfd of the receiver, or on the
-# connection.
-PortName = Literal["memfd", "tcp"]
+# Where the bytes of a frame are between the two ends: in a memfd of the receiver, on the
+# connection, or in slots of the sender, which the receiver reads with NIXL.
+PortName = Literal["memfd", "tcp", "nixl"]
 Place = Literal["same GPU", "peer GPUs", "same host", "other host"]
 
 OUTSIDE_REGIONS = "the sender is in no region of the tenant's data"
@@ -96,6 +96,7 @@ class LinkEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: str = ""  # equal on one host, see `push_plan.this_host`; empty: not known
     device: str = ""  # the GPU that has its KV; empty: KV is in memory of the host
     max_frame_bytes: int = MAX_FRAME_BYTES  # the largest frame that it can send or receive
+    ports: tuple[str, ...] = ()  # that it has beside those of every release
 
 
 class PushPlan(msgspec.Struct, frozen=True, kw_only=True):

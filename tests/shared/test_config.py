@@ -77,6 +77,8 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
         (2, {"http_cert": "/nowhere.crt", "http_key": __file__}, "http_cert /nowhere.crt is not a"),
         (2, {"http_key": __file__}, "http_cert and http_key must be given together"),
         (3, {"data_plane_security": "tls"}, "data_plane_security 'tls' is none of aead, mac, none"),
+        (3, {"kv_transport": "rdma"}, "kv_transport 'rdma' is none of own, nixl"),
+        (3, {"kv_transport": "nixl"}, "kv_transport nixl does not encrypt: it needs data_plane_"),
         (3, {"load_format": "gguf"}, "load_format 'gguf' is none of auto, dummy"),
         (3, {"activations": "fp8"}, "activations 'fp8' is none of plain, bf16-exchange"),
         (3, {"kv_cache_bytes": 0}, "kv_cache_bytes"),

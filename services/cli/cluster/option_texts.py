@@ -9,6 +9,7 @@ from shared.config import (
     EXPERT_KERNELS,
     EXPERT_SPLITS,
     KV_COMPRESSIONS,
+    KV_TRANSPORTS,
     LOAD_FORMATS,
     LOG_FORMATS,
     LOG_LEVELS,
@@ -73,7 +74,7 @@ PANELS = {
     ),
     "KV data plane": (
         *("data_plane_host", "data_plane_port", "data_plane_advertised_host"),
-        *("data_plane_security", "kv_compression"),
+        *("data_plane_security", "kv_compression", "kv_transport"),
     ),
     "Ranks": (
         *("tp", "pp", "experts", "activations", "remote_ranks", "rank_host", "worker", "ranks"),
@@ -93,6 +94,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "expert_kernels": EXPERT_KERNELS,
     "experts": EXPERT_SPLITS,
     "kv_compression": KV_COMPRESSIONS,
+    "kv_transport": KV_TRANSPORTS,
     "kv_dtype": KV_DTYPES,
     "load_format": LOAD_FORMATS,
     "log_format": LOG_FORMATS,
@@ -277,10 +279,11 @@ HELP = {
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
     "image_cache_bytes": "Memory for encoded images.",
     "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
+    "kv_transport": "nixl: where both ends have hearth[nixl] and no security.",
     "data_plane_security": "Of KV and pixels over TCP: aead (encrypted), mac (authenticated) "
     "or none.",
-    "data_plane_host": "Address that this worker's KV data plane listens on.",
+    "data_plane_host": "Listen address for KV.",
     "data_plane_port": "Its TCP port; ranks and images take the next ones (default: free ports).",
-    "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
-    "this host's name if that is 0.0.0.0 or ::).",
+    "data_plane_advertised_host": "Its address for others (default: the listen address, or this "
+    "host's name).",
 }

@@ -3,9 +3,11 @@
     place                             port     copies of each byte, sender | receiver
     same GPU, peer GPUs, same host    memfd    gather, to host | copy, to device, scatter
     other host                        tcp      gather, to host, send | receive, to device, scatter
+                                      nixl     gather, to host | read, to device, scatter
 
 An end without a device has no `to host`; instead of `to device` it copies within the host
-(`stage`). A host whose unix socket cannot be opened is reached over TCP, too.
+(`stage`). A host whose unix socket cannot be opened is reached over TCP, too. NIXL is chosen where
+both ends have it and the link is not sealed, as it does not encrypt.
 
 Both ends work at the same time, so a push takes the time of the slower one. The rates are those of
 benchmarks/kv_transfer.py on two cores, 55 GB/s of a PCIe 5 bus and a tenth of an H100's memory:
@@ -45,13 +47,15 @@ RATES = {
     "scatter on the device": 3e11,
     "send": 4.2e9,
     "receive": 4.2e9,
+    "read": 10e9,
 }
 PORT_COPIES: dict[PortName, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "memfd": ((), ("copy",)),
     "tcp": (("send",), ("receive",)),
+    "nixl": ((), ("read",)),
 }
 MAX_KINDS = 16  # of links in a heartbeat
-WIRE_COPIES = frozenset({"send", "receive"})
+WIRE_COPIES = frozenset({"send", "receive", "read"})
 
 
 @cache
@@ -63,18 +67,30 @@ def this_host() -> str:
         return socket.gethostname()
 
 
-def link_end(device: str = "") -> LinkEnd:
+def link_end(device: str = "", ports: tuple[str, ...] = ()) -> LinkEnd:
     """Returns an end in this process, whose KV is on a device or in memory of the host."""
-    return LinkEnd(host=this_host(), device=device, max_frame_bytes=MAX_DEVICE_FRAME_BYTES)
+    return LinkEnd(
+        host=this_host(), device=device, max_frame_bytes=MAX_DEVICE_FRAME_BYTES, ports=ports
+    )
 
 
 def plan_push(
-    sender: LinkEnd, receiver: LinkEnd, *, is_local: bool, wire_bytes_per_s: float | None = None
+    sender: LinkEnd,
+    receiver: LinkEnd,
+    *,
+    is_local: bool,
+    is_sealed: bool = False,
+    refused: str = "",
+    wire_bytes_per_s: float | None = None,
 ) -> PushPlan:
     """Returns the plan of a link. `is_local`: it is over a unix socket, through which the receiver
-    passes its memory. `wire_bytes_per_s` limits a link between hosts; None: not known.
+    passes its memory. `refused` is a port that has failed on this link. `wire_bytes_per_s` limits a
+    link between hosts; None: not known.
     """
     port: PortName = "memfd" if is_local else "tcp"
+    has_nixl = "nixl" in sender.ports and "nixl" in receiver.ports
+    if has_nixl and not is_local and not is_sealed and refused != "nixl":
+        port = "nixl"
     place = _place(sender, receiver, is_local=is_local)
     sent, received = PORT_COPIES[port]
     by_sender = ("gather on the device", "to host") if sender.device else ("gather",)
@@ -89,6 +105,7 @@ def plan_push(
         frame_bytes=_frame_bytes(sender, receiver),
         traversals=(*sender_copies, *receiver_copies),
         bytes_per_s=min(ends),
+        refused=refused,
     )
 
 

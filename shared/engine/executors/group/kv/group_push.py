@@ -80,11 +80,17 @@ class GroupPushPort:
 
     @classmethod
     async def open(
-        cls, links: RankLinks, *, kv_compression: str, security: str, region: str = ""
+        cls,
+        links: RankLinks,
+        *,
+        kv_compression: str,
+        security: str,
+        region: str = "",
+        kv_transport: str = "own",
     ) -> GroupPushPort:
         await links.open()
         port = cls(links)
-        await links.call_all(OpenSender(kv_compression, security, region))
+        await links.call_all(OpenSender(kv_compression, security, region, kv_transport))
         return port
 
     def start(

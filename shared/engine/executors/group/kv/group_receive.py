@@ -94,6 +94,7 @@ class GroupReceivePort:
         kv_compression: str,
         link_keys: LinkKeys | None,
         region: str = "",
+        kv_transport: str = "own",
     ) -> GroupReceivePort:
         """Opens a receiver of each rank. They listen at `bind_port` and the ports after it, or at
         free ones if it is 0. Raises ConfigError for an address that is not this host's or in use.
@@ -110,6 +111,7 @@ class GroupReceivePort:
                     kv_compression,
                     is_sealed=link_keys is not None,
                     region=region,
+                    kv_transport=kv_transport,
                 ),
             )
             for index, rank in enumerate(links.ranks)

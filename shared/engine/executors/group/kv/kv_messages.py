@@ -27,12 +27,14 @@ class OpenReceiver(msgspec.Struct, frozen=True, tag=True):
     kv_compression: str
     is_sealed: bool
     region: str = ""
+    kv_transport: str = "own"
 
 
 class OpenSender(msgspec.Struct, frozen=True, tag=True):
     kv_compression: str
     security: str
     region: str = ""
+    kv_transport: str = "own"
 
 
 class StartPush(msgspec.Struct, frozen=True, tag=True):

@@ -46,6 +46,7 @@ from shared.engine.executors.group.kv.rank_pushes import RankPushes
 from shared.engine.executors.group.kv.rank_receipts import RankReceipts
 from shared.errors import HearthError
 from shared.kv_layout import KvShard
+from shared.kv_wire.ports.nixl_port import start_nixl
 from shared.lifecycle.process import die
 from shared.messages import DataPlaneAddress
 
@@ -122,7 +123,8 @@ class RankKv:
         return self._receipts.port.targets[0].address
 
     async def _open_sender(self, command: OpenSender) -> None:
-        self._open_pushes = RankPushes(self._memory, self._sent, MonotonicClock(), command)
+        nixl = await start_nixl(command.kv_transport)
+        self._open_pushes = RankPushes(self._memory, self._sent, MonotonicClock(), command, nixl)
 
     async def _expect(self, command: Expect) -> None:
         self._receipts.expect(command)

@@ -13,18 +13,28 @@ from shared.engine.kv.local_ports import LocalPushPort
 from shared.engine.kv.ports import Push
 from shared.kv_layout import KvShard
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
+from shared.kv_wire.ports.nixl_port import NixlPort
 
 
 class RankPushes:
     """Pushes the part `sent` of the rank's KV; other ranks push the rest."""
 
     def __init__(
-        self, memory: RankKvMemory, sent: KvShard, clock: Clock, command: OpenSender
+        self,
+        memory: RankKvMemory,
+        sent: KvShard,
+        clock: Clock,
+        command: OpenSender,
+        nixl: NixlPort | None = None,
     ) -> None:
         codec = load_codec(command.kv_compression, memory.kv_layout.dtype)
         security = cast(DataPlaneSecurity, command.security)
         dialer = Dialer(
-            codec=codec, security=security, page_lock=memory.page_lock, region=command.region
+            codec=codec,
+            security=security,
+            page_lock=memory.page_lock,
+            region=command.region,
+            nixl=nixl,
         )
         self.port = LocalPushPort(dialer, memory, clock, sent)
         self._started: dict[bytes, tuple[LeaderSequence, Push]] = {}

@@ -12,6 +12,7 @@ from shared.engine.kv.local_ports import LocalReceivePort
 from shared.engine.kv.ports import Receipt
 from shared.errors import ConfigError
 from shared.kv_wire.kv_server import KvServer
+from shared.kv_wire.ports.nixl_port import start_nixl
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.randomness import SystemRandomness
 
@@ -50,6 +51,7 @@ class RankReceipts:
                 link_keys=link_keys,
                 page_lock=memory.page_lock,
                 region=command.region,
+                nixl=await start_nixl(command.kv_transport),
             )
         except OSError as error:
             at = f"{command.bind_host!r}, port {command.bind_port or 'any'}"
