@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import mimetypes
 import re
 import sys
 from collections.abc import Sequence
@@ -38,7 +37,12 @@ from shared.transport.wire_errors import UNREADABLE
 HINT = "/new starts a new conversation, /quit or Ctrl-D ends"
 UNKNOWN = "no such command: {}; " + HINT
 COMMAND = re.compile(r"/[a-z]+")
-IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp", "image/gif")
+IMAGE_TYPES = {  # by how a file begins: its name may say anything
+    "image/jpeg": re.compile(rb"\xff\xd8\xff"),
+    "image/png": re.compile(rb"\x89PNG\r\n\x1a\n"),
+    "image/webp": re.compile(rb"RIFF....WEBP", re.DOTALL),
+    "image/gif": re.compile(rb"GIF8[79]a"),
+}
 MAX_IMAGE_BYTES = 24 << 20
 MAX_ROUNDS = 8  # rounds of calls, before an answer must come
 
@@ -143,14 +147,13 @@ def response_format(path: Path) -> dict[str, Any]:
 
 def image_part(path: Path) -> dict[str, Any]:
     """Returns the part of a message that shows the image in a file. Raises ConfigError for a file
-    that cannot be read or is no image by its name.
+    that cannot be read or is no image.
     """
-    media_type, _ = mimetypes.guess_type(path.name)
-    if media_type not in IMAGE_TYPES:
+    data = read_given_file(path, what="--image", max_bytes=MAX_IMAGE_BYTES)
+    media_type = next((name for name, start in IMAGE_TYPES.items() if start.match(data)), None)
+    if media_type is None:
         raise ConfigError(f"--image {path} must be a JPEG, PNG, WebP or GIF")
-    text = base64.b64encode(
-        read_given_file(path, what="--image", max_bytes=MAX_IMAGE_BYTES)
-    ).decode()
+    text = base64.b64encode(data).decode()
     return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{text}"}}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from services.cli.cluster import chat as chat_module
@@ -120,15 +121,15 @@ def test_a_file_without_a_schema_is_named(tmp_path: Path) -> None:
 
 
 async def test_first_question_shows_the_images(tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(b"abc")
+    path = tmp_path / "a.jpg"  # the content counts
+    path.write_bytes(b"\x89PNG\r\n\x1a\n")
     gateway = Gateway([TEXT], [TEXT])
     chat, _ = gateway.chat()
     chat.images = [image_part(path)]
     await chat.ask("What is it?")
     await chat.ask("And now?")
     content = gateway.bodies[0]["messages"][0]["content"]
-    url = {"url": "data:image/png;base64,YWJj"}
+    url = {"url": "data:image/png;base64,iVBORw0KGgo="}
     assert content == [
         {"type": "image_url", "image_url": url},
         {"type": "text", "text": "What is it?"},
@@ -139,8 +140,16 @@ async def test_first_question_shows_the_images(tmp_path: Path) -> None:
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.png: No such file"):
         image_part(tmp_path / "no.png")
-    with pytest.raises(ConfigError, match=r"a\.svg must be a JPEG, PNG, WebP or GIF"):
-        image_part(tmp_path / "a.svg")
+    (tmp_path / "a.png").write_bytes(b"<svg/>")
+    with pytest.raises(ConfigError, match=r"a\.png must be a JPEG, PNG, WebP or GIF"):
+        image_part(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
+def test_images_are_known_by_their_content(tmp_path: Path, kind: str) -> None:
+    Image.new("RGB", (2, 2)).save(tmp_path / "no suffix", kind)
+    url = image_part(tmp_path / "no suffix")["image_url"]["url"]
+    assert url.startswith(f"data:image/{kind.lower()};base64,")
 
 
 @pytest.fixture
