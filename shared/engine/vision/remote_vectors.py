@@ -197,16 +197,19 @@ class RemoteVectors:
     async def _renew_leases(self) -> None:
         while True:
             await self._clock.sleep(RENEW_S)
-            by_worker: dict[str, list[bytes]] = {}
-            for transfer_id, (worker_id, _) in self._tries.items():
-                by_worker.setdefault(worker_id, []).append(transfer_id)
-            for worker_id, transfer_ids in by_worker.items():
-                message = RenewLease(
-                    decode_worker_id=self._bus.process_id,
-                    placement_ids=tuple(transfer_ids),
-                    lease_s=LEASE_S,
-                )
-                self._outbox.post(control("encode", worker_id), message)
+            self._renew()  # apart, so that nothing here refers to a transfer while it sleeps
+
+    def _renew(self) -> None:
+        by_worker: dict[str, list[bytes]] = {}
+        for transfer_id, (worker_id, _) in self._tries.items():
+            by_worker.setdefault(worker_id, []).append(transfer_id)
+        for worker_id, transfer_ids in by_worker.items():
+            message = RenewLease(
+                decode_worker_id=self._bus.process_id,
+                placement_ids=tuple(transfer_ids),
+                lease_s=LEASE_S,
+            )
+            self._outbox.post(control("encode", worker_id), message)
 
 
 def _tile_s(worker: Heartbeat) -> float:
