@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import struct
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BytesIO
 
-import numpy as np
 from PIL import (
     GifImagePlugin,  # noqa: F401  that registers its format, as the next ones
     Image,
@@ -26,34 +26,38 @@ MAX_SIDE = 16_384  # pixels
 OPENED = ("JPEG", "PNG", "WEBP", "GIF")
 # MPO: what cameras call a JPEG with a preview beside it
 FORMATS = {**dict(zip(OPENED, MEDIA_TYPES, strict=True)), "MPO": "image/jpeg"}
-BAND_ROWS = 64  # of an image with transparency that are composed at once
-_DEEP = ("I;16", "I;16B", "I;16L", "I;16N")  # 16 bits a pixel
 
 Image.MAX_IMAGE_PIXELS = None  # ours is the limit
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 def decoded(image: InputImage, *, max_pixels: int) -> Image.Image:
-    """Returns the first frame in RGB, upright as its EXIF says, on white. Raises InvalidRequest,
-    which names the image.
+    """Returns the first frame in the file's own mode, upright as its EXIF says. Raises
+    InvalidRequest, which names the image.
     """
     data = image.content
     if not data:
         raise bad_image(image.place, "the image has no bytes")
+    with naming(image.place), _opened(image, data, max_pixels) as opened:
+        opened.load()
+        _turn_upright(opened)
+        return opened
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Raises InvalidRequest, which names the image, for what Pillow raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd metadata
         try:
-            with _opened(image, data, max_pixels) as opened:
-                opened.load()
-                _turn_upright(opened)
-                return in_rgb(opened)
+            yield
         except MemoryError:
-            raise bad_image(image.place, "the image takes too much memory to decode") from None
+            raise bad_image(place, "the image takes too much memory to decode") from None
         except (OSError, SyntaxError, ValueError, EOFError, ArithmeticError) as error:
-            raise bad_image(image.place, f"the image cannot be decoded: {_short(error)}") from None
+            raise bad_image(place, f"the image cannot be decoded: {_short(error)}") from None
         except (TypeError, LookupError, AttributeError, struct.error) as error:
             reason = f"the image cannot be decoded: {type(error).__name__}"
-            raise bad_image(image.place, reason) from None
+            raise bad_image(place, reason) from None
 
 
 def _opened(image: InputImage, data: bytes, max_pixels: int) -> Image.Image:
@@ -106,27 +110,6 @@ def _turn_upright(image: Image.Image) -> None:
     """Turns the image as its EXIF says, if that can be read. Copies no image that is upright."""
     with suppress(Exception):  # the metadata is the client's
         ImageOps.exif_transpose(image, in_place=True)
-
-
-def in_rgb(image: Image.Image) -> Image.Image:
-    """Converts to RGB, transparent pixels on white, as the processors of transformers do."""
-    if image.mode in _DEEP:
-        eight_bits = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
-        return Image.fromarray(eight_bits).convert("RGB")
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        return _on_white(image)
-    return image if image.mode == "RGB" else image.convert("RGB")  # which copies
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    """Composes some rows at once: a complete copy would take four bytes a pixel, twice."""
-    composed = Image.new("RGB", image.size)
-    for top in range(0, image.height, BAND_ROWS):
-        band = image.crop((0, top, image.width, min(top + BAND_ROWS, image.height)))
-        band.info = image.info  # a transparent colour is in it
-        white = Image.new("RGBA", band.size, (255, 255, 255, 255))
-        composed.paste(Image.alpha_composite(white, band.convert("RGBA")).convert("RGB"), (0, top))
-    return composed
 
 
 def _short(error: Exception) -> str:

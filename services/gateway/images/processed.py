@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.gateway.images.config import ImageConfig
-from services.gateway.images.decoding import decoded
+from services.gateway.images.decoding import decoded, naming
 from services.gateway.images.families.processor import Grid, Processor
 from services.gateway.images.input_image import ImageContext, InputImage
 
@@ -42,8 +42,10 @@ def processed(
         grid = processor.grid_of(*opened.size, image.detail)
         num_tokens += config.num_tokens(grid)
         check_tokens(num_tokens)
+        with naming(image.place):  # colours and transparency are of the file, too
+            pixels = processor.pixels_of(opened, image.detail)
         # tiles of one row or column may be a view, or keep the order of the image's channels
-        pixels = np.ascontiguousarray(processor.pixels_of(opened, image.detail))
+        pixels = np.ascontiguousarray(pixels)
         found = image_hash(pixels, grid, config, context.revision)
         yield ProcessedImage(bytearray(pixels.data), grid, found)
 

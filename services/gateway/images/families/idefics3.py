@@ -15,6 +15,7 @@ from PIL import Image
 from services.gateway.images.families.idefics3_config import Idefics3Config
 from services.gateway.images.families.processor import Grid, Pixels, planes, tiles_of
 from services.gateway.images.input_image import Detail
+from services.gateway.images.resizing import resized
 
 MAX_EDGE = 4096  # pixels, whatever a checkpoint says
 IMAGE_TOKEN = "<image>"
@@ -38,10 +39,10 @@ class Idefics3Processor:
     def pixels_of(self, image: Image.Image, detail: Detail = "auto") -> Pixels:
         grid, tile = self.grid_of(*image.size, detail), self.config.tile_size
         for size in self._sizes(*image.size, detail):
-            image = image.resize(size, Image.Resampling.LANCZOS)
+            image = resized(image, size, Image.Resampling.LANCZOS)
         if grid == (0, 0):
             return planes(image)[np.newaxis]
-        complete = image.resize((tile, tile), Image.Resampling.LANCZOS)
+        complete = resized(image, (tile, tile), Image.Resampling.LANCZOS)
         return np.concatenate([tiles_of(planes(image), tile), planes(complete)[np.newaxis]])
 
     def placeholder(self, grid: Grid) -> str:

@@ -17,6 +17,7 @@ from PIL import Image
 from services.gateway.images.families.llama4_config import Llama4Config
 from services.gateway.images.families.processor import Grid, Pixels, planes, tiles_of
 from services.gateway.images.input_image import Detail
+from services.gateway.images.resizing import resized
 
 PATCH = "<|patch|>"
 START, END = "<|image_start|>", "<|image_end|>"
@@ -39,11 +40,11 @@ class Llama4Processor:
         tile, (rows, columns) = self.config.tile_size, self._canvas(*image.size, detail)
         size = self._size_within(image.size, (columns * tile, rows * tile))
         canvas = np.zeros((3, rows * tile, columns * tile), np.uint8)
-        canvas[:, : size[1], : size[0]] = planes(image.resize(size, Image.Resampling.BILINEAR))
+        canvas[:, : size[1], : size[0]] = planes(resized(image, size, Image.Resampling.BILINEAR))
         tiles = tiles_of(canvas, tile)
         if len(tiles) == 1:
             return tiles
-        complete = image.resize((tile, tile), Image.Resampling.BILINEAR)
+        complete = resized(image, (tile, tile), Image.Resampling.BILINEAR)
         return np.concatenate([tiles, planes(complete)[np.newaxis]])
 
     def placeholder(self, grid: Grid) -> str:

@@ -22,7 +22,9 @@ class Processor(Protocol):
         ...
 
     def pixels_of(self, image: Image.Image, detail: Detail = "auto") -> Pixels:
-        """Returns the pixels of an image in RGB, [tiles, 3, H, W]; workers normalise them."""
+        """Returns the pixels of an image of any mode in RGB, [tiles, 3, H, W]; workers normalise
+        them.
+        """
         ...
 
     def placeholder(self, grid: Grid) -> str:

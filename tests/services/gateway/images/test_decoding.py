@@ -19,6 +19,7 @@ from services.gateway.images.input_image import (
     image_of_numbers,
     image_of_url,
 )
+from services.gateway.images.resizing import in_rgb, resized
 from shared.errors import InvalidRequest
 
 PLACE = "messages[0].content[1]"
@@ -35,6 +36,15 @@ def encoded(
     return buffer.getvalue()
 
 
+def noise(mode: str) -> Image.Image:
+    rng = np.random.default_rng(4)
+    if mode == "I;16":
+        return Image.fromarray(rng.integers(0, 1 << 16, (150, 90), np.uint16))
+    return Image.frombytes(
+        mode, (90, 150), rng.bytes(90 * 150 * len(Image.new(mode, (1, 1)).getbands()))
+    )
+
+
 def png_header(width: int, height: int) -> bytes:
     """A PNG that says it is large, and has next to no data."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -47,7 +57,7 @@ def png_header(width: int, height: int) -> bytes:
 
 
 def read(data: bytes, media_type: str = "") -> Image.Image:
-    return decoded(InputImage(PLACE, data, media_type, is_decoded=True), max_pixels=LIMIT)
+    return in_rgb(decoded(InputImage(PLACE, data, media_type, is_decoded=True), max_pixels=LIMIT))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -78,6 +88,29 @@ def test_exif_turns_the_image_and_bad_exif_does_not() -> None:
     buffer = BytesIO()
     image.save(buffer, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
     assert read(buffer.getvalue()).size == (20, 10)
+
+
+def transparent_png(size: tuple[int, int]) -> bytes:
+    buffer = BytesIO()
+    Image.new("P", size, 3).save(buffer, "PNG", transparency=3)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *(noise(mode) for mode in ("RGB", "RGBA", "L", "LA", "CMYK", "I;16")),
+        noise("RGB").quantize(7),
+        Image.open(BytesIO(transparent_png((90, 150)))),
+    ],
+    ids=["RGB", "RGBA", "L", "LA", "CMYK", "I;16", "P", "transparent P"],
+)
+@pytest.mark.parametrize("size", [(33, 64), (200, 400), (90, 20), (7, 150), (90, 150)])
+def test_pixels_are_those_of_a_copy_in_rgb(image: Image.Image, size: tuple[int, int]) -> None:
+    """Of more rows than a band has."""
+    for resample in (Image.Resampling.LANCZOS, Image.Resampling.BILINEAR):
+        expected = in_rgb(image).resize(size, resample)
+        assert resized(image, size, resample).tobytes() == expected.tobytes()
 
 
 def test_transparent_pixels_are_on_white() -> None:

@@ -11,10 +11,10 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from services.gateway.images.config import read_image_config
-from services.gateway.images.decoding import in_rgb
 from services.gateway.images.families.idefics3 import Idefics3Processor
 from services.gateway.images.families.idefics3_config import Idefics3Config
 from services.gateway.images.processed import image_hash
+from services.gateway.images.resizing import in_rgb
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import ConfigError
 from tests.support.services.vision_dir import PREPROCESSOR, TILE, write_vision_dir
