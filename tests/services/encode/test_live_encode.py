@@ -212,6 +212,10 @@ async def test_one_image_of_64_prompts_is_encoded_once_and_64_images_once_each(l
     await asyncio.gather(*(live.ask(shared, text=20 + number) for number in range(64)))
     assert live.counts("num_encoded") - before == {"encode": 1}
     before = live.counts("num_encoded")
+    of_two = [picture(50 + number) for number in range(8)]  # one at each prefill worker
+    await asyncio.gather(*(live.ask(each, text=92 + n) for each in of_two for n in range(2)))
+    assert live.counts("num_encoded") - before == {"encode": 8}
+    before = live.counts("num_encoded")
     each_own = [picture(100 + number) for number in range(64)]
     await asyncio.gather(*(live.ask(each, text=90) for each in each_own))
     assert live.counts("num_encoded") - before == {"encode": 64}

@@ -60,8 +60,10 @@ def run_model(
         asyncio.run(processes.start())
         state = _state_of(processes)
         headers = {"Authorization": f"Bearer {state.api_key}"}
+        # an idle connection would hold the objects of its last response in the gateway
+        limits = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(
-            base_url=state.url, headers=headers, timeout=120, trust_env=False
+            base_url=state.url, headers=headers, timeout=120, trust_env=False, limits=limits
         ) as client:
             yield ModelCluster(state, client, processes)
     finally:
