@@ -20,6 +20,7 @@ from services.gateway.service import GatewayService
 from services.gateway.streams import stream_driver
 from services.gateway.structured.grammars import request_grammars
 from services.gateway.text.model_files import ModelFiles
+from shared import store
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.store import RedisStore
@@ -78,15 +79,18 @@ def _ends_the_cluster(item: pytest.Item) -> bool:
     return is_own or "no_shared_cluster" in getattr(item, "fixturenames", ())
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def patience() -> Iterator[None]:
     """Longer than a gateway's: tests that share the cores starve the processes that check grammars,
     whose niceness is theirs on purpose, and a 429 of an overloaded gateway would be right. A submit
-    whose reply is late is repeated: the peers would record a request twice.
+    whose reply is late is repeated: the peers would record a request twice. After a late reply of
+    Redis a gateway counts limits alone. Its own patches: what a test patches is undone before the
+    cluster is reset.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_grammars, "MAX_CHECK_S", 20.0)
         patch.setattr(stream_driver, "SUBMIT_TIMEOUT_S", 5.0)
+        patch.setattr(store, "MAX_STORE_TIMEOUT_S", 5.0)
         yield
 
 
@@ -153,6 +157,13 @@ class Cluster:
             await self.scheduler.stop()
             self.scheduler = PeerScheduler(await self.bus_of("scheduler-1"), list(self.decodes))
             await self.scheduler.start()
+
+    async def until_placed(self, count: int = 1) -> None:
+        """Waits until the gateway knows the workers of so many open requests: the placement of one
+        that has ended before comes for nothing.
+        """
+        found = self.gateway._driver._streams._by_placement
+        await until(lambda: len(found) == count)
 
     async def bus_of(self, name: str) -> NatsBus:
         return await NatsBus.connect(self.nats_server.url(name), process_id=name)

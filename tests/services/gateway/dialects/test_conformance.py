@@ -216,6 +216,7 @@ async def test_client_that_leaves_ends_its_request(api: Api, row: Row) -> None:
     decode.hold_at = 5
     async with aclosing(_parts(api, row)) as parts:
         await anext(parts)
+        await api.cluster.until_placed()
         ((placement_id, _),) = decode.runs.items()
     abort = await asyncio.wait_for(decode.aborts.get(), timeout=LIMIT_S)
     assert (abort.placement_id, abort.reason) == (placement_id, "client_gone")

@@ -103,7 +103,8 @@ async def test_draining_gateway_takes_no_request_and_finishes_its_streams(api: A
     decode = api.cluster.decodes[0]
     decode.hold_at = 5
     running = await api.send("chat", STREAMED)
-    await open_requests(api.cluster, 1)
+    while (await decode.emitted.get()).first_position < 4:
+        pass
     draining = asyncio.create_task(api.cluster.gateway.drain())
     await until(lambda: not has_joined(api.cluster.gateway))
     decode.hold_at = None

@@ -15,7 +15,6 @@ from shared.clock import MonotonicClock
 from shared.errors import AuthenticationFailed
 from shared.store import (
     BREAKER_S,
-    MAX_STORE_TIMEOUT_S,
     STORE_TIMEOUT_S,
     RedisStore,
     StoreUnavailable,
@@ -26,6 +25,7 @@ from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S, until
 
 ONE_WAY_S = 0.04
+MAX_S = 1.0  # that a call waits: the relay of a busy machine is late, too
 
 
 class OffsetClock(MonotonicClock):
@@ -35,6 +35,11 @@ class OffsetClock(MonotonicClock):
 
     def now(self) -> float:
         return super().now() + self.offset_s
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.store.MAX_STORE_TIMEOUT_S", MAX_S)
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ async def test_unknown_keys_and_limits_are_decided_by_a_distant_redis(
         await keys.tenant_of("Bearer unknown")
     lease = await limits.admit(records[0], "lease", RequestCost(5, 5))
     assert lease.is_charged
-    assert STORE_TIMEOUT_S + 2 * ONE_WAY_S < distant.wait_s <= MAX_STORE_TIMEOUT_S
+    assert STORE_TIMEOUT_S + 2 * ONE_WAY_S < distant.wait_s <= MAX_S
 
 
 async def test_known_key_does_not_wait_for_a_distant_redis(
@@ -104,11 +109,11 @@ async def test_call_that_is_answered_late_lengthens_the_wait(
     relay.latency_s = 0.0
     for _ in range(40):
         await distant.get("key")
-    relay.latency_s = 0.6 * MAX_STORE_TIMEOUT_S
+    relay.latency_s = 0.6 * MAX_S
     with pytest.raises(StoreUnavailable, match="no reply within"):
         await distant.get("key")
-    await until(lambda: distant.wait_s >= MAX_STORE_TIMEOUT_S)
-    relay.latency_s = 0.4 * MAX_STORE_TIMEOUT_S
+    await until(lambda: distant.wait_s >= MAX_S)
+    relay.latency_s = 0.4 * MAX_S
     clock.offset_s += BREAKER_S
     assert await distant.get("key") is None
 
