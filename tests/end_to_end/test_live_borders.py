@@ -22,6 +22,7 @@ import pytest
 from services.local.state_home import state_home
 from shared.block_hash import extend_chain, root_hash, root_key
 from shared.clock import MonotonicClock
+from shared.errors import ConfigError
 from shared.messages import ModelCard
 from shared.packing import pack_token_ids
 from shared.store import RedisStore
@@ -207,6 +208,7 @@ async def test_bound_tenants_stay_in_their_region(
                 await _served_elsewhere(sites, card)
             await _nothing_elsewhere(sites)
             await _refused_elsewhere(sites, card)
+            await _refused_by_commands(sites)
             await _withdrawn(sites)
             await _nothing_elsewhere(sites, FREE, places=("redis b", "redis c"))
             await _planted_leaks_are_found(sites)
@@ -285,6 +287,14 @@ async def _refused_elsewhere(sites: Sites, card: ModelCard) -> None:
 
     await until(is_audited)
     await _nothing_elsewhere(sites)
+
+
+async def _refused_by_commands(sites: Sites) -> None:
+    """Site a is linked, and no class has these regions."""
+    store = sites.store("a")
+    with pytest.raises(ConfigError, match="declare a class"):
+        await TenantAdmin(store, time.time).add("unnamed", {"allowed_regions": ("de",)}, "key")
+    await store.close()
 
 
 async def _withdrawn(sites: Sites) -> None:

@@ -17,7 +17,7 @@ from services.scheduler.worker_table import WorkerTable
 from shared.tenancy.refusals import Refusals
 from tests.simulation.residency.borders import WITHDRAWN_S, Borders, Place
 from tests.simulation.residency.drawing import residency_plan_of
-from tests.simulation.residency.plan import Limits, ResidencyPlan, all_tenants
+from tests.simulation.residency.plan import CLASSES, Limits, ResidencyPlan, all_tenants
 from tests.simulation.residency.simulation import run_residency
 from tests.support.canaries.search import Sighting
 
@@ -33,12 +33,18 @@ def test_nothing_of_a_tenant_crosses_its_borders() -> None:
 
 
 def _bound_by_class(plan: ResidencyPlan) -> ResidencyPlan:
-    """Tenants with allowed regions alone may be everywhere, and those with a class in all of it."""
+    """Tenants with a class may be in all of it, those with allowed regions have those of one."""
     tenants = {
-        name: replace(each, limits=Limits(each.limits.region_class))
-        for name, each in plan.tenants.items()
+        name: replace(each, limits=_of_class(each.limits)) for name, each in plan.tenants.items()
     }
+    assert {None, ("de", "fr")} <= {each.limits.allowed_regions for each in tenants.values()}
     return replace(plan, tenants=tenants, changes=())
+
+
+def _of_class(limits: Limits) -> Limits:
+    allowed = limits.allowed_regions or ()
+    is_bound = bool(limits.region_class) or not CLASSES.of_exactly(allowed)
+    return Limits(limits.region_class) if is_bound else limits
 
 
 @pytest.mark.parametrize("kind", ["gateway", "scheduler"])
@@ -46,7 +52,7 @@ def test_without_the_checks_of_one_kind_of_process_others_refuse(kind: str) -> N
     """Of the others what they refuse is never sent to them here: see `tests/services/worker`."""
     right, everywhere = Refusals.check, np.ones
     patched = {
-        "gateway": (RegionRule, "admitted", lambda self, tenant: tenant),
+        "gateway": (RegionRule, "refused", lambda self, tenant: ""),
         "scheduler": (WorkerTable, "in_regions", lambda self, _: everywhere(len(self), bool)),
     }
 
