@@ -126,16 +126,20 @@ class LiveHost:
 
 def templates(host: LiveHost) -> list[int]:
     """Returns the children that workers are forked from."""
-    found = downloads(host)
-    return [pid for pid in children(host.process.pid) if pid not in found]
+    return children_with(host, b"services.host.workers.worker_template")
 
 
-def downloads(host: LiveHost) -> set[int]:
-    found: set[int] = set()
+def downloads(host: LiveHost) -> list[int]:
+    return children_with(host, b"services.local.hub_process")
+
+
+def children_with(host: LiveHost, module: bytes) -> list[int]:
+    """Returns the host's children that run a module: one that has ended has no command line."""
+    found = []
     for pid in children(host.process.pid):
         with suppress(OSError):  # it has just ended
-            if b"services.local.hub_process" in command_line(pid):
-                found.add(pid)
+            if module in command_line(pid):
+                found.append(pid)
     return found
 
 
