@@ -158,6 +158,7 @@ def test_call_ends_with_its_own_token_and_its_result_is_read(cluster: ModelClust
     assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "drain")
     assert json.loads(call["function"]["arguments"]).keys() == {"sink", "head"}
     assert not choice["message"]["content"]
+    assert "<|call|>" not in json.dumps(answer)
     turns = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},

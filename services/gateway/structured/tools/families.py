@@ -270,6 +270,8 @@ HARMONY = Family(
             "thinking": {
                 "open_pattern": _OPTIONAL_START + r"<\|channel\|>analysis<\|message\|>",
                 "close": "<|end|>",
+                "repeats": True,
+                "join": "\n",
             },
             "content": {
                 "open_pattern": (
@@ -282,9 +284,10 @@ HARMONY = Family(
             },
             "tool_calls": {
                 "open_pattern": (
-                    _OPTIONAL_START + r"(?: to=functions\.(?P<name>[^<\s]+))?"
-                    r"<\|channel\|>(?:commentary|analysis)(?: to=functions\.(?P<name>[^<\s]+))?"
-                    r"\s*(?:(?:<\|constrain\|>)?json)?\s*<\|message\|>"
+                    _OPTIONAL_START + r"(?: to=(?:functions\.)?(?P<name>[^<\s]+))?"
+                    r"<\|channel\|>(?:commentary|analysis)"
+                    r"(?: to=(?:functions\.)?(?P<name>[^<\s]+))?"
+                    r"\s*(?:(?:<\|constrain\|>)?(?:json|code))?\s*<\|message\|>"
                 ),
                 "close": "<|call|>",
                 "repeats": True,
