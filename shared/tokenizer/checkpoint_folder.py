@@ -13,9 +13,13 @@ WEIGHTS, GGUF, ADAPTER = ".safetensors", ".gguf", "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth")
 FILE_SUFFIXES = (WEIGHTS, GGUF, *PICKLES)  # of files, which no id on the hub has
 EXPECTED = "expected a checkpoint directory, with config.json, *.safetensors and tokenizer.json"
+SERVED = (
+    "served are dense checkpoints, compressed-tensors (INT4, INT8, FP8), fp8, fbgemm_fp8, awq "
+    "(gemm), gptq and mxfp4"
+)
 NO_GGUF = (
-    "GGUF is not served: safetensors are needed (those of the model that it was converted from, "
-    "such as org/name on the Hugging Face hub)"
+    "GGUF is not served: safetensors are needed (those of the model that it was converted "
+    f"from, such as org/name on the Hugging Face hub); {SERVED} (`hearth models --supported`)"
 )
 
 

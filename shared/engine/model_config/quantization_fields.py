@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_folder import SERVED
 
 FIELD = "quantization_config"
-SUPPORTED = (
-    "served are dense checkpoints, compressed-tensors (INT4, INT8, FP8), fp8, fbgemm_fp8, awq "
-    "(gemm), gptq and mxfp4: take one of these, or run `hearth quantize` on a dense one"
-)
+SUPPORTED = f"{SERVED}: take one of these, or run `hearth quantize` on a dense one"
 _T = TypeVar("_T")
 
 

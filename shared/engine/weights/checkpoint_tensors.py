@@ -102,7 +102,8 @@ class FormedTensors:
         if kind in FIXED_KINDS:
             raise CheckpointError(
                 f"{self.path(name)}: tensor {name}: {FIXED_KINDS[kind]} of a layer with rotary "
-                "pairs are not supported"
+                "pairs are not supported: leave these layers dense, or take a format that "
+                "`hearth models --supported` lists for this architecture"
             )
         if kind in ("weight_scale", "weight_scale_inv") and set(self.info(name).shape) <= {1}:
             return None

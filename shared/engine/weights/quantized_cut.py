@@ -22,7 +22,8 @@ def quantized_cut(name: str, form: WeightFormat, cut: Cut) -> Cut:
         if not all_units.keys().isdisjoint(ORDERS):
             raise CheckpointError(
                 f"tensor {name}: ranks cut its columns, which have an order (desc_act, actorder): "
-                "use one rank"
+                "use one rank, or a checkpoint without an order (`hearth models --supported` lists "
+                "the formats)"
             )
         # Codes are cut where scales are, so that every tensor names the same reason.
         _scaled(name, cut.columns, max(each.columns or 1 for each in all_units.values()), "column")

@@ -14,7 +14,10 @@ LORA = json.dumps({"base_model_name_or_path": "org/base"})
     [
         ([], "is empty: expected a checkpoint directory, with config.json"),
         (["README.md"], r"has no config\.json: expected a checkpoint directory"),
-        (["config.json", "m-Q4.gguf"], "GGUF is not served: safetensors are needed"),
+        (
+            ["config.json", "m-Q4.gguf"],
+            "GGUF is not served: safetensors are needed .*; served are .*mxfp",
+        ),
         (["adapter_config.json", "adapter_model.safetensors"], "LoRA adapter of org/base, which"),
         (["adapter_config.json", "adapter_model.bin"], "is a LoRA adapter of org/base"),
         (["config.json", "pytorch_model.bin"], r"in pytorch_model\.bin alone, .* not served"),

@@ -142,7 +142,7 @@ def test_cuts_that_no_format_allows(form: StoredFormat, message: str, tmp_path: 
     with pytest.raises(CheckpointError, match=message) as error:
         load_group(folder, "cpu", MeshShape(4))
     assert "\n" not in error.value.message
-    assert error.value.message.endswith(("use fewer ranks", "use one rank"))
+    assert any(each in error.value.message for each in ("use fewer ranks", "use one rank"))
 
 
 def test_scales_of_activations_are_not_used(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_weights_are_read(architecture: str, name: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="of a layer with rotary pairs are not") as error:
             loaded(folder)
         assert "\n" not in error.value.message
+        assert "leave these layers dense, or take a format that `hearth models" in str(error.value)
 
 
 def test_smallest_configs_stand_for_their_families(tmp_path: Path) -> None:
