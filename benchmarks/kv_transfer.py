@@ -1,6 +1,7 @@
 """KV push between two processes of one machine, in GB/s: shared memory, and TCP plain or sealed.
 
 Run: python -m benchmarks.kv_transfer [--repetitions 9] [--mib 512] [--under-way 2]
+With NIXL: the same with the wheel's folder on PYTHONPATH; saved as kv_transfer_nixl.json.
 
 Per frame the sender fills a slot and computes its checksum, the receiver copies it out and computes
 that of the copy (TCP: of the received bytes), passes it to a sink that does nothing, and
@@ -302,6 +303,7 @@ def measure_all(ways: dict[str, Measure], repetitions: int, total_bytes: int) ->
             for name, measure in ways.items():
                 rates[name].append(num_bytes * num_transfers / measure(num_bytes, num_transfers))
         row: Row = {"transfer_kib": num_bytes // KIB}
+        row["load"] = round(os.getloadavg()[0], 1)
         row["sealed_ratio"] = round(sealed_ratio(rates), 3)
         for name, found in rates.items():
             row[f"{name}_gbps"] = round(statistics.median(found[1:]) / 1e9, 3)
@@ -356,7 +358,9 @@ def main() -> None:
     command = ["-m", "benchmarks.kv_transfer"]
     command += ["--repetitions", str(options.repetitions), "--mib", str(options.mib)]
     command += ["--under-way", str(options.under_way)]
-    write_result("kv_transfer", rows, bars_of(rows), command)
+    # the other result has no agents of NIXL beside it
+    name = "kv_transfer_nixl" if nixl_ways() else "kv_transfer"
+    write_result(name, rows, bars_of(rows), command)
 
 
 if __name__ == "__main__":

@@ -76,13 +76,18 @@ def grown(buffer: memoryview, num_bytes: int) -> memoryview:
     return memoryview(bytearray(1 << (num_bytes - 1).bit_length()))
 
 
+def is_large(payload: memoryview) -> bool:
+    """Whether a payload is larger than any that no device copies."""
+    return len(payload) > MAX_FRAME_BYTES
+
+
 async def apart_if_large(payload: memoryview, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
     """Calls a function that passes over the payload and releases the interpreter lock: on a thread
-    if the payload is larger than any that no device copies.
+    if the payload is large.
     """
-    if len(payload) <= MAX_FRAME_BYTES:
-        return function(*arguments)
-    return await to_the_end(asyncio.to_thread(function, *arguments))
+    if is_large(payload):
+        return await to_the_end(asyncio.to_thread(function, *arguments))
+    return function(*arguments)
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

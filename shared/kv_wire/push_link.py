@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from shared.errors import FrameRefused, LinkLost
-from shared.kv_wire.checked_copy import apart_if_large, checksum_of, to_the_end, zero
+from shared.kv_wire.checked_copy import checksum_of, is_large, to_the_end, zero
 from shared.kv_wire.compression import LinkCompression, Sent
 from shared.kv_wire.frames import (
     Accepted,
@@ -229,8 +229,11 @@ class StagedLink:
             await to_the_end(fill(view))
             self._raise_if_lost()
             if self.stream.ciphers is None:
-                payload_sum = await apart_if_large(view, checksum_of, view)
-                self._raise_if_lost()
+                if is_large(view):
+                    payload_sum = await to_the_end(asyncio.to_thread(checksum_of, view))
+                    self._raise_if_lost()
+                else:
+                    payload_sum = checksum_of(view)
                 checksum = sealed_sum(header, payload_sum)
                 header = msgspec.structs.replace(header, checksum=checksum)
             coded = sent = None

@@ -145,7 +145,8 @@ class TcpReception:
 
         async def take_copy() -> tuple[memoryview, int | None]:
             payload = buffer[: frame.wire_bytes]
-            if not await self._is_opened(frame, buffer):
+            ciphers = self.stream.ciphers
+            if ciphers is not None and not await self._is_opened(ciphers, frame, buffer):
                 return payload, None
             if frame.codec:
                 return await self._decode(arrival, payload)
@@ -173,10 +174,7 @@ class TcpReception:
             self._drop(frame, buffer, self.deliveries.is_private(frame))
         self.deliveries.end(error)
 
-    async def _is_opened(self, frame: Frame, buffer: memoryview) -> bool:
-        ciphers = self.stream.ciphers
-        if ciphers is None:
-            return True
+    async def _is_opened(self, ciphers: LinkCiphers, frame: Frame, buffer: memoryview) -> bool:
         sealed = buffer[: frame.wire_bytes + TAG_BYTES]
         return await apart_if_large(sealed, ciphers.opening.open_payload, frame.frame_id, sealed)
 

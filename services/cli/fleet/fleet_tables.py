@@ -112,6 +112,7 @@ def _notes(report: FleetReport) -> list[Text]:
 
 def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableType:
     has_models = len({row.model for row in rows if row.model}) > 1
+    links_rank = 3 if any("failed" in row.kv_links for row in rows) else 15
     failed_rank = 3 if any(row.num_failed_steps for row in rows) else 13
     columns: list[Column[ProcessView]] = [
         Column("worker", lambda row: escape(row.process_id)),
@@ -130,7 +131,7 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 14, is_number=True),
         Column("steps", _steps, 4),
-        Column("KV links", lambda row: escape(row.kv_links), 15),
+        Column("KV links", lambda row: escape(row.kv_links), links_rank),
         Column("GPU", lambda row: health_text(row.device_health), 1),
         Column("state", lambda row: _state(row, wall_s)),
     ]
