@@ -11,7 +11,9 @@ from services.gateway.sites.home_accounts import HomeAccounts
 from services.gateway.sites.home_tenants import MAX_READS_PER_S, HomeTenants
 from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
 from shared.messages import ApplyLimits, ReadTenantCopies, TenantCopies
+from shared.regions.region_classes import region_classes
 from shared.secrets.secret import Secret
+from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES, opened_copy
 from tests.support.world.clock import VirtualClock, run
@@ -22,6 +24,7 @@ async def home(*, cluster_secret: str = "secret") -> HomeTenants:
     """The home of `both`, which sites b and c may serve, and `only-b`."""
     store = MemoryStore()
     await store.write([("HSET", SITES, "b", "", "c", "")])
+    await declare_classes(store, region_classes(["eu=eu", "us=us"]))
     admin = TenantAdmin(store, lambda: 0.0)
     await admin.add("both", {"sites": ("b", "c"), "concurrency": 1}, "key of both")
     await admin.add("only-b", {"sites": ("b",)}, "key of only-b")
