@@ -81,6 +81,7 @@ class Autoscaler:
         await until(is_wanted, seen=lambda: self.events)
 
 
+@pytest.mark.long
 async def test_request_waits_for_the_worker_that_is_started_for_it(cluster: ChaosCluster) -> None:
     assert SUBJECT is not None
     url = cluster.urls["gateway-1"]
