@@ -31,6 +31,9 @@ START_TIMEOUT_S = LIMIT_S
 PORTS, PORTS_EACH = range(15_000, 32_000), 100
 _RESERVED: list[IO[str]] = []  # locked files
 PASSWORD = "test"
+# The server disconnects a process that does not answer for two seconds, as one of tests may on
+# busy cores.
+QUICK_PINGS = "ping_max: 2\n"
 
 # Every test run has these processes; a test that needs others passes a list.
 USERS: tuple[tuple[CredentialRole, str], ...] = (
@@ -147,7 +150,7 @@ class NatsServer(Server):
         port = free_port()
 
         def config(users: Sequence[tuple[CredentialRole, str] | NatsUser]) -> str:
-            return nats_server_config(
+            text = nats_server_config(
                 [
                     each if isinstance(each, NatsUser) else NatsUser(*each, PASSWORD)
                     for each in users
@@ -158,6 +161,8 @@ class NatsServer(Server):
                 links=links,
                 classes=classes,
             )
+            assert QUICK_PINGS in text
+            return text.replace(QUICK_PINGS, "ping_max: 60\n")
 
         self._users, self._config = users, config
         self._path = directory / f"nats-{port}.conf"
