@@ -29,7 +29,7 @@ Between sites, where a gateway serves as a decode worker for the other site:
     decode ◀═══ KV frames ════ prefill worker of the other site
     decode ◀─PrefillPhases─── gateway of the other site; PrefillFailed
     gateway ───SiteState─────▶ gateways and schedulers of every linked site; ReadSiteModels
-    gateway ──ReadTenantCopies─▶ gateway of the tenants' home site; ApplyLimits, ReportUsage
+    gateway ──ReadTenantCopies─▶ gateway of the tenants' home site; LeaseLimits, ReportUsage
     gateway ──WithdrawTenant──▶ gateway of a site that a tenant of this one has left
     gateway ───PrefixDigest──▶ schedulers of one linked site, about the requests of that site
 
@@ -93,6 +93,7 @@ MAX_LINKS = 64  # of a heartbeat
 MAX_REFUSALS = 64  # kinds, of a heartbeat
 MAX_COPIES = 256  # tenants of one site that another one may serve
 MAX_SENT_COPIES = 32  # in one reply
+MAX_ASKED = 64  # requests for which one step asks
 MAX_COPY_BYTES = 32 * 1024
 MAX_DROPPED_TENANTS = 1000  # in one command
 FINGERPRINT_BYTES = 4
@@ -1218,31 +1219,57 @@ class TenantCopies(Message, frozen=True, kw_only=True):
         return self.gateway_id
 
 
-class ApplyLimits(Message, frozen=True, kw_only=True):
-    """Runs one step of a tenant's limits at its home site: requests that have ended, with output
-    tokens that they did not use; those that are still open; and one to admit, with its costs. The
-    reply is LimitsApplied. `tenant_id` is its name at home.
+LimitCosts = Annotated[dict[Name, Count], Meta(max_length=8)]  # by the name of a limit
+
+
+class LeaseStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a gateway reports of its share of a tenant's limits, and asks for.
+
+    A report with a higher `number` replaces those before it. `spent` and `num_refunded` (output
+    tokens) are totals of the share `lease_id`; `pool` is what the gateway keeps unspent, and gives
+    the rest back. `asked` are the costs of requests that wait, and `ahead` what it would like to
+    hold after them.
+    """
+
+    lease_id: Name
+    number: Count
+    spent: LimitCosts = {}
+    num_refunded: Count = 0
+    pool: LimitCosts = {}
+    num_open: Count = 0
+    asked: Annotated[tuple[LimitCosts, ...], Meta(max_length=MAX_ASKED)] = ()
+    ahead: LimitCosts = {}
+
+
+class LeaseState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A share after a step: what its gateway may spend, and for each request that it asked for the
+    limit that rejects it, or "", and the time to wait. `used` is what all others have and hold.
+    """
+
+    pool: LimitCosts
+    rejections: Annotated[tuple[tuple[Name, Duration], ...], Meta(max_length=MAX_ASKED)] = ()
+    used: Annotated[dict[Name, TotalWork], Meta(max_length=8)]
+    num_open: Count
+    is_contended: bool
+
+
+class LeaseLimits(Message, frozen=True, kw_only=True):
+    """Runs one step of the sender's share of a tenant's limits at its home site. The reply is
+    LimitsLeased. `tenant_id` is its name at home.
     """
 
     gateway_id: ProcessId
     tenant_id: Name
-    settled: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=1024)] = ()
-    renewed: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
-    asked: tuple[Name, Annotated[dict[Name, Count], Meta(max_length=8)]] | None = None
+    step: LeaseStep
 
     @property
     def sender_id(self) -> str:
         return self.gateway_id
 
 
-class LimitsApplied(Message, frozen=True, kw_only=True):
-    """The state after a step: the limit that rejects, or "", and what is used of each."""
-
+class LimitsLeased(Message, frozen=True, kw_only=True):
     gateway_id: ProcessId
-    rejected_by: Name
-    wait_s: Duration
-    used: Annotated[dict[Name, TotalWork], Meta(max_length=8)]
-    num_open: Count
+    state: LeaseState
 
     @property
     def sender_id(self) -> str:

@@ -384,7 +384,7 @@ def gateway_at_site(process_id: str) -> str:
 
 
 def tenants(gateway_id: str) -> str:
-    """Carries ReadTenantCopies, ApplyLimits, ReportUsage and WithdrawTenant to a gateway of another
+    """Carries ReadTenantCopies, LeaseLimits, ReportUsage and WithdrawTenant to a gateway of another
     site.
     """
     return command("gateway", gateway_id, "tenants")

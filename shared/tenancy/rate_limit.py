@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.messages import LeaseState, LeaseStep
+from shared.tenancy.leases.lease_script import LEASES
+from shared.tenancy.leases.lease_table import LeaseTable, charge_all
+from shared.tenancy.leases.rates import CONCURRENCY_RETRY_S, MINUTE_S, RATES, ROUNDING, drain_s
 from shared.tenancy.tenant import LIMITS, TenantRecord
 
-RATES = ("requests_per_min", "input_tokens_per_min", "output_tokens_per_min")
-MINUTE_S = 60.0
-LEASE_S = 15.0  # lease of an open request
-ROUNDING = 1e-6  # part of a token
-CONCURRENCY_RETRY_S = 1.0  # the end of a request cannot be predicted
+LEASE_S = 15.0  # of an open request, and of another site's share
 IDLE_S = 120  # two minutes: an unused meter is empty
 
 
@@ -44,8 +44,8 @@ class RequestedTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The operations of one step, in this order. `limits` are those that the tenant has. With
-    `renews_open_only` a lease that has ended stays so, instead of being opened again.
+    """The operations of one step, in this order. `limits` are those that the tenant has. `leased`
+    is a step of the share that `holder` has, `{site}/{gateway}` of another site.
     """
 
     limits: dict[str, int]
@@ -53,18 +53,20 @@ class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     settled: tuple[Settled, ...] = ()
     renewed: tuple[str, ...] = ()
     asked: RequestedTokens | None = None
-    renews_open_only: bool = False
+    holder: str = ""
+    leased: LeaseStep | None = None
 
 
 class LimitState(msgspec.Struct, frozen=True):
     """The result of a check. `rejected_by` is the exceeded limit with the longest wait, `wait_s`;
-    empty if admitted.
+    empty if admitted. What other sites hold counts as used. `leased` is the result of such a step.
     """
 
     rejected_by: str
     wait_s: float
     used: dict[str, float]
     num_open: int
+    leased: LeaseState | None = None
 
 
 class RateLimitCounter:
@@ -72,12 +74,17 @@ class RateLimitCounter:
         self._used = dict.fromkeys(RATES, 0.0)
         self._at: float | None = None
         self._leases: dict[str, float] = {}
+        self._shares = LeaseTable()
 
     def is_idle(self, now: float) -> bool:
-        return not self._leases and (self._at is None or now - self._at > IDLE_S)
+        has_leases = bool(self._leases or self._shares)
+        return not has_leases and (self._at is None or now - self._at > IDLE_S)
 
     def apply(self, command: LimitCommand, now: float, *, is_forced: bool = False) -> LimitState:
         """Runs one step. If `is_forced`, the request is already admitted, and is only charged."""
+        for ended_at, pool in self._shares.take_ended(now):
+            self._drain(command.limits, ended_at)
+            charge_all(pool, self._used)
         self._drain(command.limits, now)
         for each in command.settled:
             if self._leases.pop(each.lease_id, None) is not None:
@@ -85,15 +92,26 @@ class RateLimitCounter:
                 self._used["output_tokens_per_min"] = max(0.0, rest)
         self._leases = {name: until for name, until in self._leases.items() if until > now}
         for lease_id in command.renewed:
-            if command.renews_open_only and lease_id not in self._leases:
-                continue
             self._leases[lease_id] = now + command.lease_s
         rejected_by, wait_s = "", 0.0
         if command.asked is not None:
             rejected_by, wait_s = self._verdict(command.asked, command.limits)
             if is_forced or not rejected_by:
                 self._charge(command.asked, command, now)
-        return LimitState(rejected_by, wait_s, dict(self._used), len(self._leases))
+            else:
+                wait_s = self._shares.contend(rejected_by, wait_s, now)
+        leased = None if command.leased is None else self._lease(command, command.leased, now)
+        used = {name: self._used[name] + self._shares.held(name) for name in RATES}
+        num_open = len(self._leases) + self._shares.held("concurrency")
+        return LimitState(rejected_by, wait_s, used, num_open, leased)
+
+    def _lease(self, command: LimitCommand, step: LeaseStep, now: float) -> LeaseState:
+        return self._shares.apply(
+            *(command.holder, step, command.limits, self._used),
+            num_open=len(self._leases),
+            now=now,
+            lease_s=command.lease_s,
+        )
 
     def _drain(self, limits: dict[str, int], now: float) -> None:
         elapsed_s = 0.0 if self._at is None else max(0.0, now - self._at)
@@ -105,14 +123,16 @@ class RateLimitCounter:
 
     def _verdict(self, requested: RequestedTokens, limits: dict[str, int]) -> tuple[str, float]:
         rejected_by, wait_s = "", 0.0
-        if "concurrency" in limits and len(self._leases) >= limits["concurrency"]:
+        num_open = len(self._leases) + self._shares.held("concurrency")
+        if "concurrency" in limits and num_open >= limits["concurrency"]:
             rejected_by, wait_s = "concurrency", CONCURRENCY_RETRY_S
         for name in RATES:
-            excess = self._used[name] + requested.costs[name] - limits.get(name, 0)
+            used = self._used[name] + self._shares.held(name)
+            excess = used + requested.costs[name] - limits.get(name, 0)
             if name not in limits or excess <= ROUNDING:
                 continue
-            if excess * MINUTE_S / limits[name] > wait_s:
-                rejected_by, wait_s = name, excess * MINUTE_S / limits[name]
+            if drain_s(excess, limits[name]) > wait_s:
+                rejected_by, wait_s = name, drain_s(excess, limits[name])
         return rejected_by, wait_s
 
     def _charge(self, requested: RequestedTokens, command: LimitCommand, now: float) -> None:
@@ -122,21 +142,34 @@ class RateLimitCounter:
         self._leases[requested.lease_id] = now + command.lease_s
 
 
-_APPLY = """
+_APPLY = (
+    f"""
+local rates = {{{", ".join(f"'{name}'" for name in RATES)}}}
+{LEASES}"""
+    + """
 local function apply(meter, open, order)
   local limits = order.limits
-  local rates = {'requests_per_min', 'input_tokens_per_min', 'output_tokens_per_min'}
   local time = redis.call('TIME')
   local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 
-  local state = redis.call('HMGET', meter, 'at', unpack(rates))
-  local elapsed = math.max(0, now - (tonumber(state[1]) or now))
-  local used = {}
-  for i, name in ipairs(rates) do
-    local limit = limits[name] or 0
-    local before = math.min(limit, tonumber(state[i + 1]) or 0)
-    used[name] = math.max(0, before - elapsed * limit / 60)
+  local state = redis.call('HMGET', meter, 'leases', 'contended', 'at', unpack(rates))
+  local leases = state[1] and cjson.decode(state[1]) or {}
+  local contended = tonumber(state[2]) or 0
+  local used, at = {}, tonumber(state[3]) or now
+  for i, name in ipairs(rates) do used[name] = tonumber(state[i + 3]) or 0 end
+  local function drain(time)
+    local elapsed = math.max(0, time - at)
+    at = time
+    for _, name in ipairs(rates) do
+      local limit = limits[name] or 0
+      used[name] = math.max(0, math.min(limit, used[name]) - elapsed * limit / 60)
+    end
   end
+  for _, lease in ipairs(take_ended(leases, now)) do
+    drain(lease.ends)
+    charge_all(lease, used)
+  end
+  drain(now)
 
   for _, each in ipairs(order.settled or {}) do
     if redis.call('ZREM', open, each[1]) == 1 then
@@ -146,22 +179,19 @@ local function apply(meter, open, order)
   redis.call('ZREMRANGEBYSCORE', open, '-inf', string.format('%.6f', now))
   local ending = string.format('%.6f', now + order.lease_s)
   for _, lease in ipairs(order.renewed or {}) do
-    if not order.renews_open_only then
-      redis.call('ZADD', open, ending, lease)
-    else
-      redis.call('ZADD', open, 'XX', ending, lease)
-    end
+    redis.call('ZADD', open, ending, lease)
   end
 
   local refused_by, wait = '', 0
   if order.asked then
     local lease, costs = order.asked[1], order.asked[2]
-    if limits.concurrency and redis.call('ZCARD', open) >= limits.concurrency then
+    local _, slots = held_of(leases, 'concurrency')
+    if limits.concurrency and redis.call('ZCARD', open) + slots >= limits.concurrency then
       refused_by, wait = 'concurrency', 1
     end
     for _, name in ipairs(rates) do
       local limit = limits[name]
-      local excess = limit and used[name] + costs[name] - limit
+      local excess = limit and used[name] + held_of(leases, name) + costs[name] - limit
       if limit and excess > 1e-6 and excess * 60 / limit > wait then
         refused_by, wait = name, excess * 60 / limit
       end
@@ -171,14 +201,27 @@ local function apply(meter, open, order)
         if limits[name] then used[name] = used[name] + costs[name] end
       end
       redis.call('ZADD', open, ending, lease)
+    else
+      contended, wait = contend(leases, contended, refused_by, wait, now)
     end
   end
 
-  local reply = {refused_by, string.format('%.17g', wait), redis.call('ZCARD', open)}
+  local num_open, leased = redis.call('ZCARD', open), ''
+  if order.leased then
+    contended, leased = lease_step(leases, contended, order, used, num_open, now)
+    leased = cjson.encode(leased)
+  end
+  local _, slots = held_of(leases, 'concurrency')
+  local reply = {refused_by, string.format('%.17g', wait), num_open + slots, leased}
   redis.call('HSET', meter, 'at', string.format('%.6f', now))
   for i, name in ipairs(rates) do
-    reply[i + 3] = string.format('%.17g', used[name])
-    redis.call('HSET', meter, name, reply[i + 3])
+    redis.call('HSET', meter, name, string.format('%.17g', used[name]))
+    reply[i + 4] = string.format('%.17g', used[name] + held_of(leases, name))
+  end
+  if next(leases) then
+    redis.call('HSET', meter, 'leases', cjson.encode(leases), 'contended', contended)
+  elseif state[1] then
+    redis.call('HDEL', meter, 'leases', 'contended')
   end
   redis.call('EXPIRE', meter, 120)
   if order.asked or order.renewed then
@@ -187,6 +230,7 @@ local function apply(meter, open, order)
   return reply
 end
 """
+)
 
 # KEYS: the tenant's meter, its open requests. ARGV: the LimitCommand as JSON.
 APPLY_LUA = _APPLY + "return apply(KEYS[1], KEYS[2], cjson.decode(ARGV[1]))"
@@ -211,7 +255,8 @@ return failed
 
 def to_limit_state(reply: list[bytes | int]) -> LimitState:
     """Decodes the reply of `APPLY_LUA`."""
-    rejected_by, wait_s, num_open, *used = reply
-    assert isinstance(rejected_by, bytes)
+    rejected_by, wait_s, num_open, leased, *used = reply
+    assert isinstance(rejected_by, bytes) and isinstance(leased, bytes)
     amounts = dict(zip(RATES, map(float, used), strict=True))
-    return LimitState(rejected_by.decode(), float(wait_s), amounts, int(num_open))
+    state = msgspec.json.decode(leased, type=LeaseState) if leased else None
+    return LimitState(rejected_by.decode(), float(wait_s), amounts, int(num_open), state)

@@ -37,11 +37,17 @@ from tests.surface.recording import RECORDS
 SAMPLES = json.loads((RECORDED / "samples.json").read_text())
 REDIS = json.loads((RECORDED / "redis.json").read_text())
 # Breaks that are meant, each with what keeps the two releases apart.
-MEANT: dict[str, str] = {}
+_LEASES = "limits over sites are leased: an older site gets a Failure, and decides on its part"
+MEANT: dict[str, str] = {
+    "ApplyLimits is gone": _LEASES,
+    "LimitsApplied is gone": _LEASES,
+}
 
 
 def test_messages_of_the_previous_release_are_read() -> None:
     for name, data in SAMPLES["messages"].items():
+        if f"{name} is gone" in MEANT:
+            continue
         sent = msgspec.msgpack.decode(bytes.fromhex(data))
         read = msgspec.msgpack.decode(bytes.fromhex(data), type=getattr(messages, name))
         assert has_all(msgspec.to_builtins(read, builtin_types=(bytes,)), sent), name

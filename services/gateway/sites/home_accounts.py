@@ -1,4 +1,4 @@
-"""Applies the limits of this site's tenants for other sites, and records their usage there."""
+"""Leases the limits of this site's tenants to other sites, and records their usage there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.gateway.sites.limit_steps import command_of
-from shared.messages import ApplyLimits, Done, LimitsApplied, ReportUsage
+from shared.messages import Done, LeaseLimits, LimitsLeased, ReportUsage
 from shared.store import Store, reading_reply
-from shared.tenancy.rate_limit import APPLY_LUA, to_limit_state
+from shared.tenancy.rate_limit import (
+    APPLY_LUA,
+    LEASE_S,
+    LimitCommand,
+    enforced_limits,
+    to_limit_state,
+)
 from shared.tenancy.site_usage import record_totals
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 
@@ -21,20 +26,20 @@ class HomeAccounts:
         self._wall_clock = wall_clock
         self._name = gateway_id
 
-    async def apply(self, record: TenantRecord, peer: str, command: ApplyLimits) -> LimitsApplied:
-        """Raises StoreUnavailable."""
+    async def lease(self, record: TenantRecord, command: LeaseLimits) -> LimitsLeased:
+        """Runs one step of another site's share. Raises StoreUnavailable."""
         keys = [meter_of(record.tenant_id), open_requests_of(record.tenant_id)]
-        data = msgspec.json.encode(command_of(record, peer, command))
-        reply = await self._store.evaluate(APPLY_LUA, keys, [data])
-        with reading_reply():
-            state = to_limit_state(reply)
-        return LimitsApplied(
-            gateway_id=self._name,
-            rejected_by=state.rejected_by,
-            wait_s=state.wait_s,
-            used=state.used,
-            num_open=state.num_open,
+        order = LimitCommand(
+            limits=enforced_limits(record),
+            lease_s=LEASE_S,
+            holder=command.gateway_id,
+            leased=command.step,
         )
+        reply = await self._store.evaluate(APPLY_LUA, keys, [msgspec.json.encode(order)])
+        with reading_reply():
+            state = to_limit_state(reply).leased
+            assert state is not None
+        return LimitsLeased(gateway_id=self._name, state=state)
 
     async def record(self, peer: str, command: ReportUsage) -> Done:
         """Raises InvalidRequest, StoreUnavailable."""

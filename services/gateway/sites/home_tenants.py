@@ -21,9 +21,9 @@ from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
 from shared.messages import (
     MAX_COPIES,
     MAX_SENT_COPIES,
-    ApplyLimits,
     Done,
-    LimitsApplied,
+    LeaseLimits,
+    LimitsLeased,
     ReadTenantCopies,
     ReportUsage,
     SignedCopy,
@@ -40,7 +40,7 @@ from shared.tenancy.tenant_copy import CopyRejected, SigningKey, TenantCopy
 log = structlog.get_logger(__name__)
 
 READ_S = 0.25  # Redis is read at most as often
-STEP_READ_S = 1.0  # for the limits of a request
+STEP_READ_S = 1.0  # for a step of limits
 MAX_READS_PER_S = 64.0  # of one site: those of 32 gateways
 MAX_STEPS_PER_S = 4096.0  # of the limits, of one site
 
@@ -79,28 +79,28 @@ class HomeTenants:
         self._unsent: set[tuple[str, int]] = set()  # logged: tenants that no site can take
 
     def answer(
-        self, command: ReadTenantCopies | ApplyLimits | ReportUsage
-    ) -> Coroutine[object, object, TenantCopies | LimitsApplied | Done]:
+        self, command: ReadTenantCopies | LeaseLimits | ReportUsage
+    ) -> Coroutine[object, object, TenantCopies | LimitsLeased | Done]:
         """Returns the work that replies. Raises Overloaded if the site asks too often, and
         DependencyUnavailable.
         """
         peer = command.gateway_id.partition(SITE_SEPARATOR)[0]
-        budget = (self._steps if isinstance(command, ApplyLimits) else self._reads)[peer]
+        budget = (self._steps if isinstance(command, LeaseLimits) else self._reads)[peer]
         if not budget.takes(1.0, self._clock.now()):
             raise Overloaded("this site asks about tenants too often", retry_after_s=1.0)
         match command:
-            case ApplyLimits():
-                return self._apply(peer, command)
+            case LeaseLimits():
+                return self._lease(peer, command)
             case ReportUsage():
                 return self._accounts.record(peer, command)
             case ReadTenantCopies() if (key := self._keys.current) is not None:
                 return self._answer(peer, dict(command.held), key)
         raise DependencyUnavailable("tenants over sites need a cluster secret")
 
-    async def _apply(self, peer: str, command: ApplyLimits) -> LimitsApplied:
+    async def _lease(self, peer: str, command: LeaseLimits) -> LimitsLeased:
         for each in await self._tenants(STEP_READ_S):
             if each.record.tenant_id == command.tenant_id and peer in each.record.sites:
-                return await self._accounts.apply(each.record, peer, command)
+                return await self._accounts.lease(each.record, command)
         raise InvalidRequest(f"no tenant {command.tenant_id!r} names the site {peer!r}")
 
     async def _answer(self, peer: str, held: dict[str, int], key: SigningKey) -> TenantCopies:

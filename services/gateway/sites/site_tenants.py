@@ -8,8 +8,7 @@ import structlog
 
 from services.gateway.sites.home_accounts import HomeAccounts
 from services.gateway.sites.home_tenants import HomeTenants
-from services.gateway.sites.limit_steps import state_of, step_of
-from services.gateway.sites.linked_homes import LinkedHomes, site_of
+from services.gateway.sites.linked_homes import LinkedHomes
 from services.gateway.sites.site_withdrawals import SiteWithdrawals
 from services.gateway.sites.tenant_copies import TenantCopyReader
 from services.gateway.sites.usage_reports import UsageReporter
@@ -18,9 +17,11 @@ from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.messages import (
-    ApplyLimits,
     Done,
-    LimitsApplied,
+    LeaseLimits,
+    LeaseState,
+    LeaseStep,
+    LimitsLeased,
     ReadTenantCopies,
     ReportUsage,
     SiteState,
@@ -29,10 +30,9 @@ from shared.messages import (
 )
 from shared.regions.region_classes import region_classes
 from shared.store import StoreUnavailable
-from shared.subjects import at_site, from_sites
+from shared.subjects import SITE_SEPARATOR, at_site, from_sites
 from shared.tenancy.deletion.kv_drops import SITE_POSITIONS
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
-from shared.tenancy.rate_limit import LimitCommand, LimitState
 from shared.tenancy.tenant_copy import SITES
 from shared.transport.bus import Bus
 
@@ -80,9 +80,9 @@ class SiteTenants:
 
     async def start(self) -> None:
         subject = from_sites("gateway", self._bus.process_id, "tenants")
-        commands = ReadTenantCopies | ApplyLimits | ReportUsage | WithdrawTenant
+        commands = ReadTenantCopies | LeaseLimits | ReportUsage | WithdrawTenant
         await self._bus.serve(subject, commands, self._answer)
-        self._limits.decide_at_home(self._apply_limits)
+        self._limits.lease_from(self._lease_limits)
         await self._copies.start()
         self._background.start_own(self._usage.run())
         self._background.start_own(self._withdrawals.run())
@@ -103,8 +103,8 @@ class SiteTenants:
             self.homes.by_site.pop(site, None)  # the next state tries again
 
     def _answer(
-        self, command: ReadTenantCopies | ApplyLimits | ReportUsage | WithdrawTenant
-    ) -> Coroutine[object, object, TenantCopies | LimitsApplied | Done]:
+        self, command: ReadTenantCopies | LeaseLimits | ReportUsage | WithdrawTenant
+    ) -> Coroutine[object, object, TenantCopies | LimitsLeased | Done]:
         if isinstance(command, WithdrawTenant):
             return self._withdrawals.answer(command)
         return self._home.answer(command)
@@ -113,14 +113,11 @@ class SiteTenants:
         """Takes the state of a gateway of a linked site."""
         self.homes.observe(state)
 
-    async def _apply_limits(self, tenant_id: str, command: LimitCommand) -> LimitState:
-        """Runs one step of the limits of another site's tenant at its home. Raises the errors of
-        the home site, and DependencyUnavailable if it does not answer.
+    async def _lease_limits(self, tenant_id: str, step: LeaseStep) -> LeaseState:
+        """Runs one step of this gateway's share at the tenant's home. Raises the errors of the home
+        site, and DependencyUnavailable if it does not answer.
         """
-        reply = await self.homes.request(
-            site_of(tenant_id),
-            step_of(self._name, tenant_id, command),
-            LimitsApplied,
-            timeout_s=LIMITS_TIMEOUT_S,
-        )
-        return state_of(reply)
+        home, _, name = tenant_id.partition(SITE_SEPARATOR)
+        command = LeaseLimits(gateway_id=self._name, tenant_id=name, step=step)
+        reply = await self.homes.request(home, command, LimitsLeased, timeout_s=LIMITS_TIMEOUT_S)
+        return reply.state

@@ -14,17 +14,17 @@ within `RENEW_S`, and those of a dead gateway stop counting after `LEASE_S`. Set
 sent in the background and with the tenant's next request, so a client that has a response never
 finds that request still counted. Settling is idempotent.
 
-The limits of another site's tenant are decided at its home, in Redis there, through a gateway of
-that site (`decide_at_home`). While that one does not answer, the local counter decides on the part
-of each site: the limit divided by the number of the tenant's sites and of this site's gateways. It
-has counted what was admitted before, so a link that is cut starts no new minute.
+The limits of another site's tenant are leased from its home (`lease_from`): this gateway spends a
+share of them, and asks for more (`site_leases.py`). While no gateway of the home answers and the
+share does not cover a request, the local counter decides on the part of each site: the limit
+divided by the number of the tenant's sites and of this site's gateways. It has counted what was
+admitted before, so a link that is cut starts no new minute.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -43,15 +43,15 @@ from services.gateway.tenancy.request_cost import (
     check_zeros,
     has_token_limit,
 )
-from shared.background import Background, failing_alone, is_logged
+from services.gateway.tenancy.site_leases import LeaseAtHome, SiteLeases
+from shared.background import Background, failing_alone
 from shared.clock import Clock
-from shared.errors import HearthError
 from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable, reading_reply
+from shared.tenancy.leases.rates import RATES
 from shared.tenancy.rate_limit import (
     APPLY_EACH_LUA,
     APPLY_LUA,
     LEASE_S,
-    RATES,
     LimitCommand,
     LimitState,
     RateLimitCounter,
@@ -78,10 +78,6 @@ MAX_CALLS = 64
 _encode = msgspec.json.Encoder().encode
 
 
-# Runs one step of another site's tenant at its home. Raises a HearthError.
-DecideAtHome = Callable[[str, LimitCommand], Awaitable[LimitState]]
-
-
 @dataclass(slots=True)
 class _Account:
     """This gateway's state of a tenant with limits. `tenant` is the latest record."""
@@ -91,7 +87,6 @@ class _Account:
     open: dict[str, LimitLease] = field(default_factory=dict)
     unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # and expiry
     is_local: bool = False  # whether the local counter decided last
-    is_updating: bool = False  # whether settled requests are on their way to another site
     # The tenant's requests_per_min, the limit that decided, and the time until which it rejects.
     closed: tuple[int, int, float] = (0, 0, 0.0)
     calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
@@ -111,7 +106,7 @@ class Limits:
         self, store: Store, clock: Clock, num_gateways: Callable[[], int] = lambda: 1
     ) -> None:
         self._store = store
-        self._decide_at_home: DecideAtHome | None = None
+        self._leases: SiteLeases | None = None
         self._num_gateways = num_gateways
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
@@ -174,8 +169,10 @@ class Limits:
             return await self._open(account, lease_id, request_cost, costs, settled=(first,))
         finally:
             self._count(account, settled=(first,))
-            # Settled again with the next command: a concurrent renewal may have restored the lease.
-            account.unsettled[first.lease_id] = (first, self._clock.now() + LEASE_S)
+            if account.is_copied:
+                self._leave(account, first)
+            else:  # again with the next command: a concurrent renewal may have restored the lease
+                account.unsettled[first.lease_id] = (first, self._clock.now() + LEASE_S)
 
     async def _open(
         self,
@@ -228,6 +225,8 @@ class Limits:
             state = self._count(account, settled=settled, requested=requested)
             if state.rejected_by:
                 self._leave(account, refund)  # Redis may have admitted the request, replying late
+            elif account.is_copied and self._leases is not None:
+                self._leases.open(account.tenant, requested.lease_id, replaces=_replaced(settled))
             return state
         except BaseException:
             self._leave(account, refund)
@@ -268,11 +267,21 @@ class Limits:
         return {name: max(1, limit // num_parts) for name, limit in limits.items()}
 
     def _leave(self, account: _Account, settled: Settled) -> None:
+        if account.is_copied:
+            if self._leases is not None:
+                tenant_id = account.tenant.tenant_id
+                self._leases.end(tenant_id, settled.lease_id, settled.num_unused_tokens)
+            return
         account.unsettled[settled.lease_id] = (settled, self._clock.now() + LEASE_S)
         self._accounts.setdefault(account.tenant.tenant_id, account)
         self._has_updates.set()
 
     # ── Redis ────────────────────────────────────────────────────────────────────────────────────
+
+    def lease_from(self, lease: LeaseAtHome) -> None:
+        """Leases the limits of other sites' tenants by `lease` from now on."""
+        self._leases = SiteLeases(self._clock, lease)
+        self._leases.start()
 
     def start(self) -> None:
         self._background.start_own(self._flush_endings())
@@ -284,11 +293,11 @@ class Limits:
         """
         await self._background.stop()
         await self.flush()
-        await self._background.idle()
+        if self._leases is not None:
+            await self._leases.stop()
 
     async def flush(self) -> bool:
         """Sends the settled requests to Redis. Returns False if Redis is unavailable."""
-        self._update_homes(each for each in self._accounts.values() if each.unsettled)
         for accounts in _batches(each for each in self._accounts.values() if each.unsettled):
             sent = [list(account.unsettled)[:MAX_SETTLED] for account in accounts]
             if not await self._settle_and_renew(accounts):
@@ -320,48 +329,9 @@ class Limits:
             self._forget()
 
     async def _renew(self) -> None:
-        every = self._accounts.values()
-        self._update_homes(each for each in every if each.open or each.unsettled)
         for accounts in _batches(each for each in self._accounts.values() if each.open):
             if not await self._settle_and_renew(accounts, has_renewal=True):
                 break
-
-    def decide_at_home(self, decide: DecideAtHome) -> None:
-        """Decides the limits of other sites' tenants by `decide` from now on."""
-        self._decide_at_home = decide
-
-    def _update_homes(self, accounts: Iterable[_Account]) -> None:
-        """Settles and renews at other sites, each in its own time."""
-        for account in accounts:
-            if account.is_copied and not account.is_updating:
-                account.is_updating = True
-                self._background.start_item(self._update_home(account), is_logged)
-
-    async def _update_home(self, account: _Account) -> None:
-        """Sends settled requests and renewals. Those that settle meanwhile follow."""
-        settled = list(account.unsettled)[:MAX_SETTLED]
-        command = _command(account, renewed=tuple(account.open)[:MAX_RENEWED])
-        try:
-            with contextlib.suppress(StoreUnavailable):
-                await self._at_home(account, command)
-                for lease_id in settled:
-                    account.unsettled.pop(lease_id, None)
-                if account.unsettled:
-                    self._has_updates.set()
-        finally:
-            account.is_updating = False
-
-    async def _at_home(self, account: _Account, command: LimitCommand) -> LimitState:
-        """Runs a step at the home of another site's tenant. Raises StoreUnavailable."""
-        if self._decide_at_home is None:
-            raise StoreUnavailable("this site has no links")
-        try:
-            state = await self._decide_at_home(account.tenant.tenant_id, command)
-        except HearthError as error:
-            raise StoreUnavailable(f"the home site does not decide: {error.message}") from error
-        if state.rejected_by and state.rejected_by not in command.limits:
-            raise StoreUnavailable(f"the home has a limit {state.rejected_by!r}, its copy has none")
-        return state
 
     async def _settle_and_renew(
         self, accounts: Sequence[_Account], *, has_renewal: bool = False
@@ -396,11 +366,11 @@ class Limits:
         StoreUnavailable.
         """
         tenant_id = account.tenant.tenant_id
+        if account.is_copied:
+            return await self._lease(account, settled, requested)
         keys = [meter_of(tenant_id), open_requests_of(tenant_id)]
         async with account.calls:
             command = _command(account, settled=settled, requested=requested)
-            if account.is_copied:
-                return await self._at_home(account, command)
             try:
                 reply = await self._store.evaluate(APPLY_LUA, keys, [_encode(command)])
                 with reading_reply():
@@ -408,6 +378,18 @@ class Limits:
             except StoreRejected as error:
                 log.error("limits_unreadable", tenant_id=tenant_id, error=error.message)
                 raise
+
+    async def _lease(
+        self, account: _Account, settled: tuple[Settled, ...], requested: RequestedTokens
+    ) -> LimitState:
+        """Charges a request to this gateway's share. Raises StoreUnavailable."""
+        if self._leases is None:
+            raise StoreUnavailable("this site has no links")
+        costs = {**requested.costs, "concurrency": 0 if settled else 1}
+        replaced = _replaced(settled)
+        return await self._leases.admit(
+            account.tenant, requested.lease_id, costs, replaces=replaced
+        )
 
     def _forget(self) -> None:
         """Removes settled requests whose leases have expired in Redis, and idle tenants."""
@@ -442,6 +424,11 @@ def _command(
         renewed=renewed,
         asked=requested,
     )
+
+
+def _replaced(settled: tuple[Settled, ...]) -> str:
+    """Returns the lease whose place a request takes, or ""."""
+    return settled[0].lease_id if settled else ""
 
 
 def _up_to(limits: dict[str, int], costs: dict[str, int]) -> dict[str, int]:

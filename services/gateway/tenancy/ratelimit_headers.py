@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shared.tenancy.rate_limit import MINUTE_S, ROUNDING, LimitState
+from shared.tenancy.leases.rates import MINUTE_S, ROUNDING
+from shared.tenancy.rate_limit import LimitState
 
 _NAMES = {
     "requests_per_min": "requests",

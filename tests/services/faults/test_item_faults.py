@@ -308,6 +308,7 @@ OWN = {
     "services/gateway/streams/stream_driver.py": ("_tick",),
     "services/gateway/observability/telemetry/span_exporter.py": ("_run",),
     "services/gateway/tenancy/limits.py": ("_flush_endings", "_renew_leases"),
+    "services/gateway/tenancy/site_leases.py": ("_run",),
     "services/gateway/tenancy/usage_counter.py": ("_run",),
     "services/host/service.py": ("run", "_drive"),
     "services/host/workers/workers.py": ("bounding", "_run_templates"),

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.tenancy.ratelimit_headers import duration, ratelimit_headers
+from shared.messages import LeaseState, LeaseStep
+from shared.tenancy.leases.rates import METERED, RATES
 from shared.tenancy.rate_limit import (
     APPLY_EACH_LUA,
     APPLY_LUA,
     IDLE_S,
-    RATES,
     LimitCommand,
     LimitState,
     RateLimitCounter,
@@ -97,15 +98,6 @@ def test_unused_output_tokens_are_refunded_once() -> None:
     assert state.used["output_tokens_per_min"] == 100
 
 
-def test_ended_lease_of_another_site_stays_ended() -> None:
-    counter, limits = RateLimitCounter(), {"concurrency": 2}
-    counter.apply(command(limits, asked=asked("a")), 0.0)
-    renewed = command(limits, renewed=("a", "b"), renews_open_only=True)
-    assert counter.apply(renewed, LEASE_S / 2).num_open == 1
-    assert counter.apply(renewed, LEASE_S).num_open == 1
-    assert counter.apply(renewed, 3 * LEASE_S).num_open == 0
-
-
 def test_lowered_limit_adds_no_wait() -> None:
     counter = RateLimitCounter()
     counter.apply(command({"requests_per_min": 1000}, asked=asked("a", 1000)), 0.0)
@@ -156,13 +148,26 @@ def test_durations(seconds: float, text: str) -> None:
 TIMED = APPLY_LUA.replace("redis.call('TIME')", "{ARGV[2], '0'}")
 names = st.sampled_from("abcde")
 limit = st.integers(1, 50)
+amounts = st.fixed_dictionaries({}, optional=dict.fromkeys(METERED, st.integers(0, 30)))
+lease_steps = st.builds(
+    LeaseStep,
+    lease_id=st.sampled_from(("s", "t")),
+    number=st.integers(0, 6),
+    spent=amounts,
+    num_refunded=st.integers(0, 30),
+    pool=amounts,
+    num_open=st.integers(0, 5),
+    asked=st.lists(amounts, max_size=3).map(tuple),
+    ahead=amounts,
+)
 commands = st.builds(
     command,
     st.fixed_dictionaries({}, optional=dict.fromkeys((*RATES, "concurrency"), limit)),
     settled=st.lists(st.builds(Settled, names, st.integers(0, 30)), max_size=2).map(tuple),
     renewed=st.lists(names, max_size=2).map(tuple),
     asked=st.none() | st.builds(asked, names, *[st.integers(0, 30)] * 3),
-    renews_open_only=st.booleans(),
+    holder=st.sampled_from(("b/1", "b/2", "c/1")),
+    leased=st.none() | lease_steps,
 )
 steps = st.lists(st.tuples(commands, st.sampled_from((0, 0, 1, 7, 20, 90))), max_size=12)
 
@@ -190,6 +195,18 @@ def test_redis_matches_the_python_counter(client: redis.Redis, steps: list[Any])
         assert (state.rejected_by, state.num_open) == (own.rejected_by, own.num_open)
         assert state.wait_s == pytest.approx(own.wait_s, abs=1e-4)
         assert state.used == pytest.approx(own.used, abs=1e-4)
+        assert_same_share(state.leased, own.leased)
+
+
+def assert_same_share(found: LeaseState | None, expected: LeaseState | None) -> None:
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert (found.pool, found.num_open) == (expected.pool, expected.num_open)
+        assert found.is_contended == expected.is_contended
+        assert found.used == pytest.approx(expected.used, abs=1e-4)
+        assert [name for name, _ in found.rejections] == [name for name, _ in expected.rejections]
+        waits = [wait_s for _, wait_s in expected.rejections]
+        assert [wait_s for _, wait_s in found.rejections] == pytest.approx(waits, abs=1e-4)
 
 
 def test_invalid_record_recovers_within_a_minute(client: redis.Redis) -> None:

@@ -47,7 +47,7 @@ ID = b"p" * 16
 CACHE = {"model": "m", "revision": "r", "kv_format": "f", "epoch": 1, "sequence_number": 1}
 GATEWAYS_MESSAGES = (
     *("CancelQueued", "SubmitRequest", "FleetRead", "SiteState", "SiteModels", "PrefixDigest"),
-    *("ReadTenantCopies", "TenantCopies", "ApplyLimits", "LimitsApplied", "ReportUsage"),
+    *("ReadTenantCopies", "TenantCopies", "LeaseLimits", "LimitsLeased", "ReportUsage"),
     *("WithdrawTenant", "ReadReceipt"),
 )
 FAILURE = Failure(code="worker_busy", message="no")

@@ -21,6 +21,7 @@ from shared.tenancy.deletion.kv_drops import ORDER_LUA, RAISE_LUA
 from shared.tenancy.deletion.site_drops import CONFIRM_LUA
 from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
 from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
+from shared.tenancy.leases.rates import RATES
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
     DELETE_LUA,
@@ -33,7 +34,6 @@ from shared.tenancy.pinned_prefix import (
 from shared.tenancy.rate_limit import (
     APPLY_EACH_LUA,
     APPLY_LUA,
-    RATES,
     LimitCommand,
     RateLimitCounter,
 )
@@ -96,7 +96,9 @@ def _apply(store: MemoryStore, key: str, order: LimitCommand) -> list[Any]:
         raise StoreRejected("WRONGTYPE")
     reading = meter.apply(order, store.now())
     used = [str(reading.used[name]).encode() for name in RATES]
-    return [reading.rejected_by.encode(), str(reading.wait_s).encode(), reading.num_open, *used]
+    leased = b"" if reading.leased is None else msgspec.json.encode(reading.leased)
+    rejected_by, wait_s = reading.rejected_by.encode(), str(reading.wait_s).encode()
+    return [rejected_by, wait_s, reading.num_open, leased, *used]
 
 
 def _add_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:

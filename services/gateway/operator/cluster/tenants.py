@@ -18,7 +18,8 @@ from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import Clock
 from shared.fleet.tenant_views import TenantRefusal, TenantSite
 from shared.store import Store, StoreUnavailable
-from shared.tenancy.rate_limit import RATES, enforced_limits
+from shared.tenancy.leases.rates import RATES
+from shared.tenancy.rate_limit import enforced_limits
 from shared.tenancy.tenant import USAGE_KINDS, TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
 

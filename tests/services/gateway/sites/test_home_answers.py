@@ -10,7 +10,14 @@ import pytest
 from services.gateway.sites.home_accounts import HomeAccounts
 from services.gateway.sites.home_tenants import MAX_READS_PER_S, HomeTenants
 from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
-from shared.messages import ApplyLimits, ReadTenantCopies, TenantCopies
+from shared.messages import (
+    LeaseLimits,
+    LeaseState,
+    LeaseStep,
+    LimitsLeased,
+    ReadTenantCopies,
+    TenantCopies,
+)
 from shared.regions.region_classes import region_classes
 from shared.secrets.secret import Secret
 from shared.tenancy.declared_classes import declare_classes
@@ -87,18 +94,25 @@ def test_record_goes_to_sites_in_the_regions_of_its_tenant_alone() -> None:
 def test_site_uses_the_limits_of_the_tenants_that_name_it_alone() -> None:
     async def work() -> None:
         tenants = await home()
+
+        async def lease(site: str, name: str, number: int, **parts: Any) -> LeaseState:
+            step = LeaseStep(lease_id="s", number=number, **parts)
+            reply = await tenants.answer(
+                LeaseLimits(gateway_id=f"{site}/gateway", tenant_id=name, step=step)
+            )
+            assert isinstance(reply, LimitsLeased)
+            return reply.state
+
         for site, name in (("c", "only-b"), ("b", "nobody"), ("b", "none")):
-            step = ApplyLimits(gateway_id=f"{site}/gateway", tenant_id=name, asked=("r", {}))
             with pytest.raises(InvalidRequest, match=f"no tenant '{name}' names the site '{site}'"):
-                await tenants.answer(step)
-        asked: Any = {"tenant_id": "both", "asked": ("r", {})}
-        first: Any = await tenants.answer(ApplyLimits(gateway_id="b/gateway", **asked))
-        assert (first.rejected_by, first.num_open) == ("", 1)
-        ended = ApplyLimits(gateway_id="c/gateway", tenant_id="both", settled=(("r", 0),))
-        other: Any = await tenants.answer(ended)
+                await lease(site, name, 1)
+        slot = ({"concurrency": 1},)
+        first = await lease("b", "both", 1, asked=slot)
+        assert (first.rejections, first.pool) == ((("", 0.0),), {"concurrency": 1})
+        other = await lease("c", "both", 1, num_open=0)
         assert other.num_open == 1, "c cannot end what b has open"
-        second: Any = await tenants.answer(ApplyLimits(gateway_id="c/gateway", **asked))
-        assert second.rejected_by == "concurrency"
+        second = await lease("c", "both", 2, asked=slot)
+        assert second.rejections[0][0] == "concurrency"
 
     run(work())
 
