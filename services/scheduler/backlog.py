@@ -61,6 +61,7 @@ class QueuedRequest:
     deadline_at: float
     is_removed: bool = False  # removed: tasks that still process it must stop
     is_placing: bool = False  # popped from the queue
+    is_leaving: bool = False  # placed at another site now, or rejected: home is full
     unservable_since: float | None = None  # time since which no live worker serves it
     waits_for_host: bool = False  # waits for a host that can wake the model
     unfit_workers: set[str] = field(default_factory=set)  # workers that replied WorkerUnfit
@@ -77,7 +78,7 @@ class QueuedRequest:
 
     @property
     def is_queueable(self) -> bool:
-        return self.submit.is_queueable
+        return self.submit.is_queueable and not self.is_leaving
 
     @property
     def queue_id(self) -> str:

@@ -137,7 +137,7 @@ class DecodeStarts:
                 for each in target.prefill_candidates
                 if subjects.is_at_site(each)
             ),
-            is_queueable=ticket.is_queueable,
+            is_queueable=ticket.submit.is_queueable,
         )
 
     def _set_aside(self, ticket: QueuedRequest, worker_id: str, error: HearthError) -> None:

@@ -65,13 +65,19 @@ class RequestQueues:
         return self._usage.num_tokens
 
     def enqueue(
-        self, submit: SubmitRequest, now: float, *, context_tokens: int = 0
+        self,
+        submit: SubmitRequest,
+        now: float,
+        *,
+        context_tokens: int = 0,
+        is_bounded: bool = True,
     ) -> QueuedRequest:
         """Queues a request. Raises InvalidRequest, DeadlineExceeded, or Overloaded with a
         retry-after time.
 
         `context_tokens` is the smallest context of a live worker that holds the request. The
-        request replaces a queued one of the same id, whose attempt the gateway has given up.
+        request replaces a queued one of the same id, whose attempt the gateway has given up. One
+        that will not wait here needs no room: it is not `is_bounded`.
         """
         request = submit.request
         _validate(request)
@@ -85,8 +91,9 @@ class RequestQueues:
         ticket = QueuedRequest(submit, key, number, num_tokens, now, deadline_at)
         backlog = self._backlogs.get(key) or Backlog(now)
         backlog.advance(now)
-        self._check_room(ticket, backlog)
-        _check_deadline(ticket, backlog)
+        if is_bounded:
+            self._check_room(ticket, backlog)
+            _check_deadline(ticket, backlog)
         self._backlogs.setdefault(key, backlog)
         self._next_sequence_number += 1
         self._hold(ticket, backlog)
@@ -105,6 +112,13 @@ class RequestQueues:
                 self._backlogs[key] = self._backlogs.pop(key)  # moves it to the end
                 return ticket
         return None
+
+    def take(self, ticket: QueuedRequest, now: float) -> None:
+        """Takes a waiting request out of its turn, to place it."""
+        backlog = self._backlogs[ticket.queue]
+        backlog.advance(now)
+        backlog.queue.discard(ticket)
+        ticket.is_placing = True
 
     def requeue(self, ticket: QueuedRequest, now: float) -> None:
         """Returns the request to its old position, unless the request was removed meanwhile."""

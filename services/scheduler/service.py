@@ -12,6 +12,7 @@ one StartDecode and takes its reply, also a late one; `residency/` has models wo
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 
@@ -40,6 +41,7 @@ from shared.errors import (
     DependencyUnavailable,
     HearthError,
     NoCapacity,
+    Overloaded,
     WorkerBusy,
 )
 from shared.lifecycle.health import Loss
@@ -105,6 +107,7 @@ class SchedulerService:
         self._bus = bus
         self._clock = clock
         self._randomness = randomness
+        self._leaving: deque[QueuedRequest] = deque()  # home is full: they are next
         self._queues = RequestQueues(config.max_queued_requests, config.max_queued_tokens)
         self._workers = WorkerFleet(
             self.health_monitor.fleet, self.health_monitor.requests.round_trips.mean_s
@@ -219,16 +222,42 @@ class SchedulerService:
         context_tokens = self._workers.smallest_context(
             QueueKey.of(request).served, num_context_tokens(request)
         )
-        ticket = self._queues.enqueue(message, self._clock.now(), context_tokens=context_tokens)
+        ticket = self._enqueue(message, context_tokens)
         self._residency.arrived(ticket)
-        if not ticket.is_queueable and ticket.queue in self._blocked:
-            error = self._queues.busy(ticket.queue)
-            self._queues.remove(request.request_id)
-            raise error
         if not self._wake.is_set():  # sends the index query together with this reply
             self._place_next()
         self._wake.set()  # the queue, not arrival, orders concurrent requests
         return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
+
+    def _enqueue(self, message: SubmitRequest, context_tokens: int) -> QueuedRequest:
+        """Queues a request, or starts to place it at another site if home is full. Raises the
+        error that rejects it.
+        """
+        enqueue = partial(self._queues.enqueue, message, context_tokens=context_tokens)
+        now = self._clock.now()
+        try:
+            ticket = enqueue(now)
+            if ticket.is_queueable or ticket.queue not in self._blocked:
+                return ticket
+            error = self._queues.busy(ticket.queue)
+        except Overloaded as full:
+            ticket, error = enqueue(now, is_bounded=False), full
+        if len(self._leaving) < MAX_PLACING and self._leave_home(ticket, now):
+            return ticket
+        self._queues.remove(message.request.request_id)
+        raise error
+
+    def _leave_home(self, ticket: QueuedRequest, now: float) -> bool:
+        """Places a request that may not wait at home next, at another site. Returns False if none
+        has room for it.
+        """
+        ticket.is_leaving = True
+        if self._target_elsewhere(ticket, self._excluded(ticket, now), now) is None:
+            return False
+        self._queues.take(ticket, now)
+        self._leaving.append(ticket)
+        self._wake.set()
+        return True
 
     def _cancel(self, message: CancelQueued) -> None:
         self._queues.cancel(message)
@@ -272,13 +301,19 @@ class SchedulerService:
     def _place_next(self) -> None:
         """Starts placing requests, at most MAX_PLACING at once."""
         while len(self._placing) < MAX_PLACING:
+            if self._leaving:
+                self._start_placing(self._leaving.popleft())
+                continue
             ticket = self._queues.pop(self._clock.now(), self._blocked.closed())
             if ticket is None:
                 break
             self._blocked.take(ticket.queue)
-            task = self._background.start_item(self._place(ticket), partial(self._fail, ticket))
-            self._placing.add(task)
-            task.add_done_callback(self._placing_ended)
+            self._start_placing(ticket)
+
+    def _start_placing(self, ticket: QueuedRequest) -> None:
+        task = self._background.start_item(self._place(ticket), partial(self._fail, ticket))
+        self._placing.add(task)
+        task.add_done_callback(self._placing_ended)
 
     def _placing_ended(self, task: asyncio.Task[None]) -> None:
         self._placing.discard(task)
@@ -398,40 +433,58 @@ class SchedulerService:
         for all workers.
         """
         now = self._clock.now()
-        needs = size_of(ticket)
         if not self._candidates.has_any(ticket, now):
             knows_all = self.health_monitor.fleet.can_judge(now)
             self._unserved.add(ticket, now, knows_all_workers=knows_all)
             self._decide_residency(now)
             return None
-        excluded = self._starts.excluded(ticket, now)
-        excluded.update(self._workers.numerics_mismatches(ticket.queue, needs, excluded))
-        find = partial(
-            place,
-            needs,
-            local_prefill=self._local_prefill,
-            now=now,
-            random_below=self._randomness.below,
-        )
-        excluded |= tried
-        here = self._workers.serving(ticket.queue.served)
-        target = find(workers=here, num_cached_blocks=num_cached_blocks, excluded=excluded)
+        excluded = self._excluded(ticket, now) | tried
+        target = None
+        if not ticket.is_leaving:
+            here = self._workers.serving(ticket.queue.served)
+            target = self._find(ticket, now)(
+                workers=here, num_cached_blocks=num_cached_blocks, excluded=excluded
+            )
         if target is None:
-            is_served_here = partial(self._candidates.has_local, ticket, now)
-            elsewhere = self._sites.serving(ticket, now, is_served_here=is_served_here)
-            if elsewhere is not None:
-                target = find(
-                    workers=elsewhere,
-                    num_cached_blocks=self._sites.num_cached_blocks(ticket.request),
-                    excluded=excluded | self._sites.closed(now),
-                    prefers_holders=False,
-                )
+            target = self._target_elsewhere(ticket, excluded, now)
             if target is not None:
                 self._probe(ticket.queue)  # the next one need not wait until the reply has crossed
         if target is None:
             self._check_sites_take(ticket, now)
-            self._block(ticket, needs)
+            self._block(ticket, size_of(ticket))
         return target
+
+    def _excluded(self, ticket: QueuedRequest, now: float) -> set[str]:
+        """Returns the workers that may not get the request."""
+        excluded = self._starts.excluded(ticket, now)
+        mismatches = self._workers.numerics_mismatches(ticket.queue, size_of(ticket), excluded)
+        return excluded.union(mismatches)
+
+    def _find(self, ticket: QueuedRequest, now: float) -> Callable[..., Target | None]:
+        return partial(
+            place,
+            size_of(ticket),
+            local_prefill=self._local_prefill,
+            now=now,
+            random_below=self._randomness.below,
+        )
+
+    def _target_elsewhere(
+        self, ticket: QueuedRequest, excluded: set[str], now: float
+    ) -> Target | None:
+        """Returns the best target at another site, or None if the request does not leave, or none
+        has room.
+        """
+        is_served_here = partial(self._candidates.has_local, ticket, now)
+        elsewhere = self._sites.serving(ticket, now, is_served_here=is_served_here)
+        if elsewhere is None:
+            return None
+        return self._find(ticket, now)(
+            workers=elsewhere,
+            num_cached_blocks=self._sites.num_cached_blocks(ticket.request),
+            excluded=excluded | self._sites.closed(now),
+            prefers_holders=False,
+        )
 
     def _check_sites_take(self, ticket: QueuedRequest, now: float) -> None:
         """Raises NoCapacity for a request that has left its worker, the only one here, and that no
@@ -458,7 +511,8 @@ class SchedulerService:
         self._blocked.block(queue, needs)
         self._queues.requeue(ticket, now)
         for other in self._queues.must_not_wait(queue):
-            self._fail(other, self._queues.busy(queue))
+            if not self._leave_home(other, now):
+                self._fail(other, self._queues.busy(queue))
 
     async def _probe_after(self, queue: QueueKey, delay_s: float) -> None:
         """Retries the queue once the first worker has done enough of its assigned work."""

@@ -6,12 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import pytest
+
+from services.scheduler.service import MAX_PLACING
 from shared import subjects
-from shared.errors import WorkerBusy
+from shared.errors import Overloaded, WorkerBusy
 from shared.messages import (
     Alive,
     DecodeStarted,
     Placed,
+    PlacementFailed,
     PrefixDigest,
     ReadSiteModels,
     ReportAlive,
@@ -103,9 +107,9 @@ class Peer:
 ROUND_TRIPS_S = {"near": 0.02, "far": 0.1}
 
 
-def scenario(test: Callable[[Rig, Peer, Peer], Awaitable[None]]) -> None:
+def scenario(test: Callable[[Rig, Peer, Peer], Awaitable[None]], **options: int) -> None:
     async def play() -> None:
-        rig = Rig(site="home")  # type: ignore[arg-type]
+        rig = Rig(site="home", **options)
         rig.network.distance_s = lambda sender, receiver: sum(
             ROUND_TRIPS_S.get(each, 0.0) / 2 for each in (sender, receiver)
         )
@@ -197,6 +201,61 @@ def test_request_waits_while_the_only_site_refuses() -> None:
         near.refuses = False
         placed = await rig.result()
         assert isinstance(placed, Placed) and placed.worker_id.startswith("near/")
+
+    scenario(test)
+
+
+def test_request_that_a_full_queue_would_reject_goes_to_another_site() -> None:
+    """Home has room for two more in its queue, which have not waited long enough to leave."""
+
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        await rig.worker("decode-0", num_free_blocks=0)
+        for number in range(2):
+            await rig.submit(submit_of(f"waiting-{number}", num_prompt_tokens=LONG))
+        await rig.submit(submit_of("leaving", num_prompt_tokens=LONG))
+        placed = await rig.result(within_s=0.2)
+        assert isinstance(placed, Placed) and placed.request_id == "leaving"
+        assert [each.is_queueable for each in near.started] == [True], "it may wait there"
+        near.refuses = far.refuses = True
+        await rig.submit(submit_of("lost", num_prompt_tokens=LONG))
+        failed = await rig.result(num=2, within_s=0.3)
+        assert isinstance(failed, PlacementFailed)
+        assert (failed.request_id, failed.failure.code) == ("lost", "overloaded")
+        near.has_models = far.has_models = False
+        await asyncio.sleep(1.5)
+        with pytest.raises(Overloaded, match="the queue is full"):
+            await rig.submit(submit_of("nowhere", num_prompt_tokens=LONG))
+        assert len(rig.service._queues) == 2
+
+    scenario(test, max_queued_requests=2)
+
+
+def test_request_that_must_not_wait_leaves_a_home_that_is_full() -> None:
+    """Others wait at home: it would be rejected before any worker is looked at."""
+
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        await rig.worker("decode-0", num_free_blocks=0)
+        await rig.submit(submit_of("waiting", num_prompt_tokens=LONG))
+        await eventually(lambda: len(rig.service._blocked.all()) == 1)
+        await rig.submit(submit_of("r1", num_prompt_tokens=LONG, is_queueable=False))
+        placed = await rig.result(within_s=0.2)
+        assert isinstance(placed, Placed) and placed.request_id == "r1"
+        assert [each.is_queueable for each in near.started] == [False]
+
+    scenario(test)
+
+
+def test_requests_that_must_not_wait_and_are_next_leave_when_home_gets_full() -> None:
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        await rig.worker("decode-0", num_free_blocks=0)
+        submits = [submit_of("first", num_prompt_tokens=LONG)]
+        submits += [
+            submit_of(f"r{number}", num_prompt_tokens=LONG, is_queueable=False)
+            for number in range(MAX_PLACING + 5)
+        ]
+        await asyncio.gather(*map(rig.submit, submits))
+        await eventually(lambda: len(rig.results()) == MAX_PLACING + 5, within_s=0.5)
+        assert {type(each) for each in rig.results()} == {Placed}
 
     scenario(test)
 
