@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +18,7 @@ from services.cli.cluster.site_links import local_links, seed_variable, site_lin
 from services.local.credentials import named_credentials, nats_config_with_nkeys
 from shared import subjects
 from shared.errors import ConfigError, DependencyUnavailable, SenderMismatch
-from shared.messages import Failure, PrefillAccepted, PrefillFailed, PrefixDigest, RunPrefill
+from shared.messages import Failure, PrefillAccepted, PrefillFailed, PrefixDigest, Role, RunPrefill
 from shared.regions.region_classes import region_classes
 from shared.subjects import CredentialRole, in_class, permissions
 from shared.transport.bus import NatsBus
@@ -289,8 +289,29 @@ def denied_subjects() -> list[str]:
     }
     more |= {"hearth.v1.site.a.gateway.gw.-.fleet.x.-", "hearth.v1.site.b.gateway.gw.-.fleet.x.-"}
     more |= {f"hearth.v1.linked.{site}.scheduler.any.-.digest.gw.-" for site in "abcdh"}
+    more |= {
+        in_class(f"hearth.v1.{way}.{site}.{role}.gw.-.{verb}.w.-", name)
+        for way in ("site", "linked")
+        for site in "abh"
+        for role, verb in local_commands(filled)
+        for name in ("", "k", "other")
+    }
+    more |= {in_class(each, name) for each in filled for name in ("k", "other")}
     more |= {f"hearth.v1.site.{site}.scheduler.any.-.digest.gw.-" for site in "cx"}
     return sorted(each for each in filled | more if each.startswith("hearth."))
+
+
+def local_commands(subjects_of_processes: Iterable[str]) -> set[tuple[str, str]]:
+    """Role and verb of all that one process of a site sends to another, and that crosses no link,
+    such as receipts, images, and orders to drop what a worker holds of a tenant.
+    """
+    parts = [each.split(".") for each in subjects_of_processes if each.startswith("hearth.v1.")]
+    every = (each for each in parts if len(each) in (8, 9) and each[2] in get_args(Role))
+    found = {(each[2], each[5]) for each in every if each[5] != "x"}
+    found.difference_update(subjects.LINKED_COMMANDS)
+    named = {("gateway", "receipt"), ("encode", "encode"), ("gateway", "pixels")}
+    assert found >= named | {("prefill", "tenant_kv"), ("decode", "heartbeat")}
+    return found
 
 
 @contextlib.asynccontextmanager
