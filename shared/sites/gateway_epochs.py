@@ -1,6 +1,8 @@
-"""Finds gateways of other sites that share a name: two sites connect with one key. No I/O.
+"""Finds gateways of other sites that share a name, and other sites that do: they connect with one
+key. No I/O.
 
-A gateway that restarts has a new epoch, and the old one never comes back.
+A gateway that restarts has a new epoch, and the old one never comes back. All gateways of a site
+sign with the key of one cluster secret, of which each state has a part.
 """
 
 from __future__ import annotations
@@ -40,3 +42,20 @@ class GatewayEpochs:
         if len(known.heard_at) > MAX_EPOCHS:
             del known.heard_at[next(iter(known.heard_at))]
         return now - known.doubled_at < DOUBLED_S
+
+
+class SiteSecrets:
+    def __init__(self) -> None:
+        self._heard: dict[str, dict[bytes, float]] = {}  # by site: those of the links
+
+    def is_doubled(self, site: str, identity: bytes, now: float) -> bool:
+        """Records a state's `key_id`. Returns whether another one comes in turns with it."""
+        heard = self._heard.setdefault(site, {})
+        last = next(reversed(heard), identity)
+        is_back = identity != last and now - heard.get(identity, -inf) < DOUBLED_S
+        if identity:
+            heard.pop(identity, None)
+            heard[identity] = now
+        if len(heard) > MAX_EPOCHS:
+            del heard[next(iter(heard))]
+        return is_back

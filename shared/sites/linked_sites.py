@@ -14,7 +14,7 @@ from shared.clock import Clock
 from shared.errors import HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import LinkLoad, ReadSiteModels, SiteModels, SiteState
-from shared.sites.gateway_epochs import GatewayEpochs
+from shared.sites.gateway_epochs import GatewayEpochs, SiteSecrets
 from shared.sites.link_loads import LinkLoads
 from shared.sites.site_workers import MAX_MODELS_PER_S, SiteWorkers
 from shared.subjects import STATES_OF_SITES, read_site_models, site_in
@@ -23,6 +23,7 @@ from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
+DOUBLED = "its gateways have different cluster secrets: two sites have its name and its key"
 READ_TIMEOUT_S = 0.5  # and the round trip; the next state asks again
 MAX_READS, READS_S = 64, 10.0  # of the models of one site
 
@@ -36,7 +37,7 @@ class LinkedSites:
         self._bus = bus
         self._clock = clock
         self._workers = SiteWorkers()
-        self._epochs = GatewayEpochs()
+        self._epochs, self._secrets = GatewayEpochs(), SiteSecrets()
         # by site: those of the servers' configuration
         self._states: dict[str, Allowance] = {}
         self._reads: dict[str, Allowance] = {}
@@ -91,6 +92,8 @@ class LinkedSites:
             return
         self._links.heard(site, state.region, now)
         self._monitor.requests.round_trips.use(gateway_id, now)
+        if self._secrets.is_doubled(site, state.key_id, now):
+            self._lines.write(log.warning, "site_doubled", site, site=site, reason=DOUBLED)
         if self._epochs.is_doubled(gateway_id, state.epoch, now):
             self._lines.write(log.warning, "site_gateway_doubled", gateway_id, gateway=gateway_id)
             return

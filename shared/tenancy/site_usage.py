@@ -78,7 +78,11 @@ async def record_totals(
     StoreUnavailable.
     """
     if not _is_recent(day, now):
-        raise InvalidRequest(f"usage of {day!r} is not of the last {MAX_DAYS_LATE} days")
+        today = datetime.fromtimestamp(now, UTC).date()
+        raise InvalidRequest(
+            f"usage of {day!r} is not of the last {MAX_DAYS_LATE} days, it is {today} here: it was "
+            "reported too late, or the clocks of the two sites are apart"
+        )
     for field, _ in totals:
         if field.partition(":")[0] not in USAGE_KINDS:
             raise InvalidRequest(f"usage has no count {field[:64]!r}")

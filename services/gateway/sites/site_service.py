@@ -45,6 +45,7 @@ from shared.messages import (
     TokenBatch,
 )
 from shared.secrets.root_key import root_key_of
+from shared.secrets.secret import Derived
 from shared.sites.linked_sites import LinkedSites
 from shared.sites.site_states import (
     COUNTERS_EVERY,
@@ -54,12 +55,14 @@ from shared.sites.site_states import (
     worker_at_site,
 )
 from shared.subjects import at_site, from_sites, is_at_site, site_in, state_to_sites, tokens
+from shared.tenancy.tenant_copy import SigningKey
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
+KEY_ID_BYTES = 8
 MAX_SITE_TENANTS = 1000  # of one site, with names of their own
 OTHERS_SHARE = 2  # half of a gateway's requests may be those of other sites
 
@@ -88,6 +91,7 @@ class SiteService:
         self._check_capacity = check_capacity
         self._name = at_site(config.site, config.process_id)
         self._root_key = root_key_of(config.secret("cluster_secret"))
+        self._keys = Derived(config.secret("cluster_secret"), SigningKey.of_secret)
         self._weights = weights_of_sites(config.linked_site)
         self._tenants: dict[str, TenantLabels] = {}  # by site
         self._placements = SitePlacements(
@@ -165,6 +169,7 @@ class SiteService:
             loads=tuple(each.load for each in models),
             counters=tuple(each.counters for each in models) if has_counters else (),
             is_draining=self._health_monitor.state == "draining",
+            key_id=b"" if (key := self._keys.current) is None else key.public[:KEY_ID_BYTES],
         )
         try:
             await self._bus.publish(state_to_sites(self._bus.process_id), state)

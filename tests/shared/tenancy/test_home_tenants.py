@@ -112,6 +112,7 @@ async def test_site_reports_only_what_it_may(store: RedisStore, admin: TenantAdm
         ("team", "c", today, many, "no tenant 'team' has named this site"),
         ("other", "b", today, many, "no tenant 'other' has named this site"),
         ("team", "b", "2020-01-01", many, "'2020-01-01' is not of the last 31 days"),
+        ("team", "b", "2100-01-01", many, "the clocks of the two sites are apart"),
         ("team", "b", "never", many, "'never' is not of the last 31 days"),
         ("team", "b", today, [("x:m", 1)], "usage has no count 'x:m'"),
     ):
