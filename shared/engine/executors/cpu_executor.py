@@ -138,6 +138,7 @@ class CpuExecutor(LocalExecutor):
             if options.has_row_kernels and options.activations == "plain":  # fused layers use it
                 loaded._row_kernels = RowKernels(plan)
                 loaded._row_kernels.start()
+        return_freed_memory()  # of weights as the files have them, before they were packed
         return loaded
 
     async def close(self) -> None:
