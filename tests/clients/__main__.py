@@ -46,6 +46,7 @@ ROOT = FOLDER.parents[1]
 ENVIRONMENTS = ROOT / ".venv-clients"
 CONTEXT = 4096
 TENANTS = {OTHER: (), LIMITED: ("--requests-per-min", "1"), RESTRICTED: ("--allowed-models", "no")}
+TOOLS_AS_TEXT = {"HEARTH_TOOL_FORMAT": "hermes"}  # of a chat template without tools
 NO_TESTS = 5  # pytest's exit status when nothing is collected
 
 
@@ -85,7 +86,7 @@ def run_accounts(folder: Path) -> Iterator[list[Account]]:
         run_cluster(folder, "--model", str(model)) as cluster,
         run_cluster(folder / AGENTS, "--model", str(wide)) as agents,
         run_cluster(folder / HARMONY, "--model", str(harmony)) as thinking,
-        run_cluster(folder / EYES, "--model", str(seeing)) as eyes,
+        run_cluster(folder / EYES, "--model", str(seeing), variables=TOOLS_AS_TEXT) as eyes,
         run_cluster(folder / BROWSER, "--decode", "2") as browser,
     ):
         keys = {name: hearth(folder, "tenant", "add", name, *TENANTS[name]) for name in TENANTS}

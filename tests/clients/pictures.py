@@ -32,6 +32,7 @@ def picture(width: int = 60, height: int = 40) -> bytes:
 BASE64 = base64.b64encode(picture()).decode()
 URL = f"data:image/png;base64,{BASE64}"
 SHOWN = {"type": "image_url", "image_url": {"url": URL}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 def reference_text(account: Account, messages: list[dict]) -> str:
@@ -47,6 +48,22 @@ def reference_text(account: Account, messages: list[dict]) -> str:
     response.raise_for_status()
     text: str = response.json()["choices"][0]["message"]["content"]
     return text
+
+
+def looked(*parts: dict) -> list[dict]:
+    """Returns a chat in which a tool answered with the parts and a text."""
+    return [
+        user(),
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {**user(*parts), "role": "tool", "tool_call_id": CALL["id"]},
+    ]
+
+
+def reference_of_tool(account: Account) -> str:
+    """Returns the answer to a picture in a tool's result."""
+    found = reference_text(account, looked(SHOWN))
+    assert found != reference_text(account, looked())
+    return found
 
 
 def user(*parts: dict) -> dict:

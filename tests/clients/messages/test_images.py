@@ -10,7 +10,9 @@ import pytest
 from tests.clients.pictures import (
     BASE64,
     MAX_TOKENS,
+    QUESTION,
     SHOWN,
+    reference_of_tool,
     reference_text,
     user,
 )
@@ -40,6 +42,21 @@ def test_a_picture_in_a_message(client: anthropic.Anthropic, seeing_account: Acc
     usage = found.usage
     cached = usage.cache_read_input_tokens or 0
     assert counted.input_tokens == usage.input_tokens + cached > 40
+
+
+def test_a_picture_in_the_result_of_a_tool(
+    client: anthropic.Anthropic, seeing_account: Account
+) -> None:
+    """As coding agents send screenshots."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+    content = [BLOCK, {"type": "text", "text": QUESTION}]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": content}
+    messages = [
+        user(),
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    assert answer(client, messages).content[0].text == reference_of_tool(seeing_account)
 
 
 def test_an_address_is_refused(client: anthropic.Anthropic) -> None:

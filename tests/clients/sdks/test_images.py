@@ -12,7 +12,9 @@ from tests.clients.pictures import (
     QUESTION,
     SHOWN,
     URL,
+    looked,
     picture,
+    reference_of_tool,
     reference_text,
     user,
 )
@@ -57,6 +59,35 @@ def test_responses_of_openai(client: openai.OpenAI, expected: str) -> None:
         temperature=0,
     )
     assert found.output_text == expected
+
+
+def test_a_chat_of_openai_with_the_result_of_a_tool(
+    client: openai.OpenAI, seeing_account: Account
+) -> None:
+    found = client.chat.completions.create(
+        model=EYES_MODEL, messages=looked(SHOWN), max_tokens=MAX_TOKENS, temperature=0
+    )
+    assert found.choices[0].message.content == reference_of_tool(seeing_account)
+
+
+def test_responses_of_openai_with_the_output_of_a_function(
+    client: openai.OpenAI, seeing_account: Account
+) -> None:
+    output = [
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+        {"type": "input_text", "text": QUESTION},
+    ]
+    found = client.responses.create(
+        model=EYES_MODEL,
+        input=[
+            {"role": "user", "content": QUESTION},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": output},
+        ],
+        max_output_tokens=MAX_TOKENS,
+        temperature=0,
+    )
+    assert found.output_text == reference_of_tool(seeing_account)
 
 
 def test_an_address_is_refused(client: openai.OpenAI) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,15 +70,18 @@ class Cluster(ClusterClient):
 
 @contextlib.contextmanager
 def run_cluster(
-    folder: Path, *options: str, max_local_prefill_tokens: int = 4
+    folder: Path,
+    *options: str,
+    max_local_prefill_tokens: int = 4,
+    variables: Mapping[str, str] = {},
 ) -> Iterator[Cluster]:
-    """Runs `hearth up` until the block ends.
+    """Runs `hearth up` until the block ends. `variables` are of its environment.
 
     Prompts above `max_local_prefill_tokens` are handed off to prefill workers; by default decode
     workers compute prompts as short as those of tests.
     """
     handed_off = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": str(max_local_prefill_tokens)}
-    environ = os.environ | handed_off | {"XDG_STATE_HOME": str(folder)}
+    environ = os.environ | handed_off | variables | {"XDG_STATE_HOME": str(folder)}
     port = free_port()
     command = [sys.executable, "-m", "services", "up", "--http", f"127.0.0.1:{port}", *options]
     process = subprocess.Popen(
