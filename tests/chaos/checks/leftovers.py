@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-# Objects that live for one request, one try or one connection, by module.
-PER_REQUEST = frozenset(
-    {
-        "services.gateway.http.response.GenerationResponse",
-        "services.gateway.streams.choice_tokens.ChoiceTokens",
-        "services.gateway.request.request_output.RequestOutput",
-        "services.gateway.request.output_merger.OutputMerger",
-        "services.gateway.streams.early_entries.EarlyEntry",
-        "services.gateway.streams.stream.CurrentPlacement",
-        "services.gateway.streams.stream.Stream",
-        "services.scheduler.backlog.QueuedRequest",
-        "shared.output.output_buffer.Output",
-        "services.decode.handoff.Handoff",
-        "services.decode.running_request.RunningRequest",
-        "shared.engine.kv.kv_writer.KvWriter",
-        "shared.engine.kv.kv_sender.KvSender",
-        "services.prefill.service.Prefill",
-        "shared.engine.batching.batcher.ScheduledSequence",
-        "shared.engine.batching.sequence.Sequence",
-        "shared.engine.sampling.token_counts.TokenCounts",
-    }
-)
+from tests.support.cluster.held_objects import of_requests
+
 # A link from each prefill worker to each decode worker stays open after its first use, with its
 # staging memory and a task.
 MAX_LINKS = 2
@@ -51,7 +31,7 @@ def left_behind(
     """The counts of `now` beyond `idle`, the census of the same process before any fault. Decode
     workers have `num_more_ranks` processes that receive KV beside their own.
     """
-    found = {name: count for name, count in now.items() if name in PER_REQUEST}
+    found = of_requests(now)
     for name, count in now.items():
         allowed = idle.get(name, 0) + MORE_TASKS.get(name, 0)
         if name == LINK_TASK:
