@@ -20,7 +20,6 @@ For compute capability 9.0, ahead of time: the most that a launch class of each 
 all families, modes and stored forms of weights and KV, with Triton {releases}. Limits: 227 KiB of
 shared memory, 255 registers; local loads are of registers that do not fit. Copies: of 16 bytes to
 shared memory without waiting, the fewest of a class. No product's operand is overwritten too early.
-
 `python -m tests.kernels.compiled.compile_table --write` records a row for each class, with the
 installed Triton, and this page; `--resume` compiles only classes without a row.
 """
