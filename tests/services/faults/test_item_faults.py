@@ -322,7 +322,7 @@ OWN = {
     "shared/engine/worker.py": ("_send_kv_events", "_expire_pins", "_leave"),
     "shared/kv_wire/kv_server.py": ("_accept",),
     "shared/lifecycle/heartbeat.py": ("_beat", "_watch", "_measure", "fail"),
-    "shared/lifecycle/process.py": ("collect_garbage", "report_progress", "follow"),
+    "shared/lifecycle/process.py": ("collect_garbage", "poll_files", "report_progress", "follow"),
     "shared/lifecycle/start_heartbeats.py": ("_beat",),
     "shared/transport/bus.py": ("_fail_when_lost",),
     "shared/transport/outbox.py": ("_run",),
