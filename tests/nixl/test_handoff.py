@@ -1,4 +1,4 @@
-"""Handoffs over NIXL between real workers, under faults: `scripts/test --clients`.
+"""Handoffs over NIXL between real workers, under faults: `scripts/test --long nixl`.
 
 Workers are on one host, so their unix sockets are hidden as between two hosts. UCX carries the
 reads over TCP, or through shared memory.

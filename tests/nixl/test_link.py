@@ -1,4 +1,4 @@
-"""A link over the wheel's agents, and which transport its frames take: `scripts/test --clients`.
+"""A link over the wheel's agents, and which transport its frames take: `scripts/test --long nixl`.
 
 What the port does with agents that fail is in tests/shared/kv_wire/ports, without the wheel.
 """

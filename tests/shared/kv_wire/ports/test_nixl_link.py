@@ -1,4 +1,4 @@
-"""The protocol of the NIXL port, over agents without the wheel. With it: tests/clients/nixl."""
+"""The protocol of the NIXL port, over agents without the wheel. With it: tests/nixl."""
 
 from __future__ import annotations
 
