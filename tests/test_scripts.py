@@ -261,6 +261,7 @@ def test_long_run_calls(machine: Machine) -> None:
         "python -m tests.chaos --soak-minutes 15",
         "python -m tests.containers",
         "python -m tests.skew",
+        "python -m pytest tests/nixl",
     ]
     assert any(f"--target {oldest} triton==3.6.0" in call for call in machine.calls)
 

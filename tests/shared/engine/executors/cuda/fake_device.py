@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -80,6 +81,9 @@ class FakeDriver:
 
     def current_device(self) -> int:
         return getattr(self._current, "device", 0)
+
+    def get_device_properties(self, device: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"8a2c-{device}")
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
