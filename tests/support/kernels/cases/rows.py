@@ -62,7 +62,7 @@ CASES = [
     *cases(rms_norm, rows=("batch", "one")),
     *cases(add_rms_norm, rows=("batch", "one", "chunk"), has_unit_offset=(False,)),
     *cases(add_rms_norm, rows=("batch",), has_unit_offset=(True,)),
-    *cases(silu_and_mul, rows=("one",)),
+    *cases(silu_and_mul, rows=("batch",)),
     *cases(gelu_and_mul, rows=("batch",)),
     *cases(clamped_gate, rows=("batch",)),
 ]
