@@ -154,8 +154,9 @@ class SiteLeases:
             _fail([*asked, *account.waiting], reason)
             account.waiting.clear()
             return False
-        except BaseException:
-            _fail(asked, "this gateway stops")
+        except BaseException:  # ends the exchange too: nobody would answer those that wait
+            _fail([*asked, *account.waiting], "the step to the home site failed")
+            account.waiting.clear()
             raise
         for each, (rejected_by, wait_s) in zip(asked, state.rejections, strict=True):
             if each.verdict.done():
