@@ -373,7 +373,7 @@ class PrefillPhases(Message, frozen=True, kw_only=True):
     # and 0: nothing was pushed, or ranks pushed it
     port: Name = ""
     place: Name = ""
-    num_traversals: Count = 0
+    num_copies: Count = 0
     predicted_s: Duration = 0.0
 
     @property

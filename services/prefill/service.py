@@ -255,7 +255,7 @@ class PrefillService:
                 message,
                 port=plan.port,
                 place=plan.place,
-                num_traversals=len(plan.traversals),
+                num_copies=len(plan.copies),
                 predicted_s=min(plan.seconds(message.num_pushed_bytes), MAX_DURATION_S),
             )
         self._worker.outbox.post(control("decode", request.decode_worker_id), message)

@@ -100,7 +100,7 @@ class LinkEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PushPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV is pushed over one link. `traversals` are the copies of each byte, in order: those of
+    """How KV is pushed over one link. `copies` are the copies of each byte, in order: those of
     the sender, then those of the receiver. `bytes_per_s` is predicted, or measured once a push has
     ended. `refused` is a port that was tried first and failed, or empty.
     """
@@ -108,7 +108,7 @@ class PushPlan(msgspec.Struct, frozen=True, kw_only=True):
     port: PortName
     place: Place
     frame_bytes: int
-    traversals: tuple[str, ...]
+    copies: tuple[str, ...]
     bytes_per_s: float
     refused: str = ""
 

@@ -77,7 +77,7 @@ class HostPush:
             "place": self.plan.place,
             "frame_bytes": self.plan.frame_bytes,
             "num_bytes": self.num_bytes,
-            "traversals": list(self.plan.traversals),
+            "copies": list(self.plan.copies),
             "predicted_s": self.latency_s + self.plan.seconds(self.num_bytes),
         }
 
@@ -113,7 +113,7 @@ def pushes_table(pushes: Sequence[HostPush]) -> Table:
         table.add_row(
             *(each.sender, each.receiver, row["place"], row["port"]),
             *(size_text(row[key]) for key in ("frame_bytes", "num_bytes")),
-            f"{len(row['traversals'])}: {', '.join(row['traversals'])}",
+            f"{len(row['copies'])}: {', '.join(row['copies'])}",
             f"{row['predicted_s'] * 1e3:,.2f} ms",
         )
     return table

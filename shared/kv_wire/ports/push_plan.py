@@ -103,7 +103,7 @@ def plan_push(
         port=port,
         place=place,
         frame_bytes=_frame_bytes(sender, receiver),
-        traversals=(*sender_copies, *receiver_copies),
+        copies=(*sender_copies, *receiver_copies),
         bytes_per_s=min(ends),
         refused=refused,
     )

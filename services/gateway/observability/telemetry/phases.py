@@ -154,7 +154,7 @@ def _prefill(served: Served | None, worker_id: str) -> list[_Part]:
         _Part(
             *("kv_push", prefill_id, push_s, pushed.num_pushed_bytes, served.num_pushed_tokens),
             port=f"{pushed.port} ({pushed.place})" if pushed.port else "",
-            num_copies=pushed.num_traversals,
+            num_copies=pushed.num_copies,
             predicted_s=pushed.predicted_s,
         ),
     ]

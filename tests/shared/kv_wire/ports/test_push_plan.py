@@ -56,7 +56,7 @@ def test_plan_follows_from_both_ends(
     plan = plan_push(sender, receiver, is_local=is_local)
     assert (plan.port, plan.place) == ("memfd" if is_local else "tcp", place)
     assert plan.frame_bytes == frame_bytes <= max_frame_bytes(sender, receiver)
-    assert len(plan.traversals) == num_copies
+    assert len(plan.copies) == num_copies
 
 
 def test_time_is_that_of_the_slower_end_and_of_the_wire() -> None:
