@@ -9,11 +9,14 @@ import re
 import signal
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
 from tests.support.account import Account
 from tests.support.hearth_page import HearthPage
+from tests.support.waiting import wait_until
 
 LONG = '{"ignore_eos": true, "temperature": 0, "max_tokens": 3000}'
 
@@ -22,6 +25,26 @@ def ask_long(tab: HearthPage) -> None:
     tab.fill_extra(LONG)
     tab.ask("What is Hearth?")
     tab.wait_until("document.querySelector('.assistant .content').textContent.length > 200")
+
+
+def stop(tab: HearthPage) -> None:
+    """Stops the answer. A request has a timeline once the gateway has seen that its client left."""
+    tab.page.click("#stop-answer")
+    address = tab.page.locator(".workers a").get_attribute("href") or ""
+    wait_until(lambda: has_timeline(tab.account, address.removeprefix("#request/")))
+
+
+def has_timeline(account: Account, request_id: str) -> bool:
+    request = Request(
+        f"{account.url}/v1/requests/{request_id}/timeline",
+        headers={"Authorization": f"Bearer {account.token}"},
+    )
+    try:
+        urlopen(request).close()
+    except HTTPError as error:
+        assert error.code == 404, error
+        return False
+    return True
 
 
 def pid_of(account: Account, worker: str) -> int:
@@ -63,7 +86,7 @@ def test_answer_shows_its_move_while_it_streams_and_its_timeline_after(
     badge = tab.page.locator(".turn.assistant .badge.moved")
     badge.get_by_text(re.compile(r"paused · 0\.\d s")).wait_for()
     badge.get_by_text(re.compile(rf"moved to {other} · [\d.]+ s")).wait_for()
-    tab.page.click("#stop-answer")  # it streams still
+    stop(tab)  # it streams still
     line = tab.page.locator(".survived").inner_text()
     assert re.fullmatch(rf"This answer survived the loss of {worker}; pause [\d.]+ s", line)
     tab.page.locator(".workers a").click()
@@ -83,7 +106,7 @@ def test_answer_shows_its_move_while_it_streams_and_its_timeline_after(
 def test_stopped_answer_has_a_link_and_no_loose_ends(tab: HearthPage) -> None:
     tab.open()
     ask_long(tab)
-    tab.page.click("#stop-answer")
+    stop(tab)
     tab.page.get_by_text("stopped", exact=True).wait_for()
     footer = tab.page.locator(".turn.assistant footer")
     assert "Cached" not in footer.inner_text()
