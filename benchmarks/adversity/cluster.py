@@ -13,7 +13,7 @@ from benchmarks.serving.cluster import SERVICES, Cluster, Process, running
 from shared.subjects import CredentialRole
 from shared.transport.server_config import NatsUser
 from tests.support.cluster.service_processes import MODEL
-from tests.support.servers import PASSWORD, NatsServer, RedisServer
+from tests.support.servers import PASSWORD, PRODUCT_PINGS, NatsServer, RedisServer
 
 NO_FAULTS = StepFaults()
 
@@ -50,6 +50,9 @@ async def cluster(
     users = [NatsUser(role, role, PASSWORD, region) for role in SERVICES.values()]
     users += [NatsUser(role, n, PASSWORD, regions.get(n, "")) for n, role in workers.items()]
     with TemporaryDirectory(prefix="hearth-adversity-") as name:
-        started = FaultyCluster(Path(name), NatsServer(Path(name), users), RedisServer(), region)
+        folder = Path(name)
+        # A process takes the name of a frozen one once the server has dropped that one.
+        nats = NatsServer(folder, users, max_pings=PRODUCT_PINGS)
+        started = FaultyCluster(folder, nats, RedisServer(), region)
         async with running(started):
             yield started
