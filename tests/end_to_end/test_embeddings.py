@@ -76,6 +76,7 @@ def first_texts(stream: Iterator[dict], num_chunks: int) -> list[str]:
     return [each["choices"][0]["delta"].get("content", "") for each in chunks]
 
 
+@pytest.mark.long
 def test_input_may_fill_the_context(cluster):
     context = cluster.client.get("/v1/models").json()["data"][0]["max_context"]
     assert len(embed(cluster, [5] * context)[0]) == 256

@@ -29,6 +29,7 @@ from shared.transport.bus import NatsBus
 from tests.end_to_end.test_chat import text_of
 from tests.support.cluster.model_cluster import ModelCluster, run_model
 
+pytestmark = pytest.mark.long
 KV_CACHE_BYTES = 13 * 24_576  # 208 tokens in FP8, of each worker
 TEXT = "is told in many words, so that its KV fills more than one block of tokens of the cache."
 QUESTIONS = [f"{each} {TEXT} What is it?" for each in ("A prefix", "A worker", "The gateway")]

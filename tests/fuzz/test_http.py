@@ -442,7 +442,7 @@ async def longest_turn_s(work: Awaitable[bytes]) -> tuple[bytes, float]:
 
 
 @timed
-@fuzz(6)
+@fuzz(3)
 @given(large_bodies())
 def test_no_body_holds_the_event_loop(data: bytes) -> None:
     """CPU time, which a busy machine does not change."""

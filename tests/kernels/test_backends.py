@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 # Operation: its module in the library, in `kernels.cpu`, in `kernels.gpu`; None: the library.
 BACKENDS = {
@@ -98,6 +100,7 @@ def _modules(**environ: str) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.long
 def test_cpu_uses_its_loops_or_else_the_library() -> None:
     assert _modules() == {
         name: [library, cpu or library, library] for name, (library, cpu, _) in BACKENDS.items()

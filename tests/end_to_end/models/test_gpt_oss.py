@@ -187,6 +187,7 @@ def test_responses_have_items_of_both_channels(cluster: ModelCluster) -> None:
     assert json.loads(call["arguments"]).keys() == {"sink", "head"}
 
 
+@pytest.mark.long
 def test_free_text_of_a_random_model_is_never_lost_or_an_error(cluster: ModelCluster) -> None:
     """Markers come in any order, and the end in the middle of one."""
     for seed in range(6):

@@ -23,7 +23,7 @@ from tests.support.services.vision_dir import PATCH, TILE
 from tests.support.waiting import wait_until
 
 ANSWER = {"max_tokens": 48, "ignore_eos": True}
-LONG_ANSWER = {"max_tokens": 1500, "ignore_eos": True, "seed": 7}
+LONG_ANSWER = {"max_tokens": 400, "ignore_eos": True, "seed": 7}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.engine.families import DEEPSEEK, KimiText
 from tests.support.engine.quantized import quantize
 
+pytestmark = pytest.mark.long  # in the short run clusters of dense models, of gpt-oss and Scout
 QUESTION = "Which experts does a token reach?"
 WORKERS = ("worker-1", "worker-2")
 SCHEMA = {
@@ -66,7 +67,6 @@ def test_latents_of_a_prompt_are_pushed_and_then_found_again(cluster: ModelClust
     assert cached == second["usage"]["prompt_tokens"] // 16 * 16
 
 
-@pytest.mark.long  # in the short run that of a dense model, and prompts that ranks resume
 def test_stream_survives_its_decode_workers_death(cluster: ModelCluster) -> None:
     options = {"max_tokens": 150, "ignore_eos": True, "temperature": 1, "seed": 3}
     expected = list(cluster.stream(QUESTION, **options))

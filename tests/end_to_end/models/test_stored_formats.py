@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
 Served = tuple[ModelCluster, GreedyTexts]
 
 
-@pytest.fixture(scope="module", params=in_short_run(["gptq"], CASES))
+@pytest.fixture(scope="module", params=in_short_run([], CASES))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

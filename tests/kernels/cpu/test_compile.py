@@ -50,6 +50,7 @@ print(sum(item_size.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.long
 def test_concurrent_compilations_do_not_mix_up_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_concurrent_compilations_do_not_mix_up_code(
         assert [each.communicate()[0].strip() for each in processes] == [num_loaded] * 2
 
 
+@pytest.mark.long
 def test_clone_at_another_path_loads_the_code(tmp_path: Path) -> None:
     """Its sources have the times of its own checkout."""
     first, end = share_of_rows(64, 0, 2)  # in the cache from now on

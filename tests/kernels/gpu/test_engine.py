@@ -105,7 +105,7 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
     [
         pytest.param("LlamaForCausalLM", marks=pytest.mark.long),
         pytest.param("DeepseekV3ForCausalLM", marks=pytest.mark.long),
-        "Gemma2ForCausalLM",
+        pytest.param("Gemma2ForCausalLM", marks=pytest.mark.long if IS_INTERPRETED else ()),
     ],
 )
 def test_logits_are_bit_equal_for_every_batch_and_chunking(

@@ -137,6 +137,7 @@ def read_all(client: redis.Redis) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 async def test_a_restore_under_load_brings_back_all_but_what_was_taken_back(
     cluster: LiveCluster, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[MutedCluster]:
         cluster.stop()
 
 
+@pytest.mark.long
 async def test_every_process_serves_on_while_its_log_cannot_be_written(
     cluster: MutedCluster,
 ) -> None:

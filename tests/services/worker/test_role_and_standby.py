@@ -148,6 +148,7 @@ async def test_stream_that_outlasts_the_drain_is_not_harmed(worker: WorkerClient
     assert await worker.finished(placement_id) == expected
 
 
+@pytest.mark.long
 async def test_cache_shrinks_and_grows_while_sequences_hold_its_blocks(
     worker: WorkerClient, process: ForkedProcess
 ) -> None:

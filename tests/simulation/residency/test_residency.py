@@ -20,6 +20,7 @@ from tests.simulation.residency.drawing import residency_plan_of
 from tests.simulation.residency.plan import CLASSES, Limits, ResidencyPlan, all_tenants
 from tests.simulation.residency.simulation import run_residency
 from tests.support.canaries.search import Sighting
+from tests.support.grids import in_short_run
 
 
 def test_nothing_of_a_tenant_crosses_its_borders() -> None:
@@ -47,7 +48,7 @@ def _of_class(limits: Limits) -> Limits:
     return Limits(limits.region_class) if is_bound else limits
 
 
-@pytest.mark.parametrize("kind", ["gateway", "scheduler"])
+@pytest.mark.parametrize("kind", in_short_run(["scheduler"], ["gateway", "scheduler"]))
 def test_without_the_checks_of_one_kind_of_process_others_refuse(kind: str) -> None:
     """Of the others what they refuse is never sent to them here: see `tests/services/worker`."""
     right, everywhere = Refusals.check, np.ones

@@ -88,6 +88,7 @@ def test_bits_do_not_depend_on_chunks_across_segments() -> None:
         assert torch.equal(torch.cat(chunks), whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("width", "rows"), [(128, 512), (12, 20)])
 def test_rows_of_products_per_head_do_not_depend_on_each_other(

@@ -77,6 +77,7 @@ def test_row_has_the_bits_of_its_expert_alone(lanes: SumLanes, dtype: torch.dtyp
             assert torch.equal(y[own], alone[expert][rows.tokens[own]])
 
 
+@pytest.mark.long
 def test_compressed_weight_has_the_same_bits(lanes: SumLanes) -> None:
     x, weight = expert_operands(lanes, torch.bfloat16, 35)
     rows = expert_rows(35)

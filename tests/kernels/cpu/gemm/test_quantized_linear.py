@@ -109,6 +109,7 @@ def test_products_have_the_bits_of_dense_weights(
         assert_same_bits(found, linear(rows, packed, bias))
 
 
+@pytest.mark.long
 @kinds("int4")
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize(

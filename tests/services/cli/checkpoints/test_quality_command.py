@@ -29,10 +29,8 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long  # compiles the demo model with KV in FP8
 def test_figures_as_json_and_as_a_table(prompts: Path, tmp_path: Path) -> None:
-    """Of INT4 weights, whose kernels tests/shared/engine/quantize compiles: the dense ones with KV
-    in FP8 would be compiled for this test alone, for half a minute.
-    """
     model = str(quantize(Path(DEMO), tmp_path / "int4", "int4", group=32))
     status, output, errors = quality("--prompts", str(prompts), "--json", model=model)
     assert (status, errors) == (0, "")

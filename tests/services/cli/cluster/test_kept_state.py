@@ -22,6 +22,7 @@ from tests.support.services.running import (
 )
 
 
+@pytest.mark.long
 def test_next_start_goes_on_with_tenants_keys_usage_and_ports(
     tmp_path: Path, chat_model: Path
 ) -> None:

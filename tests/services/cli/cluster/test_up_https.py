@@ -31,6 +31,7 @@ def base_model(chat_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_check_of_a_base_model_over_https_completes_texts(tmp_path: Path, base_model: Path) -> None:
     files = Authority(tmp_path / "ca").issue("gateway", host="gateway.example")
     environ = {"HEARTH_HTTP_CERT": files.cert, "HEARTH_HTTP_KEY": files.key}

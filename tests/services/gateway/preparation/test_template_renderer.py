@@ -88,7 +88,9 @@ async def test_renderer_returns_parts_of_template(make: Make) -> None:
     assert [isinstance(part, LiteralText) for part in parts] == [False, True]
 
 
-@pytest.mark.parametrize("source", [ENDLESS_TEMPLATE, GREEDY_TEMPLATE])
+@pytest.mark.parametrize(
+    "source", [pytest.param(ENDLESS_TEMPLATE, marks=pytest.mark.long), GREEDY_TEMPLATE]
+)
 async def test_runaway_template_fails_without_blocking_loop(make: Make, source: str) -> None:
     renderer = await make(source)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]

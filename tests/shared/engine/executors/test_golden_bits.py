@@ -54,6 +54,7 @@ def test_bits_of_each_level_of_the_library_are_recorded(environ: dict[str, str])
     check(golden.found_in_child(**environ))
 
 
+@pytest.mark.long
 def test_library_with_fewer_instructions_has_a_name_of_its_own() -> None:
     """Without compiled loops, so that it multiplies all."""
     check(golden.found_in_child(**golden.GENERIC, ONEDNN_MAX_CPU_ISA="AVX512_CORE"))

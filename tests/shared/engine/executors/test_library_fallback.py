@@ -61,6 +61,7 @@ def print_generated() -> None:
     print(json.dumps([found, ops.rms_norm.on_cpu.__module__, num_compiled]))
 
 
+@pytest.mark.long  # compiles for another CPU
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="Triton computes")
 def test_generic_cpu_target_generates_the_same_tokens() -> None:
     """Compares greedy tokens in FP32; the logits differ in the last bits only."""

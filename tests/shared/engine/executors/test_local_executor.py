@@ -201,6 +201,7 @@ def test_auto_device_is_cuda_if_available() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.long
 def test_cuda_executor_imports_no_cpu_modules() -> None:
     code = (
         "import sys, shared.engine.executors.load, shared.engine.executors.cuda.cuda_executor\n"

@@ -27,6 +27,7 @@ from tests.shared.engine.parallel.rank_threads import run_ranks
 from tests.support.engine.checkpoints import write_model
 from tests.support.engine.quantized import FILE, dequantize_folder, edit_tensors, quantize
 from tests.support.engine.steps import Blocks, advance, prefill, step_of
+from tests.support.grids import in_short_run
 
 # One group of layers, so that a step has one table.
 FIELDS: dict[str, Any] = {
@@ -115,7 +116,7 @@ def test_experts_take_the_bytes_of_the_file(folder: Path) -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("experts", ["ep", "tp"])
+@pytest.mark.parametrize("experts", in_short_run(["ep"], ["ep", "tp"]))
 def test_ranks_have_the_bits_of_the_undivided_model(folder: Path, experts: ExpertSplit) -> None:
     executor = load(folder)
     expected = executor.step_logits(step_of([(Blocks(64).line(PROMPT), 45)]))

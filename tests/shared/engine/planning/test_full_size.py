@@ -98,6 +98,7 @@ def test_kimi_on_eight_gpus_of_80_gb(kimi: Path) -> None:
     assert 40_000 < plan["kv_tokens"] < 42_000
 
 
+@pytest.mark.long
 def test_kimi_holds_57_000_tokens_in_30_gib_of_eight_ranks(kimi: Path) -> None:
     limit = MemoryLimit(kv_bytes=30 * 2**30 // 8)
     ranks = plan_memory(read_config(kimi), tp=8, pp=1, item_bytes=2, limit=limit)

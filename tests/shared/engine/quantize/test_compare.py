@@ -49,6 +49,7 @@ def executors(
         yield executors
 
 
+@pytest.mark.long
 def test_logits_of_chunks_are_those_of_one_step(executors: dict[str, LocalExecutor]) -> None:
     executor = executors[JUDGED]
     parts = [*prompt_logits(executor, PROMPTS[2])]
@@ -57,6 +58,7 @@ def test_logits_of_chunks_are_those_of_one_step(executors: dict[str, LocalExecut
     assert torch.equal(torch.cat(parts), prefill(executor, line, 150))
 
 
+@pytest.mark.long
 def test_divergence_is_that_of_the_formula(executors: dict[str, LocalExecutor]) -> None:
     [found, own] = compare(executors, [(ORIGINAL, JUDGED), (PLAIN, PLAIN)], PROMPTS)
     for prompt, result, same in zip(PROMPTS, found, own, strict=True):
@@ -71,6 +73,7 @@ def test_divergence_is_that_of_the_formula(executors: dict[str, LocalExecutor]) 
         assert all(same.agrees)
 
 
+@pytest.mark.long
 def test_fp8_kv_diverges_less_than_int4_weights(executors: dict[str, LocalExecutor]) -> None:
     kv, weights = (
         summary(each) for each in compare(executors, [(PLAIN, JUDGED), (ORIGINAL, PLAIN)], PROMPTS)

@@ -245,6 +245,7 @@ print(memory("VmHWM:") - before)
 """
 
 
+@pytest.mark.long
 def test_peak_memory_is_below_that_of_dense_weights(tmp_path: Path, cache: Path) -> None:
     """Also while the packed file is built. The compressed weights are mapped, so they count."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 8192}

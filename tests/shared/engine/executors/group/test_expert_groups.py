@@ -43,6 +43,7 @@ def group(folder: Path) -> Iterator[GroupExecutor]:
     asyncio.run(executor.close())
 
 
+@pytest.mark.long
 async def test_steps_have_the_same_results_as_in_one_process(
     folder: Path, group: GroupExecutor
 ) -> None:

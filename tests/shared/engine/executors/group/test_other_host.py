@@ -62,7 +62,8 @@ def other_host(
             other.kill()
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [1, 2])
 async def test_ranks_on_two_hosts_have_the_results_of_one_process(folder: Path, tp: int) -> None:
     """The host that answers is not the leader's: masks, logprobs and KV come from there."""
     single = load_executor(folder, **OPTIONS)

@@ -97,6 +97,7 @@ def test_answers_come_in_order_from_another_host() -> None:
     assert ends_within(pids, 1.0)
 
 
+@pytest.mark.long
 def test_model_across_hosts_has_the_bits_of_one_process() -> None:
     """Tensor parallelism over four ranks, two on each host: sums cross the hosts."""
     expected = [Mlp(LocalMesh()).run(rows, step) for step, rows in enumerate((1, 33))]
