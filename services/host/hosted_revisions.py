@@ -1,7 +1,7 @@
 """The revisions of the registry on this host: where their weights are, and what is known of them.
 
 A source is looked for in the background, since it may have to be downloaded. One that is not found
-is looked for again each RETRY_S: a directory may appear later.
+is looked for again, after twice the pause each time: a directory may appear later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import structlog
 
 from services.host.budget import ModelKey
 from services.host.records import ModelRecord
-from services.host.sources import ModelSource, find_source
+from services.host.source_process import SourceFinder
+from services.host.sources import ModelSource
 from shared.background import Background, is_logged, item_error
 from shared.clock import Clock
 from shared.errors import HearthError
@@ -24,7 +25,7 @@ from shared.model_registry.record import RegisteredModel, RegisteredRevision
 
 log = structlog.get_logger(__name__)
 
-RETRY_S = 10.0
+RETRY_S, MAX_RETRY_S = 10.0, 60.0
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class HostedRevisions:
     ) -> None:
         self.revisions: dict[ModelKey, HostedRevision] = {}
         self._clock = clock
-        self._device = device
+        self._finder = SourceFinder(device)
         self._on_found = on_found
         self._searches = Background()
         self._turn = asyncio.Lock()
@@ -118,17 +119,19 @@ class HostedRevisions:
         await self._searches.stop()
 
     async def _search(self, hosted: HostedRevision) -> None:
+        pause_s = RETRY_S
         while self.revisions.get(hosted.key) is hosted:
             async with self._turn:  # starts of downloads hold up the event loop: one at a time
                 await asyncio.sleep(0)
             try:
-                hosted.source = await find_source(hosted.model, hosted.revision, self._device)
+                hosted.source = await self._finder.find(hosted.model, hosted.revision)
                 self._on_found(hosted)
             except BaseException as raised:  # a hub or a folder: the failure of this model alone
                 error = item_error(raised)
                 hosted.source = None
                 self._fail(hosted, error)
-                await self._clock.sleep(RETRY_S)
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
             else:
                 hosted.failure = ""
                 return

@@ -1,10 +1,9 @@
-"""Finds the weights of a model on this host, and computes what a worker of it will take before its
-first start, from the config alone.
+"""Computes what a worker of a model will take before its first start, from the files of its
+checkpoint. Anybody may have written them: `source_process.py` reads them.
 """
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,6 @@ from services.host.budget import ModelKey, ModelMemory
 from services.host.devices import weight_item_bytes
 from services.local.gpus import compute_capability
 from services.local.hub_download import is_hub_id
-from services.local.hub_process import downloaded
 from shared.config import default_batch_tokens, default_block_size
 from shared.engine.checkpoint_check import check_checkpoint
 from shared.engine.model_config.model_config import ModelConfig
@@ -69,28 +67,19 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-async def find_source(
-    model: RegisteredModel, revision: RegisteredRevision, device: str
+def planned_source(
+    found: Path, model: RegisteredModel, revision: RegisteredRevision, device: str, *, has_fp8: bool
 ) -> ModelSource:
-    """Returns the source of a model, after a download if the hub model is not cached.
-    Raises ConfigError.
+    """Returns the source in the directory `found`. `has_fp8`: of the device. Raises ConfigError for
+    a checkpoint that cannot be served.
     """
-    found = Path(revision.source).expanduser()  # noqa: ASYNC240  # reads no file but of users
-    if is_hub_id(found):
-        found = await downloaded(found)
-    return await asyncio.to_thread(_source_in, found, model, revision, device)
-
-
-def _source_in(
-    found: Path, model: RegisteredModel, revision: RegisteredRevision, device: str
-) -> ModelSource:
     if not found.exists():
         hint = "" if is_hub_id(found) else ", and no hub id such as org/name"
         raise ConfigError(f"source {revision.source!r} is not a directory on this host{hint}")
     try:
         config = check_checkpoint(found, needs_weights=True).config
         item_bytes = weight_item_bytes(device)
-        stored = _kv_item_bytes(config, model.kv_dtype, device, item_bytes)
+        stored = _kv_item_bytes(config, model.kv_dtype, item_bytes, has_fp8=has_fp8)
         (planned,) = plan_memory(
             config,
             tp=1,
@@ -112,16 +101,17 @@ def _source_in(
     )
 
 
-def _kv_item_bytes(config: ModelConfig, given: str, device: str, item_bytes: int) -> int:
+def _kv_item_bytes(config: ModelConfig, given: str, item_bytes: int, *, has_fp8: bool) -> int:
     """Returns the bytes of a KV element in the worker's cache. On CUDA devices without FP8, `auto`
     means BF16.
     """
     dtype = "bfloat16" if item_bytes == 2 else "float32"
     is_declared_alone = given == "auto" and config.declares_fp8_kv
-    is_bf16 = is_declared_alone and not _has_fp8(device)
+    is_bf16 = is_declared_alone and not has_fp8
     return kv_item_bytes(config, "bf16" if is_bf16 else given, dtype)
 
 
-def _has_fp8(device: str) -> bool:
+def has_fp8(device: str) -> bool:
+    """Whether the device computes in FP8."""
     kind, _, index = device.partition(":")
     return kind == "cpu" or (compute_capability(int(index or 0)) or (0, 0)) >= FP8_CAPABILITY

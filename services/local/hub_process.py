@@ -5,20 +5,20 @@ A hub may send anything, and native code takes part in a download: at worst this
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
-import signal
 import sys
 from pathlib import Path
 
 import msgspec
 
 from services.local.hub_download import local_copy
-from services.local.processes.child_processes import die_with_parent, ending
+from services.local.processes.child_processes import ending
+from services.local.processes.module_process import run_module
 from shared.errors import ConfigError
-from shared.lifecycle.child_process import NETWORK_NAMES, child_environ, send_signal
+from shared.lifecycle.child_process import NETWORK_NAMES, child_environ
 
+MODULE = "services.local.hub_process"
 NICENESS = 10  # serving processes of this machine have priority
 MAX_MEMORY_BYTES = 4 << 30  # data of the process: files are not kept in memory
 
@@ -34,26 +34,15 @@ async def downloaded(model: Path) -> Path:
     """Returns the directory of a hub model. A cancellation ends the download. Call on the main
     thread. Raises ConfigError, whatever the hub does.
     """
+    environ = child_environ(os.environ, names=NETWORK_NAMES, prefixes=("HF_", "HUGGING"))
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.local.hub_process", str(model)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            env={
-                **child_environ(os.environ, names=NETWORK_NAMES, prefixes=("HF_", "HUGGING")),
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            },
-            preexec_fn=die_with_parent(os.getpid()),
+        status, output = await run_module(
+            *(MODULE, str(model)), environ={**environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         )
     except OSError as error:
         raise ConfigError(f"cannot start a download: {error.strerror}") from None
-    try:
-        output, _ = await process.communicate()
-    finally:
-        send_signal(process, signal.SIGKILL)
-    if process.returncode or not output:
-        how = ending(process.returncode or 0)
-        raise ConfigError(f"model {str(model)!r}: its download ended with {how}")
+    if status or not output:
+        raise ConfigError(f"model {str(model)!r}: its download ended with {ending(status)}")
     reply = msgspec.json.decode(output, type=HubReply)
     if reply.failure:
         raise ConfigError(reply.failure)

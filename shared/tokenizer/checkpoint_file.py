@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from shared.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
+MAX_TENSOR_LIST_BYTES = 100_000_000  # the safetensors library's limit of a header
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # errors of a JSON decoder
 
 _T = TypeVar("_T")
@@ -27,14 +29,25 @@ def read_checkpoint_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> by
     """Reads a file. Raises OSError for one that is missing, is not a regular one or has more
     bytes.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    with open_checkpoint_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"has more than {max_bytes} bytes", str(path))
     return data
+
+
+def open_checkpoint_file(path: Path) -> BufferedReader:
+    """Opens a file. Raises OSError for one that is missing or is not a regular one."""
+    return BufferedReader(open_unbuffered(path))
+
+
+def open_unbuffered(path: Path) -> FileIO:
+    """Opens a file as `open_checkpoint_file` does, for reads of any size."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return FileIO(descriptor)
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def read_checkpoint_json(path: Path, kind: type[_T]) -> _T:

@@ -27,6 +27,12 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def printable_line(text: str, max_chars: int) -> str:
+    """Returns the beginning of a text, which anybody may have written, on one line."""
+    printable = "".join(char if char.isprintable() else " " for char in text[: 4 * max_chars])
+    return " ".join(printable.split())[:max_chars]
+
+
 class RejectedMessages:
     """Logs messages that are invalid or name a wrong sender. Invalid ones, those of another site,
     and those that may not be in this region have one line of each kind a minute: neither a link,

@@ -20,11 +20,10 @@ from services.gateway.models.model_check import (
     PROGRAM_LIMIT_S,
     CheckedModel,
     ModelCheck,
-    printable_line,
 )
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import child_environ, is_stopped
-from shared.transport.wire_errors import UNREADABLE, one_line
+from shared.transport.wire_errors import UNREADABLE, one_line, printable_line
 
 MODULE = "services.gateway.models.model_check"
 WALL_LIMIT_S = 180.0  # a process may wait for a disk, on a busy machine also for a core
@@ -96,5 +95,5 @@ def _failure(status: int, errors: bytes) -> str:
         return f"its tokenizer or templates take more than {limits} to load (status {status})"
     if status == -signal.SIGKILL:
         return "the process that checks it was killed, or stopped, twice"
-    tail = printable_line(errors[-MAX_REASON_CHARS:].decode(errors="replace"))
+    tail = printable_line(errors[-MAX_REASON_CHARS:].decode(errors="replace"), MAX_REASON_CHARS)
     return f"its check failed (status {status}): …{tail}"

@@ -26,6 +26,7 @@ from services.gateway.text.checkpoint.tokenizer_costs import check_size, check_t
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.model_files import ModelFiles, ModelText, read_tokenizer
 from shared.errors import ConfigError, HearthError
+from shared.transport.wire_errors import printable_line
 
 CPU_LIMIT_S = 60
 PROGRAM_LIMIT_S = 2.0  # CPU time, of compiling templates and patterns
@@ -86,13 +87,7 @@ def check(model_dir: Path, choice: str, tool_format: str, template_file: str = "
     except BaseException as error:  # anybody may have written the files
         reason = f"{type(error).__name__}: {error}"
     named = reason if str(model_dir) in reason else f"{model_dir}: {reason}"
-    return ModelCheck(failure=printable_line(named))
-
-
-def printable_line(reason: str) -> str:
-    """Returns at most MAX_REASON_CHARS characters on one line."""
-    printable = "".join(char if char.isprintable() else " " for char in reason)
-    return " ".join(printable.split())[:MAX_REASON_CHARS]
+    return ModelCheck(failure=printable_line(named, MAX_REASON_CHARS))
 
 
 def _checked(model_dir: Path, choice: str, tool_format: str, template_file: str) -> CheckedModel:

@@ -10,6 +10,7 @@ bytes, and a digest of the manifest. A change of the format changes the version 
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -18,11 +19,13 @@ import xxhash
 
 from shared.engine.codec.safetensors_layout import SafetensorsHeader, parse_header
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import exists, read_checkpoint_file
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 MANIFEST = "hearth_bundle.json"
 FORMAT = "hearth bundle"
 VERSION = 1
+MAX_MANIFEST_BYTES = 256 << 20  # of the largest checkpoints, with 200,000 tensors: 110 MB
 SUFFIX, BUNDLE_SUFFIX = ".safetensors", ".hearth.safetensors"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -74,7 +77,7 @@ class _Kind(msgspec.Struct):
 
 
 def is_bundle(folder: Path) -> bool:
-    return (folder / MANIFEST).exists()
+    return exists(folder / MANIFEST)
 
 
 def bundle_path(path: str) -> str:
@@ -93,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        encoded = path.read_bytes()
+        encoded = read_checkpoint_file(path, max_bytes=MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: not a bundle: there is no {MANIFEST}") from None
     except OSError as error:
@@ -155,7 +158,7 @@ def _check_path(manifest: Path, path: str) -> None:
 
 def _check_unique(manifest: Path, paths: list[str]) -> None:
     if len(set(paths)) != len(paths):
-        twice = next(each for each in paths if paths.count(each) > 1)
+        twice = Counter(paths).most_common(1)[0][0]
         raise CheckpointError(f"{manifest}: {twice!r} is listed twice")
 
 

@@ -12,6 +12,7 @@ import xxhash
 from shared.engine.codec.manifest import MANIFEST, SUFFIX, StoredFile
 from shared.engine.codec.shard import OnBytes
 from shared.errors import CheckpointError, ConfigError
+from shared.tokenizer.checkpoint_file import open_checkpoint_file
 
 # Folders of the tools that fetched the checkpoint: not part of it.
 SKIPPED_FOLDERS = frozenset({".git", ".cache"})
@@ -58,7 +59,7 @@ def list_model_folder(root: Path) -> ModelFolder:
 def copy_file(source: Path, file: IO[bytes], on_bytes: OnBytes) -> tuple[int, str]:
     """Returns size and xxh3-128 of the copied bytes. Raises OSError."""
     digest, num_bytes = xxhash.xxh3_128(), 0
-    with source.open("rb") as opened:
+    with open_checkpoint_file(source) as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             file.write(chunk)
             digest.update(chunk)
@@ -69,7 +70,7 @@ def copy_file(source: Path, file: IO[bytes], on_bytes: OnBytes) -> tuple[int, st
 
 def digest_of(path: Path) -> tuple[int, str]:
     """Returns the size and xxh3-128. Raises OSError."""
-    with path.open("rb") as file:
+    with open_checkpoint_file(path) as file:
         digest = xxhash.xxh3_128()
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)

@@ -19,6 +19,7 @@ import numpy as np
 
 from shared.engine.codec.byte_planes import Bytes
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import MAX_TENSOR_LIST_BYTES, open_checkpoint_file
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 LENGTH = struct.Struct("<Q")
@@ -29,7 +30,6 @@ ITEM_BYTES = {  # dtypes whose sizes are checked; others are not
     **dict.fromkeys(("F32", "U32", "I32"), 4),
     **dict.fromkeys(("F64", "U64", "I64"), 8),
 }
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -98,10 +98,10 @@ def map_safetensors(path: Path) -> MappedFile:
     """Maps a file into memory. Raises OSError, and CheckpointError, which names the tensor if only
     a tensor is cut off.
     """
-    with path.open("rb") as file:
+    with open_checkpoint_file(path) as file:
         start = file.read(LENGTH.size)
         length = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0
-        encoded = file.read(min(length, MAX_HEADER_BYTES))
+        encoded = file.read(min(length, MAX_TENSOR_LIST_BYTES))
         if not encoded or len(encoded) != length:
             raise CheckpointError(f"{path}: incomplete safetensors file: its header is cut off")
         try:

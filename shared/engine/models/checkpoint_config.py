@@ -28,6 +28,7 @@ from shared.tokenizer.end_tokens import end_token_ids
 
 log = structlog.get_logger(__name__)
 
+MAX_SHOWN = 8  # of the tokens that a log line lists
 EXPORT = "hf_quant_config.json"  # ModelOpt's, for a config.json that says nothing of it
 
 
@@ -60,7 +61,8 @@ def read_config(model_dir: Path) -> ModelConfig:
     ends = end_token_ids(model_dir)
     known = tuple(each for each in ends if 0 <= each < config.vocab_size)
     if len(known) < len(ends):
-        log.warning("end_tokens_left_out", path=str(path), token_ids=sorted({*ends} - {*known}))
+        left_out = sorted({*ends} - {*known})[:MAX_SHOWN]
+        log.warning("end_tokens_left_out", path=str(path), token_ids=left_out)
     config = msgspec.structs.replace(
         config,
         eos_token_ids=known,

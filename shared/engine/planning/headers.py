@@ -21,6 +21,7 @@ from shared.engine.weights.checkpoint_index import (
     read_index,
 )
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import MAX_TENSOR_LIST_BYTES, open_checkpoint_file
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 ITEM_BYTES = {
@@ -29,7 +30,6 @@ ITEM_BYTES = {
     **dict.fromkeys(("F32", "U32", "I32"), 4),
     **dict.fromkeys(("F64", "U64", "I64"), 8),
 }
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _LENGTH = struct.Struct("<Q")
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -83,7 +83,7 @@ def stored_files(model_dir: Path) -> Iterator[list[HeaderTensor]]:
 def file_tensors(path: Path) -> list[HeaderTensor]:
     """Returns the tensors of a file, from its header. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
+        with open_checkpoint_file(path) as file:
             encoded = _header_text(file, path)
         entries = msgspec.json.decode(encoded, type=dict[str, _Entry])
         data_start = _LENGTH.size + len(encoded)
@@ -104,7 +104,7 @@ def file_tensors(path: Path) -> list[HeaderTensor]:
 def _header_text(file: BinaryIO, path: Path) -> bytes:
     start = file.read(_LENGTH.size)
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
-    encoded = file.read(min(length, MAX_HEADER_BYTES))
+    encoded = file.read(min(length, MAX_TENSOR_LIST_BYTES))
     if not encoded or len(encoded) != length:
         raise CheckpointError(f"{path}: incomplete safetensors file: its header is cut off")
     return encoded

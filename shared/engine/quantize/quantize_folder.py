@@ -11,7 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from shared.engine.quantize.stacked_mxfp4 import StackedMxfp4
 from shared.engine.weights.load import INDEX_FILE, CheckpointTensors, open_checkpoint
 from shared.engine.weights.weight_source import DTYPES, read_tensor
 from shared.errors import CheckpointError, ConfigError
+from shared.tokenizer.checkpoint_file import read_checkpoint_json
 
 CONFIG = "config.json"
 # Linear layers of a decoder layer: attention, MLP and experts.
@@ -124,12 +124,7 @@ def quantize_folder(
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+    found = read_checkpoint_json(path, dict[str, Any])
     text = found.get("text_config")
     if found.get(FIELD) or (isinstance(text, dict) and text.get(FIELD)):
         raise ConfigError(f"{path}: the checkpoint is quantized already ({FIELD})")

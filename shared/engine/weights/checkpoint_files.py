@@ -31,6 +31,7 @@ from shared.engine.weights.shared_file import FileIdentity
 from shared.engine.weights.tensor_bytes import TensorBytes, row_cuts
 from shared.engine.weights.weight_source import DTYPES, Content, TensorInfo, check_part
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import open_unbuffered
 from shared.transport.wire_errors import one_line
 
 CHECKED_BYTES = 256 << 20  # bytes of the tensor that shows whether remembered digests are a file's
@@ -69,8 +70,9 @@ class SafetensorsFile:
         try:
             self._ctime_ns = path.stat().st_ctime_ns
             self._source = FileIdentity.of(path)
+            # first: the library's own open waits at a pipe
+            file = stack.enter_context(open_unbuffered(path))
             self._handle = stack.enter_context(safe_open(path, framework="pt"))
-            file = stack.enter_context(path.open("rb", buffering=0))
             self._bytes = TensorBytes(file, self._reading.staging)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file") from None

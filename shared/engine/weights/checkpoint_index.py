@@ -8,6 +8,7 @@ import msgspec
 
 from shared.engine.codec.manifest import bundle_path
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import MAX_TENSOR_LIST_BYTES, exists, read_checkpoint_file
 from shared.transport.wire_errors import UNREADABLE, one_line
 
 SINGLE_FILE = "model.safetensors"
@@ -23,10 +24,11 @@ def read_index(model_dir: Path) -> dict[str, str] | None:
     priority as in transformers. Raises CheckpointError.
     """
     path = model_dir / INDEX_FILE
-    if not path.exists():
+    if not exists(path):
         return None
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+        data = read_checkpoint_file(path, max_bytes=MAX_TENSOR_LIST_BYTES)
+        found = msgspec.json.decode(data, type=_Index).weight_map
     except (OSError, *UNREADABLE) as error:
         if has_single_file(model_dir):
             return None

@@ -14,7 +14,7 @@ from services.host.budget import ModelKey
 from services.host.device_models import DeviceModels
 from services.host.devices import weight_item_bytes
 from services.host.hosted_revisions import HostedRevision
-from services.host.sources import PROCESS_BYTES, ModelSource, find_source
+from services.host.sources import PROCESS_BYTES, ModelSource, has_fp8, planned_source
 from services.host.workers.worker_config import worker_config
 from shared.config import HostConfig, WorkerConfig, default_block_size
 from shared.errors import ConfigError
@@ -22,6 +22,11 @@ from shared.model_registry.record import RegisteredModel, RegisteredRevision
 
 REVISION = RegisteredRevision(name="r1", source=str(DEMO_MODEL_DIR))
 MODEL = RegisteredModel(name="m", revisions=(REVISION,), max_context_tokens=100)
+
+
+def planned(model: RegisteredModel, device: str, found: Path = DEMO_MODEL_DIR) -> ModelSource:
+    revision = RegisteredRevision(name="r1", source=str(found))
+    return planned_source(found, model, revision, device, has_fp8=has_fp8(device))
 
 
 def config_of(
@@ -42,9 +47,9 @@ def config_of(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
+def test_workers_have_the_block_size_of_their_device(device: str) -> None:
     """As those that are started without a host, whose requests they share."""
-    source = await find_source(MODEL, REVISION, device)
+    source = planned(MODEL, device)
     config = config_of(source, MODEL, device)
     size = default_block_size(device)
     assert config.block_size == size
@@ -55,9 +60,9 @@ async def test_workers_have_the_block_size_of_their_device(device: str) -> None:
     assert config.kv_ceiling_bytes % (size * source.kv_bytes_per_token) == 0
 
 
-async def test_worker_on_a_gpu_is_bound_by_the_budget_and_has_its_steps_planned() -> None:
+def test_worker_on_a_gpu_is_bound_by_the_budget_and_has_its_steps_planned() -> None:
     """Whoever else is on the card keeps its memory. Steps on CUDA are larger than on CPUs."""
-    on_cpu, on_gpu = [await find_source(MODEL, REVISION, each) for each in ("cpu", "cuda:1")]
+    on_cpu, on_gpu = [planned(MODEL, each) for each in ("cpu", "cuda:1")]
     assert config_of(on_cpu, MODEL, "cpu").gpu_memory == ""
     config = config_of(on_gpu, MODEL, "cuda:1")
     assert config.gpu_memory == "3GiB"
@@ -69,14 +74,14 @@ async def test_worker_on_a_gpu_is_bound_by_the_budget_and_has_its_steps_planned(
     assert steps[1] > steps[0]
 
 
-async def test_weights_leave_the_device_only_with_memory_of_the_host() -> None:
-    source = await find_source(MODEL, REVISION, "cuda:1")
+def test_weights_leave_the_device_only_with_memory_of_the_host() -> None:
+    source = planned(MODEL, "cuda:1")
     assert config_of(source, MODEL, "cuda:1").parked_weights == "device"
     config = config_of(source, MODEL, "cuda:1", offloaded_bytes=source.weights_bytes)
     assert config.parked_weights == "host"
 
 
-async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(
+def test_kv_is_planned_in_the_dtype_that_the_worker_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice the models fit where a checkpoint declares FP8. Of CUDA devices, some have none."""
@@ -89,28 +94,27 @@ async def test_kv_is_planned_in_the_dtype_that_the_worker_stores(
     capabilities = [(8, 6), (9, 0)]
     monkeypatch.setattr(sources, "compute_capability", capabilities.__getitem__)
     for device in ("cpu", "cuda:0", "cuda:1"):
-        plain = await find_source(MODEL, REVISION, device)
-        own = await find_source(MODEL, RegisteredRevision(name="r1", source=str(tmp_path)), device)
+        plain = planned(MODEL, device)
+        own = planned(MODEL, device, tmp_path)
         factor = 1 if device == "cuda:0" else weight_item_bytes(device)
         assert own.kv_bytes_per_token * factor == plain.kv_bytes_per_token
         assert own.weights_bytes == plain.weights_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-async def test_kv_is_planned_and_stored_in_the_dtype_that_the_registry_names(device: str) -> None:
+def test_kv_is_planned_and_stored_in_the_dtype_that_the_registry_names(device: str) -> None:
     in_fp8 = msgspec.structs.replace(MODEL, kv_dtype="fp8")
-    plain, own = [await find_source(each, REVISION, device) for each in (MODEL, in_fp8)]
+    plain, own = [planned(each, device) for each in (MODEL, in_fp8)]
     assert own.kv_bytes_per_token * weight_item_bytes(device) == plain.kv_bytes_per_token
     assert config_of(own, in_fp8, device).kv_dtype == "fp8"
     assert config_of(plain, MODEL, device).kv_dtype == "auto"
 
 
-async def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     """In the words of `hearth plan` and `hearth up`."""
     for each in DEMO_MODEL_DIR.iterdir():
         name = "model.gguf" if each.suffix == ".safetensors" else each.name
         (tmp_path / name).symlink_to(each)
     for source in (tmp_path, tmp_path / "model.gguf"):
-        revision = RegisteredRevision(name="r1", source=str(source))
         with pytest.raises(ConfigError, match=rf"^source '{source}': .*GGUF is not served: safe"):
-            await find_source(MODEL, revision, "cpu")
+            planned(MODEL, "cpu", source)

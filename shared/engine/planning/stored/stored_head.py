@@ -19,6 +19,7 @@ from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.planning.headers import HeaderTensor, file_tensors, has_files
 from shared.engine.weights.checkpoint_index import SINGLE_FILE, file_names, read_index
 from shared.errors import CheckpointError
+from shared.tokenizer.checkpoint_file import open_checkpoint_file
 
 log = structlog.get_logger(__name__)
 
@@ -104,7 +105,7 @@ def _are_equal(one: HeaderTensor, other: HeaderTensor) -> bool:
     """Raises OSError."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    with one.path.open("rb") as first, other.path.open("rb") as second:
+    with open_checkpoint_file(one.path) as first, open_checkpoint_file(other.path) as second:
         first.seek(one.start)
         second.seek(other.start)
         for at in range(0, one.num_bytes, _CHUNK_BYTES):

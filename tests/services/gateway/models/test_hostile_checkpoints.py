@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import structlog
 
-from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.gateway.models.loaded_texts import TextSource
 from services.gateway.models.served_text import ServedText
 from services.gateway.text.decoding.detokenizer import Detokenizer
-from services.host.sources import find_source
+from services.host.source_process import SourceFinder
 from shared.errors import HearthError, Overloaded
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from tests.services.gateway.models.conftest import Fleet
-from tests.services.gateway.models.hostile_checkpoints import HEAD, Spoil, folders
+from tests.support.services.hostile_checkpoints import folders, for_host, spoiled
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,8 +38,7 @@ ALSO_FOUND = {
     "generation_config.json_endless": "is not a regular file",
 }
 NUM_AT_ONCE = 2
-WEIGHTS = "model.safetensors"
-NUM_PARTS = 6
+NUM_PARTS = 10
 MAX_HEALTH_S = 0.1
 WATCH_S = 0.05  # between two of them
 
@@ -101,13 +98,6 @@ async def use(fleet: Fleet, text: ServedText, tenant_id: str) -> None:
     await fleet.gateway.preparer.tokenize(text, tenant_id, MESSAGES, ())
 
 
-def spoiled(good: Path, root: Path, name: str, spoil: Spoil) -> Path:
-    path = Path(shutil.copytree(good, root / name.replace("/", "_")))
-    (path / "chat_template.jinja").write_text(HEAD)
-    spoil(path)
-    return path
-
-
 async def outcomes(fleet: Fleet, paths: Sequence[Path]) -> dict[str, str]:
     turns = asyncio.Semaphore(NUM_AT_ONCE)
 
@@ -141,7 +131,7 @@ async def test_gateway_serves_beside_some(
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 async def test_gateway_and_host_survive_all(part: int, fleet: Fleet, tmp_path: Path) -> None:
-    assert len(folders()) >= 200
+    assert len(folders()) >= 350
     own = folders()[part::NUM_PARTS]
     paths = [spoiled(fleet.dirs["en"], tmp_path, *each) for each in own]
     async with watched(fleet) as watch:
@@ -156,19 +146,9 @@ async def test_gateway_and_host_survive_all(part: int, fleet: Fleet, tmp_path: P
     for name, outcome in found.items():
         print(f"{name}: {outcome}")
     assert (await fleet.chat("en")).status_code == 200
-    assert num_planned > len(own) // 2
+    assert num_planned > len(own) // 3
     assert times[len(times) // 2] <= MAX_HEALTH_S
     assert max(watch.cpu_seconds) <= MAX_HEALTH_S
-
-
-def for_host(root: Path, spoils: Sequence[tuple[str, Spoil]]) -> Iterator[Path]:
-    """Spoiled copies of a folder that a host can plan; each is deleted after its use."""
-    good = shutil.copytree(DEMO_MODEL_DIR, root / "good", ignore=lambda *_: [WEIGHTS])
-    for each in spoils:
-        path = spoiled(Path(good), root, *each)
-        (path / WEIGHTS).symlink_to(DEMO_MODEL_DIR / WEIGHTS)
-        yield path
-        shutil.rmtree(path)
 
 
 async def searched(path: Path) -> bool:
@@ -176,6 +156,6 @@ async def searched(path: Path) -> bool:
     revision = RegisteredRevision(name="r1", source=str(path))
     model = RegisteredModel(name="m", revisions=(revision,))
     with contextlib.suppress(HearthError):
-        await find_source(model, revision, "cpu")
+        await SourceFinder("cpu").find(model, revision)
         return True
     return False

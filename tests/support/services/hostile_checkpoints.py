@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from services.cli.cluster.service_options import DEMO_MODEL_DIR
 
 Spoil = Callable[[Path], None]
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -71,6 +76,10 @@ DOCUMENTS = {
     "empty": b"",
     "zeros": bytes(1000),
 }
+LARGE_DOCUMENTS: dict[str, Callable[[], bytes]] = {
+    "wide": lambda: json.dumps(dict.fromkeys(map(str, range(600_000)), 0)).encode(),
+    "wide_lists": lambda: b'{"a":[' + b"[1],[]," * 1_000_000 + b"1]}",
+}
 GENERATION: tuple[dict[str, Any], ...] = (
     {"eos_token_id": -1},
     {"eos_token_id": 2**70},
@@ -89,8 +98,31 @@ JSON_FILES = (
     "tokenizer_config.json",
     "generation_config.json",
     "config.json",
+    "preprocessor_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
 )
-FILES = (*JSON_FILES, "chat_template.jinja", "README.md")
+WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "hearth_bundle.json"
+SHARD = "model-00001-of-00001.safetensors"
+LISTS = (INDEX, MANIFEST)  # of the tensors
+FILES = (*JSON_FILES, *LISTS, WEIGHTS, SHARD, "chat_template.jinja", "README.md")
+
+
+def spoiled(good: Path, root: Path, name: str, spoil: Spoil) -> Path:
+    path = Path(shutil.copytree(good, root / name.replace("/", "_"), symlinks=True))
+    (path / "chat_template.jinja").write_text(HEAD)
+    spoil(path)
+    return path
+
+
+def for_host(root: Path, spoils: Sequence[tuple[str, Spoil]]) -> Iterator[Path]:
+    """Spoiled copies of a folder that a host can plan; each is deleted after its use."""
+    good = shutil.copytree(DEMO_MODEL_DIR, root / "good", ignore=lambda *_: [WEIGHTS])
+    (root / "good" / WEIGHTS).symlink_to(DEMO_MODEL_DIR / WEIGHTS)
+    for each in spoils:
+        path = spoiled(Path(good), root, *each)
+        yield path
+        shutil.rmtree(path)
 
 
 def folders() -> list[tuple[str, Spoil]]:
@@ -103,6 +135,7 @@ def folders() -> list[tuple[str, Spoil]]:
         *_vocabularies(),
         *_response_templates(),
         *_kinds_of_files(),
+        *_weights(),
     ]
 
 
@@ -123,9 +156,11 @@ def _templates() -> Iterator[tuple[str, Spoil]]:
 
 
 def _documents() -> Iterator[tuple[str, Spoil]]:
-    for file in JSON_FILES:
+    for file in (*JSON_FILES, *LISTS):
         for kind, data in DOCUMENTS.items():
-            yield f"{file}_{kind}", _written(file, data)
+            yield f"{file}_{kind}", _in_place(file, _written(file, data))
+        for kind, make in LARGE_DOCUMENTS.items():
+            yield f"{file}_{kind}", _in_place(file, _made(file, make))
     for number, fields in enumerate(GENERATION):
         yield f"generation_{number}", _changed("generation_config.json", **fields)
 
@@ -241,16 +276,86 @@ def _response_templates() -> Iterator[tuple[str, Spoil]]:
             f"response_template_{number}",
             _changed("tokenizer_config.json", response_template=value),
         )
+    wide: dict[str, Any] = {f"{each}": {} for each in range(200_000)}
+    for name, value in {"fields": {"fields": wide}, "others": wide}.items():
+        yield (
+            f"response_template_wide_{name}",
+            _changed("tokenizer_config.json", response_template=value),
+        )
 
 
 def _kinds_of_files() -> Iterator[tuple[str, Spoil]]:
+    kinds: dict[str, Callable[[Path], object]] = {
+        "missing": lambda path: None,
+        "fifo": os.mkfifo,
+        "directory": lambda path: path.mkdir(),
+        "loop": lambda path: path.symlink_to(path),
+        "endless": lambda path: path.symlink_to("/dev/zero"),
+        "memory": lambda path: path.symlink_to("/proc/self/mem"),
+        "vast": _vast,
+    }
     for file in FILES:
-        yield f"{file}_missing", _replaced(file, lambda path: None)
-        yield f"{file}_fifo", _replaced(file, os.mkfifo)
-        yield f"{file}_directory", _replaced(file, lambda path: path.mkdir())
-        yield f"{file}_loop", _replaced(file, lambda path: path.symlink_to(path))
-        yield f"{file}_endless", _replaced(file, lambda path: path.symlink_to("/dev/zero"))
-        yield f"{file}_memory", _replaced(file, lambda path: path.symlink_to("/proc/self/mem"))
+        for kind, make in kinds.items():
+            yield f"{file}_{kind}", _in_place(file, _replaced(file, make))
+
+
+def _weights() -> Iterator[tuple[str, Spoil]]:
+    tensor = {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}
+    headers: dict[str, Callable[[], object]] = {
+        "many_tensors": lambda: {f"t{each}": tensor for each in range(1_000_000)},
+        "long_name": lambda: {"\x1b" * 10_000_000: tensor},
+        "long_shape": lambda: {"t": {**tensor, "shape": [1] * 10_000_000}},
+        "huge_shape": lambda: {"t": {**tensor, "shape": [2**62] * 10_000}},
+        "wide": lambda: {"__metadata__": {f"{each}": {} for each in range(4_000_000)}},
+        "list": lambda: [],
+    }
+    for name, header in headers.items():
+        yield f"header_{name}", _made(WEIGHTS, partial(_with_length, header))
+    for length in (0, 1, 2**63, 2**64 - 1):
+        yield f"header_of_{length}", _written(WEIGHTS, struct.pack("<Q", length) + b"{}")
+    maps: dict[str, Callable[[], dict[str, str]]] = {
+        "outside": lambda: {"a": "../../etc/passwd.safetensors"},
+        "nul": lambda: {"a": "\0.safetensors"},
+        "long_name": lambda: {"a": "a" * 10_000_000 + ".safetensors"},
+        "many_files": lambda: {f"t{each}": f"{each}.safetensors" for each in range(500_000)},
+    }
+    for name, weight_map in maps.items():
+        yield f"index_{name}", _in_place(INDEX, _made(INDEX, partial(_index_of, weight_map)))
+    yield "index_same_file", _in_place(INDEX, _same_file)
+
+
+def _with_length(header: Callable[[], object]) -> bytes:
+    encoded = json.dumps(header()).encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _index_of(weight_map: Callable[[], dict[str, str]]) -> bytes:
+    return json.dumps({"weight_map": weight_map()}).encode()
+
+
+def _same_file(folder: Path) -> None:
+    """An index of many shards, which are all the same file."""
+    names = [f"{each}.safetensors" for each in range(10_000)]
+    (folder / INDEX).write_bytes(_index_of(lambda: {name: name for name in names}))
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    data = _with_length(lambda: {f"t{each}": entry for each in range(100_000)})
+    (folder / "shard").write_bytes(data)
+    for name in names:
+        (folder / name).symlink_to("shard")
+
+
+def _in_place(file: str, spoil: Spoil) -> Spoil:
+    """Spoils an index, or a shard, of a folder that has no single file of weights, which would be
+    read in their place.
+    """
+
+    def spoil_shards(folder: Path) -> None:
+        if (folder / WEIGHTS).exists():
+            (folder / WEIGHTS).rename(folder / SHARD)
+        (folder / INDEX).write_bytes(_index_of(lambda: {"a": SHARD}))
+        spoil(folder)
+
+    return spoil_shards if file in (INDEX, SHARD) else spoil
 
 
 def _written(name: str, data: bytes) -> Spoil:
@@ -258,6 +363,7 @@ def _written(name: str, data: bytes) -> Spoil:
 
 
 def _write(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)  # it may be a link to a file of the repository
     path.write_bytes(data)
 
 
@@ -267,6 +373,15 @@ def _changed(name: str, **fields: Any) -> Spoil:
         (folder / name).write_text(json.dumps({**content, **fields}))
 
     return spoil
+
+
+def _made(name: str, make: Callable[[], bytes]) -> Spoil:
+    return lambda folder: _write(folder / name, make())
+
+
+def _vast(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
 
 
 def _sparse(name: str, num_bytes: int) -> Spoil:
