@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,8 +22,10 @@ class TextFields(SupportedFields):
         struct: type[Any],
         neutral_values: Mapping[str, tuple[Any, ...]],
         harmless: frozenset[str] = HARMLESS_FIELDS,
+        *,
+        leave_out: Callable[[Any], bool] | None = None,
     ) -> None:
-        super().__init__(struct, neutral_values, harmless)
+        super().__init__(struct, neutral_values, harmless, leave_out=leave_out)
         self._texts = {*struct.__struct_fields__, *neutral_values}
 
     def decode(self, data: bytes | msgspec.Raw) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
+import msgspec
 from msgspec import Meta
 
 from services.gateway.structured.grammars.constraint_fields import ConstraintFields
@@ -26,14 +27,28 @@ T = TypeVar("T")
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STRING_CHARS)]
+Limit = Annotated[int, Meta(ge=1)]  # `capped` bounds it
 BadWord = Annotated[str, Meta(pattern=r"\S", max_length=MAX_STRING_CHARS)]  # not blank
 
 
+def capped(body: msgspec.Struct, names: Iterable[str], most: int = MAX_INT) -> None:
+    """Lowers limits of a body that was just decoded to `most`, beyond which a larger one means the
+    same: clients send any number for "no limit".
+    """
+    for name in names:
+        value = getattr(body, name)
+        if value is not None and value > most:
+            msgspec.structs.force_setattr(body, name, most)
+
+
 class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
-    """Options as a client sends them, with their bounds. None: the model's default holds.
+    """Options as a client sends them, with their bounds. None: the model's default holds. `LIMITS`:
+    the fields that any larger number means the same in.
 
     An HTTP dialect inherits from this Struct where its field names are the same, or fills it.
     """
+
+    LIMITS: ClassVar[tuple[str, ...]] = ("top_k",)
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     """Scales the logits before sampling; 0: always the most likely token. By default as the model's
@@ -41,7 +56,7 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
     """
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Samples from the most likely tokens whose probabilities add up to this."""
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
     """Samples from this many most likely tokens; 0 or -1: from all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Excludes tokens less likely than this share of the most likely one."""
@@ -67,6 +82,9 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
     """Texts that the output never has."""
     logprobs_mode: LogprobsMode | None = None
     """The distribution of `logprobs`: `raw`: of the model; `processed`: the one that is sampled."""
+
+    def __post_init__(self) -> None:
+        capped(self, self.LIMITS)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -130,7 +130,9 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
 
 class SupportedFields:
     """Decodes `struct`; rejects by name a field of `neutral_values` with any other value. Other
-    fields than these and the `harmless` ones are ignored, which `warnings` says.
+    fields than these and the `harmless` ones are ignored, which `warnings` says. `leave_out`
+    removes from the values of a body that cannot be decoded what the dialect does not know, and
+    returns whether there was any.
     """
 
     def __init__(
@@ -138,8 +140,11 @@ class SupportedFields:
         struct: type[Any],
         neutral_values: Mapping[str, tuple[Any, ...]],
         harmless: frozenset[str] = HARMLESS_FIELDS,
+        *,
+        leave_out: Callable[[Any], bool] | None = None,
     ) -> None:
         self._neutral_values = neutral_values
+        self._leave_out = leave_out
         self._decoder = msgspec.json.Decoder(struct)
         names = [each.encode_name for each in msgspec.structs.fields(struct)]
         self._names = tuple(each for each in names if not each.startswith("hearth_"))
@@ -217,15 +222,20 @@ class SupportedFields:
     def _decoded(self, data: bytes | msgspec.Raw) -> Any:
         """Returns the struct. Raises DecodeError, UnicodeDecodeError and RecursionError."""
         body: Any = msgspec.UNSET
+        leave_out = self._leave_out
         for _ in range(MAX_REPAIRS):
             try:
                 return self._decoder.decode(data)
             except msgspec.ValidationError as error:
                 place = place_of_integer(str(error))
-                if place and body is msgspec.UNSET:
-                    body = msgspec.json.decode(data)
-                if not place or not write_integers(body, place):
+                if not place and leave_out is None:
                     raise
+                if body is msgspec.UNSET:
+                    body = msgspec.json.decode(data)
+                if not (place and write_integers(body, place)):
+                    if leave_out is None or not leave_out(body):
+                        raise
+                    leave_out = None
                 data = msgspec.json.encode(body)
         return self._decoder.decode(data)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MAX_INTEGER = 2.0**63  # no field accepts a larger number
+MAX_INTEGER = 2**64 - 1  # larger numbers become this one, which fields without a bound accept
 _MESSAGE = re.compile(
     r"Expected `(?:[^`]* \| )?int(?: \| [^`]*)?`, got `float` - at `\$(?P<path>[^`]*)`"
 )
@@ -38,12 +38,12 @@ def write_integers(body: Any, place: Sequence[Step]) -> bool:
     for holder in holders:
         for key, value in list(_items(holder)):
             if _is_integral(value):
-                holder[key] = int(value)
+                holder[key] = min(int(value), MAX_INTEGER)
     return True
 
 
 def _is_integral(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER
+    return isinstance(value, float) and value.is_integer() and value > -MAX_INTEGER
 
 
 def _children(holder: Any, step: Step) -> Iterable[tuple[Any, Any]]:

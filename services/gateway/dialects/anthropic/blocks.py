@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -196,6 +198,37 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     """Who speaks; a `system` message keeps its place in the conversation."""
     content: str | list[Block]
     """A text, or blocks."""
+
+
+# Of the vendor's server tools, the newer ones too. Any other unknown kind is rejected, as there.
+_OF_SERVER = re.compile(r"[a-z0-9_]+_tool_(use|result)")
+_KINDS = frozenset(each.__struct_config__.tag for each in get_args(Block))
+
+
+def leave_out_blocks(body: Any) -> bool:
+    """Leaves out of a body the blocks of server tools that are not among ours. Returns whether
+    there was one.
+    """
+    messages = body.get("messages") if isinstance(body, dict) else None
+    lists = [each.get("content") for each in _dicts(messages)]
+    results = [each.get("content") for blocks in lists for each in _dicts(blocks)]
+    foreign = [each for blocks in (*lists, *results) for each in _dicts(blocks) if _is_new(each)]
+    for block in foreign:
+        block.clear()
+        block["type"] = "server_tool_use"
+    return bool(foreign)
+
+
+def _dicts(values: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(values, list):
+        yield from (each for each in values if isinstance(each, dict))
+
+
+def _is_new(block: dict[str, Any]) -> bool:
+    kind = block.get("type")
+    if not isinstance(kind, str) or kind in _KINDS:
+        return False
+    return _OF_SERVER.fullmatch(kind) is not None
 
 
 Messages = Annotated[list[AnthropicMessage], Meta(min_length=1)]

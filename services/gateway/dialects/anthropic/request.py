@@ -8,7 +8,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.dialects.anthropic.blocks import AnthropicMessage, Messages, SystemField
+from services.gateway.dialects.anthropic.blocks import (
+    AnthropicMessage,
+    Messages,
+    SystemField,
+    leave_out_blocks,
+)
 from services.gateway.dialects.anthropic.tools import AnthropicChoiceField, Tools, tool_options
 from services.gateway.dialects.anthropic.turns import turns_of
 from services.gateway.request.conversation import (
@@ -20,8 +25,10 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import (
     MAX_INT,
     MAX_STOP_STRINGS,
+    Limit,
     SamplingFields,
     StopString,
+    capped,
 )
 from services.gateway.request.supported_fields import (
     FOREIGN_FIELDS,
@@ -86,10 +93,13 @@ class Metadata(msgspec.Struct, frozen=True):
 class ThinkingField(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["enabled", "adaptive", "disabled"]
     """`enabled` and `adaptive` turn thinking on, `disabled` turns it off."""
-    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    budget_tokens: Limit | None = None
     """Most tokens of thinking, less than `max_tokens`."""
     display: str | None = None
     """`omitted` hides the thinking in the response."""
+
+    def __post_init__(self) -> None:
+        capped(self, ("budget_tokens",), MAX_INT - 1)  # less than any `max_tokens` of this size
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +142,7 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesRequest(PromptFields, frozen=True, kw_only=True):
     """Anthropic's fields, `seed` and `ignore_eos`."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)]
+    max_tokens: Limit
     """Most tokens of the answer, cut to the room that the prompt leaves in the context."""
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     """Texts that end the answer; `stop_sequence` in the response names the one that matched."""
@@ -140,7 +150,7 @@ class MessagesRequest(PromptFields, frozen=True, kw_only=True):
     """Scales the logits before sampling; 0: always the most likely token."""
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Samples from the most likely tokens whose probabilities add up to this."""
-    top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
     """Samples from this many most likely tokens; 0: from all."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     """The same seed and request give the same tokens; by default it is random. An extension."""
@@ -151,9 +161,14 @@ class MessagesRequest(PromptFields, frozen=True, kw_only=True):
     metadata: Metadata | None = None
     """About the request."""
 
+    def __post_init__(self) -> None:
+        capped(self, ("max_tokens", "top_k"))
 
-MESSAGES_FIELDS = SupportedFields(MessagesRequest, NEUTRAL_VALUES, HARMLESS)
-COUNT_FIELDS = SupportedFields(PromptFields, NEUTRAL_VALUES, HARMLESS)
+
+MESSAGES_FIELDS = SupportedFields(
+    MessagesRequest, NEUTRAL_VALUES, HARMLESS, leave_out=leave_out_blocks
+)
+COUNT_FIELDS = SupportedFields(PromptFields, NEUTRAL_VALUES, HARMLESS, leave_out=leave_out_blocks)
 NO_MESSAGES = [AnthropicMessage("user", "")]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,7 @@ from services.gateway.request.conversation import (
     chat_prompt,
 )
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
+from services.gateway.request.sampling import MAX_LOGPROBS, Limit, SamplingFields
 from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.structured.grammars.constraint_fields import constraint_of
 from services.gateway.structured.tools.choice_fields import ToolChoiceField, tool_options
@@ -38,11 +38,15 @@ CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 class ChatCompletionRequest(RequestFields, frozen=True, kw_only=True):
     """A conversation to answer."""
 
+    LIMITS: ClassVar[tuple[str, ...]] = (
+        *SamplingFields.LIMITS,
+        *("max_tokens", "max_completion_tokens", "thinking_token_budget"),
+    )
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     """The conversation so far."""
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_tokens: Limit | None = None
     """Most tokens of the output, cut to the room that the prompt leaves in the context."""
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_completion_tokens: Limit | None = None
     """The newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Whether the response has the log probability of each output token."""
@@ -60,7 +64,7 @@ class ChatCompletionRequest(RequestFields, frozen=True, kw_only=True):
     """How much the model thinks, as its chat template understands it; `none` turns thinking off."""
     include_reasoning: bool | None = None
     """Whether the response has the reasoning; by default true."""
-    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
     """Most tokens of thinking, after which the thinking is ended; at most `max_tokens`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as `enable_thinking`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from services.gateway.dialects.openai.request_fields import (
 )
 from services.gateway.dialects.openai.usage import HearthInfo, OpenAIUsage
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
+from services.gateway.request.sampling import MAX_LOGPROBS, SamplingFields
 from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.structured.grammars.constraint_fields import constraint_of
 from shared.errors import InvalidRequest
@@ -40,9 +40,10 @@ COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 class CompletionRequest(RequestFields, frozen=True, kw_only=True):
     """Prompts to continue."""
 
+    LIMITS: ClassVar[tuple[str, ...]] = (*SamplingFields.LIMITS, "max_tokens")
     prompt: Prompts
     """A text, a list of tokens, or a list of either; each prompt has its own choices."""
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     """Most tokens of the output, cut to the room in the context; 0 with `echo` only scores the
     prompt.
     """

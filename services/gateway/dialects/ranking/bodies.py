@@ -48,7 +48,7 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the documents are compared with."""
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
     """The texts to rank."""
-    top_n: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    top_n: Annotated[int, Meta(ge=1)] | None = None
     """How many results are returned, the best first; by default all."""
     return_documents: bool | None = None
     """Whether each result has its document; by default false."""

@@ -6,14 +6,14 @@ file, and those with text are read as text.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from services.gateway.dialects.openai.content_parts import ImageUrl
 from services.gateway.request.conversation import Effort
-from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS, SamplingFields
+from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS, Limit, SamplingFields
 from services.gateway.request.supported_fields import (
     FOREIGN_FIELDS,
     HARMLESS_FIELDS,
@@ -28,6 +28,12 @@ MAX_CACHE_KEY_CHARS = 256
 MAX_INCLUDES = 32
 PREVIOUS = "previous_response_id"  # the place of items that are not in the body
 TOOL_ITEMS = ("additional_tools", "tool_search_output")
+READ_ITEMS = frozenset(  # kinds whose fields have a meaning here
+    {
+        *("message", "function_call", "function_call_output", "custom_tool_call"),
+        *("custom_tool_call_output", "reasoning", "item_reference", *TOOL_ITEMS),
+    }
+)
 
 # Fields that would change the response and that are not supported, with the values that change
 # nothing. Any other unknown field is ignored, since clients send many.
@@ -169,6 +175,7 @@ class ResponsesReasoning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
+    LIMITS: ClassVar[tuple[str, ...]] = (*SamplingFields.LIMITS, "max_output_tokens")
     model: str | None = None
     """Name or alias of a model of `GET /v1/models`; by default the gateway's first model."""
     input: str | list[InputItem] | None = None
@@ -187,7 +194,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The format of the answer."""
     reasoning: ResponsesReasoning | None = None
     """How much the model thinks."""
-    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_output_tokens: Limit | None = None
     """Most tokens of the output with its thinking, cut to the room in the context."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """How many of the most likely tokens are reported for each place."""
@@ -272,4 +279,35 @@ class CompleteRequest(ResponsesRequest, frozen=True, kw_only=True):
         ]
 
 
-RESPONSES_FIELDS = SupportedFields(CompleteRequest, NEUTRAL_VALUES, HARMLESS)
+def leave_out_items(body: Any) -> bool:
+    """Leaves out of a body the content of items of other servers' kinds whose fields have other
+    types than here; their ids stay, for the results that name them. Returns whether there was one.
+    """
+    items = body.get("input") if isinstance(body, dict) else None
+    if not isinstance(items, list):
+        return False
+    foreign = [index for index, each in enumerate(items) if _is_foreign(each)]
+    for index in foreign:
+        ids = {name: items[index].get(name) for name in ("type", "id", "call_id")}
+        items[index] = {name: each for name, each in ids.items() if _is_id(each)}
+    return bool(foreign)
+
+
+def _is_foreign(item: Any) -> bool:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(kind, str) or kind in READ_ITEMS:
+        return False
+    try:
+        msgspec.convert(item, InputItem)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS
+
+
+RESPONSES_FIELDS = SupportedFields(
+    CompleteRequest, NEUTRAL_VALUES, HARMLESS, leave_out=leave_out_items
+)

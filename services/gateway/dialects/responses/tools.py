@@ -56,9 +56,9 @@ def options_of(
 def left_out(tools: Sequence[PlacedTool]) -> tuple[str, ...]:
     """Returns a warning for each tool that the model is not offered."""
     return tuple(
-        f"{place}: {each.type} is not hosted here and is left out"
+        f"{place}: {each.type[:64]} is not hosted here and is left out"
         for place, each in tools
-        if HOSTED.fullmatch(each.type)
+        if _is_left_out(place, each)
     )
 
 
@@ -84,10 +84,19 @@ def _fields(place: str, tool: ResponseTool) -> list[tuple[str, ToolField]]:
                 (f"{place}.tools[{index}]", _in_namespace(tool.name, each))
                 for index, each in enumerate(tool.tools or ())
             ]
-    if HOSTED.fullmatch(tool.type) is None:
+    if not _is_left_out(place, tool):
         param = f"{place}.type"
         raise InvalidRequest(f"{param}: {tool.type[:64]!r} is not supported", param=param)
     return []
+
+
+def _is_left_out(place: str, tool: ResponseTool) -> bool:
+    """Whether the model is not offered the tool. Clients choose the tools of the body, but those of
+    items come with a conversation, also of newer kinds.
+    """
+    if tool.type in (*OWN_TYPES, "namespace"):
+        return False
+    return HOSTED.fullmatch(tool.type) is not None or not place.startswith("tools[")
 
 
 def _without_repeated(placed: list[tuple[str, ToolField]]) -> list[tuple[str, ToolField]]:

@@ -10,7 +10,7 @@ query      what the texts of `contexts` are ranked by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -23,7 +23,7 @@ from services.gateway.dialects.ranking.pairs import (
     embedding_requests,
     requests_for_model,
 )
-from services.gateway.dialects.responses.fields import InputItem
+from services.gateway.dialects.responses.fields import InputItem, leave_out_items
 from services.gateway.dialects.responses.input import turns_of as turns_of_items
 from services.gateway.dialects.workers_ai.errors import LoraNotSupported
 from services.gateway.dialects.workers_ai.messages import RunMessage, turns_of
@@ -42,7 +42,7 @@ from services.gateway.request.conversation import (
 )
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
-from services.gateway.request.sampling import MAX_INT, SamplingFields
+from services.gateway.request.sampling import Limit, SamplingFields
 from services.gateway.request.supported_fields import FOREIGN_FIELDS, HARMLESS_FIELDS
 from services.gateway.structured.grammars.constraint_fields import constraint_of
 from services.gateway.structured.tools.choice_fields import ToolChoiceField, tool_options
@@ -102,6 +102,10 @@ EmbeddedText = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXT
 class RunRequest(SamplingFields, frozen=True, kw_only=True):
     """One of `messages`, `input`, `prompt`, `text`, or `query` with `contexts`; and options."""
 
+    LIMITS: ClassVar[tuple[str, ...]] = (
+        *SamplingFields.LIMITS,
+        *("max_tokens", "thinking_token_budget"),
+    )
     messages: Annotated[list[RunMessage], Meta(min_length=1)] | None = None
     """A conversation, which the model's chat template renders."""
     prompt: str | None = None
@@ -127,7 +131,7 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
     """Of `text`: the hidden state of the `last` token, or the `mean` of all."""
     normalize: bool | None = None
     """Of `text`: whether vectors have the length 1; by default true."""
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_tokens: Limit | None = None
     """Most tokens of the output; by default 256."""
     stream: bool | None = None
     """Whether the response is sent as server-sent events while it is generated."""
@@ -147,7 +151,7 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
     """Whether one answer may call several tools; by default true."""
     reasoning_effort: Effort | None = None
     """How much the model thinks, as its chat template understands it; `none` turns thinking off."""
-    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
     """Most tokens of thinking, after which the thinking is ended; at most `max_tokens`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as `enable_thinking`."""
@@ -181,7 +185,7 @@ class RunRequest(SamplingFields, frozen=True, kw_only=True):
         return self.options is None or not self.options.reject_if_busy
 
 
-RUN_FIELDS = TextFields(RunRequest, NEUTRAL_VALUES, HARMLESS)
+RUN_FIELDS = TextFields(RunRequest, NEUTRAL_VALUES, HARMLESS, leave_out=leave_out_items)
 
 
 def to_generation_requests(body: RunRequest, model: str) -> list[GenerationRequest]:

@@ -101,8 +101,9 @@ async def test_stop_reasons(cluster: Cluster, send: Any) -> None:
     assert cut["usage"]["output_tokens"] == 3
 
 
-async def test_max_tokens_are_cut_to_the_room(cluster: Cluster) -> None:
-    message = await whole(cluster.http, {**BODY, "max_tokens": 32_000})
+@pytest.mark.parametrize("send", [whole, streamed])
+async def test_max_tokens_are_cut_to_the_room(cluster: Cluster, send: Any) -> None:
+    message = await send(cluster.http, {**BODY, "max_tokens": 32_000})
     assert message["hearth"]["warnings"][0].startswith("max_tokens: 32000 is cut to ")
     request = await submitted(cluster)
     num_prompt = len(unpack_token_ids(request.prompt_token_ids))
@@ -160,6 +161,8 @@ def test_blocks_of_a_conversation_with_searches() -> None:
         {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "f", "server_name": "s", "input": {}},
         {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "content": "xx"},
         {"type": "code_execution_tool_result", "tool_use_id": "srvtoolu_2", "content": {}},
+        {"type": "tomorrow_tool_use", "id": "srvtoolu_3", "input": {}},
+        {"type": "tomorrow_tool_result", "tool_use_id": "srvtoolu_3", "content": {"text": "xx"}},
     ]
     reference = {"type": "tool_reference", "tool_name": "clock"}
     use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}

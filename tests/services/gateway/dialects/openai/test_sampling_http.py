@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
+from services.gateway.dialects.openai.chat import CHAT_FIELDS
+from services.gateway.dialects.workers_ai.run_request import RUN_FIELDS
+from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.text.model_files import ModelFiles
 from shared.messages import AbortRequest
 from tests.services.gateway.conftest import ANSWER, Cluster
@@ -44,13 +48,41 @@ async def test_limits_beyond_the_room_are_cut_to_it(
     cluster: Cluster, path: str, body: dict[str, Any], param: str
 ) -> None:
     """Agents send large ones to every model."""
-    response = await cluster.http.post(path, json={**body, param: 32_000})
-    assert response.status_code == 200, response.text
-    assert f"{param}: 32000 is cut to " in response.text
-    request = (await cluster.scheduler.submits.get()).request
-    assert len(request.prompt_token_ids) // 4 + request.sampling.max_tokens == 512
+    for limit in (32_000, 2**31, 10**30, 1e30):
+        response = await cluster.http.post(path, json={**body, param: limit})
+        assert response.status_code == 200, response.text
+        assert f"{param}: {min(limit, 2**31 - 1)} is cut to " in response.text
+        request = (await cluster.scheduler.submits.get()).request
+        assert len(request.prompt_token_ids) // 4 + request.sampling.max_tokens == 512
     stream = await cluster.http.post(path, json={**body, param: 32_000, "stream": True})
     assert f"{param}: 32000 is cut to " in stream.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MESSAGES, "top_k": 10**30}),
+        ("/v1/messages", {"messages": MESSAGES, "model": "tiny", "max_tokens": 2**31}),
+        (
+            "/v1/messages",
+            {
+                **{"messages": MESSAGES, "model": "tiny", "max_tokens": 10**30, "top_k": 10**30},
+                "thinking": {"type": "enabled", "budget_tokens": 2**31},
+            },
+        ),
+    ],
+)
+async def test_other_limits_may_have_any_size(
+    cluster: Cluster, path: str, body: dict[str, Any]
+) -> None:
+    response = await cluster.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("fields", [CHAT_FIELDS, RUN_FIELDS])
+def test_budget_of_thinking_may_have_any_size(fields: SupportedFields) -> None:
+    body = {"messages": MESSAGES, "thinking_token_budget": 10**30}
+    assert fields.decode(json.dumps(body).encode()).thinking_token_budget == 2**31 - 1
 
 
 async def test_sampling_on_the_wire(cluster: Cluster, model_files: ModelFiles) -> None:

@@ -151,7 +151,7 @@ BAD: list[tuple[str, str, str]] = [
     ("documents", '[{"image": "x"}]', "documents[0].text"),
     ("top_n", "0", "top_n"),
     ("top_n", "1.5", "top_n"),
-    ("top_n", "9223372036854775808", "top_n"),
+    ("top_n", "-9223372036854775809", "top_n"),
     ("return_documents", "1", "return_documents"),
     ("instruction", '"find it"', "instruction"),  # only of a reranking model
     ("max_tokens_per_doc", "10", "max_tokens_per_doc"),

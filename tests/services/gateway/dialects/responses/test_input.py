@@ -96,6 +96,12 @@ LEFT_OUT: tuple[dict[str, Any], ...] = (
     {"type": "ghost_snapshot", "ghost_commit": {"id": "abc"}},
     {"type": "image_generation_call", "id": "i1", "result": "aGk="},
     {"type": "kind_of_tomorrow", "content": [{"type": "input_image", "image_url": "data:"}]},
+    {"type": "content_of_tomorrow", "content": {}},
+    {"type": "arguments_of_tomorrow", "arguments": []},
+    {"type": "input_of_tomorrow", "input": {}},
+    {"type": "output_of_tomorrow", "output": 5},
+    {"type": "summary_of_tomorrow", "summary": ""},
+    {"type": "tools_of_tomorrow", "tools": {"a": 1}, "id": 5, "call_id": "", "name": [], "role": 7},
 )
 
 
@@ -104,6 +110,14 @@ def test_items_that_say_nothing_to_the_model_are_left_out(item: dict[str, Any]) 
     call = [{"type": "local_shell_call", "call_id": "l1"}]
     before, after = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
     assert messages_of(input=[before, *call, item, after]) == [before, after]
+
+
+def test_items_that_are_left_out_are_left_out_with_their_results() -> None:
+    call = {"type": "call_of_tomorrow", "call_id": "c9", "arguments": [1]}
+    result = {**OUTPUT, "call_id": "c9"}
+    assert messages_of(input=[call, result, {"role": "user", "content": "a"}]) == [
+        {"role": "user", "content": "a"}
+    ]
 
 
 def test_a_later_round_may_use_the_id_of_a_call_again() -> None:
@@ -126,6 +140,18 @@ def test_tools_of_items_join_those_of_the_request() -> None:
         ("clock", "input[3].tools[0]"),
     ]
     assert messages_of(tools=[CLOCK], input=items) == [{"role": "user", "content": "a"}]
+
+
+def test_tools_of_items_may_be_of_newer_kinds() -> None:
+    """Those of the body are chosen by its client, and refused by name."""
+    tools = [CLOCK, {"type": "teleport", "speed": 9}]
+    items = [{"type": "additional_tools", "tools": tools}, {"role": "user", "content": "a"}]
+    body = RESPONSES_FIELDS.decode(json.dumps({"input": items}).encode())
+    options = to_generation_request(body, "m").tools
+    assert options is not None and [each.name for each in options.tools] == ["clock"]
+    assert left_out(body.placed_tools) == (
+        "input[0].tools[1]: teleport is not hosted here and is left out",
+    )
 
 
 def test_a_body_without_its_prompt_has_the_same_tools() -> None:
@@ -202,6 +228,8 @@ PARTS = [{"type": "input_image", "image_url": "data:"}]
             400,
         ),
         ({"input": [{**CALL, "name": None}]}, "input[0].name", 400),
+        ({"input": [{"type": "new", "output": 5}, {**CALL, "name": 5}]}, "input[1].name", 400),
+        ({"input": [{"role": "user", "content": {}}]}, "input[0].content", 400),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", 400),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", 413),
         ({"max_output_tokens": 0}, "max_output_tokens", 400),
