@@ -6,7 +6,9 @@ A chat with one JPEG of 1 MP (1152 x 864, some 0.5 MB in base64) is prepared aga
 gateway does it after the body has arrived: the body goes to a preparation process, which decodes,
 resizes and tokenizes; 13 tiles of 512 come back, 10 MB, and the blocks of the prompt are hashed. A
 timer of the same loop stands for the tokens of another stream. Bars: it is at most 10 ms late, p99,
-on a machine that does nothing else; and the loop itself is never busy for as long.
+on a machine that does nothing else; and the loop itself is never busy for as long. Last comes the
+largest picture that a gateway takes by default, with transparency: the process that reads pictures
+has at most 200 MiB.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ PAYLOAD_BYTES = 8 << 20
 TICK_S = 0.002
 TENANT = TenantRecord(tenant_id="t")
 LATE_BAR_MS = 10.0
+PEAK_BAR_MIB = 200
+LARGE_SIDE = 7000  # pixels
 MODULE = "benchmarks.serving.gateway_images"
 
 
@@ -66,8 +70,19 @@ def jpeg(width: int = 1152, height: int = 864) -> bytes:
     return buffer.getvalue()
 
 
-def body_of(image: bytes) -> bytes:
-    url = f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
+def large_png() -> bytes:
+    """Returns a picture of 49 MP in RGBA."""
+    small = np.random.default_rng(1).integers(
+        0, 256, (LARGE_SIDE // 20, LARGE_SIDE // 20, 4), np.uint8
+    )
+    image = Image.fromarray(small).resize((LARGE_SIDE, LARGE_SIDE), Image.Resampling.NEAREST)
+    buffer = BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def body_of(image: bytes, kind: str) -> bytes:
+    url = f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": parts}]}).encode()
 
@@ -111,9 +126,9 @@ async def measure(model_dir: Path, num_requests: int) -> list[Row]:
         budget=BodyBudget(),
     )
     preparation = Preparation(config, randomness)
-    data = body_of(jpeg())
+    small, large = body_of(jpeg(), "jpeg"), body_of(large_png(), "png")
 
-    async def request() -> float:
+    async def request(data: bytes) -> float:
         began = time.perf_counter()
         prepared = await preparer.prepare_body(TENANT, served, CHAT.name, data, named="m")
         body = CHAT.fields.decode(prepared.body)
@@ -123,29 +138,41 @@ async def measure(model_dir: Path, num_requests: int) -> list[Row]:
         )
         return time.perf_counter() - began
 
-    async def beside(count: int) -> Row:
+    async def beside(case: str, data: bytes, count: int) -> Row:
         until = asyncio.Event()
         ticking = asyncio.create_task(tick(until))
-        took = [await request() for _ in range(count)]
+        took = [await request(data) for _ in range(count)]
         if not count:
             await asyncio.sleep(2.0)
         until.set()
         ticks = await ticking
         return {
-            "case": f"{count} requests with an image of 1 MP" if count else "alone",
+            "case": case,
             "body KB": len(data) / 1e3,
             "request ms, median": statistics.median(took) * 1e3 if took else 0.0,
             "late ms, p50": quantile_ms(ticks.late, 0.5),
             "late ms, p99": quantile_ms(ticks.late, 0.99),
             "busy ms, p99": quantile_ms(ticks.busy, 0.99),
             "busy ms, most": quantile_ms(ticks.busy, 1.0),
+            "process MiB, peak so far": max(map(peak_mib, pool.process_ids)),
         }
 
-    await request()
-    rows = [await beside(0), await beside(num_requests)]
+    await request(small)
+    rows = [
+        await beside("alone", small, 0),
+        await beside(f"{num_requests} requests with an image of 1 MP", small, num_requests),
+        await beside("one with 49 MP in RGBA", large, 1),
+    ]
     await pool.close()
     await text.renderer.close()
     return rows
+
+
+def peak_mib(pid: int) -> float:
+    """Returns the most memory that the process has had at once."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(found.split()[1]) / 1024
 
 
 def main() -> None:
@@ -159,6 +186,7 @@ def main() -> None:
     bars = [
         at_most("p99 lateness beside images", float(rows[1]["late ms, p99"]), LATE_BAR_MS, "ms"),
         at_most("CPU of the loop at once", float(rows[1]["busy ms, most"]), LATE_BAR_MS, "ms"),
+        at_most("process", float(rows[2]["process MiB, peak so far"]), PEAK_BAR_MIB, "MiB"),
     ]
     write_result("gateway_images", rows, bars, ["-m", MODULE, *sys.argv[1:]])
 

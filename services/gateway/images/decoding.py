@@ -21,8 +21,10 @@ from PIL import (
 )
 
 from services.gateway.images.input_image import MEDIA_TYPES, InputImage, bad_image
+from services.gateway.images.png_rows import PngRows, png_rows
 
 MAX_SIDE = 16_384  # pixels
+ROWS_FROM_PIXELS = 4_000_000  # a PNG of so many pixels is decoded by its rows
 OPENED = ("JPEG", "PNG", "WEBP", "GIF")
 # MPO: what cameras call a JPEG with a preview beside it
 FORMATS = {**dict(zip(OPENED, MEDIA_TYPES, strict=True)), "MPO": "image/jpeg"}
@@ -31,14 +33,18 @@ Image.MAX_IMAGE_PIXELS = None  # ours is the limit
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
-def decoded(image: InputImage, *, max_pixels: int) -> Image.Image:
-    """Returns the first frame in the file's own mode, upright as its EXIF says. Raises
-    InvalidRequest, which names the image.
+def decoded(image: InputImage, *, max_pixels: int) -> Image.Image | PngRows:
+    """Returns the first frame in the file's own mode, upright as its EXIF says; of most large PNGs
+    what decodes its rows. Raises InvalidRequest, which names the image.
     """
     data = image.content
     if not data:
         raise bad_image(image.place, "the image has no bytes")
     with naming(image.place), _opened(image, data, max_pixels) as opened:
+        if opened.width * opened.height >= ROWS_FROM_PIXELS:
+            rows = png_rows(opened, data)
+            if rows is not None:
+                return rows
         opened.load()
         _turn_upright(opened)
         return opened

@@ -15,7 +15,7 @@ from PIL import Image
 from services.gateway.images.families.idefics3_config import Idefics3Config
 from services.gateway.images.families.processor import Grid, Pixels, planes, tiles_of
 from services.gateway.images.input_image import Detail
-from services.gateway.images.resizing import resized
+from services.gateway.images.resizing import Source, resized
 
 MAX_EDGE = 4096  # pixels, whatever a checkpoint says
 IMAGE_TOKEN = "<image>"
@@ -36,14 +36,16 @@ class Idefics3Processor:
         width, height = self._sizes(width, height, detail)[-1]
         return (0, 0) if (width, height) == (tile, tile) else (height // tile, width // tile)
 
-    def pixels_of(self, image: Image.Image, detail: Detail = "auto") -> Pixels:
+    def pixels_of(self, image: Source, detail: Detail = "auto") -> Pixels:
         grid, tile = self.grid_of(*image.size, detail), self.config.tile_size
-        for size in self._sizes(*image.size, detail):
-            image = resized(image, size, Image.Resampling.LANCZOS)
+        first, *others = self._sizes(*image.size, detail)
+        canvas = resized(image, first, Image.Resampling.LANCZOS)
+        for size in others:
+            canvas = resized(canvas, size, Image.Resampling.LANCZOS)
         if grid == (0, 0):
-            return planes(image)[np.newaxis]
-        complete = resized(image, (tile, tile), Image.Resampling.LANCZOS)
-        return np.concatenate([tiles_of(planes(image), tile), planes(complete)[np.newaxis]])
+            return planes(canvas)[np.newaxis]
+        complete = resized(canvas, (tile, tile), Image.Resampling.LANCZOS)
+        return np.concatenate([tiles_of(planes(canvas), tile), planes(complete)[np.newaxis]])
 
     def placeholder(self, grid: Grid) -> str:
         tokens, (rows, columns) = IMAGE_TOKEN * self.config.tokens_per_tile, grid

@@ -13,7 +13,7 @@ from PIL import Image
 from services.gateway.images.families.kimi_config import KimiConfig
 from services.gateway.images.families.processor import Grid, Pixels, planes
 from services.gateway.images.input_image import Detail
-from services.gateway.images.resizing import resized
+from services.gateway.images.resizing import Source, resized
 
 LOW_PATCHES = 1024  # of an image in low detail
 
@@ -31,7 +31,7 @@ class KimiProcessor:
         side = self.config.token_size
         return math.ceil(height / side), math.ceil(width / side)
 
-    def pixels_of(self, image: Image.Image, detail: Detail = "auto") -> Pixels:
+    def pixels_of(self, image: Source, detail: Detail = "auto") -> Pixels:
         size = self._size(*image.size, detail)
         pixels = np.zeros(self.config.pixel_shape(self.grid_of(*image.size, detail)), np.uint8)
         pixels[0, :, : size[1], : size[0]] = planes(resized(image, size, Image.Resampling.BICUBIC))

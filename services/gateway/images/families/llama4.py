@@ -17,7 +17,7 @@ from PIL import Image
 from services.gateway.images.families.llama4_config import Llama4Config
 from services.gateway.images.families.processor import Grid, Pixels, planes, tiles_of
 from services.gateway.images.input_image import Detail
-from services.gateway.images.resizing import resized
+from services.gateway.images.resizing import Source, resized
 
 PATCH = "<|patch|>"
 START, END = "<|image_start|>", "<|image_end|>"
@@ -36,7 +36,7 @@ class Llama4Processor:
         canvas = self._canvas(width, height, detail)
         return (0, 0) if canvas == (1, 1) else canvas
 
-    def pixels_of(self, image: Image.Image, detail: Detail = "auto") -> Pixels:
+    def pixels_of(self, image: Source, detail: Detail = "auto") -> Pixels:
         tile, (rows, columns) = self.config.tile_size, self._canvas(*image.size, detail)
         size = self._size_within(image.size, (columns * tile, rows * tile))
         canvas = np.zeros((3, rows * tile, columns * tile), np.uint8)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from services.gateway.images.input_image import Detail
+from services.gateway.images.resizing import Source
 
 Grid = tuple[int, int]  # rows and columns, as of `ImagePart`
 Pixels = npt.NDArray[np.uint8]
@@ -21,7 +22,7 @@ class Processor(Protocol):
         """Returns the grid of an image of this size."""
         ...
 
-    def pixels_of(self, image: Image.Image, detail: Detail = "auto") -> Pixels:
+    def pixels_of(self, image: Source, detail: Detail = "auto") -> Pixels:
         """Returns the pixels of an image of any mode in RGB, [tiles, 3, H, W]; workers normalise
         them.
         """
