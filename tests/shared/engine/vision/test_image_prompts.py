@@ -108,6 +108,17 @@ async def test_a_cached_prompt_needs_neither_pixels_nor_encoder(worker, pixels) 
     assert (worker.jobs.counts.num_encoded, pixels.num_fetches) == (2, 2)
 
 
+async def test_blocks_of_images_count_against_their_tenants_quota(worker, pixels) -> None:
+    first = await worker.run(worker.sequence(b"one", PROMPT, IMAGES, kv_quota_tokens=16))
+    other = await worker.run(worker.sequence(b"other", PROMPT, IMAGES, tenant="b"))
+    pool = worker.engine.pool
+    assert (pool.num_blocks_of("a"), pool.num_blocks_of("b")) == (1, len(PROMPT) // 16)
+    again = worker.sequence(b"two", PROMPT, IMAGES, kv_quota_tokens=16)
+    assert await worker.run(again) == first == other
+    assert again.num_cached_tokens <= 16
+    assert (worker.jobs.counts.num_encoded, pixels.num_fetches) == (4, 4)  # vectors are no KV
+
+
 async def test_an_image_behind_another_text_is_encoded_once_for_a_tenant(worker, pixels) -> None:
     token_ids, images = prompt_with([21, 22], CAT, [23, 24])
     many = [worker.sequence(b"%d" % i, [30 + i, *token_ids], _moved(images, 1)) for i in range(8)]
