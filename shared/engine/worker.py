@@ -15,7 +15,7 @@ from operator import itemgetter
 
 import msgspec
 
-from shared.background import Background
+from shared.background import Background, failing_alone
 from shared.block_hash import image_extras, prompt_chain
 from shared.clock import Clock
 from shared.engine.announced_blocks import WITHHELD, AnnouncedBlocks
@@ -380,7 +380,8 @@ class EngineWorker:
     async def _expire_pins(self) -> None:
         while True:
             await self.clock.sleep(EXPIRE_PINS_S)
-            self.pins.expire()
+            with failing_alone("pins_not_expired"):
+                self.pins.expire()
 
     async def _send_kv_events(self) -> None:
         while True:
@@ -394,7 +395,9 @@ class EngineWorker:
         for region_class in pool.event_classes:
             events = pool.take_events(region_class)
             if events and region_class != WITHHELD:
-                self._post_events_of(region_class, events)
+                # the index asks for all blocks once it sees the gap of the numbers
+                with failing_alone("kv_events_not_sent", region_class=region_class):
+                    self._post_events_of(region_class, events)
 
     def _post_events_of(self, region_class: str, events: list[KvEvent]) -> None:
         self._event_numbers[region_class] += 1

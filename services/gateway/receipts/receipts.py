@@ -9,6 +9,7 @@ from services.gateway.receipts.options import ReceiptOptions
 from services.gateway.receipts.places import Places
 from services.gateway.receipts.receipt_store import ReceiptStore
 from services.gateway.streams.changed_regions import ChangedRegions
+from shared.background import failing_alone
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.lifecycle.release import installed_release
@@ -119,4 +120,5 @@ class Receipts:
         while True:
             await self._clock.sleep(SWEEP_S)
             for each in (self._standard, self._zero):
-                each.expire(self._clock.now())
+                with failing_alone("receipts_not_expired"):
+                    each.expire(self._clock.now())

@@ -23,6 +23,7 @@ from services.gateway.streams import streams
 from services.prefill import service as prefill_service
 from services.scheduler.candidates import size_of
 from services.scheduler.service import TICK_S
+from shared.engine import worker
 from shared.engine.kv.kv_sender import KvSender
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.kv_server import KvServer
@@ -173,6 +174,8 @@ FAULTS: dict[str, tuple[Callable[[LiveCluster], Any], str, Outcome]] = {
     "tokens to resend": (lambda it: decode_of(it), "_resend_overdue", sweeps_go_on),
     "expired prefill": (lambda it: prefill_of(it), "_expire", sweeps_go_on),
     "probe": (lambda it: it.scheduler.health_monitor, "_request_alive", round_trip_is_not_measured),
+    "announced blocks": (lambda it: prefill_of(it)._worker, "_post_events_of", chat_gives(200)),
+    "expired pins": (lambda it: prefill_of(it)._worker.pins, "expire", sweeps_go_on),
 }
 
 
@@ -274,9 +277,10 @@ async def test_item_fails_and_every_process_lives(
     has_all_errors: bool,
 ) -> None:
     monkeypatch.setattr(heartbeat, "MEASURE_S", 0.05)
-    slow_s = max(decode_service.SWEEP_S, prefill_service.SWEEP_S)
+    slow_s = max(decode_service.SWEEP_S, prefill_service.SWEEP_S, worker.EXPIRE_PINS_S)
     for module in (decode_service, prefill_service):
         monkeypatch.setattr(module, "SWEEP_S", SWEEP_S)
+    monkeypatch.setattr(worker, "EXPIRE_PINS_S", SWEEP_S)
     await asyncio.sleep(slow_s)  # the sweeps that have begun their wait
     for index, (name, (owner_of, method, outcome)) in enumerate(FAULTS.items()):
         for error in errors_of(index, has_all_errors):
@@ -332,17 +336,17 @@ OWN = {
 def test_only_loops_of_a_process_itself_may_end_it() -> None:
     found: dict[str, tuple[str, ...]] = {}
     for path in _sources("start_own"):
-        names = tuple(_started_as_own(path))
+        names = tuple(started_by(path, "start_own"))
         if names:
             found[str(path.relative_to(ROOT))] = names
     assert found == OWN
 
 
-def _started_as_own(path: Path) -> Iterator[str]:
-    """The names of what `start_own` is called with, in the order of the file."""
+def started_by(path: Path, start: str) -> Iterator[str]:
+    """The names of what this method of `Background` is called with, in the order of the file."""
     for call in sorted(_calls(path), key=lambda each: each.lineno):
-        if _name(call) == "start_own":
-            (started,) = call.args
+        if _name(call) == start:
+            started, *_ = call.args
             function = started.func if isinstance(started, ast.Call) else started
             yield function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
 

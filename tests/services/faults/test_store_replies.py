@@ -9,11 +9,15 @@ from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
+from services.gateway.receipts.places import Places
+from services.gateway.receipts.receipts import SWEEP_S, Receipts
 from services.gateway.tenancy.limits import RENEW_S, Limits
 from services.gateway.tenancy.redis_memory import RedisMemory
 from services.gateway.tenancy.request_cost import RequestCost
 from services.gateway.tenancy.usage_counter import FLUSH_S, RUNNING_S, UsageCounter
 from shared.background import Background, num_failed_items
+from shared.config import GatewayConfig
+from shared.randomness import SystemRandomness
 from shared.tenancy import pinned_prefix
 from shared.tenancy.tenant import TenantRecord
 from tests.services.faults.test_item_faults import ERRORS
@@ -162,3 +166,27 @@ def test_tenant_whose_prefixes_cannot_be_read_holds_up_no_other(error: BaseExcep
         assert len(keeper.pins) == 2
 
     pin_scenario(test)
+
+
+def test_sweep_of_receipts_goes_on_after_a_store_that_raises() -> None:
+    async def test() -> None:
+        config = GatewayConfig(
+            nats_url="nats://g:p@h",
+            process_id="g",
+            redis_url="redis://h",
+            cluster_secret="secret",
+            receipt_ttl_s=3600.0,
+        )
+        places = Places("g", "", "", lambda site: "")
+        receipts = Receipts(config, places, VirtualClock(), lambda: 0.0, SystemRandomness())
+        tasks, swept = Background(), Mock()
+        with (
+            patch.object(receipts._standard, "expire", side_effect=KeyError("r")),
+            patch.object(receipts._zero, "expire", swept),
+        ):
+            tasks.start_own(receipts.run())
+            await asyncio.sleep(2.5 * SWEEP_S)
+        assert swept.call_count == 2
+        await tasks.stop()
+
+    living(test)

@@ -87,6 +87,34 @@ async def test_start_that_raises_fails_its_model_alone(
 
 
 @pytest.mark.parametrize("error", ERRORS)
+async def test_search_that_raises_is_repeated(
+    host: HostService, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    tries: list[str] = []
+
+    async def find(model: RegisteredModel, revision: RegisteredRevision) -> ModelSource:
+        tries.append(model.name)
+        if len(tries) < 4:
+            raise error
+        return SOURCE
+
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(host.registry._finder, "find", find)
+    monkeypatch.setattr(host._clock, "sleep", sleep)
+    revision = RegisteredRevision(name="r1", source="/models/a")
+    host.registry.update({"a": RegisteredModel(name="a", revisions=(revision,))})
+    (hosted,) = host.registry.revisions.values()
+    assert hosted.search is not None
+    async with asyncio.timeout(LIMIT_S):
+        await hosted.search
+    assert (hosted.source, hosted.failure, pauses) == (SOURCE, "", [10, 20, 40])
+
+
+@pytest.mark.parametrize("error", ERRORS)
 async def test_command_that_raises_kills_the_worker_of_its_model(
     host: HostService, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

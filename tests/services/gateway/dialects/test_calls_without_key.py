@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -9,12 +10,19 @@ from tests.services.gateway.conftest import Cluster
 
 MAX_CALL_S = 0.001
 NUM_CALLS, NUM_BATCHES = 10, 10
-PATHS = (
-    *("/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/openapi.json"),
-    *("/", "/page/app.js"),
-    *("/none", "/page/none", "/v1/none", "/client/v4/accounts/a/ai/none"),  # 404
-    *("/v1/models", "/v1/cluster", "/tokenizer_info", "/v1/requests/r/timeline"),  # 401
-)
+BODY = b'{"model":"m","input":"' + b"a" * 1000 + b'"}'
+UNKNOWN = ("/none", "/page/none", "/v1/none", "/client/v4/accounts/a/ai/none")
+STATUSES = {200, 204, 400, 401, 403, 404, 405, 413, 415}
+
+
+def calls(app: Any) -> list[tuple[str, str]]:
+    """A method and a path for each route of the application, and of unknown paths."""
+    routes = {
+        (method, re.sub(r"{[^}]*}", "a", route.path_format))
+        for route in app.routes
+        for method in route.methods
+    }
+    return sorted(routes | {(method, path) for method in ("GET", "POST") for path in UNKNOWN})
 
 
 async def test_call_without_a_key_costs_at_most_a_millisecond(cluster: Cluster) -> None:
@@ -22,30 +30,35 @@ async def test_call_without_a_key_costs_at_most_a_millisecond(cluster: Cluster) 
     since the shared cluster works meanwhile.
     """
     app = cluster.gateway._web_server._server.config.app
-    for path in PATHS:
-        batches = []
-        for _ in range(NUM_BATCHES):
+    for method, path in calls(app):
+        batches: list[float] = []
+        while not batches or (min(batches) > MAX_CALL_S and len(batches) < NUM_BATCHES):
             began_s = time.thread_time()
-            statuses = {await status_of(app, path) for _ in range(NUM_CALLS)}
+            statuses = {await status_of(app, path, method) for _ in range(NUM_CALLS)}
             batches.append((time.thread_time() - began_s) / NUM_CALLS)
-        assert statuses <= {200, 401, 404}, (path, statuses)
-        assert min(batches) <= MAX_CALL_S, (path, batches)
+        assert statuses <= STATUSES, (method, path, statuses)
+        assert min(batches) <= MAX_CALL_S, (method, path, batches)
 
 
-async def status_of(app: Any, path: str) -> int:
-    """The call of a client without a network."""
+async def status_of(app: Any, path: str, method: str = "GET") -> int:
+    """The call of a client without a network; one that is no GET has a body of 1 KiB."""
     sent: list[dict[str, Any]] = []
+    body = b"" if method == "GET" else BODY
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(event: dict[str, Any]) -> None:
         sent.append(event)
 
     scope = {
-        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET"},
+        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method},
         **{"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""},
-        **{"headers": [(b"host", b"127.0.0.1")], "state": {}, "scheme": "http"},
+        "headers": [
+            *[(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+            (b"content-length", str(len(body)).encode()),
+        ],
+        **{"state": {}, "scheme": "http"},
         **{"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)},
     }
     await app(scope, receive, send)
