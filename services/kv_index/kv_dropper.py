@@ -19,7 +19,8 @@ from shared.background import failing_alone
 from shared.errors import HearthError
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.messages import DropTenantKv, Heartbeat, TenantKvDropped
+from shared.messages import MAX_DROPPED_TENANTS, DropTenantKv, Heartbeat, TenantKvDropped
+from shared.sites.tenant_names import names_of
 from shared.store import Store, StoreUnavailable
 from shared.subjects import tenant_kv
 from shared.tenancy import audit
@@ -125,8 +126,9 @@ class KvDropper:
 
     async def _forget(self, drop: KvDrop) -> None:
         """Forgets what the index has recorded of the tenant. Raises StoreUnavailable."""
-        self._registry.drop_tenant(drop.tenant_id)
-        await tenant_data.delete_prefix_records(self._store, drop.tenant_id)
+        for name in names_of(drop.tenant_id):
+            self._registry.drop_tenant(name)
+            await tenant_data.delete_prefix_records(self._store, name)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -167,22 +169,24 @@ class KvDropper:
         worker_id, own = worker.process_id, (worker.process_id, worker.epoch)
         due = [each for each in self._orders.values() if own in each.waiting]
         newest = max(each.drop.ordered_at for each in due)
-        command = DropTenantKv(
-            tenant_ids=tuple(dict.fromkeys(each.drop.tenant_id for each in due)),
-            unretained_s=max(0.0, UNRETAINED_S - max(0.0, self._wall_clock() - newest)),
-        )
-        subject = tenant_kv(worker.roles[0], worker_id)
-        try:
-            reply = await self._requests.request(
-                worker_id, subject, command, TenantKvDropped, base_s=DROP_TIMEOUT_S
-            )
-        except HearthError as error:  # the next round retries
-            log.warning("kv_not_dropped", worker=worker_id, reason=error.message)
-            return
-        num_blocks = reply.num_blocks
+        unretained_s = max(0.0, UNRETAINED_S - max(0.0, self._wall_clock() - newest))
+        names = list(dict.fromkeys(name for each in due for name in names_of(each.drop.tenant_id)))
+        num_blocks, busy = 0, set[str]()
+        for first in range(0, len(names), MAX_DROPPED_TENANTS):
+            some = tuple(names[first : first + MAX_DROPPED_TENANTS])
+            command = DropTenantKv(tenant_ids=some, unretained_s=unretained_s)
+            try:
+                reply = await self._requests.request(
+                    *(worker_id, tenant_kv(worker.roles[0], worker_id), command, TenantKvDropped),
+                    base_s=DROP_TIMEOUT_S,
+                )
+            except HearthError as error:  # the next round retries
+                log.warning("kv_not_dropped", worker=worker_id, reason=error.message)
+                return
+            num_blocks += reply.num_blocks
+            busy.update(reply.busy_tenant_ids)
         for order in due:
-            is_busy = order.drop.tenant_id in reply.busy_tenant_ids
-            if not (is_busy and order.drop.reason == "removed"):
+            if not (order.drop.tenant_id in busy and order.drop.reason == "removed"):
                 order.waiting.discard(own)
                 order.dropped[own], num_blocks = num_blocks, 0
 

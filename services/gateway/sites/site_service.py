@@ -16,7 +16,6 @@ from math import inf
 import structlog
 from msgspec import structs
 
-from services.gateway.observability.metrics.label_counts import TenantLabels
 from services.gateway.sites.prefix_digests import PrefixDigests
 from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.sites.site_prefills import SitePrefills
@@ -54,6 +53,7 @@ from shared.sites.site_states import (
     site_models,
     worker_at_site,
 )
+from shared.sites.tenant_names import SiteTenantNames
 from shared.subjects import at_site, from_sites, is_at_site, site_in, state_to_sites, tokens
 from shared.tenancy.tenant_copy import SigningKey
 from shared.transport.bus import Bus
@@ -63,7 +63,6 @@ log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
 KEY_ID_BYTES = 8
-MAX_SITE_TENANTS = 1000  # of one site, with names of their own
 OTHERS_SHARE = 2  # half of a gateway's requests may be those of other sites
 
 
@@ -93,7 +92,7 @@ class SiteService:
         self._root_key = root_key_of(config.secret("cluster_secret"))
         self._keys = Derived(config.secret("cluster_secret"), SigningKey.of_secret)
         self._weights = weights_of_sites(config.linked_site)
-        self._tenants: dict[str, TenantLabels] = {}  # by site
+        self._tenants: dict[str, SiteTenantNames] = {}  # by site
         self._placements = SitePlacements(
             self._flush_soon, max_held=max(1, config.max_requests // OTHERS_SHARE)
         )
@@ -244,11 +243,10 @@ class SiteService:
 
     def _tenant(self, request: Request) -> str:
         """Returns the tenant under which caches and records are counted here: of a site with many
-        tenants, the further ones share a name. Their blocks are apart all the same.
+        tenants, the further ones share names. Their blocks are apart all the same.
         """
-        site = request.origin_site
-        label = self._tenants.setdefault(site, TenantLabels(MAX_SITE_TENANTS)).of(request.tenant_id)
-        return label if is_at_site(label) else at_site(site, label)
+        names = self._tenants.setdefault(request.origin_site, SiteTenantNames())
+        return names.of(request.tenant_id)
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         worker_id, entry = self._placements.resend(

@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from shared.messages import CountTenantKv, Role, TenantKvCounted
+from shared.messages import MAX_DROPPED_TENANTS, CountTenantKv, Role, TenantKvCounted
+from shared.sites.tenant_names import names_of
 from shared.subjects import tenant_kv
-from shared.tenancy.deletion import kv_drops
-from shared.tenancy.deletion.kv_drops import OrderedDrop
+from shared.tenancy.deletion import kv_drops, tenant_data
+from shared.tenancy.deletion.kv_drops import KvDrop, OrderedDrop
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.kv_index.rig import Rig
 from tests.support.world.clock import run
@@ -105,6 +106,48 @@ def test_zero_retention_drops_what_is_cached_within_two_heartbeats() -> None:
         assert rig.store.data["hearth:other:prefixes"]
         (line,) = rig.store.data["hearth:audit:deletions"]
         assert line[b"who"] == b"kv_index-0" and b'"reason":"zero_retention"' in line[b"arguments"]
+
+    scenario(test)
+
+
+def test_order_reaches_a_tenant_of_another_site_under_either_name() -> None:
+    async def test(rig: DropRig) -> None:
+        worker = await rig.engine("decode-0")
+        names = [each for tenant_id in ("a/acme", "a/umbrella") for each in names_of(tenant_id)]
+        await rig.cache(worker, *names)
+        await asyncio.sleep(1)
+        assert [cached(worker, each) for each in names] == [6] * 4
+        records = [tenant_data.prefix_records_of(each) for each in names]
+        assert all(rig.store.data[each] for each in records)
+        await kv_drops.order(rig.store, "a/acme", "regions", 1_000.0)
+        await rig.finished(FIRST)
+        assert [cached(worker, each) for each in names] == [0, 0, 6, 6]
+        await asyncio.sleep(1)
+        assert [bool(rig.store.data.get(each)) for each in records] == [False, False, True, True]
+        queued = await rig.serve(worker, names[1])
+        await rig.peer.finished(queued)
+        assert cached(worker, names[1]) == 0, "as if it had been sent before"
+
+    scenario(test)
+
+
+def test_more_names_than_one_command_takes_are_dropped() -> None:
+    async def test(rig: DropRig) -> None:
+        worker = await rig.engine("decode-0")
+        await rig.cache(worker, "a/acme")
+        tenants = [*(f"a/t{number}" for number in range(MAX_DROPPED_TENANTS)), "a/acme"]
+        drops = {
+            FIRST + number: KvDrop(tenant_id=each, reason="regions", ordered_at=1_000.0)
+            for number, each in enumerate(tenants)
+        }
+        await rig.store.write(
+            [
+                *(("HSET", kv_drops.ORDERS, n, msgspec.json.encode(d)) for n, d in drops.items()),
+                ("SET", kv_drops.LAST, max(drops)),
+            ]
+        )
+        await rig.finished(max(drops))
+        assert cached(worker, "a/acme") == 0
 
     scenario(test)
 

@@ -17,8 +17,7 @@ class TenantLabels:
     process.
     """
 
-    def __init__(self, limit: int = MAX_TENANTS) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._known: set[str] = set()
 
     def of(self, tenant_id: str) -> str:
@@ -27,7 +26,7 @@ class TenantLabels:
         """
         if not tenant_id or tenant_id in self._known:
             return tenant_id
-        if len(self._known) >= self._limit:
+        if len(self._known) >= MAX_TENANTS:
             return OTHER
         self._known.add(tenant_id)
         return tenant_id
