@@ -1314,7 +1314,7 @@ class PrefixDigest(Message, frozen=True, kw_only=True, omit_defaults=True):
 
     Each receiving site has its own numbers, which grow by 1. After a gap a receiver forgets what it
     has of this gateway, until `is_first` says that all fingerprints follow, in this message and the
-    next ones.
+    next ones. Each region class has numbers of its own, too.
     """
 
     gateway_id: ProcessId
@@ -1323,6 +1323,7 @@ class PrefixDigest(Message, frozen=True, kw_only=True, omit_defaults=True):
     is_first: bool = False
     added: Fingerprints = b""
     removed: Fingerprints = b""
+    region_class: Name = ""  # that of the tenants whose prompts they are
 
     @property
     def sender_id(self) -> str:

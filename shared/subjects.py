@@ -67,7 +67,7 @@ _IN = f"{PREFIX}.in."
 DATA_VERBS = frozenset(
     {
         *("submit", "match", "start", "resend", "run", "tokens", "pixels"),
-        *("kv_events", "list_blocks", "pins", "encode"),
+        *("kv_events", "list_blocks", "pins", "encode", "digest"),
     }
 )
 
@@ -554,7 +554,8 @@ def permissions(
     if "prefill" in roles:  # it may encode images for others
         receiving = (*roles, "encode")
         shared.append(command("encode", any_instance, "*"))
-    own = [command(each, any_instance, verb) for each in receiving for verb in sorted(DATA_VERBS)]
+    verbs = sorted(DATA_VERBS - {"digest"})  # which goes to no single process
+    own = [command(each, any_instance, verb) for each in receiving for verb in verbs]
     if role in ("worker", *_PREFILL_AND_DECODE):
         publish.append(join_ranks(any_instance))
         shared.append(join_ranks(any_instance))

@@ -2,7 +2,8 @@
 
 A request that finds no room here goes to the site with the least predicted time to first token: its
 queue and its speed, as the site reports them, the round trip, as it is measured here, and the
-prefix that it holds, by its digests.
+prefix that it holds, by its digests. Those of a region class count for requests of the class, and
+for sites that the class and the request's own regions admit.
 
 A site that lies about its load gets at most the requests that have found no room at home. If it
 does not take them, it is closed (`sites/unwilling_sites.py`); if it takes and spoils them, it costs
@@ -26,6 +27,7 @@ from shared.clock import Clock
 from shared.lifecycle.health import Loss
 from shared.messages import PrefixDigest, Request
 from shared.subjects import ANY, from_sites, gateway_at_site, site_in
+from shared.tenancy.refusals import Refusals
 from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
@@ -34,7 +36,16 @@ SWEEP_S = 10.0
 
 
 class OtherSites:
-    def __init__(self, bus: Bus, clock: Clock, workers: WorkerFleet) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        workers: WorkerFleet,
+        refusals: Refusals,
+        region_of: Callable[[str], str] = lambda site: "",
+    ) -> None:
+        """`region_of` a site is that of its link; "": not known."""
+        self._refusals, self._region_of = refusals, region_of
         self.prefixes = SitePrefixes()
         self._bus = bus
         self._clock = clock
@@ -80,6 +91,15 @@ class OtherSites:
             log.warning("site_closed", site=site, seconds=closed_s)
 
     def _take_digest(self, digest: PrefixDigest) -> None:
+        """Takes in a digest. Refuses, and counts, one whose class excludes the site."""
+        site = site_in(digest.gateway_id) or ""
+        regions = self._refusals.classes.allowed(digest.region_class, None)
+        region = self._region_of(site)
+        if regions is not None and region not in regions:
+            self.prefixes.withdraw(site, digest.region_class)
+            if region:  # else its first state comes later
+                self._refusals.count("site", "", region)
+            return
         self.prefixes.take(digest, self._clock.now())
 
     async def _sweep(self) -> None:
@@ -108,13 +128,15 @@ class OtherSites:
         return elsewhere if may_leave else None
 
     def num_cached_blocks(self, request: Request) -> dict[str, int]:
-        """Returns the blocks of the prompt that each worker's site holds. The gateways of a site
-        share what its workers hold.
+        """Returns the blocks of the prompt that each worker's site holds, of sites that may have
+        it. The gateways of a site share what its workers hold.
         """
+        allowed = request.allowed_regions
         return {
             worker_id: num_blocks
             for site, num_blocks in self.prefixes.num_blocks(request).items()
             for worker_id in self._workers_of.get(site, ())
+            if not allowed or self._workers.region_of(worker_id) in allowed
         }
 
     def closed(self, now: float) -> set[str]:

@@ -3,6 +3,8 @@ leave elsewhere is on no link, and in no Redis, log, span or file of the other s
 
     a (fr) ◀──relay── b (de)     Each relay records what crosses a link. The same search finds a
       ▲ ◀──relay── c (us) ──relay──▶ b     tenant without bounds, and leaks that are planted.
+
+A tenant whose class has both fr and de leaves KV at b, and a knows of it; c does not.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from services.local.state_home import state_home
 from shared.block_hash import extend_chain, root_hash, root_key
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
-from shared.messages import ModelCard
+from shared.messages import FINGERPRINT_BYTES, ModelCard
 from shared.packing import pack_token_ids
+from shared.sites.prefix_fingerprints import PrefixFingerprints, pack_fingerprints
 from shared.store import RedisStore
 from shared.subjects import at_site, control, sent_by
 from shared.tenancy.deletion import kv_drops
@@ -42,15 +45,22 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.long
 REGIONS = {"a": "fr", "b": "de", "c": "us"}
 CLASSES = ("--class", "eu=fr,de", "--class", "home=fr")
-# Tenants of site a: by a class, by allowed regions that are those of one, and one without bounds.
-CLASSED, ALLOWED, FREE = "classed", "allowed", "free"
-LIMITS = {CLASSED: {"region_class": "home"}, ALLOWED: {"allowed_regions": ("fr",)}, FREE: {}}
+# Tenants of site a: by a class, by allowed regions that are those of one, one without bounds, and
+# one whose class has another site.
+CLASSED, ALLOWED, FREE, SPREAD = "classed", "allowed", "free", "spread"
+LIMITS = {
+    CLASSED: {"region_class": "home"},
+    ALLOWED: {"allowed_regions": ("fr",)},
+    FREE: {},
+    SPREAD: {"region_class": "eu"},
+}
 BOUND = (CLASSED, ALLOWED)
 NUM_REQUESTS = 4  # of each tenant
 LIMIT_S = 120.0
 WITHDRAWN_S = 5.0  # two heartbeats and the link's delay, on a busy machine
 RANDOM = Random(46)
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+DIGEST_OF_CLASS = b"hearth.v1.in.eu.site.a.scheduler.any.-.digest."
 
 
 @dataclass
@@ -74,21 +84,35 @@ class Sites:
 
     async def ask(self, site: str, tenant_id: str, card: ModelCard) -> tuple[int, str]:
         """Sends a new secret of a tenant; returns the status, and the worker or the error code."""
-        content = "".join(RANDOM.choice(LETTERS) for _ in range(120))
+        content = secret_text(120)
+        self.canaries.append(await self._canary_of(tenant_id, content, card))
+        answer = await self.chat(site, tenant_id, card, content)
+        found = answer.json()
+        if answer.status_code != 200:
+            return answer.status_code, found["error"]["code"]
+        return 200, found["hearth"]["decode_worker"]
+
+    async def chat(
+        self, site: str, tenant_id: str, card: ModelCard, content: str
+    ) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": card.name, "messages": messages, "max_tokens": 8, "temperature": 0}
         async with httpx.AsyncClient(
             base_url=self.clusters[site].url,
             headers={"authorization": f"Bearer key of {tenant_id}"},
             timeout=LIMIT_S,
             trust_env=False,
         ) as client:
-            self.canaries.append(await self._canary_of(tenant_id, content, card))
-            messages = [{"role": "user", "content": content}]
-            body = {"model": card.name, "messages": messages, "max_tokens": 8, "temperature": 0}
-            answer = await client.post("/v1/chat/completions", json=body)
-        found = answer.json()
-        if answer.status_code != 200:
-            return answer.status_code, found["error"]["code"]
-        return 200, found["hearth"]["decode_worker"]
+            return await client.post("/v1/chat/completions", json=body)
+
+    async def fingerprints_of(self, tenant_id: str, content: str, card: ModelCard) -> bytes:
+        """Returns what a digest says of a prompt of site a."""
+        messages = [{"role": "user", "content": content}]
+        prompt = await self._tokens(model=card.name, messages=messages)
+        root = root_hash(tenant_id, card.revision, key=root_key(secret_of("a")))
+        hashes = b"".join(extend_chain(root, prompt, card.block_size))
+        named = PrefixFingerprints(root, hashes, card.block_size)
+        return pack_fingerprints(map(named.at, range(len(named))))
 
     async def _canary_of(self, tenant_id: str, content: str, card: ModelCard) -> Canary:
         messages = [{"role": "user", "content": content}]
@@ -149,6 +173,10 @@ LINKS = ("link ab", "link ac", "link bc")
 ELSEWHERE = (*LINKS, "redis b", "redis c", "files b", "files c", "spans")
 
 
+def secret_text(length: int) -> str:
+    return "".join(RANDOM.choice(LETTERS) for _ in range(length))
+
+
 def secret_of(site: str) -> str:
     return f"the secret of site {site}" * 2
 
@@ -206,12 +234,14 @@ async def test_bound_tenants_stay_in_their_region(
             pid = await asyncio.to_thread(sites.clusters["a"].pid_of, "worker-1")
             with sites.clusters["a"].frozen(pid):
                 await _served_elsewhere(sites, card)
+                named = await _cached_in_its_class(sites, card)
             await _nothing_elsewhere(sites)
             await _refused_elsewhere(sites, card)
             await _refused_by_commands(sites)
             await _withdrawn(sites)
             await _nothing_elsewhere(sites, FREE, places=("redis b", "redis c"))
-            await _planted_leaks_are_found(sites)
+            await _withdrawn_silently(sites, named)
+            await _planted_leaks_are_found(sites, named)
 
 
 async def _add_tenants(sites: Sites) -> None:
@@ -254,6 +284,52 @@ async def _served_elsewhere(sites: Sites, card: ModelCard) -> None:
     crossed = [await sites.found(each) for each in ("link ab", "link ac")]
     forms = set().union(*(each.get(FREE, set()) for each in crossed))
     assert {"token ids, packed", "block hash"} <= forms, "the search finds what may cross"
+
+
+async def _cached_in_its_class(sites: Sites, card: ModelCard) -> bytes:
+    """Without a worker at home: site b has the prompt for the next turn, site a knows it, and
+    nobody else. Returns the prompt's fingerprints.
+    """
+    content = secret_text(1000)
+    sites.canaries.append(await sites._canary_of(SPREAD, content, card))
+    named = await sites.fingerprints_of(SPREAD, content, card)
+    assert len(named) >= 2 * FINGERPRINT_BYTES
+    first = (await sites.chat("a", SPREAD, card, content)).json()
+    assert first["hearth"]["decode_worker"].startswith("b/")
+
+    async def is_reported() -> bool:
+        return named in sites.relays["ab"].recorded
+
+    await until(is_reported)
+    assert DIGEST_OF_CLASS in sites.relays["ab"].recorded
+    again = (await sites.chat("a", SPREAD, card, content)).json()
+    assert again["hearth"]["decode_worker"].startswith("b/")
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    for each in ("ac", "bc"):
+        recorded = sites.relays[each].recorded
+        assert named[: 2 * FINGERPRINT_BYTES] not in recorded and b".in.eu." not in recorded
+    await _nothing_elsewhere(sites, SPREAD, places=("link ac", "link bc", "redis c", "files c"))
+    return named
+
+
+async def _withdrawn_silently(sites: Sites, named: bytes) -> None:
+    """The tenant leaves site b: its KV goes, and no digest says what there was."""
+    relay, store = sites.relays["ab"], sites.store("a")
+    mark = relay.mark()
+    await TenantAdmin(store, time.time).change(SPREAD, LIMITS[CLASSED])
+    await store.close()
+    await until(lambda: DIGEST_OF_CLASS in relay.since(mark))
+    store = sites.store("b")
+
+    async def is_dropped() -> bool:
+        found = [each for each in await kv_drops.orders(store) if each.is_finished]
+        return at_site("a", SPREAD) in {each.drop.tenant_id for each in found}
+
+    await until(is_dropped)
+    await store.close()
+    words = {named[at : at + FINGERPRINT_BYTES] for at in range(0, len(named), FINGERPRINT_BYTES)}
+    assert not [each for each in words if each in relay.since(mark)]
+    await _nothing_elsewhere(sites, SPREAD, places=("redis b", "redis c"))
 
 
 async def _nothing_elsewhere(
@@ -323,7 +399,7 @@ async def _withdrawn(sites: Sites) -> None:
         await store.close()
 
 
-async def _planted_leaks_are_found(sites: Sites) -> None:
+async def _planted_leaks_are_found(sites: Sites, named: bytes) -> None:
     canary = next(each for each in sites.canaries if each.tenant_id == CLASSED)
     text, tokens = canary.texts[0].encode(), pack_token_ids(canary.token_ids[0])
     store = sites.store("c")
@@ -337,9 +413,11 @@ async def _planted_leaks_are_found(sites: Sites) -> None:
     peer = await connect_ordered(url)
     subject = sent_by(control("decode", at_site("c", gateway.process_id)), gateway.process_id)
     await peer.publish(subject, text)
+    await peer.publish(subject, named)
     await peer.flush()
     await peer.close()
     await until(lambda: _finds(sites, "link ac", "text"))
+    await until(lambda: named in sites.relays["ac"].recorded)
     assert (await sites.found("redis c"))[CLASSED] == {
         "block hash, hexadecimal",
         "token ids, packed",

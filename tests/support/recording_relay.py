@@ -28,6 +28,15 @@ class RecordingRelay:
         """All connections, one direction after the other: a message is never interrupted."""
         return b"".join(self._streams)
 
+    def mark(self) -> list[int]:
+        """Returns how much of each direction has been recorded so far."""
+        return list(map(len, self._streams))
+
+    def since(self, mark: list[int]) -> bytes:
+        """Returns what has been recorded after a mark."""
+        starts = mark + [0] * (len(self._streams) - len(mark))
+        return b"".join(stream[start:] for stream, start in zip(self._streams, starts, strict=True))
+
     async def accept(
         self, from_sender: asyncio.StreamReader, to_sender: asyncio.StreamWriter
     ) -> None:

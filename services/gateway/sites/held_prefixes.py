@@ -5,18 +5,21 @@
          └── the same prompt again, or a longer one, which replaces it
 
 Only the index knows what the caches of this site hold, and evict. A prefix is known by the site
-that sent its request, and reported to that site alone.
+that sent its request, and reported to that site alone, apart from those of other region classes.
+What is withdrawn is forgotten at once, and no message names it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.gateway.sites.site_digest import SiteDigest
 from shared.messages import Request
 from shared.packing import BLOCK_HASH_BYTES
 from shared.sites.prefix_fingerprints import PrefixFingerprints
+from shared.subjects import site_in
 
 MAX_BLOCKS = 2**20  # of all sites together, in equal shares of those with prefixes here
 MIN_SHARES = 16
@@ -31,6 +34,7 @@ class HeldPrefix:
 
     site: str
     tenant_id: str
+    region_class: str
     model: str
     revision: str
     block_hashes: bytes
@@ -48,6 +52,10 @@ class HeldPrefix:
     def tip(self) -> bytes:
         return self.block_hashes[-BLOCK_HASH_BYTES:]
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        return self.fingerprints[: self.num_held]
+
 
 class _OfSite:
     """The prefixes of one site by their last block, the least recently used one first."""
@@ -60,7 +68,8 @@ class _OfSite:
 class HeldPrefixes:
     def __init__(self) -> None:
         self._sites: dict[str, _OfSite] = {}
-        self._digests: dict[str, SiteDigest] = {}  # never forgotten: they number what was sent
+        # By site and region class. Never forgotten: they number what was sent
+        self._digests: dict[tuple[str, str], SiteDigest] = {}
         self._new: OrderedDict[HeldPrefix, None] = OrderedDict()  # not found yet
         self._turns: OrderedDict[HeldPrefix, None] = OrderedDict()
 
@@ -68,26 +77,28 @@ class HeldPrefixes:
     def num_blocks(self) -> int:
         return sum(each.num_blocks for each in self._sites.values())
 
-    def digests(self) -> tuple[tuple[str, SiteDigest], ...]:
-        """Returns the sites with what each is still to be sent."""
+    def digests(self) -> tuple[tuple[tuple[str, str], SiteDigest], ...]:
+        """Returns the sites and region classes with what is still to be sent of each."""
         return tuple(self._digests.items())
 
-    def digest_of(self, site: str) -> SiteDigest | None:
-        return self._digests.get(site)
+    def digests_of(self, site: str) -> list[SiteDigest]:
+        return [each for (name, _), each in self._digests.items() if name == site]
 
     def computed(self, asked: Request, here: Request) -> None:
         """Records that a worker has computed the prompt of `asked`, which is `here` at this site.
-        A request of zero retention leaves nothing, nor does one that is bound to regions: of it
-        nothing is cached here.
+        A request of zero retention leaves nothing.
         """
         prefix = _prefix_of(asked, here)
         if prefix is None or here.is_zero_retention:
             return
-        site = self._sites.setdefault(prefix.site, _OfSite())
-        self._digests.setdefault(prefix.site, SiteDigest()).earn(len(asked.prompt_token_ids))
-        if prefix.tip in site.by_tip:
-            site.by_tip.move_to_end(prefix.tip)
+        self._digest(prefix).earn(len(asked.prompt_token_ids))
+        known = self._known(prefix)
+        if known is not None and known.region_class == prefix.region_class:
+            self._sites[prefix.site].by_tip.move_to_end(prefix.tip)
             return
+        if known is not None:  # its tenant has another class since
+            self._forget(known)
+        site = self._sites.setdefault(prefix.site, _OfSite())
         site.by_tip[prefix.tip] = prefix
         site.num_blocks += prefix.num_blocks
         self._new[prefix] = None
@@ -120,25 +131,57 @@ class HeldPrefixes:
         self._set_held(prefix, num_held)
         prefix.num_misses = 0 if num_held else prefix.num_misses + 1
         if prefix.num_misses >= MAX_MISSES:
-            self._forget(self._sites[prefix.site], prefix)
+            self._forget(prefix)
         else:
             (self._turns if num_held else self._new)[prefix] = None
+
+    def withdraw_tenant(self, tenant_id: str) -> None:
+        """Forgets the prefixes that are held under the name of a tenant `{site}/{tenant}`."""
+        self._withdraw(site_in(tenant_id) or "", lambda each: each.tenant_id == tenant_id)
+
+    def withdraw_classes(self, site: str) -> None:
+        """Forgets the prefixes of all region classes of a site."""
+        self._withdraw(site, lambda each: bool(each.region_class))
+
+    def _withdraw(self, site: str, is_meant: Callable[[HeldPrefix], bool]) -> None:
+        held = self._sites.get(site, _OfSite()).by_tip.values()
+        withdrawn = list(filter(is_meant, held))
+        for (name, region_class), digest in self._digests.items():
+            if name == site:
+                of_class = (each for each in withdrawn if each.region_class == region_class)
+                digest.withdraw(each for prefix in of_class for each in prefix.held)
+        for each in withdrawn:
+            each.num_held = 0
+            self._forget(each)
+
+    def _known(self, prefix: HeldPrefix) -> HeldPrefix | None:
+        site = self._sites.get(prefix.site)
+        return None if site is None else site.by_tip.get(prefix.tip)
+
+    def _digest(self, prefix: HeldPrefix) -> SiteDigest:
+        key = prefix.site, prefix.region_class
+        if key not in self._digests:
+            self._digests[key] = SiteDigest(prefix.region_class)
+        return self._digests[key]
 
     def _inherit(self, site: _OfSite, longer: HeldPrefix) -> None:
         """Replaces the prefixes that `longer` continues: those of earlier turns of a chat."""
         step = longer.blocks_each * BLOCK_HASH_BYTES
         for end in range(step, len(longer.block_hashes), step):
             shorter = site.by_tip.get(longer.block_hashes[end - BLOCK_HASH_BYTES : end])
-            if shorter is not None:
+            if shorter is None:
+                continue
+            if shorter.region_class == longer.region_class:
                 self._set_held(longer, max(longer.num_held, shorter.num_held))
-                self._forget(site, shorter)
+            self._forget(shorter)
 
     def _limit(self, site: _OfSite) -> None:
         share = MAX_BLOCKS // max(len(self._sites), MIN_SHARES)
         while site.num_blocks > share:
-            self._forget(site, next(iter(site.by_tip.values())))
+            self._forget(next(iter(site.by_tip.values())))
 
-    def _forget(self, site: _OfSite, prefix: HeldPrefix) -> None:
+    def _forget(self, prefix: HeldPrefix) -> None:
+        site = self._sites[prefix.site]
         self._set_held(prefix, 0)
         prefix.is_forgotten = True
         self._new.pop(prefix, None)
@@ -149,7 +192,7 @@ class HeldPrefixes:
             self._sites.pop(prefix.site, None)
 
     def _set_held(self, prefix: HeldPrefix, num_held: int) -> None:
-        digest, before = self._digests[prefix.site], prefix.num_held
+        digest, before = self._digest(prefix), prefix.num_held
         prefix.num_held = num_held
         digest.hold(prefix.fingerprints[before:num_held])
         digest.release(prefix.fingerprints[num_held:before])
@@ -165,6 +208,7 @@ def _prefix_of(asked: Request, here: Request) -> HeldPrefix | None:
     return HeldPrefix(
         site=here.origin_site,
         tenant_id=here.tenant_id,
+        region_class=here.region_class,
         model=here.model,
         revision=here.revision,
         block_hashes=here.block_hashes[: num * ours.blocks_each * BLOCK_HASH_BYTES],

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import structs
 
-from services.gateway.sites.site_requests import MAX_NAME
+from services.gateway.sites.site_requests import MAX_NAME, is_restricted
 from shared.block_hash import extend_packed, root_hash
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import Heartbeat, ModelCard, RunPrefill
@@ -81,7 +81,8 @@ def site_prefill(
     worker in `target_region`.
 
     Its KV is cached apart from that of this site's tenants, with that of the requests of its tenant
-    that this site serves, or not at all: see `site_request`.
+    that this site serves. Nothing is cached of a tenant that is restricted to regions, or of a
+    third site: see `site_request`.
     """
     site = site_in(command.decode_worker_id) or ""
     tenant_id = at_site(site, command.tenant_id)[:MAX_NAME]
@@ -96,12 +97,10 @@ def site_prefill(
         block_hashes=pack_hashes(extend_packed(root, command.token_ids, block_size)),
         num_public_blocks=0,
         public_root=None,
-        is_zero_retention=command.is_zero_retention or _is_bound(command),
+        is_zero_retention=command.is_zero_retention
+        or is_restricted(command)
+        or is_at_site(command.tenant_id),
         lease_s=min(command.lease_s, MAX_LEASE_S),
         deadline_s=min(command.deadline_s, max_deadline_s),
         target_region=target_region,
     )
-
-
-def _is_bound(command: RunPrefill) -> bool:
-    return bool(command.allowed_regions or command.region_class)

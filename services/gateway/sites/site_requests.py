@@ -8,9 +8,11 @@ from msgspec import structs
 
 from shared.block_hash import extend_packed, root_hash
 from shared.errors import InvalidRequest, WorkerBusy
-from shared.messages import Heartbeat, ModelCard, Request
+from shared.messages import Heartbeat, ModelCard, Request, RunPrefill
 from shared.packing import TOKEN_ID_BYTES, pack_hashes
-from shared.subjects import SITE_SEPARATOR, at_site
+from shared.regions.region_classes import RegionClasses
+from shared.subjects import SITE_SEPARATOR, at_site, is_at_site
+from shared.tenancy.residency import regions_of
 
 MAX_NAME = 256
 MAX_CHOICES = 128  # as many as a decode worker takes
@@ -63,8 +65,37 @@ def _check_sizes(request: Request, max_context_tokens: int) -> None:
             raise WorkerBusy(f"no worker of this site has a context for {request.request_id!r}")
 
 
+def is_restricted(message: Request | RunPrefill) -> bool:
+    """Whether the tenant's data may be in some regions only."""
+    return bool(message.allowed_regions or message.region_class)
+
+
+def may_retain_class(
+    request: Request, classes: RegionClasses, index_regions: Iterable[str]
+) -> bool:
+    """Whether KV of the request's region class may stay at this site after its end. `index_regions`
+    are those of the indexes here: one of the class has to follow an order to drop the KV, and none
+    may be where the tenant's hashes may not.
+    """
+    of_class = classes.allowed(request.region_class, None) or frozenset()
+    indexes = of_class.intersection(index_regions)
+    return bool(indexes) and indexes <= (regions_of(request, classes) or frozenset())
+
+
+def tenant_here(request: Request) -> str:
+    """Returns what the tenant of another site's request is called here."""
+    site = request.gateway_id.partition(SITE_SEPARATOR)[0]
+    return at_site(site, request.tenant_id)[:MAX_NAME]
+
+
 def site_request(
-    request: Request, placement_id: bytes, gateway_id: str, root_key: bytes, *, weight: float = 1.0
+    request: Request,
+    placement_id: bytes,
+    gateway_id: str,
+    root_key: bytes,
+    *,
+    weight: float = 1.0,
+    retains_class: bool = False,
 ) -> Request:
     """Returns the request as this gateway submits it to the schedulers of its site. `weight` is the
     share of a queue for all requests of the other site; their priority raises none above the
@@ -74,12 +105,13 @@ def site_request(
     site's tenant and the other site's root, in which the salt is. Seed, positions and tokens are
     those of the other site, and so are the tokens to come.
 
-    A tenant with regions is known at its home alone, and so is a change of its regions: nothing of
-    its request stays here after the end.
+    A tenant with regions is known at its home alone, and so is a change of its regions. With
+    `retains_class` the KV of one with a region class stays until its home withdraws it; of others,
+    and of a tenant of a third site, nothing stays here after the end.
     """
-    site = request.gateway_id.partition(SITE_SEPARATOR)[0]
-    is_bound = bool(request.allowed_regions or request.region_class)
-    tenant_id = at_site(site, request.tenant_id)[:MAX_NAME]
+    site, tenant_id = request.gateway_id.partition(SITE_SEPARATOR)[0], tenant_here(request)
+    is_retained = not is_restricted(request) or (bool(request.region_class) and retains_class)
+    is_retained &= not is_at_site(request.tenant_id)
     root = root_hash(tenant_id, request.revision, cache_salt=request.cache_root.hex(), key=root_key)
     hashes = extend_packed(root, request.prompt_token_ids, request.block_size)
     suffix = f"-{placement_id.hex()}"
@@ -94,7 +126,7 @@ def site_request(
         num_public_blocks=0,
         public_root=None,
         origin_site=site,
-        is_zero_retention=request.is_zero_retention or is_bound,
+        is_zero_retention=request.is_zero_retention or not is_retained,
         weight=weight,
         priority=min(request.priority, 0),
     )

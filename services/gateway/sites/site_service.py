@@ -19,7 +19,12 @@ from msgspec import structs
 from services.gateway.sites.prefix_digests import PrefixDigests
 from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.sites.site_prefills import SitePrefills
-from services.gateway.sites.site_requests import narrowed, site_request
+from services.gateway.sites.site_requests import (
+    may_retain_class,
+    narrowed,
+    site_request,
+    tenant_here,
+)
 from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.queued_openings import Opening
 from services.gateway.streams.stream_driver import StreamDriver
@@ -125,6 +130,7 @@ class SiteService:
         )
         await self._prefills.start()
         if self._over_sites is not None:
+            self._over_sites.on_withdrawn(self._digests.withdraw)
             await self._over_sites.start()
         self._health_monitor.on_lost(self._on_lost)
         self._background.start_own(self._report())
@@ -236,17 +242,23 @@ class SiteService:
         regions = {self._config.region, *(each.region for each in here)}
         workers = (each for each in fleet.live("decode") if not is_at_site(each.process_id))
         request = narrowed(asked, workers, regions)
-        weight = self._weights.get(site_in(asked.gateway_id) or "", 1.0)
-        made = site_request(request, command.placement_id, own, self._root_key(), weight=weight)
+        site = site_in(asked.gateway_id) or ""
+        tenant_id = tenant_here(asked)
+        # of a site with many tenants, the further ones share names; their blocks are apart
+        name = self._tenants.setdefault(site, SiteTenantNames()).of(tenant_id)
+        made = site_request(
+            *(request, command.placement_id, own, self._root_key()),
+            weight=self._weights.get(site, 1.0),
+            retains_class=name == tenant_id and self._may_retain_class(asked),
+        )
         deadline_s = min(made.deadline_s, self._config.request_timeout_s)
-        return structs.replace(made, deadline_s=deadline_s, tenant_id=self._tenant(made))
+        return structs.replace(made, deadline_s=deadline_s, tenant_id=name)
 
-    def _tenant(self, request: Request) -> str:
-        """Returns the tenant under which caches and records are counted here: of a site with many
-        tenants, the further ones share names. Their blocks are apart all the same.
-        """
-        names = self._tenants.setdefault(request.origin_site, SiteTenantNames())
-        return names.of(request.tenant_id)
+    def _may_retain_class(self, asked: Request) -> bool:
+        monitor = self._health_monitor
+        indexes = (each.region for each in monitor.fleet.live("kv_index"))
+        receives_orders = self._over_sites is not None
+        return receives_orders and may_retain_class(asked, monitor.refusals.classes, indexes)
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         worker_id, entry = self._placements.resend(

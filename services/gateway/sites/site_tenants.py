@@ -9,7 +9,7 @@ import structlog
 from services.gateway.sites.home_accounts import HomeAccounts
 from services.gateway.sites.home_tenants import HomeTenants
 from services.gateway.sites.linked_homes import LinkedHomes
-from services.gateway.sites.site_withdrawals import SiteWithdrawals
+from services.gateway.sites.site_withdrawals import OnWithdrawn, SiteWithdrawals
 from services.gateway.sites.tenant_copies import TenantCopyReader
 from services.gateway.sites.usage_reports import UsageReporter
 from services.gateway.tenancy.tenancy import Tenancy
@@ -108,6 +108,10 @@ class SiteTenants:
         if isinstance(command, WithdrawTenant):
             return self._withdrawals.answer(command)
         return self._home.answer(command)
+
+    def on_withdrawn(self, withdraw: OnWithdrawn) -> None:
+        """Has `withdraw` called for each tenant of another site that leaves this one."""
+        self._withdrawals.on_withdrawn = withdraw
 
     def observe(self, state: SiteState) -> None:
         """Takes the state of a gateway of a linked site."""

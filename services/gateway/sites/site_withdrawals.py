@@ -8,7 +8,7 @@ gateway sends; the others see in Redis what the first one has had confirmed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 import structlog
 
@@ -20,7 +20,7 @@ from shared.errors import HearthError, Overloaded
 from shared.messages import Done, WithdrawTenant
 from shared.regions.region_classes import RegionClasses
 from shared.store import Store, StoreUnavailable
-from shared.subjects import at_site
+from shared.subjects import at_site, is_at_site
 from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import KvDrop
 from shared.tenancy.deletion.site_drops import SiteDrop
@@ -33,6 +33,9 @@ ROUND_S = 0.25
 TIMEOUT_S = 1.0
 MAX_AT_ONCE = 16  # to one site
 MAX_PER_S = 64.0  # of one site
+
+# Called with a tenant `{site}/{tenant}`, and whether this gateway's region still may have its data.
+OnWithdrawn = Callable[[str, bool], None]
 
 
 class SiteWithdrawals:
@@ -56,7 +59,9 @@ class SiteWithdrawals:
         self._classes = classes
         self._withdrawal = withdrawal
         self._name, self._region = gateway_id, region
+        self.on_withdrawn: OnWithdrawn = _ignore
         self._last = 0  # the number of the last order
+        self._seen: int | None = None  # the same; None before the first round
         self._drops: Sequence[KvDrop] = ()
         self._forgotten = 0  # the last one that is not among them
         # By site, as Redis has them. One that was emptied has none: all may have been missed.
@@ -84,10 +89,22 @@ class SiteWithdrawals:
                 self._caught_up.clear()
             self._forgotten = await kv_drops.last_forgotten(self._store)
             self._positions, self._last = {}, last
+            self._report_new(last)
+        self._seen = last
         behind = [each for each in self._homes.by_site if self._is_behind(each)]
         if behind:
             self._positions = await site_drops.positions(self._store)
             await asyncio.gather(*(self._send(each) for each in behind if self._is_behind(each)))
+
+    def _report_new(self, last: int) -> None:
+        """Reports what was ordered since the last round, at whichever gateway of this site."""
+        if self._seen is None:  # this gateway has just started: it knows of nothing that is held
+            return
+        before = self._seen if last > self._seen else 0  # 0: Redis was emptied
+        for each in self._drops:
+            if each.number > before and is_at_site(each.tenant_id):
+                is_kept = each.reason == "regions" and self._region in (each.kept_regions or ())
+                self.on_withdrawn(each.tenant_id, is_kept)
 
     def _is_behind(self, site: str) -> bool:
         return self._positions.get(site) != self._last and self._homes.is_heard(site)
@@ -167,8 +184,14 @@ class SiteWithdrawals:
         return self._withdraw(at_site(site, command.tenant_id), command.kept_regions)
 
     async def _withdraw(self, tenant_id: str, kept_regions: tuple[str, ...]) -> Done:
-        if self._region in kept_regions:  # workers of this site may be in other regions
+        is_kept = self._region in kept_regions
+        self.on_withdrawn(tenant_id, is_kept)
+        if is_kept:  # workers of this site may be in other regions
             await self._withdrawal.order(tenant_id, "regions", kept_regions)
         else:
             await self._withdrawal.delete(tenant_id, "regions")
         return Done()
+
+
+def _ignore(tenant_id: str, is_kept_here: bool) -> None:
+    pass

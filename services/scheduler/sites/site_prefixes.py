@@ -4,9 +4,11 @@
                           ▲                     └── gap, flood, silence, lost ──┐
                           └────────────── its fingerprints are dropped ◀───────┘
 
-A dictionary maps a fingerprint to a bit mask of the gateways that report it. A digest may be wrong,
-or a peer may invent one: it costs time, never correctness, as the site matches complete hashes. A
-peer gets a share of the memory, and of the time to take its digests in.
+A dictionary for each region class maps a fingerprint to a bit mask of the gateways that report it.
+A gateway numbers the digests of each class by themselves. A prompt is looked up in its own class
+alone. A digest may be wrong, or a peer may invent one: it costs time, never correctness, as the
+site matches complete hashes. A peer gets a share of the memory, and of the time to take its digests
+in.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from shared.subjects import SITE_SEPARATOR
 
 MAX_FINGERPRINTS = 2**19  # of all sites, in equal shares: about 60 MB
 MIN_SHARES = 16
-MAX_GATEWAYS = 64  # of one site: the last ones are remembered
+MAX_GATEWAYS = 64  # of one site and class: the last ones are remembered
 MAX_PER_S = 16_384  # fingerprints of one site; a message counts as MESSAGE_COST
 BURST_S = 2.0
 MESSAGE_COST = 64
@@ -29,9 +31,10 @@ SILENT_S = 300.0  # five snapshots
 
 @dataclass(eq=False, slots=True)
 class _Gateway:
-    """A gateway of another site, in step with what it has sent."""
+    """A gateway of another site, in step with what it has sent of one region class."""
 
     gateway_id: str
+    region_class: str
     site: str
     bit: int
     epoch: int
@@ -50,7 +53,7 @@ class _Site:
     """The gateways of a site, and how many fingerprints it may send."""
 
     def __init__(self, now: float) -> None:
-        self.gateways: dict[str, _Gateway] = {}
+        self.gateways: dict[tuple[str, str], _Gateway] = {}  # by id and region class
         self.allowance = Allowance(MAX_PER_S * BURST_S, BURST_S, now)
 
     @property
@@ -61,13 +64,14 @@ class _Site:
 class SitePrefixes:
     def __init__(self) -> None:
         self._sites: dict[str, _Site] = {}  # those of the servers' configuration
-        self._holders: dict[int, int] = {}  # bits of gateways by fingerprint
+        # By region class, those of this process: bits of gateways by fingerprint
+        self._holders: dict[str, dict[int, int]] = {}
         self._of_bit: list[_Gateway | None] = []  # by the number of its bit
         self._free_bits: list[int] = []
 
     def __len__(self) -> int:
         """Returns the number of fingerprints."""
-        return len(self._holders)
+        return sum(map(len, self._holders.values()))
 
     # ── digests ──────────────────────────────────────────────────────────────────────────────────
 
@@ -77,7 +81,7 @@ class SitePrefixes:
         """
         name = digest.gateway_id.partition(SITE_SEPARATOR)[0]
         site = self._sites.setdefault(name, _Site(now))
-        gateway = site.gateways.get(digest.gateway_id)
+        gateway = site.gateways.get((digest.gateway_id, digest.region_class))
         added, removed = unpack_fingerprints(digest.added), unpack_fingerprints(digest.removed)
         if not site.allowance.takes(MESSAGE_COST + len(added) + len(removed), now):
             self._drop(gateway)
@@ -98,8 +102,16 @@ class SitePrefixes:
     def lost(self, gateway_id: str) -> None:
         """Drops what a gateway has sent: its link is cut, or it has left."""
         site = self._sites.get(gateway_id.partition(SITE_SEPARATOR)[0])
-        if site is not None:
-            self._drop(site.gateways.get(gateway_id))
+        for each in list(site.gateways.values()) if site is not None else ():
+            if each.gateway_id == gateway_id:
+                self._drop(each)
+
+    def withdraw(self, site: str, region_class: str) -> None:
+        """Drops what a site has sent of a region class, which does not contain its region."""
+        known = self._sites.get(site)
+        for each in list(known.gateways.values()) if known is not None else ():
+            if each.region_class == region_class:
+                self._drop(each)
 
     def drop_silent(self, now: float) -> None:
         for site in self._sites.values():
@@ -114,7 +126,8 @@ class SitePrefixes:
         out.
         """
         prompt = PrefixFingerprints(request.cache_root, request.block_hashes, request.block_size)
-        at, holders_of, longest = prompt.at, self._holders.get, len(prompt)
+        holders = self._holders.get(request.region_class, {})
+        at, holders_of, longest = prompt.at, holders.get, len(prompt)
         holding = holders_of(at(0)) if longest else None
         if not holding:
             return {}
@@ -150,16 +163,19 @@ class SitePrefixes:
     # ── internals ────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, site: _Site, name: str, digest: PrefixDigest, now: float) -> _Gateway:
-        while len(site.gateways) >= MAX_GATEWAYS:
-            self._drop(min(site.gateways.values(), key=lambda each: each.heard_at))
+        region_class = digest.region_class
+        of_class = [each for each in site.gateways.values() if each.region_class == region_class]
+        if len(of_class) >= MAX_GATEWAYS:
+            self._drop(min(of_class, key=lambda each: each.heard_at))
         if not self._free_bits:
             self._free_bits.append(len(self._of_bit))
             self._of_bit.append(None)
         number = self._free_bits.pop()
         gateway = _Gateway(
-            digest.gateway_id, name, 1 << number, digest.epoch, digest.sequence_number, now
+            *(digest.gateway_id, region_class, name, 1 << number),
+            *(digest.epoch, digest.sequence_number, now),
         )
-        self._of_bit[number] = site.gateways[digest.gateway_id] = gateway
+        self._of_bit[number] = site.gateways[digest.gateway_id, region_class] = gateway
         return gateway
 
     def _drop(self, gateway: _Gateway | None) -> None:
@@ -169,17 +185,17 @@ class SitePrefixes:
         number = gateway.bit.bit_length() - 1
         self._of_bit[number] = None
         self._free_bits.append(number)
-        del self._sites[gateway.site].gateways[gateway.gateway_id]
+        del self._sites[gateway.site].gateways[gateway.gateway_id, gateway.region_class]
 
     def _add(self, gateway: _Gateway, fingerprints: list[int]) -> None:
-        holders, bit = self._holders, gateway.bit
+        holders, bit = self._holders.setdefault(gateway.region_class, {}), gateway.bit
         gateway.fingerprints.update(fingerprints)
         for each in fingerprints:
             known = holders.get(each)
             holders[each] = bit if known is None else known | bit  # most share their gateway's int
 
     def _remove(self, gateway: _Gateway, fingerprints: list[int]) -> None:
-        holders, others = self._holders, ~gateway.bit
+        holders, others = self._holders.get(gateway.region_class, {}), ~gateway.bit
         for each in fingerprints:
             if each in gateway.fingerprints:
                 gateway.fingerprints.discard(each)

@@ -29,6 +29,7 @@ from shared.messages import (
     WorkerLoad,
 )
 from shared.numerics import Numerics
+from shared.regions.region_check import RegionCheck
 from tests.services.scheduler.literals import BLOCK_SIZE
 from tests.support.records import model_card
 from tests.support.world.bus import SimulatedBus, SimulatedNetwork
@@ -118,12 +119,15 @@ def hash_of(name: str) -> int:
 
 
 class Rig:
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, regions: RegionCheck | None = None, **options: Any) -> None:
         self.network = SimulatedNetwork()
         config = SchedulerConfig(nats_url="nats://here", process_id="scheduler-0")
         config = msgspec.structs.replace(config, **options)
         self.service = SchedulerService(
-            config, self.network.bus("scheduler-0"), VirtualClock(), SeededRandomness(5)
+            config,
+            self.network.bus("scheduler-0", regions=regions),
+            VirtualClock(),
+            SeededRandomness(5),
         )
         self.updates: dict[str, list[PlacementUpdate]] = {}
         self.received_at: list[float] = []

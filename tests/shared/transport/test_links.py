@@ -168,16 +168,18 @@ async def test_class_crosses_to_sites_of_its_regions_alone(sites: dict[str, Site
     """The class is that of `eu`, where b is. Nobody names a region for c."""
     start_b, start_c, arrived = (each.replace("control", "start") for each in (TO_B, TO_C, AT_B))
     to_a, from_c = TO_B.replace(".b.", ".a."), AT_B.replace(".a.", ".c.")
+    digests = [f"hearth.v1.site.{each}.scheduler.any.-.digest.gw.-" for each in "bc"]
+    digest_arrived = "hearth.v1.linked.a.scheduler.any.-.digest.gw.-"
     async with spy(sites["a"].port) as a, spy(sites["b"].port) as b, spy(sites["c"].port) as c:
         await linked(a, b, TO_B, AT_B)
         await linked(a, c, TO_C, AT_B)
         await linked(c, a, to_a, from_c)
         for each in (a, b, c):
             each.received.clear()
-        of_class = [in_class(each, "k") for each in (start_b, start_c, TO_B)]
+        of_class = [in_class(each, "k") for each in (start_b, start_c, *digests, TO_B)]
         await a.publish(*of_class, in_class(start_b, "other"), TO_B, TO_C)
         await until(lambda: AT_B in b.subjects and AT_B in c.subjects)
-        assert b.subjects == [in_class(arrived, "k"), AT_B]
+        assert b.subjects == [*(in_class(each, "k") for each in (arrived, digest_arrived)), AT_B]
         assert c.subjects == [AT_B]
         a.received.clear()
         await c.publish(in_class(to_a.replace("control", "start"), "k"), to_a)

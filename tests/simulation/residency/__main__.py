@@ -68,6 +68,7 @@ def row_of(total: ResidencyOutcome, wall_s: float) -> Row:
         "finished": total.endings["finished"],
         "refused_by_region": total.endings["refused: no_region_allowed"],
         "over_links": total.num_crossed,
+        "fingerprints_in_classes": total.num_of_classes,
         "resubmitted": total.events["request_resubmitted"],
         "faults": total.num_faults,
         "changes_of_regions": total.num_changes,

@@ -35,18 +35,16 @@ class Borders:
     num_seen: Counter[str] = field(default_factory=Counter)  # sightings by kind of place
     forgetful: set[str] = field(default_factory=set)  # tenants with zero retention
     is_over: bool = False  # all requests have ended: their KV is zeroed
-    _since: dict[str, list[tuple[float, frozenset[str] | None]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    _since: dict[str, list[tuple[float, Limits]]] = field(default_factory=lambda: defaultdict(list))
 
     def begin(self, tenants: Iterable[TenantPlan]) -> None:
         for each in tenants:
-            self._since[each.tenant_id].append((0.0, each.limits.regions))
+            self._since[each.tenant_id].append((0.0, each.limits))
             if each.is_zero_retention:
                 self.forgetful.add(each.tenant_id)
 
     def change(self, tenant_id: str, limits: Limits, at_s: float) -> None:
-        self._since[tenant_id].append((at_s, limits.regions))
+        self._since[tenant_id].append((at_s, limits))
 
     def judge(self, found: Iterable[tuple[object, Sighting]]) -> None:
         for place, sighting in found:
@@ -72,6 +70,10 @@ class Borders:
             return None
         return ", ".join(sorted(place.regions - allowed)) or "no region"
 
+    def may_name(self, tenant_id: str, region_class: str, at_s: float) -> bool:
+        """Whether a message of the class may have data of the tenant."""
+        return any(each.class_on_bus == region_class for each in self._limits(tenant_id, at_s))
+
     def _is_retained(self, tenant_id: str, place: Place) -> bool:
         """Whether a place outlives the requests of a tenant that has zero retention."""
         is_lasting = place.kind == "Redis" or (place.kind == "memory" and self.is_over)
@@ -80,13 +82,20 @@ class Borders:
     def _allowed(self, tenant_id: str, at_s: float) -> Collection[str] | None:
         """Returns the regions allowed at any time in the last `withdrawn_s`; None: all."""
         found: set[str] = set()
+        for limits in self._limits(tenant_id, at_s):
+            if limits.regions is None:
+                return None
+            found |= limits.regions
+        return found
+
+    def _limits(self, tenant_id: str, at_s: float) -> list[Limits]:
+        """Returns the limits at any time in the last `withdrawn_s`."""
         periods = self._since[tenant_id]
         if len(periods) == 1:
-            return periods[0][1]
+            return [periods[0][1]]
         ends = [since for since, _ in periods[1:]] + [at_s]
-        for (since, regions), end in zip(periods, ends, strict=True):
-            if since <= at_s and end >= at_s - self.withdrawn_s:
-                if regions is None:
-                    return None
-                found |= regions
-        return found
+        return [
+            limits
+            for (since, limits), end in zip(periods, ends, strict=True)
+            if since <= at_s and end >= at_s - self.withdrawn_s
+        ]

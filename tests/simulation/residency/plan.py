@@ -24,7 +24,7 @@ NUM_TENANTS = 1000
 PLANTED = "planted"  # a tenant without requests, of which all that is found was planted
 FIRST_CANARY_ID, LAST_CANARY_ID = 10_000, 32_000  # of the tokens of canaries
 STEM_TOKENS, LONG_STEM_TOKENS = 40, 144  # a long one has a fingerprint in digests of sites
-NUM_LONG = 25  # one tenant of so many has a long stem
+NUM_LONG = 5  # one tenant of so many has a long stem, and the planted one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ class Limits:
     @property
     def regions(self) -> frozenset[str] | None:
         return CLASSES.allowed(self.region_class, self.allowed_regions)
+
+    @property
+    def class_on_bus(self) -> str:
+        """The class of subjects: its own, or the one of exactly these regions."""
+        return self.region_class or CLASSES.of_exactly(self.allowed_regions or ())
 
     @property
     def changes(self) -> dict[str, object]:

@@ -33,7 +33,11 @@ async def plant(fleets: ResidencyFleets, folder: Path) -> None:
     bus.publish_bytes(LEAK, pack_token_ids(tenant.stem))
     (fingerprint, *_) = fingerprints_of([tenant])
     digest = PrefixDigest(
-        gateway_id="planted-0", epoch=1, sequence_number=1, added=pack_fingerprints([fingerprint])
+        gateway_id="planted-0",
+        epoch=1,
+        sequence_number=1,
+        added=pack_fingerprints([fingerprint]),
+        region_class=tenant.limits.region_class,
     )
     bus.publish_bytes(f"{LEAK}.digest", msgspec.msgpack.encode(digest))
     await fleet.store.write([("SET", f"hearth:planted:{canary.block_hashes[0].hex()}", "1")])

@@ -35,6 +35,7 @@ class ResidencyOutcome:
     num_changes: int = 0  # of tenants' regions
     num_faults: int = 0  # of links and of processes
     num_crossed: int = 0
+    num_of_classes: int = 0  # fingerprints of prompts that sites reported in a region class
     num_messages: int = 0
     num_bytes: int = 0
     virtual_s: float = 0.0
@@ -107,5 +108,6 @@ def _judge(fleets: ResidencyFleets, logs: SearchedLog, outcome: ResidencyOutcome
     of_processes = sum(len(each.faults) for each in plan.sites.sites.values())
     outcome.num_faults = len(plan.sites.faults) + of_processes
     outcome.num_crossed = fleets.num_crossed.total()
+    outcome.num_of_classes = fleets.traffic.num_of_classes
     outcome.num_messages, outcome.num_bytes = fleets.traffic.num_messages, fleets.traffic.num_bytes
     outcome.virtual_s = asyncio.get_running_loop().time()

@@ -30,6 +30,7 @@ def test_nothing_of_a_tenant_crosses_its_borders() -> None:
     assert outcome.wrongs == {}
     assert outcome.endings["finished"] > 250
     assert outcome.num_crossed > 20
+    assert outcome.num_of_classes > 5
     assert min(outcome.num_seen[each] for each in ("subject", "Redis", "frame", "memory")) > 100
 
 
@@ -89,6 +90,20 @@ def test_a_change_of_regions_takes_effect_soon(
     assert borders.forbidden(tenant.tenant_id, place) == expected
     borders.judge([(place, Sighting(tenant.tenant_id, "text", 0))])
     assert borders.leaks.total() == (expected is not None)
+
+
+def test_a_digest_names_prompts_of_its_own_class_alone() -> None:
+    tenant = replace(next(iter(all_tenants().values())), limits=Limits("", ("fr", "de")))
+    borders = Borders()
+    borders.begin([tenant])
+    borders.change(tenant.tenant_id, Limits(), 10.0)
+    found = {
+        (name, at_s)
+        for name in ("", "eu", "treaty")
+        for at_s in (9.0, 11.0, 10.1 + WITHDRAWN_S)
+        if borders.may_name(tenant.tenant_id, name, at_s)
+    }
+    assert found == {("eu", 9.0), ("eu", 11.0), ("", 11.0), ("", 10.1 + WITHDRAWN_S)}
 
 
 def test_zero_retention_leaves_nothing_at_home_either() -> None:

@@ -18,6 +18,7 @@ from shared.kv_wire.link import FrameHeader
 from shared.messages import PrefixDigest, StartDecode
 from shared.sites.prefix_fingerprints import unpack_fingerprints
 from tests.simulation.residency.borders import Borders, Place
+from tests.simulation.residency.plan import PLANTED
 from tests.support.canaries.canary import Canary
 from tests.support.canaries.search import CanarySearch, Pieces, Sighting
 from tests.support.world.bus import INBOX
@@ -38,6 +39,7 @@ class Traffic:
         region_of: Callable[[SimulatedProcess], str],
     ) -> None:
         self.num_bytes = self.num_messages = 0
+        self.num_of_classes = 0  # fingerprints in digests of region classes
         self._search, self._fingerprints, self._borders = search, fingerprints, borders
         self._region_of = region_of
         self._pieces = Pieces()
@@ -101,12 +103,16 @@ class Traffic:
         self._placements.append(Canary(tenant_id=tenant_id, others=others))
 
     def _check_digest(self, digest: PrefixDigest, subject: str, regions: frozenset[str]) -> None:
-        place = Place(
-            "digest", subject_pattern(subject), regions, asyncio.get_running_loop().time()
-        )
-        named = unpack_fingerprints(digest.added + digest.removed)
-        known = (self._fingerprints.get(each) for each in named)
-        self._borders.judge((place, Sighting(each, "fingerprint", 0)) for each in known if each)
+        name, at_s = subject_pattern(subject), asyncio.get_running_loop().time()
+        for fingerprint in unpack_fingerprints(digest.added + digest.removed):
+            tenant_id = self._fingerprints.get(fingerprint)
+            if tenant_id is None:
+                continue
+            place = Place("digest", name, regions, at_s)
+            if not self._borders.may_name(tenant_id, digest.region_class, at_s):
+                place = Place("digest", f"{name} of {digest.region_class!r}", None, at_s)
+            self.num_of_classes += bool(digest.region_class) and tenant_id != PLANTED
+            self._borders.judge([(place, Sighting(tenant_id, "fingerprint", 0))])
 
 
 @lru_cache(100_000)

@@ -10,6 +10,7 @@ from services.gateway.sites import held_prefixes
 from services.gateway.sites.held_prefixes import MAX_BLOCKS, MAX_MISSES, MIN_SHARES, HeldPrefixes
 from services.gateway.sites.site_digest import (
     BYTES_PER_S,
+    CLASS_BYTES,
     FIRST_BYTES,
     MESSAGE_BYTES,
     PROMPT_SHARE,
@@ -23,18 +24,28 @@ from shared.block_hash import extend_packed
 from shared.messages import FINGERPRINT_BYTES, PrefixDigest, Request
 from shared.packing import pack_hashes, pack_token_ids
 from shared.sites.prefix_fingerprints import pack_fingerprints
+from shared.subjects import in_class
 from tests.services.scheduler.literals import BLOCK_SIZE, submit_of
 from tests.support.grids import in_one_test
 
 EACH = 8  # blocks of a fingerprint
 
 
-def asked(start: int, num_tokens: int, site: str = "a") -> Request:
+def asked(
+    start: int,
+    num_tokens: int,
+    site: str = "a",
+    *,
+    tenant_id: str = "tenant",
+    region_class: str = "",
+) -> Request:
     """Returns a request of a site, whose tokens begin with `start`."""
-    made = submit_of("r", gateway_id=f"{site}/gw").request
+    made = submit_of("r", gateway_id=f"{site}/gw", tenant_id=tenant_id).request
     tokens = pack_token_ids([start, *range(num_tokens - 1)])
     hashes = pack_hashes(extend_packed(made.cache_root, tokens, BLOCK_SIZE))
-    return msgspec.structs.replace(made, prompt_token_ids=tokens, block_hashes=hashes)
+    return msgspec.structs.replace(
+        made, prompt_token_ids=tokens, block_hashes=hashes, region_class=region_class
+    )
 
 
 def computed(held: HeldPrefixes, request: Request) -> None:
@@ -42,7 +53,7 @@ def computed(held: HeldPrefixes, request: Request) -> None:
 
 
 def at_this_site(request: Request) -> Request:
-    return site_request(request, b"p" * 16, "gw", b"secret" * 4)
+    return site_request(request, b"p" * 16, "gw", b"secret" * 4, retains_class=True)
 
 
 def check(held: HeldPrefixes, num_blocks: int) -> None:
@@ -50,16 +61,16 @@ def check(held: HeldPrefixes, num_blocks: int) -> None:
         held.checked(each, min(num_blocks, each.num_blocks))
 
 
-def digest_of(held: HeldPrefixes, site: str = "a") -> SiteDigest:
-    digest = held.digest_of(site)
-    assert digest is not None
-    return digest
+def digest_of(held: HeldPrefixes, site: str = "a", region_class: str = "") -> SiteDigest:
+    return dict(held.digests())[site, region_class]
 
 
-def part(held: HeldPrefixes, now: float = 0.0, site: str = "a") -> DigestPart | None:
-    digest = digest_of(held, site)
+def part(
+    held: HeldPrefixes, now: float = 0.0, site: str = "a", region_class: str = ""
+) -> DigestPart | None:
+    digest = digest_of(held, site, region_class)
     digest.heard(now)
-    return digest.take(now, num_gateways=1)
+    return digest.take(now, num_shares=1)
 
 
 def test_a_prefix_is_reported_when_the_index_has_it_and_when_it_is_evicted() -> None:
@@ -89,7 +100,84 @@ def test_a_site_learns_of_its_own_requests_alone() -> None:
     of_a, of_c = part(held, site="a"), part(held, site="c")
     assert of_a is not None and of_c is not None
     assert [len(of_a.added), len(of_c.added)] == [1, 1]
-    assert [site for site, _ in held.digests()] == ["a", "c"]
+    assert [site for (site, _), _ in held.digests()] == ["a", "c"]
+
+
+def test_prefixes_of_a_region_class_are_in_a_digest_of_their_own() -> None:
+    held = HeldPrefixes()
+    computed(held, asked(1, 200))
+    computed(held, asked(2, 400, tenant_id="bound", region_class="eu"))
+    check(held, 100)
+    of_none, of_class = part(held), part(held, region_class="eu")
+    assert of_none is not None and of_class is not None
+    assert [len(of_none.added), len(of_class.added)] == [1, 3]
+    assert [each.region_class for each in held.due()] == ["", "eu"]
+
+
+def test_prompt_of_a_tenant_that_gets_a_class_is_known_by_the_class_alone() -> None:
+    held, classes = HeldPrefixes(), ("", "eu")
+    computed(held, asked(1, 256))
+    check(held, 100)
+    first = part(held)
+    assert first is not None and len(first.added) == 2
+    computed(held, asked(1, 256, region_class="eu"))
+    check(held, 100)
+    of_none, of_class = (part(held, 1.0, region_class=each) for each in classes)
+    assert of_none == DigestPart(2, False, [], first.added)
+    assert of_class == DigestPart(1, True, first.added, [])
+    computed(held, asked(1, 384))
+    check(held, 100)
+    of_none, of_class = (part(held, 2.0, region_class=each) for each in classes)
+    assert of_none is not None and len(of_none.added) == 3
+    assert of_class == DigestPart(2, False, [], first.added)
+
+
+@in_one_test(("region_class", "name"), [("", "a/bound"), ("eu", "a/bound"), ("eu", "")])
+def test_what_is_withdrawn_is_named_by_no_message_and_forgotten(
+    region_class: str, name: str
+) -> None:
+    """Of a tenant, or of all classes if `name` is empty. Some of it was evicted just before."""
+    held, receiver = HeldPrefixes(), SitePrefixes()
+    bound = asked(1, 640, tenant_id="bound", region_class=region_class)
+    evicted = asked(2, 256, tenant_id="bound", region_class=region_class)
+    other = asked(3, 256, region_class="" if name == "" else region_class)
+    for each in (bound, evicted, other):
+        computed(held, each)
+    check(held, 100)
+
+    def send(now: float) -> list[PrefixDigest]:
+        sent = []
+        for (_, of), digest in held.digests():
+            digest.heard(now)
+            made = digest.take(now, num_shares=1)
+            if made is not None:
+                sent.append(message(made, of))
+                assert receiver.take(sent[-1], now)
+        return sent
+
+    send(0.0)
+    assert [receiver.num_blocks(each) for each in (bound, other)] == [
+        {"frankfurt-1": 40},
+        {"frankfurt-1": 16},
+    ]
+    for each in held.due():
+        held.checked(each, 0 if each.block_hashes == at_this_site(evicted).block_hashes else 100)
+    if name:
+        held.withdraw_tenant(name)
+        held.withdraw_tenant("a/nobody")
+    else:
+        held.withdraw_classes("a")
+    sent = send(1.0)
+    assert [each.is_first for each in sent] == [True]
+    assert sent[0].removed == b""
+    assert len(sent[0].added) == (2 * FINGERPRINT_BYTES if name else 0)
+    assert [receiver.num_blocks(each) for each in (bound, evicted)] == [{}, {}]
+    assert receiver.num_blocks(other) == {"frankfurt-1": 16}
+    assert len(receiver) == 2 and send(2.0) == []
+    computed(held, bound)
+    check(held, 100)
+    send(3.0)
+    assert receiver.num_blocks(bound) == {"frankfurt-1": 40}, "as if for the first time"
 
 
 def test_short_prompts_and_zero_retention_leave_nothing() -> None:
@@ -153,7 +241,7 @@ def test_what_waits_for_an_index_that_does_not_reply_is_checked_later() -> None:
     assert part(held) is not None
 
 
-def message(of: DigestPart) -> PrefixDigest:
+def message(of: DigestPart, region_class: str = "") -> PrefixDigest:
     return PrefixDigest(
         gateway_id="frankfurt-1/gateway.0123456789ab",
         epoch=2**62,
@@ -161,28 +249,36 @@ def message(of: DigestPart) -> PrefixDigest:
         is_first=of.is_first,
         added=pack_fingerprints(of.added),
         removed=pack_fingerprints(of.removed),
+        region_class=region_class,
     )
 
 
-def num_bytes(of: DigestPart) -> int:
+def num_bytes(of: DigestPart, region_class: str = "") -> int:
     """Returns the bytes on the link, with 95 of the subject and nats-server's own."""
-    size = len(msgspec.msgpack.encode(message(of))) + 95
-    assert size <= MESSAGE_BYTES + FINGERPRINT_BYTES * (len(of.added) + len(of.removed))
+    in_subject = len(in_class("hearth.v1", region_class)) - len("hearth.v1")
+    size = len(msgspec.msgpack.encode(message(of, region_class))) + 95 + in_subject
+    of_class = CLASS_BYTES + 2 * len(region_class) if region_class else 0
+    most = MESSAGE_BYTES + of_class + FINGERPRINT_BYTES * (len(of.added) + len(of.removed))
+    assert size <= most
     return size
 
 
-@in_one_test(("num_gateways", "prompt_bytes"), [(1, 0), (4, 0), (1, 4000), (1, 100_000)])
-def test_bytes_of_a_link_are_limited(num_gateways: int, prompt_bytes: int) -> None:
+@in_one_test(
+    ("num_shares", "prompt_bytes", "region_class"),
+    [(1, 0, ""), (4, 0, ""), (1, 4000, "eu"), (1, 100_000, ""), (1, 0, "e" * 64)],
+)
+def test_bytes_of_a_link_are_limited(num_shares: int, prompt_bytes: int, region_class: str) -> None:
     """Of more changes than may be sent; `prompt_bytes` come each second."""
-    digest, sent, num_seconds, num_new = SiteDigest(), 0, 500, 20 + prompt_bytes // 100
+    digest, sent, num_seconds = SiteDigest(region_class), 0, 500
+    num_new = 20 + prompt_bytes // 100
     for second in range(num_seconds):
         digest.heard(float(second))
         digest.earn(prompt_bytes)
         digest.hold(range(second * num_new, (second + 1) * num_new))
-        taken = digest.take(float(second), num_gateways=num_gateways)
+        taken = digest.take(float(second), num_shares=num_shares)
         if taken is not None:
-            sent += num_bytes(taken)
-    most = BYTES_PER_S / num_gateways + prompt_bytes * PROMPT_SHARE
+            sent += num_bytes(taken, region_class)
+    most = BYTES_PER_S / num_shares + prompt_bytes * PROMPT_SHARE
     assert 0.7 * most < (sent - FIRST_BYTES) / num_seconds <= most
 
 
@@ -191,11 +287,11 @@ def test_changes_are_sent_before_the_rest_of_a_snapshot() -> None:
     digest.hold(range(5000))
     digest.heard(0.0)
     digest.earn(int(17_000 / PROMPT_SHARE))
-    everything = digest.take(0.0, num_gateways=1)
+    everything = digest.take(0.0, num_shares=1)
     assert everything is not None and len(everything.added) == 5000
     digest.heard(10.0)
     digest.release(evicted)
-    part = digest.take(10.0, num_gateways=1)
+    part = digest.take(10.0, num_shares=1)
     assert part is not None and part.is_first
     assert part.removed == evicted and 100 < len(part.added) < 200
 
@@ -203,16 +299,16 @@ def test_changes_are_sent_before_the_rest_of_a_snapshot() -> None:
 def test_nothing_is_sent_to_a_silent_site_and_a_snapshot_when_it_is_back() -> None:
     digest = SiteDigest()
     digest.hold([1, 2])
-    assert digest.take(0.0, num_gateways=1) is None
+    assert digest.take(0.0, num_shares=1) is None
     digest.heard(0.0)
-    assert digest.take(0.0, num_gateways=1) == DigestPart(1, True, [1, 2], [])
+    assert digest.take(0.0, num_shares=1) == DigestPart(1, True, [1, 2], [])
     digest.release([1])
-    assert digest.take(9.0, num_gateways=1) is None
+    assert digest.take(9.0, num_shares=1) is None
     digest.heard(10.0)
-    assert digest.take(10.0, num_gateways=1) == DigestPart(2, True, [2], [1])
+    assert digest.take(10.0, num_shares=1) == DigestPart(2, True, [2], [1])
     for second in range(11, 11 + int(SNAPSHOT_S)):
         digest.heard(float(second))
-        again = digest.take(float(second), num_gateways=1)
+        again = digest.take(float(second), num_shares=1)
     assert again == DigestPart(3, True, [2], [])
 
 
@@ -220,7 +316,11 @@ def test_receivers_agree_with_what_is_held_after_any_losses() -> None:
     """One receiver misses messages, and another one none."""
     random = Random(3)
     steady, lossy = SitePrefixes(), SitePrefixes()
-    prompts = [asked(number, 1280) for number in range(20)]
+    tenants = [("one", ""), ("two", ""), ("three", "eu"), ("four", "eu"), ("five", "world")]
+    prompts = [
+        asked(number, 1280, tenant_id=tenants[number % 5][0], region_class=tenants[number % 5][1])
+        for number in range(20)
+    ]
     held = HeldPrefixes()
     for second in range(600):
         now = float(second)
@@ -228,14 +328,16 @@ def test_receivers_agree_with_what_is_held_after_any_losses() -> None:
             computed(held, random.choice(prompts))
             for each in held.due():
                 held.checked(each, random.choice([0, EACH, 40, 80]))
-        digest = digest_of(held)
-        digest.heard(now)
-        made = digest.take(now, num_gateways=1)
-        if made is None:
-            continue
-        assert steady.take(message(made), now)
-        if second >= 300 or random.random() < 0.9:
-            lossy.take(message(made), now)
+            if random.random() < 0.1:
+                held.withdraw_tenant(f"a/{random.choice(tenants)[0]}")
+        for (_, region_class), digest in held.digests():
+            digest.heard(now)
+            made = digest.take(now, num_shares=3)
+            if made is None:
+                continue
+            assert steady.take(message(made, region_class), now)
+            if second >= 300 or random.random() < 0.9:
+                lossy.take(message(made, region_class), now)
     truth = {each.tip: each.num_held * EACH for each in _all(held)}
     for each in prompts:
         tip = at_this_site(each).block_hashes[-16:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
@@ -19,9 +20,10 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import LinkLoad, WorkerLoad
 from shared.receipts.jws import parsed_jws
 from shared.receipts.receipt import AnswerReceipt, IssuedReceipt, PlacedProcess, receipt_of
-from shared.subjects import is_at_site
+from shared.sites.tenant_names import SiteTenantNames, shared_name
+from shared.subjects import at_site, is_at_site
 from shared.tenancy.declared_classes import declared_classes
-from shared.tenancy.tenant_admin import TenantAdmin
+from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.support.nats_clients import connect_ordered
 from tests.support.services.linked_sites import (
     PASSWORD,
@@ -47,6 +49,7 @@ async def sites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Linke
     async with linked_pair(folder, write_model_dir(folder / "tiny")) as pair:
         for each in (pair.a, pair.b):
             await each.start(site=each.name)
+        await pair.b.add_index()
         await pair.b.add_worker(num_blocks=64, max_batch_tokens=128)
         await until(lambda: pair.a.gateway.readiness().ready and pair.b.gateway.readiness().ready)
         yield pair
@@ -81,15 +84,15 @@ async def receipt_of_answer(site: LiveSite, answer: httpx.Response) -> AnswerRec
     return receipt_of(parsed_jws(issued.receipt).payload)
 
 
-async def in_class(site: LiveSite, region_class: str) -> None:
-    """Gives the site's tenant a region class, once its gateway has declared it."""
+async def in_class(site: LiveSite, region_class: str, tenant_id: str = "tenant-1") -> None:
+    """Gives a tenant of the site a region class, once its gateway has declared it."""
     store = site.gateway.tenancy.stores.slow
 
     async def is_declared() -> bool:
         return bool((await declared_classes(store)).regions)
 
     await until(is_declared)
-    await TenantAdmin(store, lambda: 0.0).change("tenant-1", {"region_class": region_class})
+    await TenantAdmin(store, time.time).change(tenant_id, {"region_class": region_class})
     site.gateway.api_keys._known.clear()
 
 
@@ -100,7 +103,7 @@ async def test_data_of_a_region_class_crosses_to_a_site_of_the_class(sites: Link
     await in_class(sites.a, "europe")
     try:
         assert await text_of(sites.a, "three", 8) == expected != ""
-        assert pool.event_classes == [""]  # a bound tenant leaves nothing at another site
+        assert pool.event_classes == ["", "europe"]
         for each in (sites.a.gateway, sites.a.scheduler, sites.b.gateway, sites.b.scheduler):
             assert (each._bus.regions.num_refused, each._bus.regions.num_denied) == (0, 0)
     finally:
@@ -206,10 +209,14 @@ def refusing(site: LiveSite) -> Iterator[None]:
         placements._max_held = most
 
 
+@pytest.mark.parametrize(
+    ("region_class", "first"), [("", 1), pytest.param("europe", 11, marks=pytest.mark.long)]
+)
 async def test_prompt_goes_to_the_site_that_still_has_it(
-    sites: LinkedPair, monkeypatch: pytest.MonkeyPatch
+    sites: LinkedPair, monkeypatch: pytest.MonkeyPatch, region_class: str, first: int
 ) -> None:
     """Two sites serve the model, and each has computed one of two prompts."""
+    await in_class(sites.a, region_class)
     scheduler = sites.a.scheduler
     prefixes, workers = scheduler._sites.prefixes, scheduler._workers
 
@@ -240,26 +247,57 @@ async def test_prompt_goes_to_the_site_that_still_has_it(
         return found
 
     def held(site: str) -> int:
-        return prefixes._sites[site].num_fingerprints if site in prefixes._sites else 0
+        gateways = prefixes._sites[site].gateways.values() if site in prefixes._sites else ()
+        of_class = (each for each in gateways if each.region_class == region_class)
+        return sum(len(each.fingerprints) for each in of_class)
 
+    one, two = first, first + 1
     async with sites.third_site() as c:
-        for each in (sites.b, c):
-            await each.add_index()
+        await c.add_index()
         await c.add_worker(num_blocks=64)
         await until(lambda: are_equally_fast() and c.gateway.readiness().ready)
         with refusing(c):
-            assert await serving(sites.a, long(1)) == "b"
+            assert await serving(sites.a, long(one)) == "b"
         with refusing(sites.b):
-            assert await serving(sites.a, long(2)) == "c"
+            assert await serving(sites.a, long(two)) == "c"
         await until(lambda: (held("b"), held("c")) == (2, 2))
-        assert await chosen(1, 2) == ["b", "c"]
-        for number in range(3, 7):
+        assert await chosen(one, two) == ["b", "c"]
+        for number in range(first + 2, first + 6):
             await text_of(c, long(number), 4)
         await until(lambda: held("c") == 0)
         with refusing(c):
-            assert await serving(sites.a, long(2)) == "b"
+            assert await serving(sites.a, long(two)) == "b"
         await until(lambda: held("b") == 4)
-        assert await chosen(1, 2) == ["b", "b"]
+        assert await chosen(one, two) == ["b", "b"]
+    await in_class(sites.a, "")
+
+
+@pytest.mark.long
+async def test_withdrawn_tenants_leave_no_kv_at_the_other_site(sites: LinkedPair) -> None:
+    """One has a class, another one shares its name at site b, a third one stays."""
+    store, names = sites.a.gateway.tenancy.stores.slow, sites.b.gateway._sites._tenants
+    pool = sites.b.workers[0]._worker.loop.engine.pool
+    keys = {each: f"key of {each}" for each in ("bound", "shared", "free")}
+    for tenant_id, key in keys.items():
+        await store_api_key(store, key, tenant_id)
+    await in_class(sites.a, "europe", "bound")
+    before, held_under = names["a"], {}
+    for tenant_id, key in keys.items():
+        if tenant_id == "shared":
+            names["a"] = SiteTenantNames(max_named=0)
+        held_under[tenant_id] = names["a"].of(at_site("a", tenant_id))
+        assert (await sites.a.chat(long(50), 4, key=key)).status_code == 200
+        names["a"] = before
+    assert held_under["shared"] == shared_name("a/shared") != "a/shared"
+
+    def cached() -> dict[str, int]:
+        return {each: pool.num_blocks_of(name) for each, name in held_under.items()}
+
+    await until(lambda: all(cached().values()))
+    for tenant_id in ("bound", "shared"):
+        await in_class(sites.a, "elsewhere", tenant_id)
+    await until(lambda: not cached()["bound"] and not cached()["shared"])
+    assert cached()["free"]
 
 
 def prompt(number: int) -> str:

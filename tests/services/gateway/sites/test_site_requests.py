@@ -5,10 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.gateway.sites.site_requests import MAX_CHOICES, narrowed, site_request
+from services.gateway.sites.site_requests import (
+    MAX_CHOICES,
+    may_retain_class,
+    narrowed,
+    site_request,
+)
 from services.scheduler.backlog import QueueKey
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import Choice, Heartbeat, ModelCard, Request
+from shared.regions.region_classes import region_classes
 from tests.services.scheduler.literals import submit_of
 from tests.support.records import model_card
 
@@ -88,6 +94,47 @@ def test_nothing_is_retained_of_a_tenant_that_is_bound_to_regions(
 ) -> None:
     made = site_request(request(**fields), b"p" * 16, "gw", b"k" * 32)
     assert made.is_zero_retention is not is_kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({"region_class": "europe", "allowed_regions": ("eu",)}, True),
+        ({"allowed_regions": ("eu",)}, False),
+        ({"region_class": "europe", "is_zero_retention": True}, False),
+        ({"region_class": "europe", "tenant_id": "c/of-a-third-site"}, False),
+        ({"tenant_id": "c/of-a-third-site"}, False),
+    ],
+)
+def test_kv_of_a_region_class_stays_where_its_withdrawal_would_arrive(
+    fields: dict[str, object], is_kept: bool
+) -> None:
+    made = site_request(request(**fields), b"p" * 16, "gw", b"k" * 32, retains_class=True)
+    assert made.is_zero_retention is not is_kept
+
+
+@pytest.mark.parametrize(
+    ("region_class", "allowed_regions", "index_regions", "may_stay"),
+    [
+        ("eu", ("fr", "de"), ("de",), True),
+        ("eu", ("de",), ("de", "us"), True),
+        ("eu", ("fr", "de"), (), False),
+        ("eu", ("fr", "de"), ("us",), False),
+        ("eu", ("de",), ("de", "fr"), False),
+        ("", ("de",), ("de",), False),
+        ("", (), ("de",), False),
+        ("other", ("de",), ("de",), False),
+    ],
+)
+def test_kv_of_a_region_class_stays_where_an_index_may_follow_it(
+    region_class: str,
+    allowed_regions: tuple[str, ...],
+    index_regions: tuple[str, ...],
+    may_stay: bool,
+) -> None:
+    classes = region_classes(["eu=fr,de"])
+    asked = request(region_class=region_class, allowed_regions=allowed_regions)
+    assert may_retain_class(asked, classes, index_regions) is may_stay
 
 
 def test_this_site_decides_priority_and_weight_of_the_requests_of_others() -> None:

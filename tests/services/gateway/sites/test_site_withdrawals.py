@@ -44,6 +44,8 @@ class Gateway:
             gateway_id=at_site(site, name),
             region=REGIONS[site],
         )
+        self.withdrawn: list[tuple[str, bool]] = []
+        self.withdrawals.on_withdrawn = lambda *each: self.withdrawn.append(each)
 
     async def start(self) -> None:
         self.process.start(self._run())
@@ -144,6 +146,29 @@ def test_a_site_that_the_tenant_leaves_drops_it_within_a_heartbeat() -> None:
         assert await sites.positions() == {"b": 1, "c": 1}
         await asyncio.sleep(SOON_S)
         assert sites.gateways["b"][0].num_asked == 1
+
+    scenario(test)
+
+
+def test_every_gateway_of_a_site_learns_what_the_site_withdraws() -> None:
+    async def test(sites: Sites) -> None:
+        others = [await sites.add_gateway(site) for site in "bc"]
+        await asyncio.sleep(SOON_S)
+        await sites.allow("fr", "jp")
+        await asyncio.sleep(1.0)
+        for site, other in zip("bc", others, strict=True):
+            expected = {("a/acme", site == "c")}
+            for each in (*sites.gateways[site], other):
+                assert {*each.withdrawn} == expected, site
+        assert sites.gateways["a"][0].withdrawn == [], "its own tenant"
+        late = await sites.add_gateway("b")
+        await asyncio.sleep(SOON_S)
+        assert late.withdrawn == [], "it holds nothing yet"
+        sites.stores["b"].data.clear()
+        await asyncio.sleep(1.0)
+        await sites.allow("fr")
+        await asyncio.sleep(1.0)
+        assert late.withdrawn == [("a/acme", False)]
 
     scenario(test)
 

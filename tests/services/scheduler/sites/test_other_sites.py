@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from services.scheduler.service import MAX_PLACING
@@ -26,7 +27,13 @@ from shared.messages import (
     SiteState,
     StartDecode,
 )
-from shared.sites.prefix_fingerprints import PrefixFingerprints, pack_fingerprints
+from shared.regions.region_check import RegionCheck
+from shared.regions.region_classes import region_classes
+from shared.sites.prefix_fingerprints import (
+    DIGEST_TOKENS,
+    PrefixFingerprints,
+    pack_fingerprints,
+)
 from shared.sites.site_states import models_id
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Rig, eventually
@@ -48,8 +55,9 @@ class Peer:
     refuses: bool = False
     has_models: bool = True
     started: list[StartDecode] = field(default_factory=list)
+    region: str = ""
     num_states: int = 0
-    num_digests: int = 0
+    num_digests: dict[str, int] = field(default_factory=dict)  # by region class
 
     @property
     def site(self) -> str:
@@ -83,23 +91,27 @@ class Peer:
             gateway_id=self.gateway_id,
             epoch=1,
             sequence_number=self.num_states,
+            region=self.region,
             models_id=models_id(MODELS if self.has_models else ()),
             loads=(LOAD,) if self.has_models else (),
         )
-        await self.bus.publish(self.arriving("gateway", self.site, "state.-"), state)
+        region = self.region or subjects.NO_REGION
+        await self.bus.publish(self.arriving("gateway", self.site, f"state.{region}"), state)
 
     async def send_digest(self, request: Request, *, holds: bool, num: int | None = None) -> None:
         """Sends all fingerprints of a prompt, or the first `num`."""
-        self.num_digests += 1
+        number = self.num_digests.get(request.region_class, 0) + 1
+        self.num_digests[request.region_class] = number
         prompt = PrefixFingerprints(request.cache_root, request.block_hashes, request.block_size)
         packed = pack_fingerprints(map(prompt.at, range(len(prompt) if num is None else num)))
         digest = PrefixDigest(
             gateway_id=self.gateway_id,
             epoch=1,
-            sequence_number=self.num_digests,
-            is_first=self.num_digests == 1,
+            sequence_number=number,
+            is_first=number == 1,
             added=packed if holds else b"",
             removed=b"" if holds else packed,
+            region_class=request.region_class,
         )
         await self.bus.publish(self.arriving("scheduler", subjects.ANY, "digest"), digest)
 
@@ -107,14 +119,22 @@ class Peer:
 ROUND_TRIPS_S = {"near": 0.02, "far": 0.1}
 
 
+CLASSES = region_classes(["eu=fr,de", "home=fr"])
+
+
 def scenario(test: Callable[[Rig, Peer, Peer], Awaitable[None]], **options: int) -> None:
+    """Home is in `fr`, near in `us` and far in `de`."""
+
     async def play() -> None:
-        rig = Rig(site="home", **options)
+        rig = Rig(RegionCheck("fr", CLASSES), site="home", region="fr", **options)
         rig.network.distance_s = lambda sender, receiver: sum(
             ROUND_TRIPS_S.get(each, 0.0) / 2 for each in (sender, receiver)
         )
         await rig.start()
-        near, far = (Peer(rig.network.bus(each)) for each in ("near", "far"))
+        near, far = (
+            Peer(rig.network.bus(name, regions=RegionCheck(region, CLASSES)), region=region)
+            for name, region in (("near", "us"), ("far", "de"))
+        )
         for each in (near, far):
             await each.join()
         reporting = asyncio.create_task(report(near, far))
@@ -138,6 +158,48 @@ async def worker_of(rig: Rig, number: int) -> str:
     placed = await rig.result(num=number)
     assert isinstance(placed, Placed), placed
     return placed.worker_id.partition("/")[0]
+
+
+def of_class(region_class: str, *regions: str) -> Request:
+    made = submit_of("r", num_prompt_tokens=LONG, allowed_regions=regions).request
+    return msgspec.structs.replace(made, region_class=region_class)
+
+
+def test_what_a_site_holds_of_a_class_counts_for_requests_that_may_be_there() -> None:
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        await far.send_digest(of_class("eu"), holds=True)
+        sites = rig.service._sites
+        await eventually(lambda: len(sites.prefixes) == LONG // DIGEST_TOKENS)
+        (worker_id,) = sites._workers_of["far"]
+        expected = {worker_id: 120}
+        assert sites.num_cached_blocks(of_class("eu", "fr", "de")) == expected
+        assert sites.num_cached_blocks(of_class("eu", "fr")) == {}
+        assert sites.num_cached_blocks(of_class("")) == {}
+        assert sites.num_cached_blocks(of_class("home", "fr")) == {}
+        await far.send_digest(of_class("eu"), holds=False)
+        await eventually(lambda: not sites.prefixes)
+
+    scenario(test)
+
+
+def test_digest_of_a_class_that_excludes_its_site_is_refused_and_counted() -> None:
+    """The bus of a site with a bug lets it out; nats-server would not."""
+
+    async def test(rig: Rig, near: Peer, far: Peer) -> None:
+        refusals, prefixes = rig.service.health_monitor.refusals, rig.service._sites.prefixes
+        near.bus.regions.own_classes = ("eu",)
+        await near.send_digest(of_class("eu"), holds=True)
+        await eventually(lambda: refusals.totals["site"] == 1)
+        assert not prefixes
+        await far.send_digest(of_class("eu"), holds=True)
+        await eventually(lambda: len(prefixes) > 0)
+        far.region = "us"  # says the link from now on
+        await far.send_state()
+        await far.send_digest(of_class("eu"), holds=True)
+        await eventually(lambda: refusals.totals["site"] == 2)
+        assert not prefixes, "what it sent before is gone"
+
+    scenario(test)
 
 
 def test_site_that_holds_the_prompt_gets_it_until_it_is_evicted() -> None:

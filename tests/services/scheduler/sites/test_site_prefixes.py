@@ -102,6 +102,25 @@ def test_a_snapshot_changes_nothing_for_those_in_step() -> None:
     assert prefixes.num_blocks(request()) == {"b": 80}
 
 
+def test_a_prompt_is_looked_up_among_those_of_its_class() -> None:
+    prefixes, held = SitePrefixes(), prints(request(), 10)
+    of = {name: msgspec.structs.replace(request(), region_class=name) for name in ("", "eu", "us")}
+    prefixes.take(digest(1, held[:2], is_first=True), 0.0)
+    prefixes.take(digest(1, held[:5], is_first=True, region_class="eu"), 0.0)
+    prefixes.take(digest(1, held, "c/gw", is_first=True, region_class="eu"), 0.0)
+    found = {name: prefixes.num_blocks(each) for name, each in of.items()}
+    assert found == {"": {"b": 16}, "eu": {"b": 40, "c": 80}, "us": {}}
+    assert prefixes.take(digest(2, held[2:3]), 1.0), "each class has numbers of its own"
+    assert prefixes.num_blocks(of[""]) == {"b": 24}
+    assert not prefixes.take(digest(3, held, region_class="eu"), 1.0)
+    assert (prefixes.num_blocks(of[""]), prefixes.num_blocks(of["eu"])) == ({"b": 24}, {"c": 80})
+    prefixes.withdraw("c", "eu")
+    assert (len(prefixes), prefixes.num_blocks(of["eu"])) == (3, {})
+    prefixes.take(digest(4, held, is_first=True, region_class="eu"), 1.0)
+    prefixes.lost("b/gw")
+    assert len(prefixes) == 0
+
+
 def test_a_silent_gateway_is_dropped() -> None:
     prefixes = SitePrefixes()
     prefixes.take(digest(1, prints(request(), 10), is_first=True), 0.0)
@@ -130,9 +149,10 @@ def test_a_hostile_site_gets_its_share_of_memory_and_time() -> None:
     assert len(prefixes) == MAX_FINGERPRINTS // MIN_SHARES + 10
     prefixes.lost("b/gw")
     for gateway in range(MAX_GATEWAYS * 2):
-        made = digest(1, [gateway], f"b/gw{gateway}", is_first=True)
-        assert prefixes.take(made, 200.0 + gateway)
-    assert len(prefixes) <= MAX_GATEWAYS + 10
+        for region_class in ("", "eu"):
+            made = digest(1, [gateway], f"b/gw{gateway}", is_first=True, region_class=region_class)
+            assert prefixes.take(made, 200.0 + gateway)
+    assert len(prefixes) <= 2 * MAX_GATEWAYS + 10
     assert prefixes.num_blocks(request()) == {"c": 80}
 
 
