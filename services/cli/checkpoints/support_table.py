@@ -1,8 +1,9 @@
 """Which formats of weights each architecture takes, computed from what its config makes of it.
 
 Most formats take every linear layer. A rotary projection whose pairs are neighbours (DeepSeek,
-Llama 4) is put in another order of rows as it is read, which words of several rows do not allow;
-experts that a checkpoint has as one tensor are not quantized.
+Llama 4) is put in another order of rows as it is read, which words of several rows do not allow.
+Tools quantize the experts of Llama 4 as one linear layer each; those of gpt-oss, which are one
+tensor a layer, are in MXFP4 alone, and MXFP4 is of these alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shared.engine.model_config.formats import (
     Gptq,
     Int4,
     Int8,
+    Mxfp4,
     Packed,
     WeightFormat,
     units_of,
@@ -36,6 +38,7 @@ FORMATS: dict[str, WeightFormat] = {
     "FP8": Fp8Rows(is_per_tensor=False),
     "AWQ": Awq(group=32),
     "GPTQ": Gptq(num_bits=4, group=32, is_symmetric=True, is_offset=True),
+    "MXFP4": Mxfp4(),
 }
 ROTARY, EXPERTS = "rotary projections", "stacked experts"
 # The smallest config of which each family reads what it knows.
@@ -61,23 +64,31 @@ def smallest_config(architecture: str) -> ModelConfig:
 
 
 def dense_parts(config: ModelConfig, form: WeightFormat) -> list[str]:
-    """Returns the parts of a model that must be dense beside weights of this format."""
+    """Returns the parts of a model that must be dense beside weights of this format, which is not
+    MXFP4.
+    """
     found = []
     if config.checkpoint.paired and not units_of(form).keys().isdisjoint(FIXED_KINDS):
         found.append(ROTARY)
-    if config.checkpoint.experts is not None:
+    if config.checkpoint.has_mxfp4:
         found.append(EXPERTS)
     return found
 
 
 def support_rows() -> list[tuple[str, ...]]:
-    """Returns the architecture and a cell for each format: "all", or what must be dense."""
+    """Returns the architecture and a cell for each format: "all", what must be dense, or "no"."""
     rows = []
     for architecture in sorted(FAMILIES):
         config = smallest_config(architecture)
-        cells = [" and ".join(dense_parts(config, form)) for form in FORMATS.values()]
-        rows.append((architecture, *(f"without {cell}" if cell else "all" for cell in cells)))
+        rows.append((architecture, *(_cell(config, form) for form in FORMATS.values())))
     return rows
+
+
+def _cell(config: ModelConfig, form: WeightFormat) -> str:
+    if isinstance(form, Mxfp4):
+        return "experts alone" if config.checkpoint.has_mxfp4 else "no"
+    dense = dense_parts(config, form)
+    return f"without {' and '.join(dense)}" if dense else "all"
 
 
 def support_table() -> Table:

@@ -72,6 +72,11 @@ class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     paired: tuple[tuple[str, PairedRows], ...] = ()
     experts: StackedExperts | None = None
 
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether experts may be in MXFP4, which transformers defines for the form of gpt-oss."""
+        return self.experts is not None and self.experts.is_interleaved
+
 
 # A language model beside an image encoder: the prefixes that transformers writes, and the
 # parameter names of its models.
@@ -121,6 +126,28 @@ def model_names(names: Iterable[str], form: CheckpointForm) -> list[tuple[str, s
         name = _BASE_MODEL.sub("model.", name)
         found.append((given, name))
     return found
+
+
+def own_names(layer: str, renames: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Returns the names that a checkpoint and transformers may have for a layer of the model.
+
+    `renames` are inverted: each is literal text, but for a `^` or a group before it. Any prefix may
+    stand before the language model's names: releases of transformers differ, and a config keeps the
+    names of the release that wrote it.
+    """
+    name, prefixes = f"{layer}.", ["", "model.", "language_model.model.", "language_model."]
+    for pattern, replacement in renames:
+        own, new = pattern.rpartition(")")[2].replace("\\", ""), replacement.removeprefix(r"\1")
+        if not own.startswith("^"):
+            name = name.replace(new, own, 1)
+        elif new == "model.":
+            prefixes.append(own.removeprefix("^"))
+    name = name.removesuffix(".")
+    inside = name.removeprefix("model.")
+    if not inside.startswith("layers."):
+        return name, f"language_model.{name}"
+    prefixes.append("model.language_model.")
+    return tuple(dict.fromkeys(f"{prefix}{inside}" for prefix in prefixes))
 
 
 def is_harmless(name: str) -> bool:

@@ -7,13 +7,17 @@ matches; optimum's `modules_in_block_to_quantize`.
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, cast
 
 import msgspec
 
 from shared.engine.model_config.formats import Awq, Gptq, Mxfp4
-from shared.engine.model_config.quantization import LINEAR, ConfigGroup, Quantization
+from shared.engine.model_config.quantization import (
+    LINEAR,
+    PATTERN,
+    ConfigGroup,
+    Quantization,
+)
 from shared.engine.model_config.quantization_fields import (
     FIELD,
     check_patterns,
@@ -77,20 +81,18 @@ def gptq(written: dict[str, Any]) -> Quantization:
         raise refused(f"gptq of pack_dtype {fields.pack_dtype!r} is not supported")
     if fields.lm_head:
         raise refused("gptq with a quantized lm_head is not supported")
-    groups, ignored = [], []
+    groups = []
     for pattern, own in (fields.dynamic or {}).items():
-        target = f"re:{pattern.removeprefix(_OWN).removeprefix(_EXCLUDED)}"
+        target = f"{PATTERN}{pattern.removeprefix(_OWN).removeprefix(_EXCLUDED)}"
         check_patterns([target])
-        if pattern.startswith(_EXCLUDED):
-            ignored.append(target)
-        else:
-            merged = read_fields({**written, **own}, _Gptq)
-            groups.append(ConfigGroup(targets=(target,), form=_gptq_format(merged)))
+        is_dense = pattern.startswith(_EXCLUDED)
+        form = None if is_dense else _gptq_format(read_fields({**written, **own}, _Gptq))
+        groups.append(ConfigGroup(targets=(target,), form=form))
     named = [name for block in fields.modules_in_block_to_quantize or () for name in block]
     targets = patterns_of_parts(named) or (LINEAR,)
     groups.append(ConfigGroup(targets=targets, form=_gptq_format(fields)))
     kept = dict.fromkeys(("lm_head", *(fields.modules_to_not_convert or ())))
-    return Quantization(groups=tuple(groups), ignored=(*patterns_of_parts(kept), *ignored))
+    return Quantization(groups=tuple(groups), ignored=patterns_of_parts(kept))
 
 
 def _gptq_format(fields: _Gptq) -> Gptq:
@@ -122,10 +124,6 @@ _EXPERTS = r"re:(.*\.)?mlp\.experts\.\d+\."
 
 
 def mxfp4(written: dict[str, Any]) -> Quantization:
-    """Reads the config of gpt-oss. Experts alone are in this format; `*` in the name of a dense
-    layer is any component. Raises CheckpointError.
-    """
-    kept = read_fields(written, _Mxfp4).modules_to_not_convert or ()
-    patterns = (re.escape(each).replace(re.escape("*"), "[^.]*") for each in kept)
-    dense = tuple(rf"re:(.*\.)?{each}(\.|$)" for each in patterns)
+    """Reads the config of gpt-oss. Experts alone are in this format. Raises CheckpointError."""
+    dense = patterns_of_parts(read_fields(written, _Mxfp4).modules_to_not_convert or ())
     return Quantization(groups=(ConfigGroup(targets=(_EXPERTS,), form=Mxfp4()),), ignored=dense)

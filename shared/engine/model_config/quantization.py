@@ -1,51 +1,84 @@
-"""The format of each linear layer of a checkpoint, by its full name.
+"""The format of each linear layer of a checkpoint.
 
-A target is a class, of which there is one (`Linear`), the full name of a layer, or `re:` and a
-regular expression that matches from the start of the name. An ignored name is written alike.
+The lists of `quantization_config` name layers as the checkpoint or as transformers does
+(`own_names`), never as the model does. A target is the full name of a layer, `re:` and a regular
+expression that matches from the start of the name, or a class, of which there is one (`Linear`). An
+ignored name is written alike.
+Source: compressed-tensors' matching of modules, where a name has priority over an expression and
+that over a class.
 """
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 
+from shared.engine.model_config.checkpoint_form import own_names
 from shared.engine.model_config.formats import WeightFormat
 
 LINEAR = "Linear"
-_PATTERN = "re:"
+PATTERN = "re:"
+Renames = tuple[tuple[str, str], ...]
+
+
+class Match(NamedTuple):
+    """What names a layer. Matches of a lower `rank` have priority."""
+
+    rank: int
+    pattern: str
 
 
 class ConfigGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of one format; None: they are dense."""
+
     targets: tuple[str, ...]
-    form: WeightFormat
-
-    def matches(self, name: str) -> bool:
-        return any(target == LINEAR or is_named(name, target) for target in self.targets)
+    form: WeightFormat | None
 
 
-class Quantization(msgspec.Struct, frozen=True, kw_only=True):
-    """The formats of a checkpoint's layers. `groups` have priority in their order."""
+class Quantization(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The formats of a checkpoint's layers. Of groups that match alike the first has priority.
+
+    `renames` are those of the checkpoint's form.
+    """
 
     groups: tuple[ConfigGroup, ...]
     ignored: tuple[str, ...] = ()
+    renames: Renames = ()
 
     def format_of(self, name: str) -> WeightFormat | None:
         """Returns the format of the linear layer `name`, as the model names it, or None if it is
         dense.
         """
-        if any(is_named(name, each) for each in self.ignored):
+        if find_match(name, self.ignored, self.renames) is not None:
             return None
-        return next((group.form for group in self.groups if group.matches(name)), None)
+        group = self._group(name)
+        return None if group is None else group.form
+
+    def has_format_of(self, name: str, group: ConfigGroup) -> bool:
+        """Whether a layer is one of the group's and has the group's format."""
+        is_named = find_match(name, group.targets, self.renames) is not None
+        return is_named and self.format_of(name) == group.form
 
     def reason(self, name: str) -> str:
         """Describes what quantization_config does with a linear layer, as the end of a sentence."""
-        for each in self.ignored:
-            if is_named(name, each):
-                return f"ignores it by {each!r}"
-        form = self.format_of(name)
-        return "targets it with no config group" if form is None else f"makes it {form}"
+        ignored = find_match(name, self.ignored, self.renames)
+        if ignored is not None:
+            return f"ignores it by {ignored.pattern!r}"
+        group = self._group(name)
+        if group is None:
+            return "targets it with no config group"
+        return f"makes it {group.form or 'dense'}"
+
+    def _group(self, name: str) -> ConfigGroup | None:
+        found = [
+            (match.rank, group)
+            for group in self.groups
+            if (match := find_match(name, group.targets, self.renames)) is not None
+        ]
+        return min(found, key=lambda each: each[0])[1] if found else None
 
 
 class LayerFormats(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,17 +93,22 @@ class LayerFormats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def is_named(name: str, pattern: str) -> bool:
-    """Whether a pattern is a layer's name: the model's, a base model's without `model.`, or a
-    language model's beside an encoder.
-    """
-    if not pattern.startswith(_PATTERN):
-        return pattern in _names(name)
-    compiled = re.compile(pattern.removeprefix(_PATTERN))
-    return any(compiled.match(each) for each in _names(name))
+def find_match(name: str, patterns: tuple[str, ...], renames: Renames = ()) -> Match | None:
+    """Returns which of the patterns names a layer, which the model calls `name`; None: none."""
+    names = own_names(name, renames)
+    full, expressions = _compiled(patterns)
+    exact = next((each for each in names if each in full), None)
+    if exact is not None:
+        return Match(0, exact)
+    for expression in expressions:
+        if any(expression.match(each) for each in names):
+            return Match(1, f"{PATTERN}{expression.pattern}")
+    return Match(2, LINEAR) if LINEAR in full else None
 
 
-def _names(name: str) -> tuple[str, ...]:
-    inside = name.removeprefix("model.")
-    full = f"model.{inside}" if inside.startswith("layers.") else name
-    return full, inside, f"language_model.{full}", f"model.language_model.{inside}"
+@cache
+def _compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Returns full names and classes, and expressions: published lists have thousands of names."""
+    full = frozenset(each for each in patterns if not each.startswith(PATTERN))
+    written = [each for each in patterns if each.startswith(PATTERN)]
+    return full, tuple(re.compile(each.removeprefix(PATTERN)) for each in written)

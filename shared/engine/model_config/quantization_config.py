@@ -33,6 +33,7 @@ from shared.engine.model_config.quantization_fields import (
     patterns_of_parts,
     read_fields,
     refused,
+    with_fused_parts,
 )
 from shared.errors import CheckpointError
 
@@ -199,10 +200,9 @@ def _compressed_tensors(
         _config_group(name, group, fields.format, scale)
         for name, group in fields.config_groups.items()
     ]
-    for group in groups:
-        check_patterns(group.targets)
-    check_patterns(fields.ignore or ())
-    weights = Quantization(groups=tuple(groups), ignored=fields.ignore or ())
+    ignored = with_fused_parts(fields.ignore or ())
+    check_patterns((*ignored, *(target for group in groups for target in group.targets)))
+    weights = Quantization(groups=tuple(groups), ignored=ignored)
     return CheckpointFormats(weights, has_fp8_kv)
 
 
@@ -226,7 +226,8 @@ def _config_group(
         )
     if weights.actorder not in (*_STATIC_ORDERS, *(("group",) if stored == _PACKED else ())):
         raise refused(f"{name}: actorder {weights.actorder!r} is not supported")
-    return ConfigGroup(targets=group.targets, form=_format(name, weights, stored, scale))
+    targets = with_fused_parts(group.targets)
+    return ConfigGroup(targets=targets, form=_format(name, weights, stored, scale))
 
 
 _KINDS = {

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from shared.engine.model_config.formats import Mxfp4
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.model_config.quantization import LayerFormats, Quantization
 from shared.engine.model_config.quantization_config import (
@@ -18,6 +19,7 @@ from shared.engine.model_config.quantization_config import (
     CheckpointFormats,
     checkpoint_formats,
 )
+from shared.engine.model_config.quantization_fields import refused
 from shared.engine.models import FAMILIES, supported_architecture
 from shared.engine.planning.stored.stored_head import with_stored_head
 from shared.engine.planning.stored.stored_scales import with_stored_scales
@@ -85,9 +87,13 @@ def _formats(model_dir: Path, given: dict[str, Any]) -> CheckpointFormats:
 
 
 def with_formats(config: ModelConfig, quantization: Quantization | None) -> ModelConfig:
-    """Returns the config of a checkpoint that is quantized like this."""
+    """Returns the config of a checkpoint that is quantized like this. Raises CheckpointError."""
     if quantization is None:
         return config
+    is_mxfp4 = any(isinstance(group.form, Mxfp4) for group in quantization.groups)
+    if is_mxfp4 and not config.checkpoint.has_mxfp4:
+        raise refused("mxfp4 is not supported but for the experts of gpt-oss")
+    quantization = msgspec.structs.replace(quantization, renames=config.checkpoint.renames)
     layers = tuple(
         msgspec.structs.replace(
             layer, formats=LayerFormats(place=f"model.layers.{index}", quantization=quantization)

@@ -24,7 +24,7 @@ from shared.engine.model_config.formats import (
     TensorSpec,
     stored_tensors,
 )
-from shared.engine.model_config.quantization import is_named
+from shared.engine.model_config.quantization import find_match
 from shared.engine.model_config.quantization_config import FIELD, scale_dtype
 from shared.engine.quantize.round_to_nearest import quantized_tensors
 from shared.engine.quantize.stacked_mxfp4 import CONFIG as MXFP4_CONFIG
@@ -113,7 +113,7 @@ def quantize_folder(
         _check_experts(tensors)
         found = sorted(_linear_layers(tensors))
         patterns = (*DENSE, *ignored)
-        layers = [each for each in found if not any(is_named(each, name) for name in patterns)]
+        layers = [each for each in found if find_match(each, patterns) is None]
         if not layers:
             raise ConfigError(f"{source}: no linear layer is left to quantize")
         _write_shards(folder, _Written(tensors, frozenset(layers), form), work, progress)
@@ -145,7 +145,7 @@ def _linear_layers(tensors: CheckpointTensors) -> Iterator[str]:
     for name in tensors.names():
         layer, _, kind = name.rpartition(".")
         is_matrix = kind == "weight" and len(tensors.info(name).shape) == 2
-        is_router = any(is_named(layer, each) for each in DENSE)
+        is_router = find_match(layer, DENSE) is not None
         if is_matrix and (_LINEAR.match(layer) or is_router):
             yield layer
 

@@ -164,6 +164,12 @@ def matched_names(tensors: WeightSource, destinations: Mapping[str, Tensor]) -> 
     """
     names = tensors.names()
     missing = sorted(destinations.keys() - set(names))
+    quantized = next((each for each in names if is_quantized_part(each, missing)), None)
+    if quantized is not None:
+        raise CheckpointError(
+            f"{tensors.path(quantized)}: tensor {quantized} is quantized, which is served for the "
+            "layers of a language model alone, with a quantization_config"
+        )
     if missing:
         others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{_where(tensors, names)}: tensor {missing[0]} is missing{others}")

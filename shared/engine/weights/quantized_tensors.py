@@ -236,14 +236,17 @@ def _check_scale(tensors: WeightSource, name: str, stored: torch.dtype) -> None:
 
 
 def _check_groups(quantization: Quantization, layers: Mapping[str, set[str]]) -> None:
-    forms = {layer: quantization.format_of(layer) for layer in layers}
+    """Checks that groups of compressed-tensors have layers; `dynamic` of GPTQ may list what a model
+    does not have.
+    """
     for group in quantization.groups:
-        is_used = any(form == group.form and group.matches(layer) for layer, form in forms.items())
-        if not is_used and group.targets != (LINEAR,):
+        if group.targets == (LINEAR,) or isinstance(group.form, Gptq | None):
+            continue
+        if not any(quantization.has_format_of(layer, group) for layer in layers):
             raise CheckpointError(
                 f"quantization_config: no layer is matched by the targets {list(group.targets)}"
             )
-    if not any(forms.values()):
+    if all(quantization.format_of(layer) is None for layer in layers):
         raise CheckpointError(
             f"quantization_config ignores all layers: {list(quantization.ignored)}"
         )

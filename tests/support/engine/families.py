@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.engine.models.checkpoint_config import read_config
@@ -107,6 +108,22 @@ GPT_OSS = {
     "swiglu_limit": 0.5,
     "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
 }
+
+
+def one_tensor_each(tensors: dict[str, Tensor]) -> None:
+    """Replaces the stacked experts of Llama 4 by linear layers, as tools do before they quantize
+    them.
+    """
+    for name in [*tensors]:
+        if ".experts." not in name or tensors[name].ndim != 3:
+            continue
+        stem, _, kind = name.rpartition(".")
+        for index, expert in enumerate(tensors.pop(name).transpose(1, 2)):
+            parts = {"down_proj": expert}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            for part, weight in parts.items():
+                tensors[f"{stem}.{index}.{part}.weight"] = weight.contiguous()
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def write_formats(
         for name in [*tensors]:
             found = LINEAR.fullmatch(name)
             form = None if found is None else format_of(found[1])
-            if found is None or form is None:
+            if found is None or form is None or tensors[name].ndim != 2:
                 continue
             written.append(form)
             weight = tensors.pop(name)

@@ -30,7 +30,7 @@ def with_stored_scales(quantization: Quantization, model_dir: Path) -> Quantizat
     """Returns the formats with scales like the first ones of the folder; unchanged if these cannot
     be read, which loading them reports. Scales that differ from the first are refused there too.
     """
-    if all(isinstance(group.form, Fp8Block | Mxfp4) for group in quantization.groups):
+    if all(isinstance(group.form, Fp8Block | Mxfp4 | None) for group in quantization.groups):
         return quantization
     try:
         found = next(_scales(model_dir), None)
@@ -42,8 +42,8 @@ def with_stored_scales(quantization: Quantization, model_dir: Path) -> Quantizat
     return replace(quantization, groups=tuple(groups))
 
 
-def _of_form(form: WeightFormat, kind: str, dtype: ScaleDtype) -> WeightFormat:
-    if isinstance(form, Fp8Block):  # has FP32
+def _of_form(form: WeightFormat | None, kind: str, dtype: ScaleDtype) -> WeightFormat | None:
+    if isinstance(form, Fp8Block | None):  # has FP32, or none
         return form
     if isinstance(form, Fp8Rows) and kind in ("weight_scale", "weight_scale_inv"):
         is_inverse = kind == "weight_scale_inv"

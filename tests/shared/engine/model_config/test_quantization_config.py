@@ -62,6 +62,13 @@ def given(changes: dict[str, Any], base: dict[str, Any] = PACKED) -> dict[str, A
     return {"quantization_config": written, "dtype": "bfloat16"}
 
 
+FIELDS = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 WEIGHTS = "config_groups.group_0.weights"
 BLOCK: dict[str, Any] = {"strategy": "block"}
 UNEVEN: dict[str, Any] = {"strategy": "channel", "symmetric": False}
@@ -120,15 +127,8 @@ def test_names_of_fp8_that_are_not_converted() -> None:
 
 
 def test_layers_have_formats() -> None:
-    fields = {
-        "vocab_size": 50,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
     ignored = given({"ignore": [r"re:.*layers\.0\..*"]})
-    config = with_formats(configure(fields), weights_of(ignored))
+    config = with_formats(configure(FIELDS), weights_of(ignored))
     first, second = (layer.formats for layer in config.layers)
     assert first is not None
     assert second is not None
@@ -153,6 +153,8 @@ def test_mxfp4_is_of_experts() -> None:
         for dense in ("self_attn.q_proj", "mlp.router", "mlp.gate", "mlp.down_proj"):
             assert found.format_of(f"model.layers.3.{dense}") is None
     assert num_stored_bytes(Mxfp4(), 64, 96) == 64 * 96 * 17 // 32
+    with pytest.raises(CheckpointError, match="mxfp4 is not supported but for the experts of gpt-"):
+        with_formats(configure(FIELDS), found)
     with pytest.raises(
         CheckpointError, match="rows of 48 columns are no multiple of group_size 32"
     ):
@@ -268,7 +270,8 @@ def test_layers_of_gptq_have_their_own_fields() -> None:
     assert found.format_of("model.layers.1.mlp.gate_proj") == plain
     other = msgspec.structs.replace(plain, num_bits=8, group=32)
     assert found.format_of("model.layers.1.mlp.up_proj") == other
-    assert found.format_of("model.layers.0.mlp.up_proj") is None
+    assert found.format_of("model.layers.0.mlp.gate_proj") is None
+    assert found.format_of("model.layers.0.mlp.up_proj") == other  # the first pattern that matches
     named = {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}
     found = weights_of(given({**named, "checkpoint_format": "gptq_v2"}, GPTQ))
     assert found is not None

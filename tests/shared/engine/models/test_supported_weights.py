@@ -1,6 +1,7 @@
 """Each cell of `hearth models --supported`: a small random model of the architecture, all of whose
-layers have the format but those that the cell names, is read with the numbers of the dense one;
-layers that the cell names are refused in one line.
+layers have the format but those that the cell leaves out, is read with the numbers of the dense
+one; rotary projections that it leaves out are refused in one line, as is the format where the cell
+says no.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.weights.load import load_weights
 from shared.errors import CheckpointError
-from tests.support.engine.families import FAMILIES, KimiText
+from tests.support.engine.families import FAMILIES, KimiText, one_tensor_each
+from tests.support.engine.quantized import dequantize_folder, edit_config, edit_tensors, quantize
 from tests.support.engine.stored_formats import (
     StoredFormat,
     awq,
@@ -51,7 +53,9 @@ STORED: dict[str, StoredFormat] = {
 }
 # Widths and rows that fill words of eight codes.
 WHOLE: dict[str, Any] = {"qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16}
-ROTARY_LAYERS = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj_with_mqa", "qkv_proj")
+# Values are one GEMM with rotary queries and keys.
+ROTARY_LAYERS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_a_proj_with_mqa")
+MXFP4 = "MXFP4"
 CELLS = [(a, name) for a in ARCHITECTURES for name in FORMATS]
 SHORT = [
     ("LlamaForCausalLM", "AWQ"),
@@ -72,7 +76,11 @@ def written(architecture: str, folder: Path) -> Path:
         fields |= {**WHOLE, "kv_lora_rank": 24}
     if architecture == "Llama4ForCausalLM":
         fields = FAMILIES["llama4, experts"].fields
+    if architecture == "GptOssForCausalLM":
+        fields |= {"hidden_size": 64, "intermediate_size": 32}
     type(family)(architecture, fields).write(folder, dtype=torch.bfloat16)
+    if architecture.startswith("Llama4"):
+        edit_tensors(folder, one_tensor_each)
     return folder
 
 
@@ -80,6 +88,9 @@ def write_cell(
     plain: Path, architecture: str, name: str, *, without: list[str]
 ) -> tuple[Path, Path]:
     """`without`: parts that stay dense."""
+    if name == MXFP4:
+        stored = quantize(plain, plain.with_name("stored"), "mxfp4")
+        return stored, dequantize_folder(stored, plain.with_name("dense"), torch.bfloat16)
     kept = [*ROTARY_LAYERS] if ROTARY in without else []
     kept += ["experts"] if EXPERTS in without else []
 
@@ -117,9 +128,20 @@ def weights_of(model: Decoder) -> dict[str, Tensor]:
     return found
 
 
+def assert_no_mxfp4(plain: Path) -> None:
+    edit_config(plain, lambda given: given.update(quantization_config={"quant_method": "mxfp4"}))
+    with pytest.raises(CheckpointError, match="not supported but for the experts of gpt-") as error:
+        read_config(plain)
+    assert "\n" not in error.value.message
+    assert "take one of these, or run `hearth quantize`" in error.value.message
+
+
 @pytest.mark.parametrize(("architecture", "name"), in_short_run(SHORT, CELLS))
 def test_weights_are_read(architecture: str, name: str, tmp_path: Path) -> None:
     plain = written(architecture, tmp_path / "plain")
+    if name == MXFP4 and not read_config(plain).checkpoint.has_mxfp4:
+        assert_no_mxfp4(plain)
+        return
     without = dense_parts(read_config(plain), FORMATS[name])
     folder, dense = write_cell(plain, architecture, name, without=without)
     found, expected = weights_of(loaded(folder)), weights_of(loaded(dense))
@@ -149,4 +171,4 @@ def test_smallest_configs_stand_for_their_families(tmp_path: Path) -> None:
         smallest = smallest_config(architecture)
         for form in FORMATS.values():
             assert dense_parts(smallest, form) == dense_parts(config, form)
-    assert FORMATS.keys() == STORED.keys()
+    assert FORMATS.keys() == {*STORED, MXFP4}
