@@ -258,6 +258,8 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     excluded_workers: Annotated[tuple[ProcessId, ...], Meta(max_length=1024)] = ()
     affinity_key: Name = ""
     is_queueable: bool = True  # False: rejected instead of waiting for room on a worker
+    # Its worker has no room for it: placed now, with room to grow, or rejected and goes on there
+    is_move: bool = False
 
     @property
     def sender_id(self) -> str:
@@ -454,6 +456,7 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     served: Served | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token from the second
+    is_waiting: bool = False  # nothing of the placement is computed now: it waits for room
 
 
 class TokenBatch(Message, frozen=True, kw_only=True, omit_defaults=True):

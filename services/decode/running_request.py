@@ -67,6 +67,11 @@ class RunningRequest:
         """The sequences that the engine runs now or will run first."""
         return list(self.choices.values()) if self.is_forked else [self.prompt]
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all of it waits for blocks or rows: none of it is in the engine's batch."""
+        return all(each.state is SequenceState.WAITING for each in self.in_engine)
+
     def served(self, sequence: Sequence) -> Served:
         delivery = HandoffResult(num_held_tokens=0) if self.delivery is None else self.delivery
         is_local = delivery.prefill_worker_id is None

@@ -275,9 +275,11 @@ class DecodeService:
         )
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
+        placement = self._placements.get(command.placement_id)
         entry = self._output_buffer.resend(
             *(command.placement_id, command.choice_index, command.from_position),
             region_class=command.region_class,
+            is_waiting=placement is not None and placement.is_waiting,
         )
         return TokenBatch(
             worker_id=self._worker.worker_id, entries=(entry,), region_class=command.region_class
@@ -451,7 +453,8 @@ class DecodeService:
             for placement_id, each in held.items():
                 if now - each.flushed_at >= RESEND_S:
                     each.flushed_at = now
-                    self._output_buffer.resend_overdue(placement_id)
+                    is_waiting = isinstance(each, RunningRequest) and each.is_waiting
+                    self._output_buffer.resend_overdue(placement_id, is_waiting=is_waiting)
         self._token_flusher.flush()
 
     def _overdue(self, now: float) -> list[bytes]:

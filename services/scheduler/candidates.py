@@ -18,6 +18,8 @@ from shared.packing import TOKEN_ID_BYTES
 log = structlog.get_logger(__name__)
 
 RETRY_AFTER_S = 2.0
+# Many requests may be as long as the context, and end much sooner.
+MAX_GROWTH_TOKENS = 1024
 
 
 def size_of(ticket: QueuedRequest) -> RequestSize:
@@ -34,7 +36,19 @@ def size_of(ticket: QueuedRequest) -> RequestSize:
         allowed_regions=request.allowed_regions,
         features=request.needs,
         is_from_site=bool(request.origin_site),
+        num_room_tokens=_num_room_tokens(request) if ticket.submit.is_move else 0,
     )
+
+
+def _num_room_tokens(request: Request) -> int:
+    """Returns the tokens for which another worker has free blocks if a request moves to it: all
+    that it has, and those to come, as far as MAX_GROWTH_TOKENS of each choice.
+    """
+    most, outputs = request.sampling.max_tokens, (e.output_token_ids for e in request.choices)
+    lengths = (len(each) // TOKEN_ID_BYTES for each in (request.prompt_token_ids, *outputs))
+    num_prompt_tokens, *num_output_tokens = lengths
+    ends = (min(each + MAX_GROWTH_TOKENS, most) for each in num_output_tokens)
+    return num_prompt_tokens + sum(ends)
 
 
 class Candidates:

@@ -137,7 +137,8 @@ class DecodeStarts:
                 for each in target.prefill_candidates
                 if subjects.is_at_site(each)
             ),
-            is_queueable=ticket.submit.is_queueable,
+            # a move waits there as well as here, and goes on where its next token comes first
+            is_queueable=ticket.submit.is_queueable or ticket.submit.is_move,
         )
 
     def _set_aside(self, ticket: QueuedRequest, worker_id: str, error: HearthError) -> None:

@@ -182,6 +182,20 @@ class WorkerFleet:
             )
         ]
 
+    def unfit_for_move(self, queue: QueueKey, needs: RequestSize) -> list[str]:
+        """Returns the decode workers, here and at other sites, to which a request does not move:
+        that have no room for what it may yet take, or would sample other tokens.
+        """
+        workers = self._models.get(queue.served)
+        if workers is None:
+            return []
+        numerics = None if queue.numerics is None else str(queue.numerics)
+        return [
+            worker_id
+            for table in (workers.decodes, workers.sites)
+            for worker_id in table.unfit_for_move(needs.num_room_tokens, numerics)
+        ]
+
     def smallest_context(self, model: ModelKey, num_tokens: int) -> int:
         """Returns the smallest context of at least `num_tokens` of a live decode worker, or 0."""
         workers = self._models.get(model)

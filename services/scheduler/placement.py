@@ -68,9 +68,10 @@ class RequestSize:
     num_context_tokens: int = 0
     features: tuple[str, ...] = ()  # features that its workers must have
     is_from_site: bool = False  # no third site computes the prompt of another site's request
+    num_room_tokens: int = 0  # of a move: those for which its worker has free blocks
 
     def num_blocks(self, block_size: int) -> int:
-        return -(-(self.num_tokens + 1) // block_size)
+        return -(-max(self.num_tokens + 1, self.num_room_tokens) // block_size)
 
 
 @dataclass(frozen=True, slots=True)

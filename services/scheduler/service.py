@@ -226,7 +226,8 @@ class SchedulerService:
             QueueKey.of(request).served, num_context_tokens(request)
         )
         ticket = self._enqueue(message, context_tokens)
-        self._residency.arrived(ticket)
+        if not message.is_move:
+            self._residency.arrived(ticket)
         if not self._wake.is_set():  # sends the index query together with this reply
             self._place_next()
         self._wake.set()  # the queue, not arrival, orders concurrent requests
@@ -459,9 +460,12 @@ class SchedulerService:
 
     def _excluded(self, ticket: QueuedRequest, now: float) -> set[str]:
         """Returns the workers that may not get the request."""
-        excluded = self._starts.excluded(ticket, now)
-        mismatches = self._workers.numerics_mismatches(ticket.queue, size_of(ticket), excluded)
-        return excluded.union(mismatches)
+        excluded, size = self._starts.excluded(ticket, now), size_of(ticket)
+        mismatches = self._workers.numerics_mismatches(ticket.queue, size, excluded)
+        excluded = excluded.union(mismatches)
+        if ticket.submit.is_move:
+            excluded.update(self._workers.unfit_for_move(ticket.queue, size))
+        return excluded
 
     def _find(self, ticket: QueuedRequest, now: float) -> Callable[..., Target | None]:
         return partial(

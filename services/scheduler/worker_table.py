@@ -28,6 +28,7 @@ from services.scheduler.cost_kernel import (
     NUM_FLOATS,
     NUMERICS,
     REGION,
+    TOTAL_TOKENS,
     RoleWorkers,
     WorkerColumns,
 )
@@ -260,6 +261,16 @@ class WorkerTable:
         usable = self._allowed_with_context(num_context_tokens, regions, features)
         usable[self.rows_of(set(but))] = False
         return bool(usable.any())
+
+    def unfit_for_move(self, num_tokens: int, numerics: str | None) -> list[str]:
+        """Returns the workers without free blocks for so many tokens, and those of other numerics.
+        An empty one has room for any request, whose choices may take turns.
+        """
+        total = self._floats[TOTAL_TOKENS, : len(self)]
+        is_unfit = (self.free_tokens < num_tokens) & (self.free_tokens < total)
+        if numerics is not None:
+            is_unfit |= self.columns.codes[NUMERICS, : len(self)] != code_of(numerics)
+        return [self.ids[row] for row in np.flatnonzero(is_unfit)]
 
     def smallest_context(self, num_tokens: int) -> int:
         """Returns the smallest context of at least `num_tokens`, or 0 if there is none."""

@@ -32,6 +32,7 @@ class Output:
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     is_dropped: bool = False
+    is_waiting: bool = False  # when it was sent again last
 
     def entry_from(self, position: int) -> TokenEntry:
         start = max(position, self.first_position)
@@ -45,6 +46,7 @@ class Output:
             served=self.served if is_first else None,
             logprobs=tuple(self.logprobs[start - self.first_position :]) if self.logprobs else (),
             prompt_logprobs=tuple(self.prompt_logprobs) if is_first else (),
+            is_waiting=self.is_waiting,
         )
 
 
@@ -94,6 +96,7 @@ class OutputBuffer:
             return
         output.token_ids += token_ids
         output.finish = finish
+        output.is_waiting = False
         if logprobs:
             output.logprobs.extend(logprobs)
         if prompt_logprobs and not output.prompt_logprobs:
@@ -102,11 +105,13 @@ class OutputBuffer:
         if not output.num_emitted:
             self._first[output] = None
 
-    def resend_overdue(self, placement_id: bytes) -> None:
+    def resend_overdue(self, placement_id: bytes, *, is_waiting: bool = False) -> None:
         """Makes the next `take` return all choices of the placement: their finish, but no
-        tokens sent before.
+        tokens sent before. `is_waiting`: it waits for room.
         """
-        self._updates |= dict.fromkeys(self._outputs.get(placement_id, {}).values())
+        for output in self._outputs.get(placement_id, {}).values():
+            output.is_waiting = is_waiting
+            self._updates[output] = None
 
     def take(self) -> Batches:
         """Returns the updates since the last call: one message for each receiver."""
@@ -127,8 +132,10 @@ class OutputBuffer:
         choice_index: int,
         from_position: int,
         region_class: str = "",
+        *,
+        is_waiting: bool = False,
     ) -> TokenEntry:
-        """Returns the output from `from_position` on.
+        """Returns the output from `from_position` on. `is_waiting`: its placement waits for room.
 
         Raises UnknownPlacement if this buffer does not, or no longer, hold it, or if it is of
         another region class.
@@ -136,7 +143,7 @@ class OutputBuffer:
         output = self._output(placement_id, choice_index)
         if output is None or output.region_class != region_class:
             raise UnknownPlacement("this worker does not hold that placement")
-        output.num_emitted = len(output.token_ids)
+        output.num_emitted, output.is_waiting = len(output.token_ids), is_waiting
         self._forget_updates(output)
         return output.entry_from(from_position)
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +14,7 @@ from tests.chaos.sites.matrix import STEP_S
 from tests.chaos.sites.pair import running_pair
 from tests.chaos.sites.picture import flowing
 from tests.chaos.sites.rows import run_site_row
-from tests.chaos.sites.streams import FarStreams
+from tests.chaos.sites.streams import FarStreams, moved_for_room
 
 HOME = "without room"
 NUM_STREAMS, NUM_OUTPUT_TOKENS = 16, 200
@@ -34,6 +35,21 @@ async def test_streams_outlive_a_link_and_a_gateway(streams: FarStreams, fault: 
     row = await run_site_row(streams, fault, HOME)
     assert not row.is_bad, row
     assert row.moved > 0, row
+
+
+@pytest.mark.long
+@pytest.mark.asyncio(loop_scope="module")
+async def test_streams_without_room_at_home_go_on_at_the_other_site(streams: FarStreams) -> None:
+    """Their answers take all blocks of home, where the newest would wait for the end of others."""
+    before = await moved_for_room(streams.pair)
+    sent, tasks = streams.send_all()
+    await asyncio.gather(*tasks)
+    assert [each.last.is_successful and streams.is_same(each) for each in sent] == [True] * len(
+        sent
+    )
+    assert await moved_for_room(streams.pair) > before
+    pause_s = max(each.longest_pause_s(0.0) for each in sent)
+    assert pause_s < NUM_OUTPUT_TOKENS * STEP_S / 2, "no stream waits for another one to end"
 
 
 def test_picture_has_a_line_while_tokens_come() -> None:

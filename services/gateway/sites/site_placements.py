@@ -49,11 +49,18 @@ class SitePlacement:
 
 
 class SitePlacements:
-    def __init__(self, on_update: Callable[[], None], max_held: int) -> None:
+    def __init__(
+        self,
+        on_update: Callable[[], None],
+        max_held: int,
+        is_waiting: Callable[[str], bool] = lambda request_id: False,
+    ) -> None:
         """`on_update` is called when entries wait to be taken. `max_held` limits the requests,
-        those included whose end is not acknowledged.
+        those included whose end is not acknowledged. `is_waiting` says whether a request waits for
+        room here.
         """
         self._max_held = max_held
+        self._is_waiting = is_waiting
         self._buffer = OutputBuffer()
         self._placements: dict[bytes, SitePlacement] = {}
         self._on_update = on_update
@@ -108,7 +115,11 @@ class SitePlacements:
         self, placement_id: bytes, choice_index: int, from_position: int, region_class: str = ""
     ) -> tuple[str, TokenEntry]:
         """Returns the worker's name and the output from a position on. Raises UnknownPlacement."""
-        entry = self._buffer.resend(placement_id, choice_index, from_position, region_class)
+        placement = self._placements.get(placement_id)
+        is_waiting = placement is not None and self._is_waiting(placement.request_id)
+        entry = self._buffer.resend(
+            *(placement_id, choice_index, from_position, region_class), is_waiting=is_waiting
+        )
         return self._placements[placement_id].worker_id, entry
 
     def take(self, now: float) -> Iterator[tuple[str, TokenBatch]]:
@@ -149,7 +160,8 @@ class SitePlacements:
         for placement_id, each in self._placements.items():
             if now - each.sent_at >= RESEND_S:
                 each.sent_at = now
-                self._buffer.resend_overdue(placement_id)
+                is_waiting = self._is_waiting(each.request_id)
+                self._buffer.resend_overdue(placement_id, is_waiting=is_waiting)
                 self._on_update()
 
 

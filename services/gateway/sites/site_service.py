@@ -99,7 +99,9 @@ class SiteService:
         self._weights = weights_of_sites(config.linked_site)
         self._tenants: dict[str, SiteTenantNames] = {}  # by site
         self._placements = SitePlacements(
-            self._flush_soon, max_held=max(1, config.max_requests // OTHERS_SHARE)
+            self._flush_soon,
+            max_held=max(1, config.max_requests // OTHERS_SHARE),
+            is_waiting=driver.is_waiting,
         )
         self._outbox = Outbox(bus)
         self._prefills = SitePrefills(

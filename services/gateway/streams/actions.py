@@ -59,6 +59,7 @@ ResubmissionCause = Literal[
     "scheduler_silent",
     "bus_reconnected",
     "regions_changed",  # those of its tenant
+    "no_room",  # it waited for blocks at its worker, and another has taken it
 ]
 
 

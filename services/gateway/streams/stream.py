@@ -19,6 +19,7 @@ from enum import Enum
 import msgspec
 
 from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.moves import MoveOffer, MoveTimes
 from services.gateway.streams.queued_openings import Opening, QueuedOpenings
 from services.gateway.streams.receiver import GuardedReceiver
 from services.gateway.streams.resubmissions import ResubmissionBudget
@@ -56,6 +57,7 @@ class CurrentPlacement:
     resends: set[int] = field(default_factory=set)  # choices with a pending resend
     num_failed_resends: Counter[int] = field(default_factory=Counter)  # key: choice index
     stopped_at: dict[int, float] = field(default_factory=dict)  # choices that contain a stop string
+    is_waiting: bool = False  # for room at its worker, as the last entry says
 
 
 class Stream:
@@ -94,6 +96,8 @@ class Stream:
         self.scheduler_id: str | None = None
         self.keepalive_at = now
         self.placement: CurrentPlacement | None = None
+        self.offer: MoveOffer | None = None  # of another worker, while this one has no room
+        self.move_times = MoveTimes()
         self.last_worker_id: str | None = None
         self.numerics: Numerics | None = request.numerics  # numerics of the last tokens' worker
         self.tries = [TryRecord(1, now)]
@@ -136,6 +140,16 @@ class Stream:
         other numerics would continue other ones than these.
         """
         return 0 < placed.attempt < self.first_attempt
+
+    def is_offered(self, attempt: int) -> bool:
+        """Whether it has asked for another worker with this attempt, and none is named yet."""
+        offer = self.offer
+        return offer is not None and offer.attempt == attempt and offer.placed is None
+
+    @property
+    def paused_at(self) -> float:
+        """The time of the last token of the current try, or of its placement before the first."""
+        return max(self.tries[-1].placed_at, self.tries[-1].last_token_at)
 
     def transition_to(self, state: StreamState) -> None:
         """Changes the state. Raises IllegalTransition, which means a bug in this code, not in a

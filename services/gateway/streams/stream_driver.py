@@ -127,6 +127,10 @@ class StreamDriver:
         self._streams.close_all(error, self._clock.now())
         self._perform()
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether an open request has no worker, or one that has no room for it now."""
+        return self._streams.is_waiting(request_id)
+
     def change_regions(self, changed: ChangedRegions) -> None:
         """Applies the regions that a tenant has now to its requests."""
         self._streams.change_regions(changed, self._clock.now())

@@ -7,6 +7,8 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
   are buffered; AbortRequest answers placements that are not named in time or have been aborted.
 - A gap, or silence of a running choice, triggers a ResendTokens request to the worker.
 - A choice with a stop string is aborted while others run, and again if its tokens continue.
+- A request that waits for room at its worker asks for another one (`moves.py`), and goes on where
+  its next token comes from first.
 - A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
   received, within a budget; a worker that is silent or failed is excluded.
 - The loss of another site is another budget (`resubmissions.py`), and excludes nobody.
@@ -47,6 +49,7 @@ from services.gateway.streams.early_entries import (
     EarlyEntries,
     RetiredPlacements,
 )
+from services.gateway.streams.moves import MoveOffer
 from services.gateway.streams.queued_openings import (
     MAX_OPEN,
     Opening,
@@ -189,7 +192,21 @@ class Streams:
 
     def is_due(self, message: SubmitRequest) -> bool:
         """Whether the request still waits for this submission attempt."""
-        return self._submitting(message.request.request_id, message.attempt) is not None
+        request_id = message.request.request_id
+        if message.is_move:
+            return self._asking(request_id, message.attempt) is not None
+        return self._submitting(request_id, message.attempt) is not None
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether an open request has no worker, or one that has no room for it now."""
+        stream = self._by_request.get(request_id)
+        if stream is None:
+            return request_id in self._waiting
+        return stream.placement is None or stream.placement.is_waiting
+
+    def _asking(self, request_id: str, attempt: int) -> Stream | None:
+        stream = self._by_request.get(request_id)
+        return stream if stream is not None and stream.is_offered(attempt) else None
 
     def _submitting(self, request_id: str, attempt: int) -> Stream | None:
         stream = self._by_request.get(request_id)
@@ -253,6 +270,8 @@ class Streams:
             self._actions.cancel(reply.scheduler_id, request_id, attempt)
         elif (stream := self._submitting(request_id, attempt)) is not None:
             self._queue(stream, reply.scheduler_id, now)
+        elif (stream := self._asking(request_id, attempt)) is not None and stream.offer is not None:
+            stream.offer.scheduler_id = reply.scheduler_id
 
     def on_rejected(
         self,
@@ -263,6 +282,9 @@ class Streams:
         *,
         is_bus_trusted: bool = True,
     ) -> None:
+        asking = self._asking(request_id, attempt)
+        if asking is not None:
+            self._decline(asking, now)
         stream = self._submitting(request_id, attempt)
         if stream is None:
             return
@@ -287,7 +309,11 @@ class Streams:
     def on_placed(self, placed: Placed, now: float) -> None:
         stream = self._by_request.get(placed.request_id)
         if stream is not None and stream.placement is not None:
-            if stream.placement.placement_id != placed.placement_id:
+            if stream.is_offered(placed.attempt):
+                self._take_offer(stream, placed, now)
+            elif stream.placement.placement_id != placed.placement_id and not (
+                stream.offer is not None and stream.offer.is_of(placed.placement_id)
+            ):
                 self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             return
         if stream is None or placed.worker_id in stream.excluded_workers:
@@ -310,6 +336,8 @@ class Streams:
 
     def on_placement_failed(self, failed: PlacementFailed, now: float) -> None:
         stream = self._by_request.get(failed.request_id)
+        if stream is not None and stream.is_offered(failed.attempt):
+            self._decline(stream, now)
         if stream is None or not _is_present(failed, stream):
             return
         error = error_of(failed.failure)
@@ -323,6 +351,8 @@ class Streams:
         for request_id in keepalive.request_ids:
             stream = self._by_request.get(request_id)
             attempt = None if stream is None else stream.attempt
+            if stream is not None and stream.is_offered(stream.attempt):
+                continue  # it is asked for no longer than MAX_OFFER_S
             if stream is None or stream.state is StreamState.RUNNING:
                 self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
             elif stream.state is StreamState.SUBMITTING:  # the `Queued` reply was late or lost
@@ -336,6 +366,8 @@ class Streams:
         for stream in list(self._by_request.values()):
             if stream.state is StreamState.QUEUED and stream.scheduler_id == scheduler_id:
                 self._resubmit(stream, "scheduler_lost", now)
+            elif stream.offer is not None and stream.offer.scheduler_id == scheduler_id:
+                self._decline(stream, now)
 
     def on_bus_back(self, now: float) -> None:
         """Recovers messages that were lost with the connection. Silent choices soon trigger a
@@ -354,7 +386,13 @@ class Streams:
     def on_token_batch(self, batch: TokenBatch, now: float) -> None:
         for entry in batch.entries:
             stream = self._by_placement.get(entry.placement_id)
-            if stream is not None:
+            if (
+                stream is not None
+                and stream.offer is not None
+                and stream.offer.is_of(entry.placement_id)
+            ):
+                self._accept_offered(stream, stream.offer, batch.worker_id, entry, now)
+            elif stream is not None:
                 if stream.last_worker_id == batch.worker_id:
                     self._accept(stream, entry, now)
             elif entry.placement_id in self._retired:
@@ -405,6 +443,8 @@ class Streams:
         """Resubmits the worker's requests. `is_excluded` is false for a restarted worker."""
         excluded = excluded_after_silence(worker_id) if is_excluded else None
         for stream in list(self._by_placement.values()):
+            if stream.offer is not None and stream.offer.is_at(worker_id):
+                self._decline(stream, now)
             if stream.placement is not None and stream.placement.worker_id == worker_id:
                 self._resubmit(stream, "worker_lost", now, excluded=excluded)
 
@@ -437,6 +477,8 @@ class Streams:
             self._submit(stream, now)
 
     def _watch_running(self, stream: Stream, now: float) -> None:
+        if stream.offer is not None and stream.offer.is_overdue(now):
+            self._decline(stream, now)
         for choice in stream.choices.values():
             if now - choice.last_token_at >= TOKEN_TIMEOUT_S and not choice.is_finished:
                 self._request_again(stream, choice)
@@ -545,6 +587,11 @@ class Streams:
         if choice is None or placement is None:
             return
         placement.last_token_at = choice.last_token_at = now
+        placement.is_waiting = entry.is_waiting
+        if entry.is_waiting:
+            self._ask(stream, now)
+        elif stream.offer is not None and entry.token_ids:
+            self._decline(stream, now)
         if choice.is_finished:
             self._stop_again(placement, choice, entry, now)
             return
@@ -730,6 +777,8 @@ class Streams:
         if stream.state is StreamState.QUEUED and stream.scheduler_id is not None:
             self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
+        if stream.offer is not None:
+            self._decline(stream, now)
         is_complete = stream.has_every_ending
         placement, stream.placement = stream.placement, None
         if placement is None:
@@ -740,6 +789,93 @@ class Streams:
             self._actions.acknowledge(placement.worker_id, placement.placement_id)
         else:
             self._abort(placement.worker_id, placement.placement_id, reason, now)
+
+    # ── moves ────────────────────────────────────────────────────────────────────────────────────
+
+    def _ask(self, stream: Stream, now: float) -> None:
+        """Asks for another worker for a request that has waited for long."""
+        placement = stream.placement
+        if placement is None or stream.offer is not None:
+            return
+        if not stream.move_times.is_due(stream.paused_at, now):
+            return
+        stream.attempt += 1
+        stream.offer = MoveOffer(stream.attempt, now)
+        message = SubmitRequest(
+            request=stream.remaining_request(now),
+            attempt=stream.attempt,
+            excluded_workers=tuple(sorted({*stream.excluded_workers, placement.worker_id})),
+            affinity_key=stream.affinity_key,
+            is_queueable=False,
+            is_move=True,
+        )
+        self._actions.submit(message)
+
+    def _take_offer(self, stream: Stream, placed: Placed, now: float) -> None:
+        """Takes in that another worker has the request, and has not begun with it."""
+        offer, placement_id = stream.offer, placed.placement_id
+        assert offer is not None
+        is_known = placement_id in self._retired or placement_id in self._by_placement
+        is_excluded = placed.worker_id in stream.excluded_workers
+        if is_known or is_excluded or placed.needs != stream.request.needs:
+            if placement_id not in self._by_placement:
+                self._abort(placed.worker_id, placement_id, "superseded", now)
+            self._decline(stream, now)
+            return
+        offer.placed, offer.placed_at = placed, now
+        self._by_placement[placement_id] = stream
+        early = self._early_of(placed.worker_id)
+        for entry in early.take(placement_id, placed.worker_id):
+            if stream.offer is offer:
+                self._accept_offered(stream, offer, placed.worker_id, entry, now)
+            elif stream.placement is not None and placement_id in self._by_placement:
+                self._accept(stream, entry, now)
+
+    def _accept_offered(
+        self, stream: Stream, offer: MoveOffer, worker_id: str, entry: TokenEntry, now: float
+    ) -> None:
+        """Moves the request with the first output of the offered worker."""
+        if offer.placed is None or worker_id != offer.placed.worker_id:
+            return
+        has_failed = entry.finish is not None and entry.finish.reason == "failed"
+        if has_failed:
+            self._decline(stream, now)
+        elif entry.token_ids or entry.finish is not None or entry.prompt_logprobs:
+            self._move(stream, offer, offer.placed, now)
+            self._accept(stream, entry, now)
+
+    def _move(self, stream: Stream, offer: MoveOffer, placed: Placed, now: float) -> None:
+        stream.offer = None
+        self._leave(stream, "superseded", now)
+        stream.tries[-1].end("no_room", offer.asked_at)
+        stream.move_times.moved()
+        stream.num_resubmissions += 1
+        stream.first_attempt = offer.attempt
+        self._actions.report(
+            ReportResubmission(stream.request_id, "no_room", stream.last_worker_id)
+        )
+        for choice in stream.choices.values():
+            if not choice.is_finished:
+                choice.restart()
+                choice.last_token_at = now
+        stream.tries.append(TryRecord(len(stream.tries) + 1, offer.asked_at))
+        stream.tries[-1].record_placed(placed, offer.placed_at)
+        stream.placement = CurrentPlacement(
+            placed.placement_id, placed.worker_id, last_token_at=now
+        )
+        stream.last_worker_id = placed.worker_id
+
+    def _decline(self, stream: Stream, now: float) -> None:
+        """Gives up an offer: the request stays, or goes elsewhere."""
+        offer, stream.offer = stream.offer, None
+        if offer is None:
+            return
+        stream.move_times.rejected(now)
+        if offer.placed is not None:
+            del self._by_placement[offer.placed.placement_id]
+            self._abort(offer.placed.worker_id, offer.placed.placement_id, "superseded", now)
+        elif offer.scheduler_id is not None:
+            self._actions.cancel(offer.scheduler_id, stream.request_id, offer.attempt)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 

@@ -15,7 +15,7 @@ import msgspec
 
 from tests.chaos.sites.faults import FAULTS
 from tests.chaos.sites.pair import Home, SitePair
-from tests.chaos.sites.streams import FarStreams, OwnRequests, Stream, first_served
+from tests.chaos.sites.streams import FarStreams, OwnRequests, Stream, first_served, moved_for_room
 from tests.support.waiting import NotReached, until
 
 NUM_LATE, LATE_AFTER_S = 4, 0.3
@@ -38,6 +38,7 @@ class SiteRow(msgspec.Struct, kw_only=True):
     lost: int
     altered: int
     moved: int
+    moved_for_room: int
     broken: int
     refused: int
     own_sent: int
@@ -73,6 +74,7 @@ class SiteRow(msgspec.Struct, kw_only=True):
 
 async def run_site_row(streams: FarStreams, name: str, home: Home) -> SiteRow:
     pair, fault = streams.pair, FAULTS[name]
+    num_before = await moved_for_room(pair)
     sent, tasks = streams.send_all()
     await streams.until_begun(sent)
     async with AsyncExitStack() as stack:
@@ -98,6 +100,7 @@ async def run_site_row(streams: FarStreams, name: str, home: Home) -> SiteRow:
         lost=len(lost),
         altered=sum(each.last.is_successful and not streams.is_same(each) for each in every),
         moved=sum(each.is_moved for each in every),
+        moved_for_room=max(0, await moved_for_room(pair) - num_before),  # 0 if the gateway died
         broken=sum(each.is_broken for stream in every for each in stream.tries),
         refused=sum(each.status in (429, 503) for stream in every for each in stream.tries),
         own_sent=len(own_sent),

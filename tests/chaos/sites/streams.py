@@ -9,7 +9,10 @@ import itertools
 import time
 from dataclasses import dataclass, field
 
+import httpx
+
 from services.cli.cluster.service_options import DEMO_MODEL_NAME
+from tests.chaos.checks.metrics import scrape
 from tests.chaos.sites.pair import FAR, Site, SitePair
 from tests.chaos.world.workload import requests
 from tests.support.cluster.clients import ChoiceOutput, Exchange, run_exchange
@@ -57,6 +60,13 @@ def token_times(exchange: Exchange) -> list[float]:
         for event, at in events
         if event.startswith(b"data: ") and not any(each in event for each in EMPTY)
     ]
+
+
+async def moved_for_room(pair: SitePair) -> int:
+    """Returns how often a stream has left a worker that had no room for it, so far."""
+    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client:
+        series = await scrape(client, pair.a.cluster.urls[HOME_GATEWAY])
+    return int(series.get('hearth_resubmissions_total{reason="no_room"}', 0))
 
 
 class FarStreams:

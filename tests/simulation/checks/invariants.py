@@ -74,10 +74,18 @@ def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
         if reason is not None:
             found.append(f"{client.plan.request_id}: {reason}")
         is_disturbed = POISON in client.plan.prompt or not kinds <= UNDISTURBING
-        if client.end is not None and client.end.num_resubmissions and not is_disturbed:
+        if num_losses(client) and not is_disturbed:
             found.append(f"{client.plan.request_id}: was submitted again for no reason")
         found += [f"{client.plan.request_id}: {each}" for each in wrongs_of_client(client)]
     return found
+
+
+def num_losses(client: Client) -> int:
+    """Returns how often a request was submitted again, but for want of room at its worker."""
+    if client.end is None:
+        return 0
+    num_moves = sum(each.outcome == "no_room" for each in client.end.tries)
+    return client.end.num_resubmissions - num_moves
 
 
 def wrongs_of_accounts(fleet: Fleet) -> list[str]:

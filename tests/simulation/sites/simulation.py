@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 
 from shared import background
 from tests.simulation.checks.excuses import unexplained
-from tests.simulation.checks.invariants import SETTLE_S, wrongs_of_accounts, wrongs_of_client
+from tests.simulation.checks.invariants import (
+    SETTLE_S,
+    num_losses,
+    wrongs_of_accounts,
+    wrongs_of_client,
+)
 from tests.simulation.plan import PATIENT_S
 from tests.simulation.simulation import LIMIT_S, POLL_INTERVAL_S, Journal, ending_of, journal
 from tests.simulation.sites.drawing import sites_plan_of
@@ -97,7 +102,7 @@ def _unexplained(client: Client, fleet: Fleet, plan: SitesPlan) -> list[str]:
     whatever happens to links and other sites.
     """
     error = client.rejection if client.end is None else client.end.error
-    if client.end is not None and client.end.num_resubmissions and not plan.has_faults:
+    if num_losses(client) and not plan.has_faults:
         return ["was submitted again for no reason"]
     if _can_serve(client, fleet):
         reason = unexplained(client, fleet.plan, fleet.troubles_of(client))
