@@ -7,7 +7,7 @@ Per frame the sender fills a slot and computes its checksum, the receiver copies
 that of the copy (TCP: of the received bytes), passes it to a sink that does nothing, and
 acknowledges. `tcp_mac` and `tcp_aead` seal each frame instead: a tag of 16 bytes, without and with
 encryption; `aead` is the encryption alone, of frames in memory. A sealed push is expected to take
-the time of both. With the wheel (`hearth-serve[nixl]`) there are `nixl_tcp` and `nixl_shm`: the
+the time of both. With the wheel (`pip install '.[nixl]'`) there are `nixl_tcp` and `nixl_shm`: the
 receiver reads the sender's slots with NIXL, over TCP alone, or through shared memory. A few frames
 are in flight. Compared in the same run, alternating: numpy's copy of
 as many bytes, and a plain TCP socket over loopback between two processes, blocking `sendall` and

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 CHANGELOG = "services/guides/changelog.md"
+# `hearth-0.2.0` is a folder of a guide
+UNPUBLISHED = re.compile(
+    r"(?<![\w./-])hearth(?:-serve)?\[|pip install[^\n`]*(?<![\w./-])hearth(?:-serve)?(?![\w-])"
+)
+EXTRA = re.compile(r"pip install '\.\[(\w+)\]'")
 GIT = ("git", "-c", "user.name=tests", "-c", "user.email=tests@example.invalid")
 
 
@@ -54,6 +61,36 @@ def test_what_cannot_be_released_is_refused_in_one_line(tree: Path, tmp_path: Pa
     (tree / "pyproject.toml").write_text("")
     assert "changes without a commit" in release(tree, "0.2.0", "out").stderr
     assert not (tree / "out").exists()
+
+
+def test_no_text_tells_to_install_what_is_not_published() -> None:
+    """Extras are installed from the clone, by their names in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    told, named = [], set[str]()
+    for path, text in texts():
+        told += [f"{path.relative_to(ROOT)}: {each}" for each in UNPUBLISHED.findall(text)]
+        named.update(EXTRA.findall(text))
+    assert told == []
+    assert {"nixl", "tracing"} <= named <= set(project["optional-dependencies"])
+
+
+def test_names_that_are_not_published_are_found() -> None:
+    published = ("pip install '.[nixl]'", "pip install openai", "pip install /opt/hearth-0.2.0")
+    for text in (*published, "`pip install openai`, then `hearth chat`", "the `hearth` of PyPI"):
+        assert UNPUBLISHED.search(text) is None, text
+    for text in ("pip install 'hearth-serve[nixl]'", "pip install -U hearth", "needs hearth[nixl]"):
+        assert UNPUBLISHED.search(text), text
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """Yields what users read: documents, and code with its messages."""
+    folders = [ROOT / name for name in ("services", "shared", "kernels", "benchmarks")]
+    for path in (path for each in folders for path in each.rglob("*")):
+        if path.suffix in (".py", ".md"):
+            yield path, path.read_text()
+    for path in (ROOT / "README.md", *(ROOT / "scripts").iterdir()):
+        if path.is_file():
+            yield path, path.read_text()
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ def plot(name: str, cases: dict[str, dict[str, Outcome]]) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        print("no plot: matplotlib is missing (pip install 'hearth-serve[bench]')", file=sys.stderr)
+        print("no plot: matplotlib is missing (pip install '.[bench]')", file=sys.stderr)
         return
     figure = Figure(figsize=(4.5 * len(cases), 3.6), layout="constrained")
     for axes, (case, outcomes) in zip(

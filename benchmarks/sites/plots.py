@@ -15,7 +15,7 @@ def plot_lines(
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        print("no plot: matplotlib is missing (pip install 'hearth-serve[bench]')", file=sys.stderr)
+        print("no plot: matplotlib is missing (pip install '.[bench]')", file=sys.stderr)
         return
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()

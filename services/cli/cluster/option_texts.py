@@ -279,7 +279,7 @@ HELP = {
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
     "image_cache_bytes": "Memory for encoded images.",
     "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
-    "kv_transport": "nixl: where both ends have hearth[nixl] and no security.",
+    "kv_transport": "nixl: where both ends have its package and no security.",
     "data_plane_security": "Of KV and pixels over TCP: aead (encrypted), mac (authenticated) "
     "or none.",
     "data_plane_host": "Listen address for KV.",

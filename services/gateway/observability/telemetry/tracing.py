@@ -65,6 +65,7 @@ def open_tracing(
 
         from services.gateway.observability.telemetry.span_exporter import SpanTracing
     except ImportError as error:
-        log.warning("tracing_unavailable", error=str(error), install="hearth-serve[tracing]")
+        install = "pip install '.[tracing]' in the clone"
+        log.warning("tracing_unavailable", error=str(error), install=install)
         return None
     return SpanTracing(process_id, random_bytes, clock)

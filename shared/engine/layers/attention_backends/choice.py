@@ -84,7 +84,7 @@ def _reasons(state: AttentionState, mode: Mode, facts: CudnnFacts) -> list[tuple
         (state.head_dim % 8 != 0, f"heads of {state.head_dim} are no multiple of 8"),
         (state.head_dim > MOST_HEAD_DIM, f"heads of {state.head_dim} exceed {MOST_HEAD_DIM}"),
         (facts.capability < 90, "packed queries need compute capability 9.0"),
-        (not facts.frontend, f"{PACKAGE} is not installed: pip install 'hearth-serve[cuda]'"),
+        (not facts.frontend, f"{PACKAGE} is not installed: pip install '.[cuda]' in the clone"),
         (not LEAST <= release < BELOW, f"{PACKAGE} {facts.frontend} is not 1.14 to 1.22"),
         (facts.cudnn < LEAST_CUDNN, f"cuDNN {facts.cudnn} is older than {LEAST_CUDNN}"),
     ]

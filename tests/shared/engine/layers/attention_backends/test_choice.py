@@ -47,7 +47,7 @@ OF_STATE = {
 }
 OF_FACTS = {
     "compute capability 9.0": {"capability": 80},
-    "is not installed: pip install 'hearth-serve[cuda]'": {"frontend": ""},
+    "is not installed: pip install '.[cuda]' in the clone": {"frontend": ""},
     "1.13.0 is not 1.14 to 1.22": {"frontend": "1.13.0"},
     "1.23.0 is not 1.14 to 1.22": {"frontend": "1.23.0"},
     "cuDNN 91001 is older": {"cudnn": 91001},
