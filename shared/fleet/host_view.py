@@ -48,6 +48,10 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_pinned: bool = False
     failure: str = ""
 
+    @property
+    def has_failed(self) -> bool:
+        return self.state == "failed"
+
     def is_of(self, name: str, revision: str, digest: str) -> bool:
         """Returns hosts name a revision by its digest, or by its name until they know that."""
         return self.name == name and self.revision in (revision, digest)

@@ -30,6 +30,7 @@ REJECTED_ADVICE = (
     "`hearth status` shows the gateways; codes: services/gateway/dialects/API.md#errors-by-code."
 )
 RESTARTED_ADVICE = "`hearth logs up` shows how each ended, `hearth logs PROCESS` what it did."
+MODEL_ADVICE = "Remove it (`hearth model remove`), or mend its source and add it again. Its host:"
 SERVER_ADVICE = "The gateway cannot use it: see its log and the address that the gateway has."
 
 
@@ -58,6 +59,9 @@ def report_checks(report: FleetReport, wall_s: float, *, has_gateway: bool) -> I
         return
     if not lost:
         yield Check("processes", "ok", f"{len(report.rows)}, none is lost")
+    for model in (each for each in report.models if each.has_failed):
+        text = f"{model.name} failed on {model.host_id}: {model.failure or 'no reason is known'}"
+        yield Check("models", "fail", text, f"{MODEL_ADVICE} `hearth logs {model.host_id}`.")
     for name, server in (("Redis", report.redis), ("NATS", report.nats)):
         yield from _server_checks(report.gateway_id, name, server, wall_s)
     yield from _rejected_checks(report, wall_s)

@@ -21,6 +21,7 @@ from shared.fleet.fleet_view import ProcessView
 from shared.fleet.read_fleet import RecentFigures, ServerView
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+FULL_RATIO = 0.95  # of a KV cache in use: that of the alert HearthKvCacheFull
 NO_GATEWAY = (
     "No gateway answers: this is what heartbeats show. Processes that were lost before, and "
     "Redis, are unknown."
@@ -51,6 +52,7 @@ def tables(report: FleetReport, width: int, wall_s: float) -> Group:
         text = f"restarted within the last hour: {restarted}; see `hearth logs up`"
         shown.append(Text(text, style="yellow"))
     shown += [_shortage(row) for row in workers if row.num_out_of_memory]
+    shown += [Text(note, style="yellow") for note in full_cache_notes(report.rows)]
     if report.demands:
         shown.append(table_of_demands(report.demands, width))
     if report.hosts:
@@ -76,6 +78,27 @@ def _shortage(row: ProcessView) -> Text:
     steps = f"; its steps have at most {most} tokens for now" if most else ""
     times = f"{row.num_out_of_memory} times" if row.num_out_of_memory != 1 else "once"
     return Text(f"{row.process_id} ran out of GPU memory {times}{steps}", style="yellow")
+
+
+def full_cache_notes(rows: Sequence[ProcessView]) -> list[str]:
+    """Returns a line for each worker whose KV cache is full while requests wait: at the worker, or
+    at schedulers for one that decodes.
+    """
+    live = [row for row in rows if not row.is_lost]
+    num_queued = sum(row.num_queued_requests or 0 for row in live)
+    notes = []
+    for row in live:
+        places = {"at schedulers": num_queued} if "decode" in row.role.split("+") else {}
+        waiting = {"there": row.num_waiting or 0, **places}
+        counts = [f"{count:,} {place}" for place, count in waiting.items() if count]
+        if counts and _is_full(row):
+            notes.append(f"{row.process_id}: KV cache full, requests wait: {', '.join(counts)}")
+    return notes
+
+
+def _is_full(row: ProcessView) -> bool:
+    total, free = row.num_total_blocks or 0, row.num_free_blocks or 0
+    return total > 0 and 1 - free / total >= FULL_RATIO
 
 
 def _duration(seconds: float) -> str:

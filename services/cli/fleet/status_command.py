@@ -13,7 +13,7 @@ app = typer.Typer()
 
 @app.command(
     rich_help_panel=START,
-    epilog="Exit status 1: something is lost or unavailable.\n\n"
+    epilog="Exit status 1: something is lost, failed or unavailable.\n\n"
     "Examples:  hearth status  ·  hearth status --once  ·  hearth status --json | jq",
 )
 def status(

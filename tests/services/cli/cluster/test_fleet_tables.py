@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.cli.fleet.fleet_tables import releases_note, tables
+from services.cli.fleet.fleet_tables import full_cache_notes, releases_note, tables
 from services.cli.fleet.rejection_table import capacity_note
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
@@ -49,6 +49,7 @@ FAILED = ModelView(
     name="org/broken", revision="0123456789abcdef", state="failed", host_id="host-1",
     device="cuda:0", host_state="ready", failure="model.safetensors: no such file",
 )  # fmt: skip
+COLD = msgspec.structs.replace(FAILED, state="cold", failure="")
 REJECTED = tuple(
     Rejection(gateway_id="gateway-1", code=code, count=count, at=NOON - 5.0)
     for code, count in (("invalid_api_key", 1533), ("overloaded", 324))
@@ -159,6 +160,8 @@ def test_work_is_a_share_of_the_peak_or_a_rate() -> None:
         (report(GATEWAY, redis=ServerView(state="unavailable", for_s=1.0)), False),
         (report(GATEWAY, redis=ServerView(state="new", for_s=1.0)), True),
         (report(GATEWAY, unready="no live decode worker"), False),
+        (msgspec.structs.replace(report(GATEWAY), models=[FAILED]), False),
+        (msgspec.structs.replace(report(GATEWAY), models=[COLD]), True),
         (FleetReport.of(FleetView(), None, 0.0), False),
     ],
 )
@@ -175,6 +178,38 @@ def test_lack_of_capacity_is_a_line() -> None:
         "275 requests wait, the longest 16.7 s; 324 rejected in 15 minutes for lack of capacity: "
         "add workers (wanted 6 decode)"
     )
+
+
+FULL = {"num_free_blocks": 51, "num_total_blocks": 1024}
+
+
+@in_one_test(
+    ("rows", "notes"),
+    [
+        ([worker("decode-1", **FULL)], ["decode-1: KV cache full, requests wait: 12 there"]),
+        (
+            [worker("decode-1", **FULL), BUSY],
+            ["decode-1: KV cache full, requests wait: 12 there, 275 at schedulers"],
+        ),
+        (
+            [worker("worker-1", role="prefill+decode", num_waiting=0, **FULL), BUSY],
+            ["worker-1: KV cache full, requests wait: 275 at schedulers"],
+        ),
+        ([worker("prefill-1", role="prefill", num_waiting=0, **FULL), BUSY], []),
+        ([worker("decode-1", num_waiting=0, **FULL)], []),
+        ([worker("decode-1", **{**FULL, "num_free_blocks": 52}), BUSY], []),
+        ([worker("decode-1", num_free_blocks=0, num_total_blocks=0)], []),  # in standby
+        ([worker("decode-1", state="silent", **FULL), BUSY], []),
+    ],
+)
+def test_full_cache_with_waiting_requests_is_a_line(
+    rows: list[ProcessView], notes: list[str]
+) -> None:
+    assert full_cache_notes(rows) == notes
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(tables(report(*rows), 100, NOON))
+    assert [each for each in captured.get().splitlines() if "KV cache full" in each] == notes
 
 
 def test_time_of_an_earlier_day_has_its_date() -> None:

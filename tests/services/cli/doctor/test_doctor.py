@@ -39,6 +39,7 @@ from services.cli.doctor.software import (
 from services.cli.fleet.report import FleetReport
 from services.local.processes.supervision_log import RESTARTING, SupervisionLog
 from shared.fleet.fleet_view import ProcessView
+from shared.fleet.host_view import ModelView
 from shared.fleet.read_fleet import RejectedCode, Rejection, ServerView
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import NatsServer, RedisServer
@@ -171,6 +172,21 @@ def test_lost_processes_and_servers_are_failures() -> None:
     assert checks == [("processes", "ok"), ("Redis", "fail"), ("gateway", "fail")]
     (unknown,) = report_checks(FleetReport(rows=rows[1:]), 3661, has_gateway=True)
     assert unknown.level == "warn"
+
+
+def test_failed_models_are_failures_with_their_reason() -> None:
+    models = [
+        ModelView(
+            **{"name": name, "revision": "r", "host_id": "host-1", "device": "cpu"},
+            **{"host_state": "ready", "state": state, "failure": failure},
+        )
+        for name, state, failure in (("a", "hot", ""), ("b", "failed", "no such file"))
+    ]
+    ok = ServerView(state="ok")
+    report = FleetReport(rows=[], redis=ok, nats=ok, gateway_id="g-1", models=models)
+    _, failed = report_checks(report, 0.0, has_gateway=True)
+    assert (failed.level, failed.text) == ("fail", "b failed on host-1: no such file")
+    assert "hearth logs host-1" in failed.advice
 
 
 def test_rejected_requests_are_a_warning_with_their_codes() -> None:
