@@ -33,6 +33,7 @@ from services.local.plan import (
     UpOptions,
     check_options,
     expected_workers,
+    offers_faults,
     plan_credentials,
     plan_services,
     plan_warming,
@@ -53,7 +54,6 @@ from services.local.state import LocalClusterState, StateDir
 from services.local.supervisor import Event, Report, Supervisor
 from shared.background import start_awaited
 from shared.clock import Clock
-from shared.config import is_loopback
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.regions.region_classes import region_classes
@@ -253,12 +253,7 @@ class LocalCluster:
             kill_children([self._warming])
 
     def _fault_server(self) -> FaultServer | None:
-        """Returns what lets an operator kill and freeze workers from the page, or None unless the
-        gateway, NATS and all workers are on loopback.
-        """
-        options = self._options
-        is_local = is_loopback(options.http_host) and is_loopback(options.advertise_host)
-        if not is_local or options.nats_url is not None or options.models:
+        if not offers_faults(self._options):
             return None
         workers = self._worker_ids()
         return FaultServer(self._state.scratch, workers, self._supervisor.process_of, self._clock)

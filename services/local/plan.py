@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -63,6 +63,8 @@ SECRETS = frozenset(
 )
 ROLES_WITH_PROCESS = frozenset(_COMMANDS)
 WORKER_ROLES = ("encode", "prefill", "decode", "worker")
+PORT_ORDER = ("decode", "worker", "prefill", "encode")  # those first that other hosts dial for KV
+LAST_PORT = 65_535
 LINKED_ROLES = (*WORKER_ROLES, "host", "gateway", "scheduler")
 
 
@@ -78,6 +80,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str | None = None
     redis_url: str | None = None
     nats_port: int | None = None  # None: a free one
+    data_plane_port: int | None = None  # the first of its workers; None: free ones
     chat_template: str = ""  # a file, in place of the checkpoint's
     http_cert: str = ""  # PEM files of the gateway, for HTTPS
     http_key: str = ""
@@ -111,6 +114,10 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     def tp_of(self, role: CredentialRole) -> int:
         return {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role, self.tp)
 
+    def num_ports_of(self, role: CredentialRole) -> int:
+        """The data plane's ports of a worker: one for each rank, and one for images."""
+        return 1 if role == "encode" else self.tp_of(role) * self.pp + 1
+
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of the cluster's servers; `nats_url` is set for an external NATS.
@@ -142,6 +149,14 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
     def nats_url_of(self, credential: Credential) -> str:
         return self.nats_url or credential.nats_url(self.nats_host, self.nats_port)
+
+
+def offers_faults(options: UpOptions) -> bool:
+    """Whether an operator may kill and freeze workers from the page: only of one model, and if
+    gateway, NATS and workers are all on loopback.
+    """
+    is_local = is_loopback(options.http_host) and is_loopback(options.advertise_host)
+    return is_local and options.nats_url is None and not options.models
 
 
 def check_options(options: UpOptions) -> None:
@@ -199,6 +214,7 @@ def check_options(options: UpOptions) -> None:
     if options.api_key:
         problems += key_problems(options.api_key)
     problems += _device_problems(options)
+    problems += _port_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -216,7 +232,7 @@ def _several_models_problems(options: UpOptions) -> list[str]:
     fixed = (
         *("dtype", "load_format", "kv_cache_bytes", "max_batch_tokens", "tp", "pp"),
         *("prefill_tp", "decode_tp", "activations", "experts", "model_name", "nats_url"),
-        *("chat_template", "num_encode"),
+        *("chat_template", "num_encode", "data_plane_port"),
     )
     fields = {each.name: each.default for each in msgspec.structs.fields(UpOptions)}
     named = {"model_name": "name", "nats_url": "nats", "num_encode": "encode"}
@@ -327,6 +343,33 @@ def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
     )
 
 
+def data_plane_ports(
+    options: UpOptions, credentials: Iterable[Credential]
+) -> dict[Credential, int]:
+    """Returns the first port of each worker, in PORT_ORDER without gaps; none without a given
+    port.
+    """
+    if options.data_plane_port is None:
+        return {}
+    workers = (each for each in credentials if each.role in WORKER_ROLES)
+    ports, port = {}, options.data_plane_port
+    for each in sorted(workers, key=lambda worker: PORT_ORDER.index(worker.role)):
+        ports[each] = port
+        port += options.num_ports_of(each.role)
+    return ports
+
+
+def _port_problems(options: UpOptions) -> list[str]:
+    first = options.data_plane_port
+    if first is None or options.models:
+        return []
+    workers = (each for each in plan_credentials(options) if each.role in WORKER_ROLES)
+    last = first + sum(options.num_ports_of(each.role) for each in workers) - 1
+    if last <= LAST_PORT:
+        return []
+    return [f"--data-plane-port {first}: its workers need the ports to {last}, over {LAST_PORT}"]
+
+
 def expected_workers(credentials: tuple[Credential, ...]) -> dict[str, set[str]]:
     """Returns, by role, the ids that the gateway must know before the cluster is ready."""
     handled = {"worker": ("prefill", "decode")}
@@ -349,12 +392,14 @@ def plan_services(
     workers = [each for each in credentials if each.role in WORKER_ROLES]
     num_threads = max(1, num_cores // len(workers))
     devices = dict(zip(workers, worker_devices(options, len(workers)), strict=True))
+    ports = data_plane_ports(options, workers)
     return [
         _service(
             each,
             options,
             endpoints,
             device=devices.get(each),
+            data_plane_port=ports.get(each),
             num_threads=num_threads,
             environ=environ,
         )
@@ -407,8 +452,11 @@ def _service(
     device: str | None,
     num_threads: int,
     environ: Mapping[str, str],
+    data_plane_port: int | None = None,
 ) -> ProcessSpec:
-    """Returns the process of a service. `device` is None without an engine."""
+    """Returns the process of a service. `device` is None without an engine, and the port for a free
+    one.
+    """
     arguments = ["--process-id", credential.process_id, "--instance", NO_INSTANCE]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
     arguments += ["--log-level", options.log_level, "--log-format", options.log_format]
@@ -432,6 +480,8 @@ def _service(
         arguments += ["--dtype", options.dtype, "--device", device]
         arguments += ["--num-threads", str(num_threads)]
         arguments += ["--data-plane-host", options.advertise_host]
+        if data_plane_port is not None:
+            arguments += ["--data-plane-port", str(data_plane_port)]
         if options.nats_url is None and not is_loopback(options.advertise_host):
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
         if credential.role != "encode":

@@ -127,6 +127,18 @@ NatsPort = Annotated[
         help="Port of the NATS that is started, for workers on other hosts (default: a free one).",
     ),
 ]
+DataPlanePort = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=_ADDRESSES,
+        metavar="PORT",
+        min=1,
+        max=65535,
+        envvar="HEARTH_DATA_PLANE_PORT",
+        help="First port for KV and images: each worker takes one per rank and one more, decode "
+        "workers first (default: free ones).",
+    ),
+]
 State = Annotated[
     Path | None,
     typer.Option(

@@ -10,6 +10,7 @@ from services.local.plan import (
     UpOptions,
     check_options,
     expected_workers,
+    offers_faults,
     plan_credentials,
     plan_services,
     worker_counts,
@@ -110,6 +111,58 @@ def test_gateway_starts_after_workers_and_workers_after_index(tmp_path: Path) ->
 def test_port_of_a_running_nats_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--nats names a running one"):
         check_options(options(tmp_path, nats_url="nats://host:4222", nats_port=4222))
+
+
+def ports_of(chosen: UpOptions) -> dict[str, str]:
+    check_options(chosen)
+    specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
+    given = [(each.process_id, each.argv) for each in specs if "--data-plane-port" in each.argv]
+    return {name: argv[argv.index("--data-plane-port") + 1] for name, argv in given}
+
+
+def test_workers_take_the_ports_from_the_given_one_on(tmp_path: Path) -> None:
+    """One for each rank and one for images, decode workers first; an encode worker has no ranks."""
+    assert ports_of(options(tmp_path)) == {}
+    assert ports_of(options(tmp_path, data_plane_port=7700)) == {
+        "decode-1": "7700",
+        "prefill-1": "7702",
+    }
+    many = options(
+        tmp_path,
+        **{"num_decode": 2, "num_both": 1, "num_encode": 2, "pp": 2, "decode_tp": 2, "tp": 4},
+        data_plane_port=65_508,
+    )
+    assert ports_of(many) == {
+        "decode-1": "65508",
+        "decode-2": "65513",
+        "worker-1": "65518",
+        "prefill-1": "65527",
+        "encode-1": "65530",
+        "encode-2": "65531",
+    }
+    with pytest.raises(ConfigError, match="65533: its workers need the ports to 65536, over 65535"):
+        check_options(options(tmp_path, data_plane_port=65_533))
+    several = named_models(["a=org/a", "b=org/b"])
+    with pytest.raises(ConfigError, match="--data-plane-port is for one --model, and 2 are given"):
+        check_options(options(tmp_path, models=several, data_plane_port=7700))
+
+
+@pytest.mark.parametrize(
+    ("changes", "offers"),
+    [
+        ({}, True),
+        ({"http_host": "::1", "advertise_host": "localhost", "http_port": 1}, True),
+        ({"http_host": "0.0.0.0"}, False),
+        ({"http_host": "::"}, False),
+        ({"advertise_host": "10.0.0.1"}, False),
+        ({"nats_url": "nats://127.0.0.1:4222"}, False),
+        ({"models": named_models(["a=org/a", "b=org/b"])}, False),
+    ],
+)
+def test_page_offers_faults_on_loopback_alone(
+    tmp_path: Path, changes: dict[str, object], offers: bool
+) -> None:
+    assert offers_faults(options(tmp_path, **changes)) == offers
 
 
 def test_site_and_region_are_passed_to_the_processes(tmp_path: Path) -> None:
