@@ -1,8 +1,8 @@
 """An example: one question over NATS, whose answer is printed as it is generated.
 
-    python -m services.client.example_chat nats://CLIENT:PASSWORD@HOST:4222 "What is Hearth?"
+    python -m services.client.example_chat nats://CLIENT:PASSWORD@HOST:4222 "What is Hearth?" [NAME]
 
-`hearth credential client --tenant TENANT` prints the URL.
+`hearth credential client --tenant TENANT` prints the URL. NAME: a model (default: the gateway's).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import sys
 from services.client.hearth_nats import ApiError, HearthClient, ResponseLost
 
 
-async def main(url: str, question: str) -> None:
+async def main(url: str, question: str, model: str = "") -> None:
     client = await HearthClient.connect(url)
-    body = {"messages": [{"role": "user", "content": question}]}
+    named = {"model": model} if model else {}
+    body = {**named, "messages": [{"role": "user", "content": question}]}
     try:
         async for event in client.stream("chat", body):
             for choice in event["choices"]:

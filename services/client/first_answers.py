@@ -20,7 +20,6 @@ from services.client.chat_request import (
     stream_chat,
     stream_completion,
 )
-from services.client.pushed_kv import pushed_kv
 from services.client.word_wrap import WordWrap
 from shared.clock import Clock
 from shared.errors import HearthError
@@ -134,6 +133,8 @@ def _describe_cache(reply: ChatReply) -> str:
 
 
 async def _describe_push(reply: ChatReply, observer: Observer | None) -> str:
+    from services.client.pushed_kv import pushed_kv  # and NATS, which `hearth chat` does not need
+
     served = reply.hearth
     num_tokens = served.get("num_pushed_tokens") or 0
     text = (

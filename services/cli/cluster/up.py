@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 from rich.console import Console
@@ -190,6 +190,8 @@ def own_command() -> str:
     found, own = shutil.which("hearth"), Path(sys.argv[0]).resolve()
     if found is not None and Path(found).resolve() == own:
         return "hearth"
+    if own.name == "__main__.py":  # python -m services
+        return f"{shlex.quote(sys.executable)} -m {own.parent.name}"
     here = Path.cwd()
     return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
 
@@ -201,11 +203,12 @@ def _examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
     yield "OpenAI's API:", _curl(cluster, "/v1/chat/completions", model | messages)
     limit = {"max_tokens": 256}
     yield "Anthropic's:", _curl(cluster, "/v1/messages", model | limit | messages)
-    run = f"/client/v4/accounts/{cluster.tenant_id}/ai/run/{cluster.model_name}"
+    run = f"/client/v4/accounts/{cluster.tenant_id}/ai/run/{quote(cluster.model_name, safe='/@')}"
     yield "Workers AI's:", _curl(cluster, run, {"prompt": QUESTIONS[0], "stream": True})
     if cluster.client_url is not None:
-        example = f"{shlex.quote(sys.executable)} -m services.client.example_chat"
-        yield "over NATS:", f"{example} {cluster.client_url} {shlex.quote(QUESTIONS[1])}"
+        program = [sys.executable, "-m", "services.client.example_chat"]
+        given = [cluster.client_url, QUESTIONS[1], cluster.model_name]
+        yield "over NATS:", shlex.join([*program, *given])
 
 
 def _base_examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
@@ -214,26 +217,25 @@ def _base_examples(cluster: LocalCluster) -> Iterator[tuple[str, str]]:
 
 
 def _curl(cluster: LocalCluster, path: str, body: dict[str, Any]) -> str:
-    return (
-        f"curl -N {curl_target(cluster.url, cluster.http_cert)}{path}"
-        f" -H 'Authorization: Bearer {cluster.api_key}' -H 'Content-Type: application/json'"
-        f" -d {shlex.quote(msgspec.json.encode(body).decode())}"
-    )
+    headers = (f"Authorization: Bearer {cluster.api_key}", "Content-Type: application/json")
+    words = ["curl", "-N", *curl_target(cluster.url, cluster.http_cert, path)]
+    words += [word for each in headers for word in ("-H", each)]
+    return shlex.join([*words, "-d", msgspec.json.encode(body).decode()])
 
 
-def curl_target(url: str, certificate: str) -> str:
+def curl_target(url: str, certificate: str, path: str) -> list[str]:
     """Returns the options and the URL with which curl verifies the gateway's certificate: by a name
     that is in it.
     """
     if not certificate:
-        return url
+        return [f"{url}{path}"]
     parts, names = urlsplit(url), certificate_names(certificate)
-    trust = f"--cacert {shlex.quote(certificate)}"
+    trust = ["--cacert", certificate]
     name = next((each for each in names if "*" not in each), None)
     if parts.hostname in names or name is None:
-        return f"{trust} {url}"
+        return [*trust, f"{url}{path}"]
     host = authority(name, parts.port or 443)
-    return f"{trust} --connect-to {host}:{parts.netloc} https://{host}"
+    return [*trust, "--connect-to", f"{host}:{parts.netloc}", f"https://{host}{path}"]
 
 
 def _short(path: Path) -> str:

@@ -119,6 +119,8 @@ async def test_first_model_is_returned_if_there_is_one() -> None:
     models = {"data": [{"id": "demo"}, {"id": "other"}]}
     async with client(lambda request: httpx.Response(200, json=models)) as gateway:
         assert (await first_model(gateway)).id == "demo"
+        assert (await first_model(gateway, "other")).id == "other"
+        assert (await first_model(gateway, "not served")).id == "demo"
     async with client(lambda request: httpx.Response(200, json={"data": []})) as gateway:
         with pytest.raises(DependencyUnavailable, match="no model"):
             await first_model(gateway)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[3]
+LAST_LINE = "Ctrl-C stops everything\n"  # of `hearth up` when it is ready
 STOP_S = 60.0
 WAIT_S = 300.0  # the first start compiles kernels
 
@@ -43,6 +45,21 @@ def start_hearth(state_home: Path, *arguments: str, **environ: str) -> subproces
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def read_until(process: subprocess.Popen[str], end: str, timeout_s: float = WAIT_S) -> str:
+    """Returns what a process prints until `end`, and what comes with it. The rest stays for
+    `communicate`. Raises AssertionError if the process ends before.
+    """
+    assert process.stdout is not None
+    descriptor, deadline = process.stdout.fileno(), time.monotonic() + timeout_s
+    output = b""
+    while end.encode() not in output:
+        readable, _, _ = select.select([descriptor], [], [], max(0, deadline - time.monotonic()))
+        data = os.read(descriptor, 1 << 16) if readable else b""
+        assert data, f"no {end!r} in {output.decode()}"
+        output += data
+    return output.decode()
 
 
 def run_hearth(

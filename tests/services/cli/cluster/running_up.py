@@ -9,9 +9,11 @@ from pathlib import Path
 from services.local.state import LocalClusterState, holder_of
 from shared.errors import ConfigError
 from tests.support.services.running import (
+    LAST_LINE,
     cluster_of,
     eventually,
     processes_of,
+    read_until,
     start_hearth,
 )
 
@@ -24,6 +26,7 @@ class Up:
         self.environ = environ
         arguments = ("up", "--http", "127.0.0.1:0", *arguments)
         self.process = start_hearth(state_home, *arguments, **environ)
+        self._printed = ""
         self.directory, self.state = self._wait()
 
     def _wait(self) -> tuple[Path, LocalClusterState]:
@@ -41,6 +44,12 @@ class Up:
                 return found
         return None
 
+    def printed(self) -> str:
+        """Returns what it has printed until it was ready, with the commands to copy."""
+        if not self._printed:
+            self._printed = read_until(self.process, LAST_LINE)
+        return self._printed
+
     def pid_of(self, command: str) -> int:
         """The pid of the only process of this `hearth` command, or of this server."""
         (pid,) = self.pids_of(command)
@@ -55,6 +64,7 @@ class Up:
         ]
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> str:
+        """Returns all that it has printed."""
         self.process.send_signal(number)
         output, _ = self.process.communicate(timeout=60)
-        return output
+        return self._printed + output

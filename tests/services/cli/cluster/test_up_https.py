@@ -2,22 +2,28 @@
 
 import io
 import json
+import re
+import shlex
 import shutil
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote
 
 import pytest
 from rich.console import Console
 
 from services.cli.cluster import up
-from services.cli.cluster.up import curl_target
+from services.cli.cluster.up import curl_target, own_command
 from services.local.readiness import wait_until_ready
 from shared.clock import MonotonicClock
 from tests.services.cli.in_process import call_hearth
 from tests.support.certificates import Authority
 from tests.support.servers import free_port
 from tests.support.services.running import WAIT_S, environ_for, start_hearth
+
+COMMAND = re.compile(r"^[\w' ]+:\n(.+)$", re.MULTILINE)  # below the name of an API
 
 
 @pytest.fixture
@@ -46,27 +52,71 @@ def test_check_of_a_base_model_over_https_completes_texts(tmp_path: Path, base_m
 def test_curl_verifies_a_name_of_the_certificate(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     own, other = (authority.issue(each, host=each) for each in ("localhost", "a.example"))
-    assert curl_target("http://127.0.0.1:80", "") == "http://127.0.0.1:80"
-    assert curl_target("https://localhost:81", own.cert) == (
-        f"--cacert {own.cert} https://localhost:81"
-    )
-    assert curl_target("https://127.0.0.1:81", other.cert) == (
-        f"--cacert {other.cert} --connect-to a.example:81:127.0.0.1:81 https://a.example:81"
-    )
+    assert curl_target("http://127.0.0.1:80", "", "/v1") == ["http://127.0.0.1:80/v1"]
+    assert curl_target("https://localhost:81", own.cert, "/v1") == [
+        *("--cacert", own.cert, "https://localhost:81/v1")
+    ]
+    assert curl_target("https://127.0.0.1:81", other.cert, "/v1") == [
+        *("--cacert", other.cert, "--connect-to", "a.example:81:127.0.0.1:81"),
+        "https://a.example:81/v1",
+    ]
+
+
+def printed_for(*, is_chat: bool, **fields: object) -> str:
+    """Returns what `hearth up` prints of a cluster when it is ready."""
+    known = {"url": "http://a:1", "http_cert": "", "api_key": "k", "operator_token": "t"}
+    known |= {"model_name": "m", "tenant_id": "default", "client_url": None, "is_kept": False}
+    cluster = SimpleNamespace(**(known | {"state_dir": Path("/state")} | fields))
+    console = Console(file=io.StringIO(), width=200)
+    up._show_gateway(cluster, console, is_chat=is_chat)
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_printed_requests_are_those_that_the_model_answers(is_chat: bool) -> None:
-    cluster = SimpleNamespace(
-        **{"url": "http://a:1", "http_cert": "", "api_key": "k", "operator_token": "t"},
-        **{"model_name": "m", "tenant_id": "default", "client_url": None, "is_kept": False},
-        state_dir=Path("/state"),
-    )
-    console = Console(file=io.StringIO(), width=200)
-    up._show_gateway(cluster, console, is_chat=is_chat)
-    printed = console.file.getvalue()
+    printed = printed_for(is_chat=is_chat)
     assert ("/v1/completions" in printed, "/v1/chat/" in printed) == (not is_chat, is_chat)
     assert ("\nchat " in printed) == is_chat
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_printed_requests_name_the_model_in_words_of_a_shell(is_chat: bool) -> None:
+    """With several models a request without a name is refused; this one is quoted everywhere."""
+    name, nats = "it's [8B]/one of two", "nats://client-1:word@[::1]:4222"
+    fields = {"url": "http://[::1]:1", "model_name": name, "client_url": nats}
+    printed = printed_for(is_chat=is_chat, **fields)
+    commands = [shlex.split(each) for each in COMMAND.findall(printed)]
+    assert len(commands) == (4 if is_chat else 1)
+    for words in commands:
+        if words[0] == "curl":
+            path = unquote(words[2].removeprefix("http://[::1]:1"))
+            assert path.endswith(f"/run/{name}") or json.loads(words[-1])["model"] == name
+        else:
+            assert words[-3:] == [nats, "What is the KV cache?", name]
+
+
+@pytest.mark.parametrize(
+    ("started", "path", "expected"),
+    [
+        ("bin/hearth", "bin", "hearth"),
+        ("bin/hearth", "other", "bin/hearth"),  # another one is the first of the PATH
+        ("bin/hearth", "none", "bin/hearth"),
+        ("../a clone/bin/hearth", "none", "'{}/a clone/bin/hearth'"),
+        ("services/__main__.py", "bin", f"{shlex.quote(sys.executable)} -m services"),
+    ],
+)
+def test_own_command_starts_this_hearth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str, path: str, expected: str
+) -> None:
+    here = tmp_path / "here"
+    for name in ("here/bin/hearth", "here/other/hearth", "a clone/bin/hearth"):
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch(mode=0o755)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PATH", str(here / path))
+    monkeypatch.setattr(sys, "argv", [started, "up"])
+    assert own_command() == expected.format(tmp_path)
 
 
 @pytest.mark.parametrize(
