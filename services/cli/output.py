@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from rich.console import Console, RenderableType
+from rich.table import Column, Table
 
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
@@ -32,6 +33,12 @@ def table_console() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
+
+
+def plain_table(*headings: str) -> Table:
+    """Returns a table without lines. A narrow terminal folds its cells, and cuts none."""
+    columns = (Column(each, overflow="fold") for each in headings)
+    return Table(*columns, box=None, header_style="bold", pad_edge=False)
 
 
 def show(*parts: RenderableType) -> None:

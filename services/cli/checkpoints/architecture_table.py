@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from services.cli.output import plain_table
 from shared.engine.models import BY_MODEL_TYPE, FAMILIES
 
 FORMATS = (
@@ -14,7 +15,7 @@ FORMATS = (
 
 
 def architecture_table() -> Table:
-    table = Table("architecture", "model_type", box=None, header_style="bold", pad_edge=False)
+    table = plain_table("architecture", "model_type")
     for name in sorted(FAMILIES):
         types = sorted(each for each, family in BY_MODEL_TYPE.items() if family == name)
         table.add_row(name, ", ".join(types))

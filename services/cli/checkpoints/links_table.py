@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from services.cli.output import table_console
+from services.cli.output import plain_table, table_console
 from shared.engine.parallel.links import Host, LinkTable
 from shared.engine.planning.memory_plan import size_text
 from shared.engine.planning.parallel_plan import ParallelPlan
@@ -47,7 +47,7 @@ class LinksPlan:
 def links_table(found: LinksPlan) -> Table:
     headings = ["", "tp x pp", "stages on", "sent/token", "of it between hosts", "exchanges"]
     headings += ["of them between hosts", "exchange", "step"]
-    table = Table(*headings, box=None, header_style="bold")
+    table = plain_table(*headings)
     for plan in sorted(found.plans, key=lambda each: each.step_s):
         row = found.row(plan)
         table.add_row(
@@ -107,7 +107,7 @@ def _end(host: Host, index: int) -> LinkEnd:
 
 def pushes_table(pushes: Sequence[HostPush]) -> Table:
     headings = ("KV from", "to", "where", "port", "frames", "bytes", "copies of each", "predicted")
-    table = Table(*headings, box=None, header_style="bold")
+    table = plain_table(*headings)
     for each in pushes:
         row = each.row()
         table.add_row(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
 from services.cli.checkpoints.links_table import LinksPlan, host_pushes, show_links
-from services.cli.output import print_json, table_console
+from services.cli.output import plain_table, print_json, table_console
 from shared.engine.planning.memory_plan import (
     RankMemoryPlan,
     num_kv_tokens,
@@ -48,7 +46,7 @@ def show_plan(
     if links is not None:
         show_links(links, pushes)
     headings = ("stage", "rank", "layers", "heads", "KV heads", "weights", "largest step", "KV")
-    table = Table(*headings, "KV tokens", box=None, header_style="bold", pad_edge=False)
+    table = plain_table(*headings, "KV tokens")
     for each in ranks:
         tokens = "" if each.num_kv_tokens is None else f"{each.num_kv_tokens:,}"
         table.add_row(
@@ -61,7 +59,7 @@ def show_plan(
     console.print(table)
     if stored is not None:
         console.print(
-            f"{stored.num_tensors:,} tensors in {stored.num_files} files of"
+            f"{stored.num_tensors:,} tensors in {_files_text(stored.num_files)} of"
             f" {size_text(stored.num_bytes)} have the names, shapes and dtypes of the model"
         )
     if encoder_bytes:
@@ -77,6 +75,10 @@ def show_plan(
             "" if sequences[0] == sequences[1] else f" ({sequences[1]} if no layer had bounds)"
         )
         console.print(f"or {sequences[0]} sequences of {context:,} tokens{without}")
+
+
+def _files_text(count: int) -> str:
+    return "1 file" if count == 1 else f"{count:,} files"
 
 
 def _files(stored: StoredWeights) -> dict[str, int]:

@@ -87,16 +87,15 @@ def quality(
 
 
 def _show(summaries: dict[str, Summary], prompts: list[Prompt], *, is_json: bool) -> None:
-    from services.cli.output import print_json, table_console
+    from services.cli.output import plain_table, print_json, table_console
 
     if is_json:
         rows = [_row(what, each, prompts) for what, each in summaries.items()]
         print_json({"prompts": len(prompts), "comparisons": rows})
         return
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
+    table = plain_table(*COLUMNS)
     for what, each in summaries.items():
         figures = (f"{value:.5f}" for value in (each.kl_mean, each.kl_p99, each.kl_max))
         table.add_row(what, f"{each.num_tokens:,}", *figures, f"{each.top1_agreement:.2%}")

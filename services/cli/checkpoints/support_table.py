@@ -8,10 +8,14 @@ tensor a layer, are in MXFP4 alone, and MXFP4 is of these alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import mode
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group
+from rich.text import Text
 
+from services.cli.output import plain_table
 from shared.engine.model_config.checkpoint_form import FIXED_KINDS
 from shared.engine.model_config.formats import (
     Awq,
@@ -31,7 +35,7 @@ from shared.errors import CheckpointError
 
 FORMATS: dict[str, WeightFormat] = {
     "INT4": Int4(group=32, is_symmetric=True),
-    "INT4, zeros": Int4(group=32, is_symmetric=False),
+    "INT4 with zeros": Int4(group=32, is_symmetric=False),
     "INT8 packed": Packed(num_bits=8, group=32, is_symmetric=True),
     "INT8": Int8(group=0, is_symmetric=True),
     "FP8 blocks": Fp8Block(),
@@ -40,6 +44,7 @@ FORMATS: dict[str, WeightFormat] = {
     "GPTQ": Gptq(num_bits=4, group=32, is_symmetric=True, is_offset=True),
     "MXFP4": Mxfp4(),
 }
+NONE = "no"  # layer of the architecture has the format
 ROTARY, EXPERTS = "rotary projections", "stacked experts"
 # The smallest config of which each family reads what it knows.
 _SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -86,13 +91,28 @@ def support_rows() -> list[tuple[str, ...]]:
 
 def _cell(config: ModelConfig, form: WeightFormat) -> str:
     if isinstance(form, Mxfp4):
-        return "experts alone" if config.checkpoint.has_mxfp4 else "no"
+        return "experts alone" if config.checkpoint.has_mxfp4 else NONE
     dense = dense_parts(config, form)
     return f"without {' and '.join(dense)}" if dense else "all"
 
 
-def support_table() -> Table:
-    table = Table("architecture", *FORMATS, box=None, header_style="bold", pad_edge=False)
-    for row in support_rows():
-        table.add_row(*row)
-    return table
+def support_table() -> Group:
+    """Returns a row for each architecture: what most formats have of it, then the other formats."""
+    table = plain_table("architecture", "quantized layers")
+    table.columns[0].no_wrap = True
+    for architecture, *cells in support_rows():
+        table.add_row(architecture, _in_words(cells))
+    return Group(table, Text(f"\nFormats: {', '.join(FORMATS)}."))
+
+
+def _in_words(cells: Sequence[str]) -> str:
+    usual = mode(cells)
+    formats: dict[str, list[str]] = {}
+    for name, cell in zip(FORMATS, cells, strict=True):
+        if cell != usual:
+            formats.setdefault(cell, []).append(name)
+    others = (
+        f"{cell} {', '.join(names)}" if cell == NONE else f"{cell} in {', '.join(names)}"
+        for cell, names in formats.items()
+    )
+    return "; ".join([usual, *others])

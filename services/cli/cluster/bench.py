@@ -20,7 +20,7 @@ from rich.table import Table
 from services.cli.cluster.chat import GatewayAddress, find_gateway
 from services.cli.cluster.up import StartupDisplay
 from services.cli.model_check import check_models
-from services.cli.output import table_console
+from services.cli.output import plain_table, table_console
 from services.client.http_client import Sample
 from services.client.load_test import LoadTestOptions, Row, measure
 from services.local.cluster import LocalCluster
@@ -174,7 +174,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def _table(lines: Sequence[Sequence[str]]) -> Table:
     """Returns a table whose first line are the headings."""
-    table = Table(*lines[0], box=None, header_style="bold", pad_edge=False)
+    table = plain_table(*lines[0])
     for column in table.columns[1:]:
         column.justify = "right"
     for each in lines[1:]:

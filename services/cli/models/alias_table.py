@@ -9,7 +9,7 @@ from typing import TypeVar
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.output import print_json, show, time_text, with_store
+from services.cli.output import plain_table, print_json, show, time_text, with_store
 from shared.tenancy.model_alias_admin import AliasRow, ModelAliasAdmin
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def show_aliases(rows: Sequence[AliasRow], *, is_json: bool) -> None:
 
 def _table_of(rows: Sequence[AliasRow]) -> Table:
     headings = ("alias", "model", "tenant", "created")
-    table = Table(*headings, box=None, header_style="bold", pad_edge=False)
+    table = plain_table(*headings)
     for row in rows:
         tenant = "all" if row.tenant_id is None else row.tenant_id
         if row.model is None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from services.cli.fleet.host_tables import failures_of, short_digest, table_of_models
 from services.cli.models.live_states import live_models
 from services.cli.options import ALL, UNLIMITED
-from services.cli.output import print_json, show, table_console, time_text, with_store
+from services.cli.output import plain_table, print_json, show, table_console, time_text, with_store
 from shared.fleet.host_view import ModelView
 from shared.model_registry.admin import RegistryAdmin
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
@@ -146,7 +146,7 @@ def _revision_row(
 def table_of_registry(registry: RegistryView) -> Table:
     """Returns a row for each revision; the model's settings in the first one."""
     columns = (*COLUMNS, "state") if registry.live else COLUMNS
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    table = plain_table(*columns)
     for name in registry.models:
         row = _row(registry, name)
         if not row.is_readable:
@@ -160,7 +160,7 @@ def table_of_registry(registry: RegistryView) -> Table:
 
 
 def _table_of_settings(row: ModelListing) -> Table:
-    table = Table("model", escape(row.name), box=None, header_style="bold", pad_edge=False)
+    table = plain_table("model", escape(row.name))
     for heading, value in zip(COLUMNS[5:], _settings(row), strict=True):
         table.add_row(heading, escape(value))
     table.add_row("created", time_text(row.created_at))
@@ -168,7 +168,7 @@ def _table_of_settings(row: ModelListing) -> Table:
 
 
 def _table_of_revisions(row: ModelListing) -> Table:
-    table = Table(*COLUMNS[1:5], "added", box=None, header_style="bold", pad_edge=False)
+    table = plain_table(*COLUMNS[1:5], "added")
     for each in row.revisions:
         table.add_row(*_revision_cells(each), time_text(each.added_at))
     return table

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from datetime import UTC, datetime
 
-from rich.table import Table
-
-from services.cli.output import print_json, table_console, with_store
+from services.cli.output import plain_table, print_json, table_console, with_store
 from shared.tenancy import audit
 from shared.tenancy.audit import AUDIT_KINDS, AuditKind, AuditLine
 
@@ -28,7 +26,7 @@ def print_lines(lines: list[AuditLine]) -> None:
 
 
 def show_audit(lines: list[AuditLine]) -> None:
-    table = Table("time (UTC)", "kind", "who", "command", "arguments", "outcome", box=None)
+    table = plain_table("time (UTC)", "kind", "who", "command", "arguments", "outcome")
     for each in lines:
         at = datetime.fromtimestamp(each.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(at, each.kind, each.who, each.command, each.arguments, each.outcome)

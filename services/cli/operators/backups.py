@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from services.cli.output import show, with_store
+from services.cli.output import plain_table, show, with_store
 from shared.backup.backup import make_backup
 from shared.backup.backup_file import BackupFile, read_key
 from shared.backup.restore import Restore
@@ -89,7 +89,7 @@ def _files(given: Sequence[Path]) -> Sequence[Path]:
 
 def _table(result: Restored, *, is_dry: bool) -> Table:
     added = "would be added" if is_dry else "added"
-    table = Table("", "in the backup", added, "taken back since", box=None)
+    table = plain_table("", "in the backup", added, "taken back since")
     for kind in sorted({*result.found, *result.added}):
         counts = (each[kind] for each in (result.found, result.added, result.retracted))
         table.add_row(kind, *(f"{each:,}" for each in counts))

@@ -8,9 +8,8 @@ import time
 from typing import Any, Literal
 
 import msgspec
-from rich.table import Table
 
-from services.cli.output import table_console, with_store
+from services.cli.output import plain_table, table_console, with_store
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import ConfigError
 from shared.store import Store
@@ -84,7 +83,7 @@ def show_prefixes(redis_url: str | None, *, is_json: bool) -> None:
         rows = [{"name": name, **_row(entry)} for name, entry in entries.items()]
         sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
         return
-    table = Table("prefix", "model", "tokens", box=None, header_style="bold", pad_edge=False)
+    table = plain_table("prefix", "model", "tokens")
     for name, entry in entries.items():
         table.add_row(name, entry.model, str(entry.num_tokens or "not tokenized yet"))
     table_console().print(table if entries else "no public prefix")

@@ -11,7 +11,7 @@ from typing import TypeVar
 from rich.table import Table
 
 from services.cli.options import ALL, UNLIMITED
-from services.cli.output import time_text, with_store
+from services.cli.output import plain_table, time_text, with_store
 from shared.errors import ConfigError
 from shared.store import Store
 from shared.tenancy.deletion import retractions
@@ -51,7 +51,7 @@ def last_days(count: int, now: float) -> list[str]:
 
 def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
     others = ("priority", "weight", "retention", "regions", "sites")
-    table = _table("tenant", *(_heading(name) for name in LIMITS), *others)
+    table = plain_table("tenant", *(_heading(name) for name in LIMITS), *others)
     for tenant_id, record in records.items():
         if record is None:
             table.add_row(tenant_id, "its record is unreadable", style="red")
@@ -67,7 +67,7 @@ def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
 
 
 def table_of_limits(record: TenantRecord, state: LimitState) -> Table:
-    table = _table(record.tenant_id, "limit", "used now")
+    table = plain_table(record.tenant_id, "limit", "used now")
     for name in LIMITS:
         used = f"{state.used[name]:.0f}" if name in state.used else ""
         if name == "concurrency":
@@ -84,7 +84,7 @@ def table_of_limits(record: TenantRecord, state: LimitState) -> Table:
 
 
 def table_of_keys(keys: Iterable[ApiKeyRecord], now: float) -> Table:
-    table = _table("key", "created", "state")
+    table = plain_table("key", "created", "state")
     for key in keys:
         table.add_row(key.key_id, time_text(key.created_at), _state(key, now))
     return table
@@ -94,7 +94,7 @@ def table_of_usage(rows: Sequence[UsageRow]) -> Table:
     """The site is shown if any request ran at another one."""
     has_sites = any(row.site for row in rows)
     names = ("day", "tenant", "model", *(("site",) if has_sites else ()))
-    table = _table(*names, *(_heading(kind) for kind in USAGE_KINDS))
+    table = plain_table(*names, *(_heading(kind) for kind in USAGE_KINDS))
     for column in table.columns[len(names) :]:
         column.justify = "right"
     for row in rows:
@@ -105,10 +105,6 @@ def table_of_usage(rows: Sequence[UsageRow]) -> Table:
         sums = [f"{sum(getattr(row, kind) for row in rows):,}" for kind in USAGE_KINDS]
         table.add_row("all", *("" for _ in names[1:]), *sums, style="bold")
     return table
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, header_style="bold", pad_edge=False)
 
 
 def _heading(name: str) -> str:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import RenderableType
-from rich.table import Table
 
 from services.cli.fleet.find_worker import LISTEN_S
 from services.cli.nats_address import find_nats
-from services.cli.output import print_json, show, time_text, with_store
+from services.cli.output import plain_table, print_json, show, time_text, with_store
 from services.local.credentials import process_id_for
 from shared.errors import ConfigError, HearthError
 from shared.messages import CountTenantKv, Heartbeat, TenantKvCounted
@@ -111,10 +110,10 @@ async def _count(bus: Bus, worker: Heartbeat, tenant_id: str) -> WorkerKv:
 def _tables(
     tenant_id: str, found: Whereabouts, workers: Sequence[WorkerKv]
 ) -> list[RenderableType]:
-    records = _table(f"{tenant_id}: in Redis", "records")
+    records = plain_table(f"{tenant_id}: in Redis", "records")
     for kind, count in found.records.items():
         records.add_row(kind, f"{count:,}")
-    on_workers = _table("worker", "region", "cached tokens", "tokens of running requests")
+    on_workers = plain_table("worker", "region", "cached tokens", "tokens of running requests")
     for each in workers:
         counts = (f"{each.cached_tokens:,}", f"{each.held_tokens:,}")
         on_workers.add_row(each.worker, each.region, *((each.problem,) if each.problem else counts))
@@ -131,7 +130,3 @@ def _tables(
         since = time_text(order.drop.ordered_at)
         parts.append(f"ordered to drop its KV {since}, not finished: {', '.join(waiting)}")
     return parts
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, header_style="bold", pad_edge=False)

@@ -40,6 +40,11 @@ def test_plan_with_a_cache_in_fp8_has_twice_the_tokens() -> None:
         assert (shown.returncode, message in shown.stderr) == (2, True)
 
 
+def test_files_of_a_checkpoint_are_counted() -> None:
+    shown = call_hearth(("plan", "--kv-memory", "64MiB"), {"COLUMNS": "200"})
+    assert " tensors in 1 file of " in shown.stdout
+
+
 def test_plan_that_does_not_fit_is_one_line() -> None:
     shown = call_hearth(("plan", "--memory", "3MiB"), {})
     assert shown.returncode == 2

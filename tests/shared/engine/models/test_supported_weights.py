@@ -43,7 +43,7 @@ from tests.support.grids import in_short_run
 GROUPS = 0  # a group a row: families have widths of 20 to 80
 STORED: dict[str, StoredFormat] = {
     "INT4": packed(GROUPS, num_bits=4),
-    "INT4, zeros": packed(GROUPS, num_bits=4, is_symmetric=False),
+    "INT4 with zeros": packed(GROUPS, num_bits=4, is_symmetric=False),
     "INT8 packed": packed(GROUPS),
     "INT8": int8(),
     "FP8 blocks": fp8_blocks(),
