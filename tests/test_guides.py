@@ -19,8 +19,8 @@ from tests.support.shell_commands import arguments_of, simple_commands
 
 MAX_LINES = 150
 MARK = re.compile(
-    r"run|run: tls|run: tls elsewhere|run: sites|run: rotation( [a-z-]+)?|output|"
-    r"clients: (agents|messages|sdks)|"
+    r"run|run: (long|regions|hosts|tls|tls elsewhere|sites|rotation( [a-z-]+)?)|not run: .{8,}|"
+    r"output|clients: (agents|messages|sdks)|"
 )
 LINK = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -54,6 +54,10 @@ def test_tables_of_models_are_those_of_the_code():
 
 def test_every_mark_is_known():
     assert [str(each) for each in guide_blocks.all_blocks() if not MARK.fullmatch(each.mark)] == []
+
+
+def test_every_shell_block_runs_or_says_why_not():
+    assert [str(each) for each in code_blocks("sh") if not each.mark] == []
 
 
 def test_links_to_headings_lead_to_one():

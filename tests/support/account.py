@@ -25,6 +25,7 @@ EXPIRED = "expired"  # of the same cluster, with an expired key and a limit of 6
 EYES = "eyes"  # an account of a fourth cluster, which serves EYES_MODEL alone
 EYES_MODEL = "seeing"  # takes images
 AGENT_MODEL = "wide"  # calls the tools that it is offered
+TOO_LONG = "Hello, World! " * 4096  # more tokens than the context of MODEL
 HARMONY = "harmony"  # an account of a fifth cluster, which serves HARMONY_MODEL alone
 HARMONY_MODEL = "wide-gpt-oss"  # thinks before it calls them
 

@@ -1,11 +1,16 @@
 """The code blocks of README.md and of the guides, and how each is tried.
 
-A comment on the line before a block says how; without one, its commands and its syntax are checked:
+A comment on the line before a block says how; blocks of shell code need one. The commands and the
+syntax of all are checked. In tests/end_to_end:
 
-    <!-- run -->              tests/end_to_end/test_guides.py runs it on a cluster of the demo model
-    <!-- run: tls -->         tests/end_to_end/test_guide_of_hosts.py runs it: a cluster with TLS
-    <!-- run: sites -->       tests/end_to_end/test_guide_of_sites.py runs it: two linked sites
-    <!-- run: rotation -->    tests/end_to_end/operations/test_rotation.py runs it: new secrets
+    <!-- run -->              guides/test_guides.py runs it on a cluster of the demo model
+    <!-- run: long -->        the same, in the long run, on a cluster of its own
+    <!-- run: regions -->     the same, where the cluster has a region and a class of regions
+    <!-- run: hosts -->       guides/test_guide_of_hosts.py runs it: a worker on a second host
+    <!-- run: tls -->         guides/test_guide_of_hosts.py runs it: a cluster with TLS
+    <!-- run: sites -->       guides/test_guide_of_sites.py runs it: two linked sites
+    <!-- run: rotation -->    operations/test_rotation.py runs it: new secrets
+    <!-- not run: REASON -->  why it cannot run in a test
     <!-- output -->           what the block before it printed; … stands for any text
     <!-- clients: NAME -->    scripts/test --clients runs it in the environment NAME
 

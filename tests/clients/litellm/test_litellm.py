@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.clients.conftest import Reference
-from tests.support.account import ALIAS, Account
+from tests.support.account import ALIAS, MODEL, TOO_LONG, Account
 
 SENDS_TO_RUN = tuple(map(int, version("litellm").split(".")[:2])) < (1, 91)
 MESSAGES = [
@@ -79,3 +79,19 @@ def test_refusal_reaches_the_caller(
     with pytest.raises(openai.APIError) as refusal:
         litellm.completion(**{**arguments, **change})
     assert (str(code) if SENDS_TO_RUN else openai_code) in str(refusal.value)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_prompt_beyond_the_context_lets_a_fallback_take_over(
+    account: Account, is_streamed: bool
+) -> None:
+    """The proxy's `context_window_fallbacks` wait for this class of error."""
+    with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length is"):
+        litellm.completion(
+            model=f"openai/{MODEL}",
+            api_base=f"{account.url}/v1",
+            api_key=account.token,
+            messages=[{"role": "user", "content": TOO_LONG}],
+            stream=is_streamed,
+            max_retries=0,
+        )

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from tests.clients.conftest import Reference
 from tests.clients.sdks.events import data_of
-from tests.support.account import ALIAS, MODEL, Account
+from tests.support.account import ALIAS, MODEL, TOO_LONG, Account
 
 MESSAGES = [{"role": "user", "content": "Where does the phrase Hello, World come from?"}]
 PROMPT = "Tell me about PEP 8."
@@ -125,6 +125,9 @@ def test_errors_are_exceptions_by_status(client: openai.OpenAI, model: str) -> N
     with pytest.raises(openai.BadRequestError) as invalid:
         create(model=model, messages=MESSAGES, temperature=-1)
     assert invalid.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is") as too_long:
+        create(model=model, messages=[{"role": "user", "content": TOO_LONG}])
+    assert too_long.value.code == "context_length_exceeded"
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         stranger.chat.completions.create(model=model, messages=MESSAGES)

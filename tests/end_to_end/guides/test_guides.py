@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster.hearth_up import Cluster
+from tests.support.cluster.hearth_up import Cluster, run_cluster
 from tests.support.guide_blocks import ROOT, Block, blocks_of, filled, guides
 
 LIMIT_S = 240
@@ -33,15 +33,36 @@ QWEN3_8B: dict[str, object] = {  # what a plan reads of the hub's file
     "rope_theta": 1000000,
     "tie_word_embeddings": False,
 }
-TRIED = [
-    path for path in guides() if any(each.mark == "run" for each in blocks_of(path))
-]  # README.md and guides with blocks that run
+LONG = {"run: long": (), "run: regions": ("--region", "fr", "--class", "eu=fr")}  # options of `up`
 
 
-@pytest.mark.parametrize("guide", TRIED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def marked(*marks: str) -> list[Path]:
+    """Returns README.md and the guides that have a block with one of these marks."""
+    return [path for path in guides() if any(each.mark in marks for each in blocks_of(path))]
+
+
+def name_of(guide: Path) -> str:
+    return f"{guide.parent.name}-{guide.stem}"
+
+
+@pytest.mark.parametrize("guide", marked("run"), ids=name_of)
 def test_guide(guide: Path, cluster: Cluster, tmp_path: Path) -> None:
+    check_guide(guide, ("run",), cluster, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mark", LONG)
+def test_guides_with_a_cluster_of_their_own(mark: str, tmp_path: Path) -> None:
+    for guide in marked(mark):
+        folder = tmp_path / guide.stem
+        folder.mkdir()
+        with run_cluster(folder / "cluster", *LONG[mark]) as cluster:
+            check_guide(guide, ("run", mark), cluster, folder)
+
+
+def check_guide(guide: Path, marks: Sequence[str], cluster: Cluster, tmp_path: Path) -> None:
     """Runs the blocks of a guide one after the other in one shell, as a reader does."""
-    blocks = [each for each in blocks_of(guide) if each.mark in ("run", "output")]
+    blocks = [each for each in blocks_of(guide) if each.mark in (*marks, "output")]
     done = run_blocks(blocks, cluster, folder_for(tmp_path))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     printed = dict(PRINTED.findall(done.stdout))
@@ -72,7 +93,7 @@ def run_blocks(
 ) -> subprocess.CompletedProcess[str]:
     parts = ["set -euo pipefail"]
     for each in blocks:
-        if each.mark == "run":
+        if each.mark != "output":
             parts += [f"echo; echo @{each.line}", script_of(each, cluster)]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = os.environ | {
