@@ -76,7 +76,7 @@ def test_worker_of_a_second_host_joins_and_answers(guide: Path, tmp_path: Path) 
     """Word by word, each host in a network of its own, with the ports of the guide alone."""
     if not has_networks():
         pytest.skip("this user may not make network namespaces")
-    with linked_networks(*HOSTS) as (in_a, in_b):
+    with linked_networks(*HOSTS, hidden=tmp_path / "b") as (in_a, in_b):
         a, b = Host(tmp_path / "a", in_a), Host(tmp_path / "b", in_b)
         with second_host(host_commands(guide), a, b):
             assert ports_between(b.run("cat /proc/net/tcp").stdout) == {4222, 7700}

@@ -23,13 +23,13 @@ class Host:
     """
 
     def __init__(self, folder: Path, enter: Sequence[str] = ()) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         for name in ("services", "shared"):
             (folder / name).symlink_to(ROOT / name)
         self._folder, self._enter = folder, [*enter]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environ = {"PATH": path, "HOME": str(folder), "XDG_CACHE_HOME": CACHE}
-        self.environ |= {"COLUMNS": "200"}
+        self.environ |= {"TMPDIR": str(folder), "COLUMNS": "200"}
 
     def start(self, command: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -55,7 +55,7 @@ class Host:
         return done
 
     def _words(self, command: str) -> list[str]:
-        return [*self._enter, "bash", "-c", command]
+        return [*self._enter, "env", f"--chdir={self._folder}", "bash", "-c", command]
 
 
 def has_networks() -> bool:
@@ -67,13 +67,19 @@ def has_networks() -> bool:
 
 
 @contextlib.contextmanager
-def linked_networks(first: str, second: str) -> Iterator[tuple[list[str], list[str]]]:
+def linked_networks(
+    first: str, second: str, *, hidden: Path
+) -> Iterator[tuple[list[str], list[str]]]:
     """Yields the words that enter each of two networks, which a link with these addresses joins.
-    Nothing leaves them.
+    Nothing leaves them. The first does not see the `hidden` folder, where the second one has its
+    unix sockets.
     """
+    hidden.mkdir()
     with contextlib.ExitStack() as stack:
-        _, in_a = stack.enter_context(_network(["unshare", "--map-root-user", "--net"]))
-        b, in_b = stack.enter_context(_network([*in_a, "unshare", "--net"]))
+        a = stack.enter_context(_network(["unshare", "--map-root-user", "--net", "--mount"]))
+        b = stack.enter_context(_network([*_enter(a), "unshare", "--net"]))
+        in_a, in_b = [*_enter(a), "--mount"], _enter(b)
+        _run(in_a, f"mount -t tmpfs none {hidden}")
         to_b, to_a = LINKS
         _run(in_a, f"ip link add {to_b} type veth peer name {to_a} netns {b}")
         for enter, device, address in ((in_a, to_b, first), (in_b, to_a, second)):
@@ -84,18 +90,21 @@ def linked_networks(first: str, second: str) -> Iterator[tuple[list[str], list[s
 
 
 @contextlib.contextmanager
-def _network(command: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yields the id of a process in a new network, and the words that enter it."""
+def _network(command: Sequence[str]) -> Iterator[int]:
+    """Yields the id of a process in a new network."""
     holder = subprocess.Popen(
         [*command, "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert holder.stdout is not None
     try:
         assert holder.stdout.readline() == b"\n"  # it is in there
-        enter = ["nsenter", f"--target={holder.pid}", "--user", "--preserve-credentials", "--net"]
-        yield holder.pid, enter
+        yield holder.pid
     finally:
         holder.communicate(b"")
+
+
+def _enter(process: int) -> list[str]:
+    return ["nsenter", f"--target={process}", "--user", "--preserve-credentials", "--net"]
 
 
 def _run(enter: Sequence[str], command: str) -> None:
