@@ -83,7 +83,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     region: str = ""
     # NAME=REGION,REGION,… of each class of regions, as in nats-config; empty: there are none
     region_classes: tuple[str, ...] = ()
-    # requests still running then are returned or end with an error: the longest answers of a gateway
+    # requests still running then are returned or end with an error: a gateway's longest answers
     drain_timeout_s: float = 300.0
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # port of probes and metrics; 0: none
