@@ -5,21 +5,17 @@ the same answer without them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from shared.messages import Heartbeat, WorkerLoad
 from tests.end_to_end.models.test_images import ANSWER
 from tests.support.cluster.model_cluster import ModelCluster
 from tests.support.cluster.vision_cluster import (
-    SLOW,
     content,
-    is_encoding,
-    is_receiving,
     picture,
     running_model,
 )
@@ -130,50 +126,6 @@ def test_answers_are_those_of_workers_that_encode_themselves(cluster: ModelClust
     found = cluster.wait_for_heartbeats(lambda newest: {"prefill-1", "prefill-2"} <= set(newest))
     own = [each.load.num_encoded_images for each in found.values() if each.load is not None]
     assert sum(own) - before["prefill"] - before["decode"] == 2
-
-
-SPARE = (*ENCODERS, "prefill-1", "prefill-2", "decode-1", "decode-2")
-
-
-def is_encoding_for_others(name: str, load: WorkerLoad) -> bool:
-    return name.startswith("encode") and is_encoding(load)
-
-
-def waits_for_vectors(name: str, load: WorkerLoad) -> bool:
-    return name.startswith("prefill") and load.num_running + load.num_waiting > 0
-
-
-def waits_for_kv(name: str, load: WorkerLoad) -> bool:
-    return is_receiving(load)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["killed", "frozen"])
-@pytest.mark.parametrize("is_victim", [is_encoding_for_others, waits_for_vectors, waits_for_kv])
-def test_a_worker_may_be_lost_while_an_encode_worker_has_a_picture(
-    tmp_path: Path, is_victim: Callable[[str, WorkerLoad], bool], is_frozen: bool
-) -> None:
-    """Between pixels and vectors, between vectors and KV, and while decode waits."""
-    question = content("What is this?", picture(1, (1000, 1000)))
-
-    def those(newest: dict[str, Heartbeat], holds: Callable[[str, WorkerLoad], bool]) -> list[str]:
-        return [n for n, each in newest.items() if each.load is not None and holds(n, each.load)]
-
-    with running_model(tmp_path, SLOW, scale=4, workers=SPARE) as slow:
-        with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(slow.complete, question, **ANSWER)
-            newest = slow.wait_for_heartbeats(
-                lambda newest: bool(
-                    those(newest, is_encoding_for_others) and those(newest, is_victim)
-                )
-            )
-            lost = those(newest, is_victim)[0]
-            (slow.processes.freeze if is_frozen else slow.kill)(lost)
-            answer = asked.result()
-        if is_frozen:
-            slow.processes.thaw(lost)
-        alone = slow.complete(question, **ANSWER, cache_salt="other")
-    assert text_of(answer) == text_of(alone)
 
 
 @pytest.mark.long

@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from shared.messages import Heartbeat, WorkerLoad
+from tests.end_to_end.test_chat import text_of
 from tests.support.cluster.model_cluster import ModelCluster
 from tests.support.cluster.vision_cluster import (
     SLOW,
     WORKERS,
     content,
+    decoding,
     is_encoding,
     is_receiving,
     picture,
     running_model,
+    workers_of,
 )
 from tests.support.services.vision_dir import PATCH, TILE
 from tests.support.waiting import wait_until
@@ -37,28 +40,7 @@ def encoded(cluster: ModelCluster) -> dict[str, int]:
     """Returns the images that each worker has encoded, once all workers are idle again."""
     cluster.wait_until_empty()
     newest = cluster.wait_for_heartbeats(lambda newest: set(WORKERS) <= set(newest))
-    return {name: each.load.num_encoded_images for name, each in _workers(newest).items()}
-
-
-def _workers(newest: dict[str, Heartbeat]) -> dict[str, Heartbeat]:
-    return {name: each for name, each in newest.items() if each.load is not None}
-
-
-def decoding(cluster: ModelCluster) -> str:
-    """Returns the decode worker that generates an answer now."""
-
-    def running(newest: dict[str, Heartbeat]) -> list[str]:
-        workers = _workers(newest).items()
-        return [n for n, each in workers if n.startswith("decode") and each.load.num_running]
-
-    (found,) = running(cluster.wait_for_heartbeats(lambda newest: bool(running(newest))))
-    return found
-
-
-def text_of(chunks: Iterator[dict]) -> str:
-    return "".join(
-        choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
-    )
+    return {name: each.load.num_encoded_images for name, each in workers_of(newest).items()}
 
 
 def test_pictures_are_encoded_at_prefill_and_survive_their_workers(cluster: ModelCluster) -> None:
@@ -100,7 +82,7 @@ def test_a_worker_may_die_while_a_picture_is_encoded(
     question = content("What is this?", picture(1, (1000, 1000)))
 
     def those(newest: dict[str, Heartbeat], holds: Callable[[WorkerLoad], bool]) -> list[str]:
-        return [name for name, each in _workers(newest).items() if holds(each.load)]
+        return [name for name, each in workers_of(newest).items() if holds(each.load)]
 
     with running_model(tmp_path, SLOW, scale=4) as slow, ThreadPoolExecutor(1) as thread:
         asked = thread.submit(slow.complete, question, **ANSWER)

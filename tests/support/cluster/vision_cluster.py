@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from shared.messages import WorkerLoad
+from shared.messages import Heartbeat, WorkerLoad
 from tests.support.cluster.model_cluster import ModelCluster, run_model
 from tests.support.services.seeing_dir import write_seeing_dir
 from tests.support.services.vision_dir import SCALE
@@ -27,6 +27,15 @@ SLOW = {
     "num_attention_heads": 8,
 }
 TILES_OF_SLOW = 17
+# Its 17 tiles take a second of CPU: several heartbeats.
+STEADY = {
+    **SLOW,
+    "image_size": 128,
+    "patch_size": 8,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+}
 
 
 def is_encoding(load: WorkerLoad) -> bool:
@@ -63,3 +72,18 @@ def picture(seed: int, size: tuple[int, int] = (90, 70)) -> dict:
 
 def content(*parts: dict | str) -> list[dict]:
     return [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
+
+
+def workers_of(newest: dict[str, Heartbeat]) -> dict[str, Heartbeat]:
+    return {name: each for name, each in newest.items() if each.load is not None}
+
+
+def decoding(cluster: ModelCluster) -> str:
+    """Returns the decode worker that generates an answer now."""
+
+    def running(newest: dict[str, Heartbeat]) -> list[str]:
+        workers = workers_of(newest).items()
+        return [n for n, each in workers if n.startswith("decode") and each.load.num_running]
+
+    (found,) = running(cluster.wait_for_heartbeats(lambda newest: bool(running(newest))))
+    return found
