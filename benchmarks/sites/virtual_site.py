@@ -160,7 +160,13 @@ class VirtualSite:
 
     def _beat_scheduler(self, now: float, _: object) -> None:
         self._num_beats += 1
-        demand = RoleDemand(model=CARD.name, role="prefill", num_queued_requests=len(self._queues))
+        waiting = self._queues.held()
+        demand = RoleDemand(
+            model=CARD.name,
+            role="prefill",
+            num_queued_requests=len(waiting),
+            num_queued_tokens=sum(self._arrivals[each].trace.input_length for each in waiting),
+        )
         heartbeat = Heartbeat(
             process_id="scheduler",
             epoch=1,

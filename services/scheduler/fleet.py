@@ -16,14 +16,15 @@ from services.scheduler.sites.link_budgets import LinkBudgets
 from services.scheduler.sites.model_tables import ModelTables
 from services.scheduler.throughput import Speed
 from services.scheduler.worker_table import MAX_AHEAD_OF_SITE_S, WorkerRow, WorkerTable
-from shared.lifecycle.health import Fleet
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
 from shared.subjects import is_at_site, site_in
 
 # A heartbeat includes an assignment that was confirmed this long before the heartbeat's arrival.
 SETTLED_S = 0.05
-# The state of a site sums heartbeats of its workers, which are a quarter of a second old.
-SETTLED_AT_SITE_S = 0.3
+# The state of a site sums heartbeats of its workers, which are so old in the mean when it leaves.
+# What is counted twice keeps the site idle; what is missed waits there for as long.
+STATE_AGE_S = HEARTBEAT_INTERVAL_S / 2
 NEAREST_EVERY_S = 1.0  # a state of each gateway comes as often
 
 
@@ -265,14 +266,15 @@ class WorkerFleet:
             return
         if workers is None:
             workers = self._models[model] = ModelTables()
-        speed = workers.observe(worker_id, load)
+        speed, round_trip_s, age_s = workers.observe(worker_id, load), 0.0, 0.0
         if is_at_site(worker_id):
-            speed = replace(speed, step_s=speed.step_s + self._round_trip_s(worker_id))
+            round_trip_s = self._round_trip_s(worker_id)
+            speed = replace(speed, step_s=speed.step_s + round_trip_s)
+            age_s = STATE_AGE_S + round_trip_s / 2
         else:
             self._links.observe(worker_id, load, card, now)
-        worker = _worker_of(heartbeat, card, load, speed, now)
-        if is_at_site(worker_id):
-            worker.round_trip_s = self._round_trip_s(worker_id)
+        worker = _worker_of(heartbeat, card, load, speed, now - age_s)
+        worker.round_trip_s = round_trip_s
         if pushes:
             self._put_behind_link(worker, model, card, now)
         if known is None:
@@ -281,7 +283,8 @@ class WorkerFleet:
         if known.roles != heartbeat.roles:
             known.roles = heartbeat.roles
             workers.leave_roles(worker_id)
-        settled_s = SETTLED_AT_SITE_S if is_at_site(worker_id) else SETTLED_S
+        # a start is confirmed half a round trip after it, as its state arrives
+        settled_s = STATE_AGE_S if is_at_site(worker_id) else SETTLED_S
         known.assignments = _unsettled(known.assignments, now - settled_s)
         for assignment in known.assignments:
             assignment.count(worker, now)
@@ -326,8 +329,9 @@ class WorkerFleet:
 
 
 def _worker_of(
-    heartbeat: Heartbeat, card: ModelCard, load: WorkerLoad, speed: Speed, now: float
+    heartbeat: Heartbeat, card: ModelCard, load: WorkerLoad, speed: Speed, seen_at: float
 ) -> WorkerRow:
+    """`seen_at` is when the load was such."""
     return WorkerRow(
         worker_id=heartbeat.process_id,
         kv_format=f"{card.kv_format} {card.numerics.kv_key}",
@@ -337,7 +341,7 @@ def _worker_of(
         num_total_blocks=load.num_total_blocks,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        busy_until=now + load.prefill_tokens_in_flight * speed.token_s,
+        busy_until=seen_at + load.prefill_tokens_in_flight * speed.token_s,
         decode_tokens=load.decode_tokens_in_flight,
         region=heartbeat.region,
         speed=speed,

@@ -70,7 +70,7 @@ def site_models(fleet: Fleet, *, offers_prefill: bool = False) -> tuple[ModelSta
     for each in _workers(fleet, "prefill"):
         if each.model is not None and each.load is not None and "decode" not in each.roles:
             prefills.setdefault(served_by(each.model), []).append(each.load)
-    queued = _queued_requests(fleet)
+    queued = _queues(fleet)
     gateways = num_gateways(fleet)
     offers = _prefill_offers(fleet) if offers_prefill else {}
     found: list[ModelState] = []
@@ -78,7 +78,7 @@ def site_models(fleet: Fleet, *, offers_prefill: bool = False) -> tuple[ModelSta
         load = _summed(
             loads[key],
             prefills.get(key, ()),
-            num_queued=queued.get(key[0], 0),
+            queue=queued.get(key[0], NO_QUEUE),
             num_gateways=gateways,
         )
         counters = _counted([*loads[key], *prefills.get(key, ())])
@@ -116,7 +116,7 @@ def _prefill(workers: Iterable[Heartbeat]) -> Iterator[ModelState]:
             by_card.setdefault(each.model, []).append(each.load)
     if by_card:
         card, loads = max(by_card.items(), key=lambda item: (len(item[1]), _encode(item[0])))
-        load = _summed(loads, (), num_queued=0, num_gateways=1)
+        load = _summed(loads, (), queue=NO_QUEUE, num_gateways=1)
         yield ModelState(SiteModel(_without_images(card), "prefill"), load, _counted(loads))
 
 
@@ -153,36 +153,53 @@ def _without_images(card: ModelCard) -> ModelCard:
     return card if features == card.features else structs.replace(card, features=features)
 
 
-def _queued_requests(fleet: Fleet) -> dict[str, int]:
-    """Returns the requests that wait at this site's schedulers, by model."""
-    queued: dict[str, int] = {}
+class _Queue(NamedTuple):
+    """What waits at a site's schedulers for one model."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # of their prompts
+    waits_for_blocks: bool = False  # and not for the time of workers that compute prompts
+
+
+NO_QUEUE = _Queue()
+
+
+def _queues(fleet: Fleet) -> dict[str, _Queue]:
+    """Returns what waits at this site's schedulers, by model."""
+    found: dict[str, _Queue] = {}
     for each in fleet.live("scheduler"):
         for demand in () if each.scheduler is None else each.scheduler.demands:
-            queued[demand.model] = queued.get(demand.model, 0) + demand.num_queued_requests
-    return queued
+            before, num = found.get(demand.model, NO_QUEUE), demand.num_queued_requests
+            found[demand.model] = _Queue(
+                before.num_requests + num,
+                before.num_tokens + demand.num_queued_tokens,
+                before.waits_for_blocks or (num > 0 and demand.role == "decode"),
+            )
+    return found
 
 
 def _summed(
     decodes: Iterable[WorkerLoad],
     prefills: Iterable[WorkerLoad],
     *,
-    num_queued: int,
+    queue: _Queue,
     num_gateways: int,
 ) -> SiteLoad:
-    """Sums loads. Free blocks are this gateway's share, and none while requests wait. Requests and
+    """Sums loads. Free blocks are this gateway's share, and none while requests wait for blocks;
+    those that wait for time are work ahead, which ends before the next state may come. Requests and
     tokens are those of the mean worker: of those that decode, and of those that compute prompts.
     """
     decodes, prefills = list(decodes), list(prefills)
     every, num_computing = [*decodes, *prefills], len(prefills or decodes)
-    num_waiting = num_queued + sum(each.num_waiting for each in decodes)
-    free = 0 if num_queued else sum(each.num_free_blocks for each in decodes) // num_gateways
+    num_waiting = queue.num_requests + sum(each.num_waiting for each in decodes)
+    num_free = 0 if queue.waits_for_blocks else sum(each.num_free_blocks for each in decodes)
+    num_tokens = queue.num_tokens + sum(each.prefill_tokens_in_flight for each in every)
     return SiteLoad(
         num_running=sum(each.num_running for each in decodes) // len(decodes),
         num_waiting=-(-num_waiting // len(decodes)),
-        num_free_blocks=free,
+        num_free_blocks=num_free // num_gateways,
         num_total_blocks=max(each.num_total_blocks for each in decodes),
-        prefill_tokens_in_flight=sum(each.prefill_tokens_in_flight for each in every)
-        // num_computing,
+        prefill_tokens_in_flight=num_tokens // num_computing,
         decode_tokens_in_flight=sum(each.decode_tokens_in_flight for each in decodes)
         // len(decodes),
         num_engines=num_computing,

@@ -20,6 +20,7 @@ from shared.messages import (
     SiteState,
     StartDecode,
     WorkerLoad,
+    WorkerRole,
 )
 from shared.sites.site_states import ModelState, models_id, models_of_sites, site_models
 from shared.sites.site_workers import (
@@ -94,17 +95,26 @@ def test_workers_of_one_model_are_summed() -> None:
     assert (found.load.num_running, found.load.num_engines) == (2, 2), "of the mean worker"
 
 
-def test_gateways_share_what_is_free_and_nothing_is_while_requests_wait() -> None:
+def test_gateways_share_what_is_free_and_nothing_is_while_requests_wait_for_it() -> None:
     """The fleet is that of a gateway: there are two with the other one."""
     gateway = heartbeat("g2", roles=("gateway",), model=None, load=None)
     (found,) = site(heartbeat("d1"), gateway)
     assert found.load.num_free_blocks == 5
-    demand = RoleDemand(model=CARD.name, role="decode", num_queued_requests=3)
-    queue = heartbeat(
-        "s", roles=("scheduler",), model=None, load=None, scheduler=SchedulerLoad(demands=(demand,))
-    )
-    (found,) = site(heartbeat("d1"), queue)
+    (found,) = site(heartbeat("d1"), queue("decode"))
     assert (found.load.num_free_blocks, found.load.num_waiting) == (0, 3)
+
+
+def test_requests_that_wait_for_time_are_work_and_close_no_site() -> None:
+    """A site that was closed until its next state would be idle for most of a second."""
+    (found,) = site(heartbeat("d1"), heartbeat("d2"), queue("prefill"))
+    assert (found.load.num_free_blocks, found.load.prefill_tokens_in_flight) == (20, 450)
+
+
+def queue(role: WorkerRole) -> Heartbeat:
+    """Three requests wait, for a worker of this role."""
+    demand = RoleDemand(model=CARD.name, role=role, num_queued_requests=3, num_queued_tokens=900)
+    load = SchedulerLoad(demands=(demand,))
+    return heartbeat("s", roles=("scheduler",), model=None, load=None, scheduler=load)
 
 
 def test_work_is_that_of_the_mean_worker_that_does_it() -> None:

@@ -103,17 +103,17 @@ def chosen(sites: dict[str, Site]) -> str | None:
         ("a short prefix", Site(0.02), Site(0.01), Site(0.1, held_tokens=256), "c"),
         ("more of it", Site(0.02, 512), Site(0.02, 1024), Site(0.02, 1008), "c"),
         ("half of it, nearer", Site(0.02, 960), Site(0.2, 1920), Site(0.3), "b"),
-        ("the queue", Site(0.02), Site(0.01, queued_tokens=900), Site(0.03), "b"),
+        ("the queue", Site(0.02), Site(0.01, queued_tokens=2000), Site(0.03), "b"),
         (
             "the queue before the prefix",
             Site(0.02, queued_tokens=100),
-            Site(0.01, queued_tokens=900),
-            Site(0.2, held_tokens=1920, queued_tokens=900),
+            Site(0.01, queued_tokens=2000),
+            Site(0.2, held_tokens=1920, queued_tokens=4000),
             "b",
         ),
         ("waiting requests", Site(0.02), Site(0.01, num_waiting=3), Site(0.09), "b"),
         ("room", Site(0.2), Site(0.01, 1920, num_free_blocks=9), Site(0.3), "b"),
-        ("too much work", *[Site(0.01, queued_tokens=9000)] * 3, None),
+        ("too much work", *[Site(0.01, queued_tokens=20000)] * 3, None),
     ],
 )
 def test_least_predicted_time_to_first_token(
