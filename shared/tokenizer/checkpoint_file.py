@@ -11,11 +11,14 @@ import os
 import stat
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from shared.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -45,9 +48,19 @@ def open_unbuffered(path: Path) -> FileIO:
     """Opens a file as `open_checkpoint_file` does, for reads of any size."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return FileIO(descriptor)
+        return RegularFile(descriptor)
     os.close(descriptor)
     raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
+class RegularFile(FileIO):
+    """A file whose reads never wait: some of the kernel's files look regular and do."""
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        num_bytes: int | None = super().readinto(buffer)
+        if num_bytes is None:
+            raise OSError(errno.EAGAIN, "has no bytes to read now")
+        return num_bytes
 
 
 def read_checkpoint_json(path: Path, kind: type[_T]) -> _T:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,11 @@ from shared.engine.codec.safetensors_layout import map_safetensors
 from shared.engine.planning.headers import file_tensors
 from shared.engine.weights.checkpoint_index import read_index
 from shared.engine.weights.load import open_checkpoint
-from shared.tokenizer.checkpoint_file import read_checkpoint_file, read_checkpoint_json
+from shared.tokenizer.checkpoint_file import (
+    RegularFile,
+    read_checkpoint_file,
+    read_checkpoint_json,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOMS = (
@@ -57,6 +63,18 @@ def test_readers_take_regular_files_alone(tmp_path: Path, reader: str) -> None:
     (tmp_path / name).symlink_to("/dev/null")  # a reader without the guard finds an empty file
     with pytest.raises(Exception, match="is not a regular file"):
         read(tmp_path / name)
+
+
+def test_reads_do_not_wait_for_bytes() -> None:
+    """Files of the kernel such as its log look regular: a pipe stands for one here."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with (
+        BufferedReader(RegularFile(reading)) as file,
+        pytest.raises(OSError, match="has no bytes to read now"),
+    ):
+        file.read(8)
+    os.close(writing)
 
 
 def test_only_own_files_are_read_without_the_guard() -> None:
