@@ -235,7 +235,7 @@ def check_day(seed: int, num_requests: int, over_s: float) -> None:
             assert form in planted, "the search does not find what was planted"
         await day.stop()
 
-    run(main())
+    run(main(), limit_s=over_s + 600.0)
 
 
 def test_requests_of_a_minute_leave_only_counts() -> None:
@@ -243,16 +243,7 @@ def test_requests_of_a_minute_leave_only_counts() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("seed", "over_s"),
-    [
-        *((each, 600.0) for each in range(10)),
-        (10, 3600.0),
-        pytest.param(11, 86_400.0, marks=pytest.mark.timeout(7200)),
-    ],
-)
+@pytest.mark.parametrize(("seed", "over_s"), [*((each, 600.0) for each in range(10)), (10, 3600.0)])
 def test_requests_of_a_day_leave_only_counts(seed: int, over_s: float) -> None:
-    """A day's number, mostly in less: each quiet hour costs 100,000 heartbeats, and 24 s of a
-    core.
-    """
+    """A day's number, in less: each quiet hour costs 100,000 heartbeats, and 24 s of a core."""
     check_day(seed, 2_400, over_s)
