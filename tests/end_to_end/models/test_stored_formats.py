@@ -18,8 +18,8 @@ import torch
 from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
 from tests.support.cluster.greedy_texts import GreedyTexts, check_greedy_texts, greedy_texts
 from tests.support.cluster.model_cluster import ModelCluster, run_model
-from tests.support.engine.families import FAMILIES
-from tests.support.engine.quantized import dequantize_folder, quantize
+from tests.support.engine.families import FAMILIES, one_tensor_each, stack_experts
+from tests.support.engine.quantized import dequantize_folder, edit_tensors, quantize
 from tests.support.engine.stored_formats import (
     StoredFormat,
     awq,
@@ -54,6 +54,7 @@ class Case(NamedTuple):
     config: Mapping[str, Any] = MappingProxyType({})
     family: str = "llama, yarn"
     sizes: Mapping[str, Any] = MappingProxyType(MODEL)
+    has_linear_experts: bool = False  # of Llama 4, whose own are one tensor
 
     def write(self, folder: Path, vocab_size: int) -> tuple[Path, Path]:
         """Returns the checkpoint and the dense one of the same numbers."""
@@ -64,7 +65,12 @@ class Case(NamedTuple):
         if self.format_of == "mxfp4":
             quantize(plain, stored, "mxfp4")
             return stored, dequantize_folder(stored, dense, torch.float32)
-        return write_formats(plain, stored, self.format_of, torch.float32, **self.config)
+        if self.has_linear_experts:
+            edit_tensors(plain, one_tensor_each)
+        write_formats(plain, stored, self.format_of, torch.float32, **self.config)
+        if self.has_linear_experts:
+            edit_tensors(stored.with_name("stored-dense"), stack_experts)
+        return stored, stored.with_name("stored-dense")
 
 
 def _mixed_gptq(layer: str) -> StoredFormat | None:
@@ -74,6 +80,11 @@ def _mixed_gptq(layer: str) -> StoredFormat | None:
     if layer.endswith("down_proj"):
         return gptq(32, num_bits=8, is_symmetric=False)
     return gptq(32, is_ordered=True, is_symmetric=False)
+
+
+def _experts_alone(layer: str) -> StoredFormat | None:
+    is_expert = ".experts." in layer
+    return packed(0, num_bits=4, scale_dtype=torch.float32) if is_expert else None
 
 
 def _mixed_compressed(layer: str) -> StoredFormat:
@@ -132,6 +143,18 @@ CASES: dict[str, Case] = {
         {"ignore": ["lm_head", r"re:.*\.experts\..*"]},
         family="llama4, experts",
         sizes={},
+    ),
+    "llama4, int4 of experts": Case(
+        _experts_alone,
+        {
+            "ignore": [
+                *("lm_head", "re:.*self_attn", "Llama4TextAttention"),
+                r"re:.*feed_forward\.(router|shared_expert\..*)",
+            ]
+        },
+        family="llama4, experts",
+        sizes={},
+        has_linear_experts=True,
     ),
     "deepseek, fp8": Case(lambda _: fp8(), family="deepseek", sizes={}),
     "deepseek, fp8 per tensor": Case(

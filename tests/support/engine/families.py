@@ -126,6 +126,23 @@ def one_tensor_each(tensors: dict[str, Tensor]) -> None:
                 tensors[f"{stem}.{index}.{part}.weight"] = weight.contiguous()
 
 
+def stack_experts(tensors: dict[str, Tensor]) -> None:
+    """Undoes `one_tensor_each`."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in [*tensors]:
+        layer, dot, expert = name.rpartition(".experts.")
+        if dot:
+            found.setdefault(f"{layer}.experts", {})[expert] = tensors.pop(name)
+    for place, experts in found.items():
+        indices = range(len(experts) // 3)
+        gate, up, down = (
+            torch.stack([experts[f"{index}.{part}_proj.weight"].T for index in indices])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{place}.gate_up_proj"] = torch.cat((gate, up), dim=2)
+        tensors[f"{place}.down_proj"] = down
+
+
 @dataclass(frozen=True)
 class Family:
     architecture: str
