@@ -1121,8 +1121,8 @@ class SiteState(Message, frozen=True, array_like=True, kw_only=True):
     for: a receiver that does not know it asks with ReadSiteModels, so that models, which change
     rarely, do not cross each link every second. Without a load it only shows that the gateway
     lives. Without counters they are those of the state before. A gateway that drains finishes what
-    it has taken over, and takes no more. `key_id` is the start of the public key with which the
-    site signs, if it has a cluster secret.
+    it has taken over, and takes no more. `instance` is equal in all states of one site, and another
+    for a second site of its name. `doubled` names the sites that look like two from here.
     """
 
     gateway_id: ProcessId
@@ -1133,7 +1133,8 @@ class SiteState(Message, frozen=True, array_like=True, kw_only=True):
     loads: Annotated[tuple[SiteLoad, ...], Meta(max_length=1024)] = ()
     counters: Annotated[tuple[SiteCounters, ...], Meta(max_length=1024)] = ()
     is_draining: bool = False
-    key_id: Annotated[bytes, Meta(max_length=16)] = b""
+    instance: Annotated[bytes, Meta(max_length=16)] = b""
+    doubled: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
 
     @property
     def sender_id(self) -> str:

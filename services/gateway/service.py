@@ -82,7 +82,7 @@ class GatewayService:
         self._is_leaving = False
         self.metrics = metrics = GatewayMetrics(config.process_id, config.site)
         expected = weights_of_sites(config.linked_site)
-        linked = LinkedSites(bus, clock, expected) if config.site else None
+        linked = LinkedSites(bus, clock, config.site, expected) if config.site else None
         self._rejection_log = RejectionLog(metrics.rejections, clock)
         self._health_monitor = HealthMonitor(
             bus,

@@ -91,7 +91,7 @@ class SchedulerService:
         on_first_worker: Callable[[], Coroutine[object, object, None]] | None = None,
     ) -> None:
         self._on_first_worker = on_first_worker
-        self._linked = LinkedSites(bus, clock) if config.site else None
+        self._linked = LinkedSites(bus, clock, config.site) if config.site else None
         self.health_monitor = HealthMonitor(
             bus,
             clock,

@@ -2,17 +2,19 @@
 key. No I/O.
 
 A gateway that restarts has a new epoch, and the old one never comes back. All gateways of a site
-sign with the key of one cluster secret, of which each state has a part.
+have one cluster secret and one NATS, of which each state has a digest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import inf
 
 DOUBLED_S = 10.0  # without another epoch, until a name counts as that of one gateway again
 MAX_GATEWAYS = 4096  # the last ones are remembered
 MAX_EPOCHS = 4
+INSTANCE_BYTES = 8
 
 
 @dataclass(slots=True)
@@ -44,18 +46,41 @@ class GatewayEpochs:
         return now - known.doubled_at < DOUBLED_S
 
 
-class SiteSecrets:
-    def __init__(self) -> None:
-        self._heard: dict[str, dict[bytes, float]] = {}  # by site: those of the links
+def site_instance(public_key: bytes, server_name: str) -> bytes:
+    """Returns what tells a site from another one of its name: of the public key with which it
+    signs, if it has a secret, and of the NATS server or cluster of its processes.
+    """
+    return blake2b(public_key + server_name.encode(), digest_size=INSTANCE_BYTES).digest()
 
-    def is_doubled(self, site: str, identity: bytes, now: float) -> bool:
-        """Records a state's `key_id`. Returns whether another one comes in turns with it."""
-        heard = self._heard.setdefault(site, {})
-        last = next(reversed(heard), identity)
-        is_back = identity != last and now - heard.get(identity, -inf) < DOUBLED_S
-        if identity:
-            heard.pop(identity, None)
-            heard[identity] = now
+
+@dataclass(slots=True)
+class _Instances:
+    heard_at: dict[bytes, float] = field(default_factory=dict)  # the last one last
+    doubled_at: float = -inf
+
+
+class SiteInstances:
+    """The instances of the sites to which this one has links."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Instances] = {}
+
+    def is_doubled(self, site: str, instance: bytes, now: float) -> bool:
+        """Records a state's `instance`. Returns whether another one comes in turns with it."""
+        known = self._known.setdefault(site, _Instances())
+        heard = known.heard_at
+        last = next(reversed(heard), instance)
+        is_back = instance != last and now - heard.get(instance, -inf) < DOUBLED_S
+        if instance:
+            heard.pop(instance, None)
+            heard[instance] = now
         if len(heard) > MAX_EPOCHS:
             del heard[next(iter(heard))]
+        if is_back:
+            known.doubled_at = now
         return is_back
+
+    def doubled(self, now: float) -> tuple[str, ...]:
+        """Returns the sites that look like two."""
+        found = (s for s, each in self._known.items() if now - each.doubled_at < DOUBLED_S)
+        return tuple(sorted(found))

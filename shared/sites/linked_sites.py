@@ -14,7 +14,7 @@ from shared.clock import Clock
 from shared.errors import HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import LinkLoad, ReadSiteModels, SiteModels, SiteState
-from shared.sites.gateway_epochs import GatewayEpochs, SiteSecrets
+from shared.sites.gateway_epochs import GatewayEpochs, SiteInstances
 from shared.sites.link_loads import LinkLoads
 from shared.sites.site_workers import MAX_MODELS_PER_S, SiteWorkers
 from shared.subjects import STATES_OF_SITES, read_site_models, site_in
@@ -23,21 +23,25 @@ from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
-DOUBLED = "its gateways have different cluster secrets: two sites have its name and its key"
+DOUBLED = "its gateways have different secrets or NATS servers: two sites have its name and its key"
+OWN_DOUBLED = "another site has the name of this one, and connects with its key"
+OWN_NAME = (
+    "it has the name of this site: HEARTH_SITE and --site of nats-config differ, here or there"
+)
 READ_TIMEOUT_S = 0.5  # and the round trip; the next state asks again
 MAX_READS, READS_S = 64, 10.0  # of the models of one site
 
 
 class LinkedSites:
-    """`expected` are the sites to which this one has links. `loads` is for a HealthMonitor, which
-    comes with `start`, and reports them in its heartbeats.
+    """`own` is the name of this site, and `expected` are those to which it has links. `loads` is
+    for a HealthMonitor, which comes with `start`, and reports them in its heartbeats.
     """
 
-    def __init__(self, bus: Bus, clock: Clock, expected: Iterable[str] = ()) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, clock: Clock, own: str, expected: Iterable[str] = ()) -> None:
+        self._bus, self._own = bus, own
         self._clock = clock
         self._workers = SiteWorkers()
-        self._epochs, self._secrets = GatewayEpochs(), SiteSecrets()
+        self._epochs, self._instances = GatewayEpochs(), SiteInstances()
         # by site: those of the servers' configuration
         self._states: dict[str, Allowance] = {}
         self._reads: dict[str, Allowance] = {}
@@ -70,6 +74,10 @@ class LinkedSites:
         """Returns the region that the site has stated, or ""."""
         return self._links.region_of(site)
 
+    def doubled(self) -> tuple[str, ...]:
+        """Returns the linked sites of which there are two with one name."""
+        return self._instances.doubled(self._clock.now())
+
     def loads(self) -> tuple[LinkLoad, ...]:
         monitor, now = self._health_monitor, self._clock.now()
         if monitor is None:
@@ -85,6 +93,9 @@ class LinkedSites:
     def _take(self, state: SiteState) -> None:
         now, gateway_id = self._clock.now(), state.gateway_id
         site = site_in(gateway_id) or ""
+        if site == self._own:
+            self._lines.write(log.warning, "site_has_own_name", site, site=site, reason=OWN_NAME)
+            return
         allowed = self._states.setdefault(site, Allowance(MAX_MODELS_PER_S, 1.0, now))
         if not allowed.takes(1 + len(state.loads), now):
             self._links.count(site, "num_refused_states")
@@ -92,8 +103,17 @@ class LinkedSites:
             return
         self._links.heard(site, state.region, now)
         self._monitor.requests.round_trips.use(gateway_id, now)
-        if self._secrets.is_doubled(site, state.key_id, now):
+        if self._instances.is_doubled(site, state.instance, now):
             self._lines.write(log.warning, "site_doubled", site, site=site, reason=DOUBLED)
+        if self._own in state.doubled:
+            self._lines.write(
+                log.warning,
+                "own_site_doubled",
+                site,
+                site=self._own,
+                seen_by=site,
+                reason=OWN_DOUBLED,
+            )
         if self._epochs.is_doubled(gateway_id, state.epoch, now):
             self._lines.write(log.warning, "site_gateway_doubled", gateway_id, gateway=gateway_id)
             return

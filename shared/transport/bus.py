@@ -94,6 +94,11 @@ class Bus(Protocol):
     def site_bytes(self) -> SiteBytes: ...
 
     @property
+    def server_name(self) -> str:
+        """The server's own id, or the name of its cluster: all processes of a site have one."""
+        ...
+
+    @property
     def regions(self) -> RegionCheck:
         """The region classes whose data this process may send and receive."""
         ...
@@ -481,6 +486,10 @@ class NatsBus:
     @property
     def site_bytes(self) -> SiteBytes:
         return self._sender_check.site_bytes
+
+    @property
+    def server_name(self) -> str:
+        return self._client.server_name
 
     def _take_denial(self, verb: str, wire_subject: str) -> None:
         """Handles that the server has refused a subject, which nats-py has in lower case."""

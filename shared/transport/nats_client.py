@@ -86,6 +86,15 @@ class DirectClient(Client):
             self.options["password"] = credential.password
 
     @property
+    def server_name(self) -> str:
+        """The id of the server of the last connection, or the name of its cluster."""
+        info = self._server_info
+        # a server with leaf nodes and without a cluster gives it its own name
+        cluster = info.get("cluster", "")
+        is_own = cluster in ("", info.get("server_name"), info.get("server_id"))
+        return str(info.get("server_id", "") if is_own else cluster)
+
+    @property
     def is_running(self) -> bool:
         """Whether it reads or reconnects. After an error that nats-py does not expect it does
         neither, and stays connected.

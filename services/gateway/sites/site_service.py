@@ -50,6 +50,7 @@ from shared.messages import (
 )
 from shared.secrets.root_key import root_key_of
 from shared.secrets.secret import Derived
+from shared.sites.gateway_epochs import site_instance
 from shared.sites.linked_sites import LinkedSites
 from shared.sites.site_states import (
     COUNTERS_EVERY,
@@ -67,7 +68,7 @@ from shared.transport.outbox import Outbox
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
-KEY_ID_BYTES = 8
+MAX_DOUBLED = 64
 OTHERS_SHARE = 2  # half of a gateway's requests may be those of other sites
 
 
@@ -166,7 +167,7 @@ class SiteService:
         models = () if is_last else self._models()
         digest, before = models_id(each.model for each in models), self._models_id
         has_counters = digest != before or self._num_states % COUNTERS_EVERY == 0
-        self._models_id = digest
+        self._models_id, key = digest, self._keys.current
         state = SiteState(
             gateway_id=self._name,
             epoch=self._health_monitor.epoch,
@@ -176,7 +177,8 @@ class SiteService:
             loads=tuple(each.load for each in models),
             counters=tuple(each.counters for each in models) if has_counters else (),
             is_draining=self._health_monitor.state == "draining",
-            key_id=b"" if (key := self._keys.current) is None else key.public[:KEY_ID_BYTES],
+            instance=site_instance(b"" if key is None else key.public, self._bus.server_name),
+            doubled=self._linked.doubled()[:MAX_DOUBLED],
         )
         try:
             await self._bus.publish(state_to_sites(self._bus.process_id), state)

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from shared.sites.gateway_epochs import DOUBLED_S, MAX_GATEWAYS, GatewayEpochs, SiteSecrets
+from shared.sites.gateway_epochs import (
+    DOUBLED_S,
+    MAX_GATEWAYS,
+    GatewayEpochs,
+    SiteInstances,
+    site_instance,
+)
 
 
 def test_two_gateways_of_one_name_are_found_and_a_restarted_one_is_not() -> None:
@@ -15,10 +21,15 @@ def test_two_gateways_of_one_name_are_found_and_a_restarted_one_is_not() -> None
     assert len(epochs._known) == MAX_GATEWAYS
 
 
-def test_two_sites_of_one_name_are_found_and_a_new_secret_is_none() -> None:
-    secrets = SiteSecrets()
-    assert not any(secrets.is_doubled("b", b"", float(tick)) for tick in range(3)), "it has none"
-    assert not any(secrets.is_doubled("b", key, 3.0) for key in (b"old", b"old", b"new", b"new"))
-    assert secrets.is_doubled("b", b"old", 4.0) and not secrets.is_doubled("c", b"old", 4.0)
-    assert not secrets.is_doubled("b", b"old", 5.0), "it is the last one"
-    assert not secrets.is_doubled("b", b"new", 5.0 + 2 * DOUBLED_S), "the other one has left"
+def test_two_sites_of_one_name_are_found_and_a_new_server_is_none() -> None:
+    sites = SiteInstances()
+    first, second = site_instance(b"", "nats-1"), site_instance(b"", "nats-2")
+    assert site_instance(b"key", "nats-1") != first == site_instance(b"", "nats-1")
+    assert not any(sites.is_doubled("b", b"", float(tick)) for tick in range(3)), "an older release"
+    assert not any(sites.is_doubled("b", each, 3.0) for each in (first, first, second, second))
+    assert sites.doubled(3.0) == ()
+    assert sites.is_doubled("b", first, 4.0) and not sites.is_doubled("c", first, 4.0)
+    assert sites.doubled(4.0) == ("b",)
+    assert not sites.is_doubled("b", first, 5.0), "it is the last one"
+    assert not sites.is_doubled("b", second, 5.0 + 2 * DOUBLED_S), "the other one has left"
+    assert sites.doubled(5.0 + 2 * DOUBLED_S) == ()

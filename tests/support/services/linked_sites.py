@@ -58,13 +58,14 @@ class LiveSite:
     scheduler: SchedulerService = field(init=False)
     http: httpx.AsyncClient = field(init=False)
     workers: list[WorkerProcess] = field(default_factory=list)
+    instance: str = ""  # of gateway and scheduler: two sites may have one name
 
     def common(self, role: str) -> dict[str, Any]:
         url = f"nats://{role}:{PASSWORD}@127.0.0.1:{self.nats_port}"
         classes = CLASSES.texts()
         return {
             "nats_url": url,
-            "process_id": role,
+            "process_id": role + self.instance,
             "region": self.region,
             "region_classes": classes,
         }
@@ -162,7 +163,7 @@ class LinkedPair:
     relay: SlowRelay
     leaf_port: int
     recorded: RecordingRelay | None  # what crosses the link
-    third: UserKey  # of site c's link
+    keys: dict[str, UserKey]  # of the links of sites b and c
 
     def cut(self) -> None:
         self.relay.close()
@@ -172,15 +173,16 @@ class LinkedPair:
         self.relay = SlowRelay(lambda: target, latency_s=0.0, port=self.relay.port)
 
     @asynccontextmanager
-    async def third_site(self) -> AsyncIterator[LiveSite]:
-        """Yields site c, which connects to site a, too."""
+    async def third_site(self, name: str = "c", *, claims: str = "") -> AsyncIterator[LiveSite]:
+        """Yields a site that connects to site a, too; its processes may claim another name."""
         folder = self.a.model_dir.parent
         async with AsyncExitStack() as stack:
             address = f"127.0.0.1:{self.leaf_port}"
-            link = SiteLink(peer="a", region=REGION, address=address, seed=self.third.seed)
-            links = SiteLinks(site="c", links=(link,), port=free_port())
+            link = SiteLink(peer="a", region=REGION, address=address, seed=self.keys[name].seed)
+            links = SiteLinks(site=name, links=(link,), port=free_port())
             site = await _site(stack, folder, self.a.model_dir, links, REGION)
-            await site.start(site="c")
+            site.instance = ".second"
+            await site.start(site=claims or name)
             yield site
 
 
@@ -196,17 +198,16 @@ async def linked_pair(
     through relays that record all bytes.
     """
     async with AsyncExitStack() as stack:
-        key, third, leaf_port = UserKey.create(), UserKey.create(), free_port()
+        keys, leaf_port = {name: UserKey.create() for name in "bc"}, free_port()
         recorded, target_port = None, leaf_port
         if is_recorded:
             recorded, target_port = await stack.enter_async_context(relay_to(leaf_port))
         relay = SlowRelay(lambda: ("127.0.0.1", target_port), latency_s=0.0)
         accepts = tuple(
-            SiteLink(peer=name, region=regions[1], key=each.public)
-            for name, each in (("b", key), ("c", third))
+            SiteLink(peer=name, region=regions[1], key=each.public) for name, each in keys.items()
         )
         address = f"127.0.0.1:{relay.port}"
-        opens = SiteLink(peer="a", region=regions[0], address=address, seed=key.seed)
+        opens = SiteLink(peer="a", region=regions[0], address=address, seed=keys["b"].seed)
         links = (
             SiteLinks(site="a", links=accepts, port=leaf_port),
             SiteLinks(site="b", links=(opens,), port=free_port()),
@@ -215,7 +216,7 @@ async def linked_pair(
             await _site(stack, folder, model_dir, each, region, is_recorded=is_recorded)
             for each, region in zip(links, regions, strict=True)
         ]
-        pair = LinkedPair(*sites, relay, leaf_port, recorded, third)
+        pair = LinkedPair(*sites, relay, leaf_port, recorded, keys)
         stack.callback(lambda: pair.relay.close())
         yield pair
 
@@ -231,7 +232,7 @@ async def _site(
 ) -> LiveSite:
     port = free_port()
     users = [NatsUser(role, role, PASSWORD, region) for role in ROLES]
-    path = folder / f"nats-{links.site}.conf"
+    path = folder / f"nats-{links.site}-{port}.conf"
     text = nats_server_config(users, host="127.0.0.1", port=port, links=links, classes=CLASSES)
     path.write_text(text)
     nats = Server([find_binary("nats-server"), "-c", str(path)], port)

@@ -487,6 +487,10 @@ class SimulatedBus:
     def site_bytes(self) -> SiteBytes:
         return self._sender_check.site_bytes
 
+    @property
+    def server_name(self) -> str:
+        return "simulated"
+
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Publishes arbitrary bytes."""
         parcel = Parcel(data, _no_reply, sent_by(subject, self.process_id))

@@ -35,7 +35,7 @@ class StreamGateway:
         self.process = SimulatedProcess(gateway_id)
         clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
         self.bus = network.bus(gateway_id, self.process, RegionCheck(region, classes))
-        linked = LinkedSites(self.bus, clock)
+        linked = LinkedSites(self.bus, clock, site)
         self.health_monitor = HealthMonitor(
             self.bus, clock, randomness, roles=("gateway",), region=region, links=linked.loads
         )

@@ -362,6 +362,33 @@ async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:
     return "".join(pieces)
 
 
+@pytest.mark.long
+async def test_two_sites_of_one_name_and_one_key_are_named_at_each_of_them(
+    sites: LinkedPair,
+) -> None:
+    """Their secrets are equal, as if they had none; their NATS servers are not."""
+
+    def lines() -> set[tuple[str, str]]:
+        """Returns the events with the sites that they name and that have sent the state."""
+        found = {(e["event"], e.get("site", ""), e.get("seen_by", "")) for e in logs}
+        return {each for each in found if each[0].endswith("site_doubled")}
+
+    with structlog.testing.capture_logs() as logs:
+        async with sites.third_site("b"):
+            await until(
+                lambda: lines() == {("site_doubled", "b", ""), ("own_site_doubled", "b", "a")}
+            )
+
+
+@pytest.mark.long
+async def test_process_that_has_the_name_of_a_linked_site_says_so(sites: LinkedPair) -> None:
+    """`HEARTH_SITE` is not the name in its nats.conf: each of the two sites has a line."""
+    lines = "'event': 'site_has_own_name'", "sent a SiteState that names a/gateway"
+    with structlog.testing.capture_logs() as logs:
+        async with sites.third_site("c", claims="a"):
+            await until(lambda: all(any(line in str(each) for each in logs) for line in lines))
+
+
 async def test_a_flood_of_bad_messages_is_one_line_of_the_log(sites: LinkedPair) -> None:
     peer = await connect_ordered(f"nats://gateway:{PASSWORD}@127.0.0.1:{sites.b.nats_port}")
     received = sites.a.gateway._bus.site_bytes.received
