@@ -11,14 +11,11 @@ import os
 import stat
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from shared.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -56,7 +53,7 @@ def open_unbuffered(path: Path) -> FileIO:
 class RegularFile(FileIO):
     """A file whose reads never wait: some of the kernel's files look regular and do."""
 
-    def readinto(self, buffer: WriteableBuffer) -> int:
+    def readinto(self, buffer: Any) -> int:  # a buffer that may be written
         num_bytes: int | None = super().readinto(buffer)
         if num_bytes is None:
             raise OSError(errno.EAGAIN, "has no bytes to read now")
