@@ -256,6 +256,7 @@ def test_long_run_calls(machine: Machine) -> None:
         "python -m tests.fuzz.run --seconds 1800",
         "python -m tests.chaos --fault kill",
         "python -m tests.chaos --ranks",
+        "python -m tests.chaos --images",
         "python -m tests.chaos --hosts",
         "python -m tests.chaos --frames",
         "python -m tests.chaos --soak-minutes 15",

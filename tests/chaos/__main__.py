@@ -22,12 +22,12 @@ import msgspec
 from benchmarks.report import RESULTS, Bar, at_most, write_result
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.logs import suspicions
-from tests.chaos.checks.phases import PHASES, Phase
+from tests.chaos.checks.phases import IMAGE_PHASES, PHASES, Phase
 from tests.chaos.frames import run_frames
 from tests.chaos.hosts.matrix import run_hosts
 from tests.chaos.outcome import FAULTS, Outcome, bars_of
 from tests.chaos.restarts import restart_each
-from tests.chaos.rows import RANK_VICTIMS, VICTIMS, can_befall, run_row
+from tests.chaos.rows import IMAGE_VICTIMS, RANK_VICTIMS, VICTIMS, can_befall, run_row
 from tests.chaos.running import WORKERS, running_chaos, running_frames
 from tests.chaos.sites.cuts import cut_bars, run_cuts
 from tests.chaos.sites.faults import FAULTS as SITE_FAULTS
@@ -39,8 +39,9 @@ from tests.chaos.world.spoiling import SPOILINGS
 
 # A worker may reserve so few blocks that most requests wait for their turn.
 FEW_RESERVATIONS = {**WORKERS, "max-reserved-share": "0.04"}
-LEARNED_WITHOUT = ("decode-1", "prefill-1")
+LEARNED_WITHOUT = ("decode-1", "prefill-1")  # and the first encode worker, if there is one
 NUM_LEAVING = 10_000
+ALL_VICTIMS = (*VICTIMS, *RANK_VICTIMS, "encode-1")
 
 
 def main() -> int:
@@ -69,9 +70,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description="The matrix of faults.")
-    parser.add_argument("--victim", action="append", choices=(*VICTIMS, *RANK_VICTIMS))
+    parser.add_argument("--victim", action="append", choices=ALL_VICTIMS)
     parser.add_argument("--fault", action="append", choices=FAULTS)
-    parser.add_argument("--phase", action="append", choices=PHASES)
+    parser.add_argument("--phase", action="append", choices=(*PHASES, "encoding"))
     parser.add_argument("--demo-model", action="store_true", help="instead of the timing engine")
     about = "clients over NATS: kill and freeze, without frames, clients that leave and restarts"
     parser.add_argument("--nats", action="store_true", help=about)
@@ -79,6 +80,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--constrained", action="store_true", help=about)
     about = "ranks of workers of the demo model: kill and freeze"
     parser.add_argument("--ranks", action="store_true", help=about)
+    about = "streams with pictures: kill and freeze of encode and prefill workers"
+    parser.add_argument("--images", action="store_true", help=about)
     about = "only a host of several models, all rows: its process is killed or frozen"
     parser.add_argument("--hosts", action="store_true", help=about)
     about = "only two linked sites, all rows: the link, or one of the sites, fails"
@@ -96,11 +99,14 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     is_part = options.victim or options.fault or options.phase or options.frames
     is_short = options.nats or options.constrained or options.ranks or options.hosts
-    is_short = is_short or options.sites
+    is_short = is_short or options.sites or options.images
     options.is_full_matrix = not (is_part or is_short)
     if options.ranks:
         options.demo_model = True
         options.victim = options.victim or list(RANK_VICTIMS)
+    if options.images:
+        options.victim = options.victim or list(IMAGE_VICTIMS)
+        options.phase = options.phase or list(IMAGE_PHASES)
     if options.constrained and options.victim is None:
         options.victim = ["decode-1"]
     return options
@@ -108,7 +114,7 @@ def _options() -> argparse.Namespace:
 
 async def _matrix(options: argparse.Namespace, outcome: Outcome) -> None:
     phases: list[Phase] = options.phase or list(PHASES)
-    is_short = options.nats or options.constrained or options.ranks
+    is_short = options.nats or options.constrained or options.ranks or options.images
     for is_queued in (False, True):
         wanted = [phase for phase in phases if (phase == "queued") == is_queued]
         if not wanted:
@@ -205,8 +211,9 @@ async def chaos(options: argparse.Namespace, workers: dict[str, str]) -> AsyncIt
         is_nats=options.nats,
         is_constrained=options.constrained,
         has_ranks=options.ranks,
+        has_images=options.images,
     ) as running:
-        for worker in LEARNED_WITHOUT:
+        for worker in (*LEARNED_WITHOUT, *running.cluster.named("encode")[:1]):
             await running.learn_without(worker)
         yield running
 
@@ -218,6 +225,7 @@ def _save(
     model += "_ranks" if options.ranks else ""
     model += "_hosts" if options.hosts else ""
     model += "_sites" if options.sites else ""
+    model += "_images" if options.images else ""
     model += "_nats" if options.nats else ""
     model += "_constrained" if options.constrained else ""
     write_result(name + model, rows, bars, ["-m", "tests.chaos", *sys.argv[1:]])

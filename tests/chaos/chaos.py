@@ -10,12 +10,14 @@ from services.client.hearth_nats import HearthClient
 from tests.chaos.checks.leftovers import left_behind
 from tests.chaos.checks.monitor import Monitor, is_empty
 from tests.chaos.world.constrained import constrained_requests, is_as_demanded
+from tests.chaos.world.pictures import picture_requests
 from tests.chaos.world.workload import NUM_STREAMS, Body, requests, with_stops
 from tests.support.cluster.chaos_cluster import ChaosCluster
 from tests.support.cluster.clients import ChoiceOutput, Exchange, run_exchange
 from tests.support.cluster.nats_clients import run_nats_exchange
 
 MAX_TRIES = 8
+IMAGE_LINKS = 4  # at a worker: of the pixels of two gateways, the vectors of two encode workers
 MAX_RETAINED_S = 8.0  # an ending is resent every 2 s
 BROKEN_PAUSE_S, REFUSED_PAUSE_S = 0.1, 0.5  # before a client retries
 
@@ -45,7 +47,8 @@ class Undisturbed:
 class Chaos:
     """A cluster with its reference responses; call `learn` first. `nats`: sends all requests over
     NATS, where the client does not choose the gateway. `is_constrained`: a grammar constrains the
-    output of each request. `num_streams`: of each run; 8 are one of each kind.
+    output of each request. `has_images`: each request shows pictures. `num_streams`: of each run; 8
+    are one of each kind.
     """
 
     def __init__(
@@ -55,14 +58,18 @@ class Chaos:
         nats: HearthClient | None = None,
         *,
         is_constrained: bool = False,
+        has_images: bool = False,
         num_streams: int = NUM_STREAMS,
     ) -> None:
         self.cluster = cluster
         self.monitor = monitor
         self.nats = nats
         self.is_constrained = is_constrained
-        self.requests = (constrained_requests if is_constrained else requests)(num_streams)
+        self.has_images = has_images
+        made = constrained_requests if is_constrained else requests
+        self.requests = (picture_requests if has_images else made)(num_streams)
         self.undisturbed: Undisturbed
+        self._num_more_links = cluster.num_more_ranks("decode") + IMAGE_LINKS * has_images
         self.idle: dict[str, dict[str, int]]  # objects of each process after undisturbed runs
         self._num_runs = 0
 
@@ -103,9 +110,7 @@ class Chaos:
         found = {}
         for name in self.cluster.services:
             now = await self.cluster.census(name)
-            excess = left_behind(
-                self.idle[name], now, num_more_ranks=self.cluster.num_more_ranks("decode")
-            )
+            excess = left_behind(self.idle[name], now, num_more_links=self._num_more_links)
             if excess:
                 found[name] = excess
         return found
@@ -166,7 +171,7 @@ class Chaos:
         """Returns the seconds until every worker is idle with all blocks. Raises NotReached."""
         started = time.monotonic()
         self.monitor.newest.clear()
-        names = {*self.cluster.named("prefill"), *self.cluster.named("decode")}
+        names = {n for role in ("encode", "prefill", "decode") for n in self.cluster.named(role)}
 
         def is_idle() -> bool:
             newest = self.monitor.newest

@@ -44,6 +44,8 @@ VICTIMS = (
 
 # Of workers whose ranks are processes; their spares have one process each.
 RANK_VICTIMS = ("decode-1:0", "decode-1:1", "prefill-1:0", "prefill-1:1")
+# decode workers: tests/end_to_end/models/test_image_recovery.py
+IMAGE_VICTIMS = ("encode-1", "prefill-1")
 
 FROZEN_S = 2.0  # it ends while most streams still run elsewhere
 MAX_FROZEN_S = 20.0  # more, where a machine of few cores lets others notice it late
@@ -58,8 +60,8 @@ EXIT_TIMEOUT_S = LIMIT_S
 
 class Row(msgspec.Struct, kw_only=True):
     """Seconds. `excess_s`: the longest pause minus the undisturbed time to recompute it: the same
-    stream's time to first token, among all others, with the spares only. The wait in a queue is
-    random: in that phase, the longest such time of all streams is subtracted.
+    stream's time to first token, among all others, with the spares only. The wait in a queue, as
+    that of an encoder, is random: there the longest such time of all streams is subtracted.
     """
 
     fault: str
@@ -275,7 +277,7 @@ def _pauses(chaos: Chaos, strike: Strike) -> list[tuple[float, float]]:
     """(pause, pause minus the time to recompute it) of each stream that was not broken."""
     expected, found = chaos.undisturbed, []
     recompute_s = expected.ttft_without_s.get(strike.victim, expected.ttft_s)
-    if strike.phase == "queued":
+    if strike.phase == "queued" or chaos.has_images:
         recompute_s = [max(recompute_s)] * len(recompute_s)
     for each, again_s in zip(strike.sent, recompute_s, strict=True):
         if len(each.tries) == 1 and each.last.is_successful:
@@ -287,7 +289,7 @@ def _pauses(chaos: Chaos, strike: Strike) -> list[tuple[float, float]]:
 def _detected(chaos: Chaos, strike: Strike) -> float | None:
     """Seconds until the last of the victim's requests was moved, which is logged immediately."""
     monitor, victim = chaos.monitor, strike.victim
-    if victim.startswith("prefill"):
+    if victim.startswith(("encode", "prefill")):
         after = [at - strike.wall for at in given_up(chaos.cluster, victim, strike.wall)]
         return max(after, default=None)
     placed = {each.message.placement_id for each in monitor.of(Placed)}

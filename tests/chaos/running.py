@@ -11,6 +11,7 @@ from services.client.hearth_nats import HearthClient
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.monitor import Monitor
 from tests.chaos.frames import WORKERS_APART, relays
+from tests.chaos.world.pictures import write_seeing_model
 from tests.chaos.world.relay import Relay, Transport
 from tests.chaos.world.workload import NUM_STREAMS
 from tests.support.cluster.chaos_cluster import SERVICES, ChaosCluster
@@ -22,6 +23,9 @@ MODEL_BLOCK_BYTES = 49152  # of the demo model
 WORKERS = {"kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES), "max-batch-tokens": "256"}
 # Two workers of two ranks each; a stream that loses one continues at a worker of one process.
 RANKS = {"prefill-1": {"tp": "2"}, "decode-1": {"tp": "2"}}
+ENCODERS = ("encode-1", "encode-2")
+SEEING_KV_BYTES = 64 << 20  # of the model that takes images
+NUM_SEEING_STREAMS = NUM_STREAMS // 2
 # Nothing is killed while frames are spoilt: a spare of decode takes what is computed again.
 OF_FRAMES = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1", "decode-2", "gateway-1")
 FRAMES_STEP_S = 0.005  # no fault waits for a phase of the streams
@@ -37,22 +41,31 @@ async def running_chaos(
     is_nats: bool = False,
     is_constrained: bool = False,
     has_ranks: bool = False,
-    num_streams: int = NUM_STREAMS,
+    has_images: bool = False,
+    num_streams: int | None = None,
 ) -> AsyncIterator[Chaos]:
     """`is_nats`: clients send their requests over NATS. `is_constrained`, `num_streams`: as of
-    `Chaos`. `has_ranks`: some workers of the demo model have several ranks.
+    `Chaos`. `has_ranks`: some workers of the demo model have several ranks. `has_images`: a small
+    model that takes images, with two encode workers.
     """
     async with AsyncExitStack() as stack:
         options_of = RANKS if has_ranks else {}
-        cluster, monitor = await stack.enter_async_context(
-            _started(folder, workers, is_model=is_model, options_of=options_of)
-        )
+        if has_images:
+            started = _started_seeing(folder, workers)
+        else:
+            started = _started(folder, workers, is_model=is_model, options_of=options_of)
+        cluster, monitor = await stack.enter_async_context(started)
         nats = None
         if is_nats:
             nats = await HearthClient.connect(cluster.client_url)
             stack.push_async_callback(nats.close)
         running = Chaos(
-            cluster, monitor, nats, is_constrained=is_constrained, num_streams=num_streams
+            cluster,
+            monitor,
+            nats,
+            is_constrained=is_constrained,
+            has_images=has_images,
+            num_streams=num_streams or (NUM_SEEING_STREAMS if has_images else NUM_STREAMS),
         )
         await running.learn()
         yield running
@@ -98,11 +111,32 @@ async def _started(
         services=services,
         options_of=options_of,
     )
+    async with _monitored(cluster) as monitor:
+        yield cluster, monitor
+
+
+@contextlib.asynccontextmanager
+async def _started_seeing(
+    folder: Path, workers: Mapping[str, str]
+) -> AsyncIterator[tuple[ChaosCluster, Monitor]]:
+    cluster = ChaosCluster(
+        folder,
+        step_s=None,
+        model=write_seeing_model(folder),
+        worker_options={**workers, "dtype": "float32", "kv-cache-bytes": str(SEEING_KV_BYTES)},
+        services=(*SERVICES, *ENCODERS),
+    )
+    async with _monitored(cluster) as monitor:
+        yield cluster, monitor
+
+
+@contextlib.asynccontextmanager
+async def _monitored(cluster: ChaosCluster) -> AsyncIterator[Monitor]:
     monitor = Monitor()
     try:
         await cluster.start()
         await monitor.start(cluster)
-        yield cluster, monitor
+        yield monitor
         await monitor.stop()
     finally:
         cluster.stop()

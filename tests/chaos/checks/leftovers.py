@@ -26,20 +26,20 @@ MORE_TASKS = {
 
 
 def left_behind(
-    idle: dict[str, int], now: dict[str, int], *, num_more_ranks: int = 0
+    idle: dict[str, int], now: dict[str, int], *, num_more_links: int = 0
 ) -> dict[str, int]:
-    """The counts of `now` beyond `idle`, the census of the same process before any fault. Decode
-    workers have `num_more_ranks` processes that receive KV beside their own.
+    """The counts of `now` beyond `idle`, the census of the same process before any fault.
+    `num_more_links`: to other processes of a decode worker, or of pixels and vectors.
     """
     found = of_requests(now)
     for name, count in now.items():
         allowed = idle.get(name, 0) + MORE_TASKS.get(name, 0)
         if name == LINK_TASK:
-            allowed = MAX_LINKS + num_more_ranks
+            allowed = MAX_LINKS + num_more_links
         if name.startswith("task ") and count > allowed:
             found[name] = count
     # the leader of a group has its rings and its mesh instead of links
-    if now["memfds"] > max(MAX_LINKS + num_more_ranks, idle["memfds"]):
+    if now["memfds"] > max(MAX_LINKS + num_more_links, idle["memfds"]):
         found["memfds"] = now["memfds"]
     if now["descriptors"] > idle["descriptors"] + MORE_DESCRIPTORS:
         found["descriptors"] = now["descriptors"]

@@ -34,11 +34,12 @@ def suspicions(cluster: ChaosCluster, victim: str | None, since: float) -> list[
     ]
 
 
-def given_up(cluster: ChaosCluster, prefill: str, since: float) -> list[float]:
-    """When decode workers gave up a try in progress on this prefill worker."""
+def given_up(cluster: ChaosCluster, worker: str, since: float) -> list[float]:
+    """When other workers gave up a try in progress on this prefill or encode worker."""
+    role = worker.partition("-")[0]
     return [
         record["at"]
-        for name in cluster.named("decode")
-        for record in events(cluster, name, "prefill_attempt_failed", since)
-        if record["prefill"] == prefill and not any(w in record["reason"] for w in NEVER_BEGUN)
+        for name in (*cluster.named("decode"), *cluster.named("prefill"))
+        for record in events(cluster, name, f"{role}_attempt_failed", since)
+        if record[role] == worker and not any(w in record["reason"] for w in NEVER_BEGUN)
     ]

@@ -47,7 +47,7 @@ def _request(index: int) -> tuple[str, Body]:
         "max_tokens": rng.choice(NUM_OUTPUT_TOKENS),
         "temperature": 0,
     }
-    body |= _sampling(index, is_chat)
+    body |= sampling_of(index, is_chat)
     return ("/v1/chat/completions" if is_chat else "/v1/completions"), body
 
 
@@ -60,7 +60,7 @@ def _completion(rng: random.Random) -> Body:
     return {"prompt": [rng.randrange(300, 2000) for _ in range(rng.choice(NUM_PROMPT_TOKENS))]}
 
 
-def _sampling(index: int, is_chat: bool) -> Body:
+def sampling_of(index: int, is_chat: bool) -> Body:
     """Varies by index; greedy by default."""
     seeded = {"temperature": 0.9, "top_p": 0.95, "seed": 1000 + index}
     penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.1}
