@@ -19,6 +19,7 @@ from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.service import GatewayService
 from services.gateway.streams import stream_driver
 from services.gateway.structured.grammars import request_grammars
+from services.gateway.tenancy.region_rule import RegionRule
 from services.gateway.text.model_files import ModelFiles
 from shared import store
 from shared.clock import MonotonicClock
@@ -56,6 +57,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model_files(model_dir: Path) -> ModelFiles:
     return ModelFiles(model_dir)
+
+
+def place_in_region(
+    monkeypatch: pytest.MonkeyPatch, gateway: GatewayService, rule: RegionRule
+) -> None:
+    """Has a running gateway serve the tenants of another region: requests that arrive, and those
+    that are open when a change of their tenant is found, up to a quarter of a second later.
+    """
+    for each in (gateway.api_keys, gateway.tenancy):
+        monkeypatch.setattr(each, "_rule", rule)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from services.gateway.tenancy.region_rule import RegionRule
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.services.gateway.conftest import ANSWER, Cluster, store_key
+from tests.services.gateway.conftest import ANSWER, Cluster, place_in_region, store_key
 from tests.services.gateway.dialects.openai.test_chat_http import BODY
 from tests.services.gateway.nats_api.conftest import Api, all_of, connected, next_of
 from tests.services.gateway.nats_api.test_responses import check_error
@@ -93,7 +93,7 @@ async def test_permissions_are_those_of_the_tenant(
     async with limited(api, allowed_regions=("eu",), is_zero_retention=True):
         check_error(await api.reply("chat", {}), 403, "no_region_allowed", None)
         gateway = api.cluster.gateway
-        monkeypatch.setattr(gateway.api_keys, "_rule", RegionRule("eu"))
+        place_in_region(monkeypatch, gateway, RegionRule("eu"))
         monkeypatch.setattr(gateway._driver, "_schedulers_for", lambda _: ["scheduler-1"])
         monkeypatch.setattr(gateway._health_monitor.refusals, "region", "eu")
         gateway._driver._streams._changed_regions.clear()  # found before, in another region

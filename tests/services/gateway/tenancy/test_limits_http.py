@@ -23,7 +23,7 @@ from shared.store import RedisStore
 from shared.tenancy.refusals import Refusals
 from shared.tenancy.tenant import TENANTS, TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.services.gateway.conftest import Cluster, http_client
+from tests.services.gateway.conftest import Cluster, http_client, place_in_region
 from tests.services.gateway.dialects.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import PeerDecode, Run
@@ -300,7 +300,7 @@ async def test_request_carries_settings_of_its_tenant(
     acme: Acme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = acme.cluster.gateway
-    monkeypatch.setattr(gateway.api_keys, "_rule", RegionRule("ch"))
+    place_in_region(monkeypatch, gateway, RegionRule("ch"))
     monkeypatch.setattr(gateway._health_monitor.refusals, "region", "ch")
     monkeypatch.setattr(gateway._driver, "_schedulers_for", lambda _: ["scheduler-1"])
     await acme.configure(
@@ -347,7 +347,7 @@ async def test_gateway_of_another_region_reads_no_body(
     await acme.store.write([("HSET", TENANTS, "acme", msgspec.json.encode(record))])
     refusals = Refusals("fr")
     rule = RegionRule("fr", region_classes(["eu=de"]), refusals)
-    monkeypatch.setattr(acme.cluster.gateway.api_keys, "_rule", rule)
+    place_in_region(monkeypatch, acme.cluster.gateway, rule)
     acme.cluster.gateway.api_keys._known.clear()
     paths = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
     for path in paths:
