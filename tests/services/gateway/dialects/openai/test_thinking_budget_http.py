@@ -74,7 +74,7 @@ async def test_requests_without_a_budget_need_nothing(
     assert (request.sampling.thinking, request.needs) == (None, ())
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "5", True, 2**31, []])
+@pytest.mark.parametrize("value", [-1, 1.5, "5", True, []])
 async def test_bad_budget_is_named(tools_cluster: Cluster, value: Any) -> None:
     for path in (CHAT, RUN):
         assert "thinking_token_budget" in await rejected(
