@@ -347,7 +347,7 @@ async def test_gateway_of_another_region_reads_no_body(
     await acme.store.write([("HSET", TENANTS, "acme", msgspec.json.encode(record))])
     refusals = Refusals("fr")
     rule = RegionRule("fr", region_classes(["eu=de"]), refusals)
-    place_in_region(monkeypatch, acme.cluster.gateway, rule)
+    monkeypatch.setattr(acme.cluster.gateway.api_keys, "_rule", rule)
     acme.cluster.gateway.api_keys._known.clear()
     paths = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
     for path in paths:

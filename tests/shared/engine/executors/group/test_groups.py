@@ -265,10 +265,9 @@ async def test_sums_in_bf16_are_those_of_one_process(folder: Path) -> None:
     await group.close()
 
 
-async def test_killed_rank_ends_the_group(group: GroupExecutor) -> None:
-    """It is noticed without waiting for a step; all steps in flight raise. This is the last test
-    of the group.
-    """
+async def test_killed_rank_ends_the_group(folder: Path) -> None:
+    """It is noticed without waiting for a step; all steps in flight raise."""
+    group = load_group(folder, "cpu", MeshShape(1, 2), **OPTIONS)
     await group.check()
     os.kill(group.pids[0], signal.SIGSTOP)
     rows = [row_of(with_blocks(PROMPT[:n]), n) for n in (4, 5)[: group.depth]]
@@ -280,6 +279,7 @@ async def test_killed_rank_ends_the_group(group: GroupExecutor) -> None:
             await group.result(step)
     with pytest.raises(DeviceFailed, match="a rank of this worker is lost"):
         await group.check()
+    await group.close()
 
 
 @pytest.mark.long  # parallel/processes/test_group.py freezes a rank in the short run
