@@ -33,15 +33,22 @@ class JwsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PublicJwk(msgspec.Struct, frozen=True, kw_only=True):
-    """The public key of a site as a JWK. `site` is its name, empty without sites."""
+    """The public key of a site as a JWK."""
 
     kty: Literal["OKP"] = "OKP"
+    """The kind of the key."""
     crv: Literal["Ed25519"] = "Ed25519"
+    """The curve."""
     x: str
+    """The public key, in base64url."""
     kid: str = ""
+    """The id of the key, which receipts name."""
     alg: str = "EdDSA"
+    """The algorithm of the signatures."""
     use: str = "sig"
+    """What the key is for: signatures."""
     site: str = ""
+    """The site that signs with it; empty without sites."""
 
     @property
     def public(self) -> bytes:
@@ -55,6 +62,7 @@ class JwkSet(msgspec.Struct, frozen=True):
     """
 
     keys: tuple[PublicJwk, ...]
+    """The keys."""
 
 
 class ParsedJws(msgspec.Struct, frozen=True, kw_only=True):

@@ -137,14 +137,15 @@ class AnswerReceipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IssuedReceipt(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tenant reads. `receipt` is a compact JWS, `hash` is that of its payload, and `salt`
-    is for the tenant alone: who has it can test guesses of the prompt.
-    """
+    """What the tenant reads."""
 
     request_id: str
     receipt: str
+    """A compact JWS."""
     hash: str
+    """SHA-256 of its payload, in base64url."""
     salt: str
+    """For the tenant alone: who has it can test guesses of the prompt."""
 
 
 def encoded_bytes(data: bytes) -> str:

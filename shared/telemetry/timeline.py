@@ -33,14 +33,19 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A phase of a request. Phases of one try do not overlap."""
 
     name: PhaseName
+    """What was done."""
     process_id: str
+    """The process that did it."""
     start_s: float
     """Seconds since the request arrived at the gateway."""
     duration_s: float
+    """How long it took, in seconds."""
     num_bytes: int = 0
     """Bytes of KV that were pushed."""
     num_tokens: int = 0
+    """Tokens that were computed or pushed."""
     num_steps: int = 0
+    """Steps of the engine."""
     port: str = ""
     """The way of the KV, such as `memfd (same host)`."""
     num_copies: int = 0
@@ -50,31 +55,37 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuation of a request after tries that did not finish it. `from_workers` are those of
-    the tries since its last token, `cause` is why it left the first of them; `pause_s` counts from
-    that token, or from the submission, to the first token of `worker`.
-    """
+    """The continuation of a request after tries that did not finish it."""
 
     from_workers: tuple[str, ...]
+    """The workers of the tries since its last token."""
     cause: str
+    """Why it left the first of them."""
     worker: str
+    """The worker that continued it."""
     pause_s: float
+    """Seconds from its last token, or from the submission, to the first token of `worker`."""
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One placement of a request."""
 
     number: int
+    """Counts the tries from 1."""
     placement_id: str = ""
     """Hexadecimal; empty: never placed."""
     scheduler_id: str = ""
+    """The scheduler that placed it."""
     worker_id: str = ""
+    """The decode worker; empty: never placed."""
     prefill_worker_id: str = ""
     """Empty: the decode worker computed the prompt."""
     outcome: str
     """A finish reason, an error code, or the reason for the next try."""
     move: Move | None = None  # None: it continued nothing, or gave no token
+    """How it continued what an earlier try had not finished."""
     phases: tuple[Phase, ...] = ()
+    """What was done in this try."""
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,21 +94,31 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str
     tenant_id: str
     gateway_id: str
+    """The gateway that owned the request."""
     model: str
+    """The name of the model."""
     dialect: str = ""
+    """The API through which it came."""
     status: int = 200
+    """The HTTP status of its response."""
     outcome: str
+    """A finish reason or an error code."""
     started_at: float
     """Seconds since 1970, by the clock of the gateway."""
     duration_s: float
+    """Seconds from its arrival to its end."""
     ttft_s: float | None = None
     """Seconds until the first token, as clients measure them; missing: no token came."""
     num_prompt_tokens: int = 0
+    """Tokens of the prompt."""
     num_cached_tokens: int = 0
+    """Tokens of the prompt that a cache held."""
     num_output_tokens: int = 0
+    """Tokens of the output."""
     num_reasoning_tokens: int = 0
     """A part of the output tokens."""
     num_late_masks: int = 0
+    """Steps that it sat out, as the mask of its grammar came late."""
     gateway_phases: tuple[Phase, ...] = ()
     """Phases before the first try and beside all of them."""
     tries: tuple[Try, ...] = ()

@@ -28,10 +28,12 @@ READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
 
 class Health(msgspec.Struct, frozen=True):
     status: str
+    """How the gateway is."""
 
 
 class Version(msgspec.Struct, frozen=True):
     version: str
+    """The release of the gateway."""
 
 
 class StateRoutes:

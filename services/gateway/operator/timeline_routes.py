@@ -25,6 +25,7 @@ class RequestList(msgspec.Struct, frozen=True):
     """The latest requests first: at most 50 that a worker has seen, and 10 others."""
 
     requests: list[RequestSummary]
+    """Ended requests, the latest first."""
 
 
 class TimelineRoutes:

@@ -1,6 +1,6 @@
 """The JSON Schemas of message types, with a description of each field.
 
-A field's description is the text that stands below it in its class, as in
+A field's description is the text that stands below it in its class, or one of COMMON, as in
 
     temperature: float | None = None
     '''Scales the logits before sampling.'''
@@ -21,6 +21,23 @@ from msgspec import Struct
 from msgspec.inspect import StructType, type_info
 
 TAG_DESCRIPTION = "The kind of the object."
+# Of fields that stand in many responses and mean the same in all, where no text is below them.
+COMMON = {
+    "created": "When the request arrived, in seconds since 1970.",
+    "data": "The entries.",
+    "hearth": "The workers that served the request, and warnings.",
+    "id": "The id of the object.",
+    "model": "The name of the model that answered, as the request gave it.",
+    "object": TAG_DESCRIPTION,
+    "prompt_tokens": "Tokens of the prompt.",
+    "request_id": "The id of the request, as in its header `x-request-id`.",
+    "response": "The response as it is now.",
+    "role": "Who speaks.",
+    "sequence_number": "Counts the events of a stream from 0.",
+    "tenant_id": "The tenant whose request it was.",
+    "total_tokens": "Tokens of the prompt and of the output.",
+    "usage": "The tokens that were counted.",
+}
 
 
 def described_schemas(
@@ -49,7 +66,7 @@ def field_descriptions(struct: type[Struct]) -> dict[str, str]:
 
 
 def _describe(properties: dict[str, Any], struct: type[Struct]) -> None:
-    texts = field_descriptions(struct)
+    texts = COMMON | field_descriptions(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in texts:
             properties[field.encode_name]["description"] = texts[field.name]

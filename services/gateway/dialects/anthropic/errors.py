@@ -57,12 +57,16 @@ TYPES: dict[type[HearthError], ErrorType] = {
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True):
     type: str
+    """The kind of the error, as Anthropic names it."""
     message: str
+    """What is wrong, and what to do."""
 
 
 class AnthropicErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "error"
+    """Always `error`."""
     error: AnthropicErrorBody
+    """The error."""
     request_id: str
 
 

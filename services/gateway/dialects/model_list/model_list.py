@@ -19,9 +19,13 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """When the gateway started, in seconds since 1970."""
     owned_by: str = "hearth"
+    """Always `hearth`."""
     type: str = "model"
+    """Always `model`."""
     display_name: str
+    """The name again, for people."""
     lifecycle: str = "active"
+    """Always `active`."""
     created_at: str
     """The same time in RFC 3339."""
     max_input_tokens: int
@@ -42,7 +46,9 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool = False
     """Always false: there is no next page."""
     first_id: str | None
+    """The name of the first model; null if there is none."""
     last_id: str | None
+    """The name of the last model; null if there is none."""
     models: list[Any] | msgspec.UnsetType = msgspec.UNSET
     """Empty; for Codex alone."""
 

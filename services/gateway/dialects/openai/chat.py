@@ -129,13 +129,16 @@ def _num_logprobs(body: ChatCompletionRequest) -> int | None:
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str | None = None
+    """The name of the function; in a stream only in the first delta."""
     arguments: str
     """A JSON object as text, or a part of it in a stream."""
 
 
 class CustomCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str | None = None
+    """The name of the tool; in a stream only in the first delta."""
     input: str
+    """The text for the tool, or a part of it in a stream."""
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -146,8 +149,11 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     id: str | None = None
     """The id that the message with the result repeats; in a stream only in the first delta."""
     type: Literal["function", "custom"] | None = None
+    """Which of the two it is; in a stream only in the first delta."""
     function: FunctionCall | None = None
+    """The call of a function."""
     custom: CustomCall | None = None
+    """The call of a custom tool."""
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +163,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None
     """The text of the answer; null beside calls alone."""
     refusal: str | None = None
+    """Always null."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     """The thinking before the answer, if the model thinks."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
@@ -167,10 +174,13 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
+    """The place of the answer among those of the request, from 0."""
     message: AssistantMessage
+    """The answer."""
     finish_reason: str
     """Why the output ended: `stop`, `length` or `tool_calls`."""
     logprobs: ChatLogprobs | None = None
+    """Log probabilities, if they were asked for."""
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,23 +190,33 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """When the request arrived, in seconds since 1970."""
     model: str
     choices: list[ChatChoice]
+    """The answers."""
     usage: OpenAIUsage
     hearth: HearthInfo
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
+    """Who speaks; in the first chunk alone."""
     content: str | None = None
+    """The next part of the text."""
     reasoning_content: str | None = None
+    """The next part of the thinking."""
     reasoning: str | None = None
+    """The same as `reasoning_content`, under the name that other clients read."""
     tool_calls: list[MessageToolCall] | None = None
+    """Calls, or the next parts of their arguments."""
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
+    """The place of the answer among those of the request, from 0."""
     delta: Delta
+    """What the chunk adds to the answer."""
     finish_reason: str | None = None
+    """Why the output ended; in the last chunk of an answer alone."""
     logprobs: ChatLogprobs | None = None
+    """Log probabilities of the tokens of this chunk, if they were asked for."""
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -205,5 +225,6 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     created: int
     model: str
     choices: Sequence[ChunkChoice]
+    """Parts of the answers; empty in the chunk of the usage."""
     usage: OpenAIUsage | None = None
     hearth: HearthInfo | None = None

@@ -116,9 +116,13 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The same in full responses and in chunks; only the last chunk has a `finish_reason`."""
 
     index: int
+    """The place of the text among those of the request, from 0."""
     text: str
+    """The text, or the next part of it."""
     logprobs: CompletionLogprobs | None = None
+    """Log probabilities, if they were asked for."""
     finish_reason: str | None = None
+    """Why the output ended: `stop` or `length`."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +131,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: Sequence[CompletionChoice]
+    """The texts."""
     usage: OpenAIUsage
     hearth: HearthInfo
 
@@ -137,5 +142,6 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     created: int
     model: str
     choices: Sequence[CompletionChoice]
+    """Parts of the texts; empty in the chunk of the usage."""
     usage: OpenAIUsage | None = None
     hearth: HearthInfo | None = None

@@ -15,13 +15,18 @@ from shared.errors import HearthError
 
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
+    """What is wrong, and what to do."""
     type: str
+    """The kind of the error, as OpenAI names it."""
     param: str | None
+    """The field of the request that is wrong, if it is one."""
     code: str | None
+    """The exact error, for programs."""
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
     error: ErrorBody
+    """The error."""
 
 
 def envelope(error: HearthError) -> ErrorEnvelope:

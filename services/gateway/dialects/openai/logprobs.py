@@ -21,29 +21,42 @@ LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 class TopLogprob(msgspec.Struct, frozen=True):
     token: str
+    """The text of the token."""
     logprob: float
+    """The natural logarithm of its probability."""
     bytes: list[int]
+    """The bytes of the token, which may be a part of a character."""
 
 
 class ContentLogprob(msgspec.Struct, frozen=True):
     token: str
+    """The text of the token."""
     logprob: float
+    """The natural logarithm of its probability."""
     bytes: list[int]
+    """The bytes of the token, which may be a part of a character."""
     top_logprobs: list[TopLogprob]
+    """The most likely tokens at this place."""
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ContentLogprob]
+    """One entry for each token of the text."""
     refusal: None = None
+    """Always null."""
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Lists of equal length; null for a prompt's first token, which has no prediction."""
 
     tokens: list[str]
+    """The texts of the tokens."""
     token_logprobs: list[float | None]
+    """The natural logarithms of their probabilities."""
     top_logprobs: list[dict[str, float] | None]
+    """The most likely tokens at each place, with their logarithms."""
     text_offset: list[int]
+    """The first character of each token in the text, from 0."""
 
 
 class ListedToken(NamedTuple):

@@ -27,6 +27,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 class OpenAIUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
+    """Tokens of the output, with its thinking."""
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
     """Null if a stop string ended the run before the worker reported the number."""

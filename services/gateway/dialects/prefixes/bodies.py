@@ -40,6 +40,7 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerPrefix(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
+    """The name of the worker."""
     cached_tokens: int
     """Tokens of the prompt, from its start, that the worker holds."""
 
@@ -49,9 +50,13 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["prefix"] = "prefix"
     name: str
+    """The name of the prefix."""
     model: str
+    """The model that computes it."""
     is_public: bool
+    """Whether all tenants use it."""
     num_tokens: int
+    """Tokens of the prompt."""
     pinned_tokens: int
     """The tokens of full blocks, which a request can hit."""
     state: Literal["warm", "warming", "unknown"]
@@ -59,6 +64,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     """Why the prefix cannot become warm, if so."""
     workers: list[WorkerPrefix]
+    """The workers that hold a part of it."""
     hits: int
     """Requests that used the prefix."""
     saved_tokens: int
@@ -82,9 +88,13 @@ class PrefixEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["prefix"] = "prefix"
     name: str
+    """The name of the prefix."""
     model: str
+    """The model that computes it."""
     is_public: bool
+    """Whether all tenants use it."""
     num_tokens: int
+    """Tokens of the prompt."""
     expires_at: int | None
     """Seconds since 1970; null: never."""
 
@@ -97,7 +107,9 @@ class PrefixList(msgspec.Struct, frozen=True, kw_only=True):
 class DeletedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["prefix.deleted"] = "prefix.deleted"
     name: str
+    """The name of the prefix."""
     deleted: bool = True
+    """Always true."""
 
 
 NULL = msgspec.Raw(b"null")
@@ -154,7 +166,9 @@ class DryRunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["prefix.dry_run"] = "prefix.dry_run"
     request: DryRun
+    """What a worker holds of the first prompt."""
     other: DryRun | None = None
+    """What a worker holds of the second one; null without it."""
     divergence: Divergence | None = None
     """Null for equal prompts and for a single prompt."""
 

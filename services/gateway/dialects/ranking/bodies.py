@@ -142,6 +142,7 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     relevance_score: float
     """From 0 to 1 of a reranking model; a cosine from -1 to 1 of others."""
     document: Document | msgspec.UnsetType = msgspec.UNSET
+    """The document, if it was asked for."""
 
 
 class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,8 +156,10 @@ class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     index: int
+    """The place of the pair in the request, from 0."""
     object: Literal["score"] = "score"
     score: float
+    """As `relevance_score` of `/v1/rerank`."""
 
 
 class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,21 +13,27 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     text: str = ""
-    annotations: tuple[str, ...] = ()  # always empty
+    """The text."""
+    annotations: tuple[str, ...] = ()
+    """Always empty."""
     logprobs: list[ContentLogprob] = msgspec.field(default_factory=list)
+    """One entry for each token, if they were asked for."""
 
 
 class ReasoningText(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
 ):
     text: str
+    """The thinking."""
 
 
 class ResponsesMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"] = "assistant"
     status: ItemStatus
+    """How far the item is."""
     content: tuple[OutputText, ...]
+    """The texts."""
 
 
 class ResponsesFunctionCall(
@@ -35,10 +41,15 @@ class ResponsesFunctionCall(
 ):
     id: str
     call_id: str
+    """The id that the item with the result repeats."""
     name: str
+    """The name of the function."""
     arguments: str
+    """A JSON object as text."""
     status: ItemStatus
+    """How far the item is."""
     namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """The namespace of the function, if it has one."""
 
 
 class ResponsesCustomCall(
@@ -46,20 +57,27 @@ class ResponsesCustomCall(
 ):
     id: str
     call_id: str
+    """The id that the item with the result repeats."""
     name: str
+    """The name of the tool."""
     input: str
+    """The text for the tool."""
     status: ItemStatus
+    """How far the item is."""
     namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """The namespace of the tool, if it has one."""
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """`encrypted_content`: the text, sealed, if it was asked for."""
-
     id: str
-    summary: tuple[str, ...] = ()  # always empty
+    summary: tuple[str, ...] = ()
+    """Always empty."""
     content: tuple[ReasoningText, ...] = ()
+    """The thinking."""
     encrypted_content: str | None = None
+    """The thinking, sealed, if it was asked for."""
     status: ItemStatus
+    """How far the item is."""
 
 
 Item = ResponsesMessage | ResponsesFunctionCall | ResponsesCustomCall | ReasoningItem

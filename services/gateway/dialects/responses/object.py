@@ -27,27 +27,37 @@ PLAIN_TEXT = TextOptions(format=TextFormat(type="text"))
 
 class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
     code: str
+    """The exact error, for programs."""
     message: str
+    """What is wrong, and what to do."""
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
+    """Why the output was cut."""
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
+    """Tokens of the prompt that a cache held."""
     cache_write_tokens: int = 0
+    """Always 0, as nothing is charged for it."""
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int
+    """Tokens of the thinking."""
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
+    """Tokens of the prompt."""
     input_tokens_details: InputTokensDetails
+    """What was cached of them."""
     output_tokens: int
+    """Tokens of the output, with its thinking."""
     output_tokens_details: OutputTokensDetails
+    """What was thinking of them."""
     total_tokens: int
 
 
@@ -61,34 +71,54 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     completed_at: int | None = None
     """Seconds since 1970; null until the end."""
     status: Status
+    """How far the response is."""
     error: ErrorDetails | None = None
+    """Why it failed, if it did."""
     incomplete_details: IncompleteDetails | None = None
     """Why the output was cut."""
     instructions: str | None
+    """The instructions of the request."""
     metadata: Mapping[str, str]
+    """The metadata of the request."""
     model: str
     output: Sequence[Item] = ()
     """Messages, reasoning and calls, in their order."""
     parallel_tool_calls: bool
+    """Whether one answer may call several tools."""
     temperature: float | None
+    """The temperature of the request; null: the model's."""
     tool_choice: Any
+    """Which tools the model may or must call."""
     tools: Sequence[Any]
+    """The tools that the model may call."""
     top_p: float | None
+    """The share of probability that is sampled from; null: the model's."""
     top_logprobs: int
+    """How many of the most likely tokens are reported for each place."""
     max_output_tokens: int | None
+    """Most tokens of the output, with its thinking; null: what the context leaves."""
     previous_response_id: str | None
+    """The response that this one continues."""
     prompt_cache_key: str | None
+    """The key of the request, which has no effect on its answer."""
     safety_identifier: str | None
+    """The identifier of the request; nothing reads it."""
     reasoning: ResponsesReasoning
+    """How much the model thinks."""
     service_tier: str = "default"
+    """Always `default`."""
     store: bool
     """Whether the response is kept."""
     text: TextOptions
+    """The form of the text."""
     truncation: Literal["disabled"] = "disabled"
+    """Always `disabled`: nothing of a prompt is left out."""
     usage: ResponseUsage | None = None
     """Null until the end."""
     user: str | None
+    """The user of the request; nothing reads it."""
     background: bool = False
+    """Always false."""
     hearth: HearthInfo | msgspec.UnsetType = msgspec.UNSET
     """The workers that served the response, and warnings."""
 

@@ -49,20 +49,25 @@ class ResponsesBody(StrictBody):
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
+    """Tokens of the prompt."""
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+    """Always true."""
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Any]  # encoded items
     first_id: str | None
+    """The id of the first item; null if there is none."""
     last_id: str | None
+    """The id of the last item, after which the next page begins; null if there is none."""
     has_more: bool
+    """Whether there is a next page."""
 
 
 class ResponsesRoutes:

@@ -46,15 +46,14 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_model_len`: the model's context, in tokens; the prompt may be longer. `token_strs`: the
-    tokens as the vocabulary spells them.
-    """
-
     count: int
+    """The number of tokens."""
     max_model_len: int
-    """The context of the model in tokens."""
+    """The context of the model in tokens; the prompt may be longer."""
     tokens: list[int]
+    """The ids of the tokens."""
     token_strs: list[str] | None = None
+    """The tokens as the vocabulary spells them, if they were asked for."""
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,19 +67,30 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a client needs besides to prepare prompts itself; null: the tokenizer has none."""
 
     model: str
+    """The name of the model."""
     bos_token: str | None = None
+    """The token at the start of a text."""
     eos_token: str | None = None
+    """The token at the end of a text."""
     pad_token: str | None = None
+    """The token that fills up batches."""
     unk_token: str | None = None
+    """The token for what the vocabulary lacks."""
     sep_token: str | None = None
+    """The token between two texts."""
     cls_token: str | None = None
+    """The token that stands for a whole text."""
     mask_token: str | None = None
+    """The token that stands for a hidden one."""
     chat_template: str | None = None
+    """The Jinja template of conversations."""
     model_max_length: int
+    """The context of the model in tokens."""
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
+    """The text of the tokens."""
 
 
 TOKENIZE_FIELDS = TextFields(TokenizeRequest, NEUTRAL_VALUES)

@@ -81,14 +81,20 @@ NUMBERS: dict[type[HearthError], Number] = {
 
 class ErrorEntry(msgspec.Struct, frozen=True):
     code: int
+    """The number of the error in Workers AI."""
     message: str
+    """What is wrong, and what to do."""
 
 
 class WorkersAIErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
     result: None = None
+    """Always null."""
     success: bool = False
+    """Always false."""
     errors: Sequence[ErrorEntry]
+    """The error, in a list of one."""
     messages: Sequence[str] = ()
+    """Always empty."""
 
 
 def number_of(error: type[HearthError]) -> Number:

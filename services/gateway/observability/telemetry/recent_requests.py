@@ -19,21 +19,28 @@ MAX_TENANTS = 256
 
 
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An ended request. `started_at` is Unix time in seconds; `outcome` is a finish reason or an
-    error code.
-    """
+    """An ended request."""
 
     request_id: str
     tenant_id: str
     model: str
+    """The name of the model."""
     dialect: str = ""
+    """The API through which it came."""
     status: int = 200
+    """The HTTP status of its response."""
     outcome: str
+    """A finish reason or an error code."""
     started_at: float
+    """When it arrived, in seconds since 1970."""
     duration_s: float
+    """Seconds from its arrival to its end."""
     num_prompt_tokens: int = 0
+    """Tokens of the prompt."""
     num_output_tokens: int = 0
+    """Tokens of the output."""
     num_resubmissions: int = 0
+    """How often it went on at another worker."""
 
 
 _FIELDS = RequestSummary.__struct_fields__
