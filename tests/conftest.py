@@ -28,6 +28,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # By default oneDNN retains the code of 1,024 shapes, 0.35 MB each.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
+SHARED_REDIS: list[RedisServer] = []  # one, while tests use it
+
 # A busy machine fails no test. The short run draws the same examples each time, the long run new
 # ones.
 UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -163,5 +165,17 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
     server = RedisServer()
+    SHARED_REDIS.append(server)
     yield server
+    SHARED_REDIS.clear()
     server.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def redis_left_empty() -> Iterator[None]:
+    """Empties the shared Redis after each module: limits, counts and models that its tests have
+    stored would change what the tests of the next one see, in whichever order modules run.
+    """
+    yield
+    for server in SHARED_REDIS:
+        server.empty()

@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+import redis
+
 from services.local.servers import nats_environ
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import CredentialRole, credential_of
@@ -208,6 +210,10 @@ class RedisServer(Server):
         still runs uses it.
         """
         return self._url_of(1)
+
+    def empty(self) -> None:
+        with redis.Redis.from_url(self.url) as client:
+            client.flushall()
 
     def _url_of(self, database: int) -> str:
         return f"redis://{self._user}127.0.0.1:{self.port}/{database}"
