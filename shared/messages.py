@@ -1312,6 +1312,32 @@ class WithdrawTenant(Message, frozen=True, kw_only=True):
         return self.gateway_id
 
 
+class ReadTenantKv(Message, frozen=True, kw_only=True):
+    """What does the receiving site hold of a tenant of the sender's site? `tenant_id` is its name
+    at home. The reply is SiteTenantKv.
+    """
+
+    gateway_id: ProcessId
+    tenant_id: Name
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
+
+
+class SiteTenantKv(Message, frozen=True, kw_only=True):
+    """Tokens of a tenant's KV on all workers of a site: findable ones, those of requests that run,
+    and both of those under a name that it may share with other tenants of its site. Workers that
+    are `unknown` did not reply.
+    """
+
+    num_cached_tokens: Count
+    num_held_tokens: Count
+    num_shared_tokens: Count
+    num_workers: Count
+    num_unknown_workers: Count
+
+
 class PrefixDigest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Changes of what a gateway's site holds of the prefixes that the receiving site has sent it,
     as packed fingerprints (`shared/sites/prefix_fingerprints.py`).

@@ -208,6 +208,11 @@ def fleet(gateway_id: str) -> str:
     return command("gateway", gateway_id, "fleet")
 
 
+# Carries ReadKvElsewhere, to any gateway with links to other sites.
+READ_KV_ELSEWHERE = f"{PREFIX}.gateway.{ANY}.kv_elsewhere"
+READ_KV_ELSEWHERE_GROUP = "gateway"
+
+
 # API clients. Their subjects end with the client alone: it has no instance.
 API = f"{PREFIX}.api"
 API_REQUESTS = f"{API}.*.*"
@@ -384,8 +389,8 @@ def gateway_at_site(process_id: str) -> str:
 
 
 def tenants(gateway_id: str) -> str:
-    """Carries ReadTenantCopies, LeaseLimits, ReportUsage and WithdrawTenant to a gateway of another
-    site.
+    """Carries ReadTenantCopies, LeaseLimits, ReportUsage, WithdrawTenant and ReadTenantKv to a
+    gateway of another site.
     """
     return command("gateway", gateway_id, "tenants")
 
@@ -527,6 +532,7 @@ def permissions(
         commands: tuple[str, ...] = (_TRACE, READ_FLEET, _FLEET, _LIST_MODELS)
         if role == "operator":
             commands = (*commands, *_LIFECYCLE, *_PROFILE, *_TENANT_KV, _HOST_MODELS)
+            commands = (*commands, READ_KV_ELSEWHERE)
         sent = (sent_by(subject, f"{credential}.*") for subject in commands)
         return Permissions(
             publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS))
@@ -566,8 +572,8 @@ def permissions(
     if is_linked and role in ("gateway", "scheduler"):
         shared.append(STATES_OF_SITES)
     if is_linked and role == "gateway":  # it requests prefills as a decode worker does
-        publish += [state_to_sites(any_instance), *_TO_PREFILLS]
-        shared.append(control("decode", any_instance))
+        publish += [state_to_sites(any_instance), *_TO_PREFILLS, *_TENANT_KV]
+        shared += [control("decode", any_instance), READ_KV_ELSEWHERE]
     elif is_linked and role == "scheduler":
         shared.append(from_sites("scheduler", ANY, "digest"))
     data = [each for each in publish if carries_data(each)]

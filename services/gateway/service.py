@@ -245,7 +245,8 @@ class GatewayService:
             linked,
             check_capacity=self.capacity.check,
             tenants=SiteTenants(
-                self._config, self._bus, self._clock, self.tenancy, wall_clock=self._wall_clock
+                *(self._config, self._bus, self._clock, self.tenancy, self._health_monitor),
+                wall_clock=self._wall_clock,
             ),
         )
 

@@ -18,9 +18,14 @@ from shared.tenancy.tenant_copy import SITE_KEYS, SITES, TENANT_COPIES, TenantCo
 from shared.transport.wire_errors import UNREADABLE
 
 
+async def linked_sites(store: Store) -> list[str]:
+    """Returns all sites that a gateway has ever heard, sorted. Raises StoreUnavailable."""
+    return sorted(each.decode() for each in await store.hash_get(SITES))
+
+
 async def check_sites(store: Store, sites: Iterable[str]) -> None:
     """Raises ConfigError for a site that no gateway has heard over a link, and StoreUnavailable."""
-    linked = sorted(each.decode() for each in await store.hash_get(SITES))
+    linked = await linked_sites(store)
     for site in sites:
         if site not in linked:
             known = f"linked are {', '.join(linked)}" if linked else "this site has no links yet"

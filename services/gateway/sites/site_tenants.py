@@ -11,11 +11,13 @@ from services.gateway.sites.home_tenants import HomeTenants
 from services.gateway.sites.linked_homes import LinkedHomes
 from services.gateway.sites.site_withdrawals import OnWithdrawn, SiteWithdrawals
 from services.gateway.sites.tenant_copies import TenantCopyReader
+from services.gateway.sites.tenant_kv_reads import TenantKvReads
 from services.gateway.sites.usage_reports import UsageReporter
 from services.gateway.tenancy.tenancy import Tenancy
 from shared.background import Background, is_logged
 from shared.clock import Clock
 from shared.config import GatewayConfig
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     Done,
     LeaseLimits,
@@ -23,8 +25,10 @@ from shared.messages import (
     LeaseStep,
     LimitsLeased,
     ReadTenantCopies,
+    ReadTenantKv,
     ReportUsage,
     SiteState,
+    SiteTenantKv,
     TenantCopies,
     WithdrawTenant,
 )
@@ -40,6 +44,8 @@ log = structlog.get_logger(__name__)
 
 LIMITS_TIMEOUT_S = 1.0
 
+TenantCommand = ReadTenantCopies | LeaseLimits | ReportUsage | WithdrawTenant | ReadTenantKv
+
 
 class SiteTenants:
     def __init__(
@@ -48,6 +54,7 @@ class SiteTenants:
         bus: Bus,
         clock: Clock,
         tenancy: Tenancy,
+        health_monitor: HealthMonitor,
         *,
         wall_clock: Callable[[], float],
     ) -> None:
@@ -77,11 +84,12 @@ class SiteTenants:
         self._withdrawals = SiteWithdrawals(
             *(homes, clock, store, classes, withdrawal), gateway_id=name, region=config.region
         )
+        self._kv_reads = TenantKvReads(homes, bus, clock, health_monitor, gateway_id=name)
 
     async def start(self) -> None:
         subject = from_sites("gateway", self._bus.process_id, "tenants")
-        commands = ReadTenantCopies | LeaseLimits | ReportUsage | WithdrawTenant
-        await self._bus.serve(subject, commands, self._answer)
+        await self._bus.serve(subject, TenantCommand, self._answer)
+        await self._kv_reads.serve()
         self._limits.lease_from(self._lease_limits)
         await self._copies.start()
         self._background.start_own(self._usage.run())
@@ -103,10 +111,13 @@ class SiteTenants:
             self.homes.by_site.pop(site, None)  # the next state tries again
 
     def _answer(
-        self, command: ReadTenantCopies | LeaseLimits | ReportUsage | WithdrawTenant
-    ) -> Coroutine[object, object, TenantCopies | LimitsLeased | Done]:
-        if isinstance(command, WithdrawTenant):
-            return self._withdrawals.answer(command)
+        self, command: TenantCommand
+    ) -> Coroutine[object, object, TenantCopies | LimitsLeased | Done | SiteTenantKv]:
+        match command:
+            case WithdrawTenant():
+                return self._withdrawals.answer(command)
+            case ReadTenantKv():
+                return self._kv_reads.answer(command)
         return self._home.answer(command)
 
     def on_withdrawn(self, withdraw: OnWithdrawn) -> None:

@@ -104,7 +104,8 @@ class RegionGateway(SimulatedGateway):
         )
         self._api_keys, self._limits, self._usage = tenancy.api_keys, tenancy.limits, tenancy.usage
         self.sites._over_sites = SiteTenants(
-            *(self.config, self.bus, self._clock, tenancy), wall_clock=store.now
+            *(self.config, self.bus, self._clock, tenancy, self.health_monitor),
+            wall_clock=store.now,
         )
         self._num_ended = 0
 

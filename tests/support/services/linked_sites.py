@@ -38,7 +38,7 @@ MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
 STEP_S, REGION = 0.01, "eu"
 CLASSES = region_classes(["europe=eu", "elsewhere=elsewhere"])
 FAST = StepCost(base_s=STEP_S)
-ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker", "kv_index")
+ROLES: tuple[CredentialRole, ...] = ("gateway", "scheduler", "worker", "kv_index", "operator")
 
 
 class SiteExecutor(TimingExecutor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +13,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from services.cli.tenants.tenant_where import show_where
 from services.gateway.sites.tenant_copies import TenantCopyReader
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
+from shared.sites.tenant_names import SiteTenantNames, shared_name
 from shared.store import RedisStore
 from shared.tenancy import pinned_prefix
 from shared.tenancy.copied_tenants import CopiedTenants
@@ -278,3 +282,57 @@ def pass_time_of_limits(site: LiveSite, tenant_id: str, seconds: float) -> None:
     account = site.gateway.tenancy.limits._accounts[tenant_id]
     account.counter._at -= seconds
     account.closed = (0, 0, 0.0)
+
+
+async def where(site: LiveSite, tenant_id: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Returns what `hearth tenant show --where --json` prints."""
+    nats_url = site.common("operator")["nats_url"]
+    await asyncio.to_thread(show_where, tenant_id, site.redis_url, nats_url, is_json=True)
+    return json.loads(capsys.readouterr().out)
+
+
+async def test_operator_sees_kv_at_other_sites(
+    sites: LinkedPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = sites.b.workers[0]._worker.loop.engine.pool
+    names = sites.b.gateway._sites._tenants
+    for tenant_id, max_named in (("spread", 1000), ("crowd", 0), ("unused", 1000)):
+        await add_tenant(sites.a, tenant_id, f"key of {tenant_id}")
+        names["a"] = SiteTenantNames(max_named)
+        if tenant_id != "unused":
+            answer = await sites.a.chat("and so on " * 20, 2, key=f"key of {tenant_id}")
+            assert answer.status_code == 200, answer.text
+    held_under = {"spread": "a/spread", "crowd": shared_name("a/crowd")}
+    cached = {each: pool.num_blocks_of(name) * 16 for each, name in held_under.items()}
+    assert min(cached.values()) > 0
+
+    at_b = {"site": "b", "region": "eu", "workers": 1}
+    for tenant_id, tokens in (
+        ("spread", {"cached_tokens": cached["spread"]}),
+        ("crowd", {"shared_tokens": cached["crowd"]}),
+        ("unused", {}),
+    ):
+        await until_where(sites.a, tenant_id, at_b | tokens, capsys)
+    await cut(sites)
+    try:
+        unheard = {"site": "b", "region": "eu", "problem": "site 'b' is not heard"}
+        await until_where(sites.a, "spread", unheard, capsys)
+    finally:
+        sites.restore()
+
+
+async def until_where(
+    site: LiveSite, tenant_id: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Waits until `hearth tenant show --where` prints this of the other site."""
+    nats_url = site.common("operator")["nats_url"]
+
+    async def shown() -> Any:
+        await asyncio.to_thread(show_where, tenant_id, site.redis_url, nats_url, is_json=True)
+        lines = capsys.readouterr().out.splitlines()  # of the log, too
+        return json.loads(next(each for each in lines if each.startswith("{")))["sites"]
+
+    async def is_expected() -> bool:
+        return await shown() == [expected]
+
+    await until(is_expected)
