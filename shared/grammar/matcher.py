@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shared.errors import GrammarTooComplex, InvalidRequest
+from shared.grammar.number_end import MAX_CHARS, NumberEnd, num_chars_after
 
 # A lexer state takes 1 to 2 KB. With llguidance's own fuel, `^(a{1000}){1000}$` takes 1.8 s for its
 # first mask; with a tenth of this one, a tenth of JSONSchemaBench's valid documents is refused.
@@ -28,8 +29,14 @@ class Matcher:
     anybody after an error.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, number_end: NumberEnd | None
+    ) -> None:
+        """`number_end` ends numbers; None: they have no end but the grammar's."""
         self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._number_end = number_end
+        self._num_number_chars = 0  # at the end of the output
 
     @property
     def is_accepting(self) -> bool:
@@ -54,11 +61,15 @@ class Matcher:
         """
         words = self._matcher.compute_bitmask()
         self._check()
-        return words
+        if self._number_end is None or self._num_number_chars < MAX_CHARS:
+            return words
+        return self._number_end.apply(words)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """Continues with the tokens. Returns how many it accepted: fewer than all if the grammar
         does not allow one; the matcher stays before that. Raises GrammarTooComplex for a limit.
+
+        Numbers of any length are accepted, as the output of another worker may have them.
         """
         for begin in range(0, len(token_ids), MAX_TOKENS_AT_ONCE):
             if len(token_ids) > 1:
@@ -66,13 +77,18 @@ class Matcher:
             part = list(token_ids[begin : begin + MAX_TOKENS_AT_ONCE])
             num_accepted = self._matcher.try_consume_tokens(part)
             self._check()
+            if self._number_end is not None:
+                text = self._tokenizer.decode_bytes(part[:num_accepted])
+                self._num_number_chars = num_chars_after(self._num_number_chars, text)
             if num_accepted < len(part):
                 return begin + num_accepted
         return len(token_ids)
 
     def copy(self) -> Matcher:
         """Returns an independent matcher at the same position."""
-        return Matcher(self._matcher.deep_copy())
+        copy = Matcher(self._matcher.deep_copy(), self._tokenizer, self._number_end)
+        copy._num_number_chars = self._num_number_chars
+        return copy
 
     def _check(self) -> None:
         matcher = self._matcher
@@ -82,9 +98,11 @@ class Matcher:
             raise GrammarTooComplex(NO_OUTPUT)
 
 
-def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> Matcher:
+def compile_grammar(
+    tokenizer: LLTokenizer, kind: str, source: str, number_end: NumberEnd
+) -> Matcher:
     """Returns a matcher before the first token; `kind` and `source` as in `GrammarSpec`.
-    Releases the GIL.
+    `number_end` ends the numbers of schemas. Releases the GIL.
 
     Raises InvalidRequest for an invalid grammar, GrammarTooComplex for one over a limit.
     """
@@ -95,7 +113,13 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> Matcher:
         raise (GrammarTooComplex if is_limit else InvalidRequest)(f"invalid grammar: {reason}")
     if matcher.is_stopped() and not matcher.is_accepting():
         raise InvalidRequest(f"invalid grammar: {NO_OUTPUT}")
-    return Matcher(matcher)
+    return Matcher(matcher, tokenizer, number_end if _has_schema(kind, source) else None)
+
+
+def _has_schema(kind: str, source: str) -> bool:
+    return kind == "json_schema" or (
+        kind == "lark" and ("%json" in source or '"json_schema"' in source)
+    )
 
 
 def _wrapped(kind: str, source: str) -> str:

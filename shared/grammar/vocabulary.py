@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 
 from shared.errors import CheckpointError, GrammarFailed
 from shared.grammar.matcher import Matcher, compile_grammar
+from shared.grammar.number_end import NumberEnd
 from shared.tokenizer.special_tokens import read_special_tokens
 from shared.tokenizer.tokenizer_file import TOKENIZER_FILE
 from shared.tokenizer.tokenizer_text import tokenizer_text
@@ -44,13 +45,13 @@ class Vocabulary:
         self._lock = threading.Lock()
         self._loaded: LLTokenizer | None = self._load(tokenizer_json)
         self.vocab_size: int = self._loaded.vocab_size
-        self.compile("regex", "a").fill()  # the first grammar takes longer
+        self._number_end = NumberEnd(self._loaded)  # also takes what the first grammar takes longer
 
     def compile(self, kind: str, source: str) -> Matcher:
         """Compiles a grammar. `kind` and `source` are as in `GrammarSpec`. Raises InvalidRequest
         and GrammarTooComplex.
         """
-        return compile_grammar(self._tokenizer, kind, source)
+        return compile_grammar(self._tokenizer, kind, source, self._number_end)
 
     def encode(self, text: str) -> list[int]:
         """Returns token ids whose bytes are those of the text, without special tokens."""

@@ -30,7 +30,8 @@ TOKENIZER = LLTokenizer((MODEL_DIR / "tokenizer.json").read_text(), eos_token=[E
 
 
 def unlimited(kind: str, source: str) -> Matcher:
-    return Matcher(LLMatcher(TOKENIZER, LLMatcher.grammar_from_regex(source), log_level=0))
+    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_regex(source), log_level=0)
+    return Matcher(matcher, TOKENIZER, None)
 
 
 def waited(compiled: CompiledGrammar) -> CompiledGrammar:
