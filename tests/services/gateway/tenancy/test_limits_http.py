@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from services.gateway.tenancy.api_keys import REFRESH_S, ApiKeys
 from services.gateway.tenancy.region_rule import RegionRule
+from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.errors import Overloaded
@@ -416,6 +417,27 @@ async def test_emptied_redis_makes_no_key_invalid(acme: Acme) -> None:
     await until(lambda: _is_outdated(keys))
     unknown = await acme.http.post(CHAT, json=BODY, headers={"authorization": "Bearer unknown"})
     check_envelope(unknown, 401, "invalid_api_key", None)
+
+
+async def test_redis_without_replicas_is_shown_as_one_that_rejects_writes(
+    acme: Acme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known keys are served; /ready and the operator's view show why limits are a gateway's own."""
+    await acme.configure(requests_per_min=60)
+    gateway, redis = acme.cluster.gateway, acme.store._redis
+    monkeypatch.setattr(gateway.tenancy, "stores", GatewayStores.of_one(acme.store))
+    servers = gateway._operator.servers
+    await redis.config_set("min-replicas-to-write", 1)
+    try:
+        response = await acme.post_chat()
+        ready = (await acme.http.get("/ready")).json()
+        await servers.poll()
+    finally:
+        await redis.config_set("min-replicas-to-write", 0)
+    assert response.status_code == 200
+    assert response.headers["x-ratelimit-limit-requests"] == "60"
+    assert (ready["ready"], ready["redis"]) == (True, "rejects writes")
+    assert servers.redis.state == "rejects writes"
 
 
 def _is_outdated(keys: ApiKeys) -> bool:
