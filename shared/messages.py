@@ -618,7 +618,7 @@ class PrefillFailed(Message, frozen=True, kw_only=True):
 class FetchPixels(Message, frozen=True, kw_only=True):
     """Asks the gateway of a request for the pixels of one of its images. The gateway pushes them to
     `target` as frames of `transfer_id`. The reply is Done, or InvalidRequest if it does not hold
-    them.
+    them. A `request_id` of `request_of_prefix` names a prefix, whose images any gateway reads.
     """
 
     worker_id: ProcessId
@@ -762,6 +762,10 @@ class PinPrefix(Message, frozen=True, kw_only=True, omit_defaults=True):
     lease_s: Duration  # starts when the worker receives it; KeepPins renews it
     allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # empty: all
     region_class: Name = ""  # as of a request
+    # Images of the tokens, as of a request, and where their pixels are: see FetchPixels
+    images: ImageParts = ()
+    gateway_id: Name = ""
+    request_id: Name = ""
 
 
 class PrefixPinned(Message, frozen=True, kw_only=True):

@@ -174,6 +174,7 @@ class GatewayService:
             tenancy=self.tenancy,
             models=self._models,
             preparer=self.preparer,
+            pixels=self.pixels,
             health_monitor=self._health_monitor,
             metrics=self.metrics,
             telemetry=self.telemetry,

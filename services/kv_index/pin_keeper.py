@@ -20,7 +20,7 @@ from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.background import failing_alone, item_error
 from shared.block_hash import PUBLIC_TENANT_ID
-from shared.errors import ConfigError, DependencyUnavailable, HearthError
+from shared.errors import ConfigError, DependencyUnavailable, HearthError, WorkerUnfit
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
@@ -257,7 +257,7 @@ class PinKeeper:
         """Requests that a worker computes the prefix. Raises HearthError."""
         tenant_id, name = pin.prefix.tenant_id, pin.prefix.name
         try:
-            command = self.pins.command(pin)
+            command = self.pins.command(pin, self._gateway_of(pin))
             await self._requests.request(
                 worker_id, subject, command, PrefixPinned, base_s=PIN_TIMEOUT_S
             )
@@ -267,6 +267,22 @@ class PinKeeper:
             self._reasons.explain(tenant_id, name, f"{worker_id} cannot hold it: {error.message}")
             raise
         self._reasons.explain(tenant_id, name, "")
+
+    def _gateway_of(self, pin: ExpectedPin) -> str:
+        """Returns a gateway that may read the images of a prefix, another one in each round; none
+        for a prefix without. Raises WorkerUnfit if there is none.
+        """
+        if not pin.command.images:
+            return ""
+        allows = self.pins.allows
+        gateways = sorted(
+            each.process_id
+            for each in self._fleet.live("gateway")
+            if allows(pin.prefix.tenant_id, each.region)
+        )
+        if not gateways:
+            raise WorkerUnfit("no gateway in the tenant's regions reads its images")
+        return gateways[self._round % len(gateways)]
 
     def _cold(
         self, worker_id: str, expected: dict[bytes, ExpectedPin], reply: PinsKept

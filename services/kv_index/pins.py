@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from shared.block_hash import extend_chain, public_root, root_hash
+from shared.block_hash import extend_chain, image_extras, public_root, root_hash
 from shared.messages import ModelCard, PinPrefix
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import PinnedPrefix, request_of_prefix
 
 PIN_LEASE_S = 15.0
 
@@ -41,7 +41,9 @@ class Pins:
         return digest in self._prefixes
 
     def add(self, digest: str, prefix: PinnedPrefix) -> None:
-        self._prefixes[digest] = prefix
+        """Adds a prefix, of whose images the files are not retained."""
+        images = [structs.replace(each, content=b"") for each in prefix.images]
+        self._prefixes[digest] = structs.replace(prefix, images=images)
 
     def allow(
         self, tenant_id: str, regions: Collection[str] | None, region_class: str = ""
@@ -60,17 +62,21 @@ class Pins:
         """Returns the region class of a pin's tenant."""
         return self._classes.get(pin.prefix.tenant_id, "")
 
-    def _allows(self, tenant_id: str, region: str) -> bool:
+    def allows(self, tenant_id: str, region: str) -> bool:
+        """Returns whether a region may hold the tenant's prefixes."""
         regions = self._regions.get(tenant_id)
         return regions is None or region in regions
 
-    def command(self, pin: ExpectedPin) -> PinPrefix:
-        """Returns the command for a pin, with the regions and the class of its tenant now."""
+    def command(self, pin: ExpectedPin, gateway_id: str = "") -> PinPrefix:
+        """Returns the command for a pin, with the regions and the class of its tenant now.
+        `gateway_id`: which reads its images; empty for one without.
+        """
         regions = self._regions.get(pin.prefix.tenant_id) or ()
         return structs.replace(
             pin.command,
             allowed_regions=tuple(sorted(regions)),
             region_class=self.class_of(pin),
+            gateway_id=gateway_id,
         )
 
     def retain_only(self, digests: Collection[str]) -> None:
@@ -94,7 +100,7 @@ class Pins:
         return {
             tip_hash: pin
             for tip_hash, pin in self.expected([card]).items()
-            if self._allows(pin.prefix.tenant_id, region)
+            if self.allows(pin.prefix.tenant_id, region)
         }
 
     def _pin(self, digest: str, prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
@@ -110,16 +116,18 @@ class Pins:
 def expected_pin(
     prefix: PinnedPrefix, card: ModelCard, root_key: bytes = b""
 ) -> ExpectedPin | None:
-    """Returns None before a gateway has tokenized the prefix, and for less than one block or a
-    length that does not fit the context.
+    """Returns None before a gateway has tokenized the prefix, for images of another revision, and
+    for less than one block or a length that does not fit the context.
     """
     num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
     num_tokens = num_blocks * card.block_size
-    if not 0 < num_tokens < card.max_context_tokens:
+    if not 0 < num_tokens < card.max_context_tokens or not prefix.is_of(card.revision):
         return None
     packed = prefix.token_ids[: num_tokens * TOKEN_ID_BYTES]
     root = _root(prefix, card, root_key)
-    hashes = extend_chain(root, unpack_token_ids(packed), card.block_size)
+    images = tuple(each for each in prefix.parts if each.first_token < num_tokens)
+    extras = image_extras(images, card.block_size)
+    hashes = extend_chain(root, unpack_token_ids(packed), card.block_size, extras)
     command = PinPrefix(
         tenant_id=prefix.tenant_id,
         model=card.name,
@@ -129,6 +137,8 @@ def expected_pin(
         block_hashes=pack_hashes(hashes),
         num_public_blocks=num_blocks if prefix.is_public else 0,
         lease_s=PIN_LEASE_S,
+        images=images,
+        request_id=request_of_prefix(prefix.name) if images else "",
     )
     assert len(hashes[-1]) == BLOCK_HASH_BYTES
     return ExpectedPin(prefix, hashes[-1], num_tokens, command)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.block_hash import PUBLIC_TENANT_ID, extend_chain
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, image_extras
 from shared.clock import Clock
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import Engine, StepProgress
@@ -92,6 +92,7 @@ class PinnedPrefixes:
             if sequence is not None and is_over:
                 del self._computing[sequence.sequence_id]
                 self._engine.release(sequence)
+                _close_images(sequence)
 
     def clear(self) -> None:
         """Releases all pins, and ends the prefills that compute one."""
@@ -103,15 +104,20 @@ class PinnedPrefixes:
         """Releases the pins of a tenant, and ends the prefills that compute one."""
         for sequence_id, sequence in list(self._computing.items()):
             if sequence.tenant_id == tenant_id:
-                del self._computing[sequence_id]
-                self._engine.abort(sequence)
+                self._abort(sequence_id)
         for tip in [each for each, pin in self._pins.items() if pin.tenant_id == tenant_id]:
             self._release(tip)
 
     def stop(self) -> None:
-        for sequence in self._computing.values():
+        for sequence_id in list(self._computing):
+            self._abort(sequence_id)
+
+    def _abort(self, sequence_id: bytes) -> None:
+        """Ends the prefill of a pin, if it runs: no image is fetched for one that is deleted."""
+        sequence = self._computing.pop(sequence_id, None)
+        if sequence is not None:
             self._engine.abort(sequence)
-        self._computing.clear()
+            _close_images(sequence)
 
     def _compute(self, sequence: Sequence) -> bool:
         if sequence.sequence_id in self._computing:
@@ -126,7 +132,13 @@ class PinnedPrefixes:
         return True
 
     def _release(self, tip: bytes) -> None:
+        self._abort(_ID_PREFIX + tip)
         self._engine.pool.unpin(self._pins.pop(tip).block_hashes)
+
+
+def _close_images(sequence: Sequence) -> None:
+    if sequence.images is not None:
+        sequence.images.close()
 
 
 def _owner_of(command: PinPrefix) -> str:
@@ -145,6 +157,7 @@ def sequence_of(command: PinPrefix, block_size: int) -> Sequence:
         raise InvalidRequest(
             f"{command.num_public_blocks} of {len(hashes)} blocks are public, not all or none"
         )
-    if extend_chain(command.cache_root, token_ids, block_size) != hashes:
+    extras = image_extras(command.images, block_size)
+    if extend_chain(command.cache_root, token_ids, block_size, extras) != hashes:
         raise InvalidRequest("the block hashes do not match the tokens to pin")
     return build_sequence(command, token_ids, sequence_id=_ID_PREFIX + hashes[-1])

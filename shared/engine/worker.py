@@ -251,7 +251,10 @@ class EngineWorker:
             raise InvalidRequest("block_hashes are not those of the tokens", param="block_hashes")
 
     def attach_images(
-        self, message: Request | RunPrefill, packed_ids: bytes, sequences: Iterable[Sequence]
+        self,
+        message: Request | RunPrefill | PinPrefix,
+        packed_ids: bytes,
+        sequences: Iterable[Sequence],
     ) -> tuple[WantedImages, ...]:
         """Gives a request's images to its sequences; the caller closes what is returned. Raises
         WorkerUnfit if this worker encodes no images, and InvalidRequest if they are not those of
@@ -340,6 +343,7 @@ class EngineWorker:
         sequence = sequence_of(command, self.served.card.block_size)
         sequence.region_class = self.announced.class_of(command)
         self.check_tokens(sequence)
+        self.attach_images(command, command.token_ids, (sequence,))
         reply = self.pins.pin(command, sequence)
         self.loop.wake()
         return reply

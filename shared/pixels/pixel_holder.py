@@ -1,4 +1,5 @@
 """The gateway's end of the pixel plane: holds the pixels of open requests, pushes them to workers.
+Those of prefixes it reads from their files for each push.
 
 An image is held once for all open requests of a tenant that have it. Memory is bounded: an image
 that does not fit is rejected, and its request with it.
@@ -7,7 +8,8 @@ that does not fit is rejected, and its request with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -30,6 +32,22 @@ RETRY_AFTER_S = 1.0
 Regions = frozenset[str] | None  # that may hold pixels of a request; None: all
 # Raises a HearthError if the worker of a fetch may not have pixels that are for these regions.
 CheckFetch = Callable[[FetchPixels, Regions], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image that is stored as a file; `read` returns its pixels."""
+
+    regions: Regions
+    read: Callable[[], Awaitable[bytearray]]
+
+
+# Returns the stored image that a fetch names, or None: it names none. Raises HearthError.
+FindStored = Callable[[FetchPixels], Awaitable[StoredImage | None]]
+
+
+async def _nothing_stored(_: FetchPixels) -> StoredImage | None:
+    return None
 
 
 @dataclass(slots=True)
@@ -58,6 +76,7 @@ class PixelHolder:
         self._dialer = dialer
         self._clock = clock
         self._check_fetch = check_fetch
+        self._find_stored: FindStored = _nothing_stored
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._of_tenant: Counter[str] = Counter()  # bytes
@@ -67,6 +86,10 @@ class PixelHolder:
         self.num_bytes = 0  # held now
         self.num_pushed_bytes = 0  # since the start
         self.num_fetches = 0
+
+    def read_stored(self, find: FindStored) -> None:
+        """Also serves the images that `find` returns."""
+        self._find_stored = find
 
     async def start(self) -> None:
         await self._bus.serve(pixels(self._bus.process_id), FetchPixels, self._fetch)
@@ -147,28 +170,49 @@ class PixelHolder:
         if held.is_zeroed_at_end:
             held.pixels[:] = bytes(len(held.pixels))
 
-    def _fetch(self, command: FetchPixels) -> Done:
-        key = command.tenant_id, command.image_hash
-        held = self._images.get(key)
-        if held is None or command.request_id not in held.requests:
+    async def _fetch(self, command: FetchPixels) -> Done:
+        held = self._images.get((command.tenant_id, command.image_hash))
+        if held is not None and command.request_id in held.requests:
+            if held.shape != command.shape:
+                raise InvalidRequest(
+                    f"the image has the shape {held.shape}, not {command.shape}", param="shape"
+                )
+            self._check_fetch(command, held.requests[command.request_id])
+            self._start(command, self._push(command, held))
+            return Done()
+        stored = await self._find_stored(command)
+        if stored is None:
             raise InvalidRequest("this gateway holds no such image", param="image_hash")
-        if held.shape != command.shape:
-            raise InvalidRequest(
-                f"the image has the shape {held.shape}, not {command.shape}", param="shape"
-            )
-        self._check_fetch(command, held.requests[command.request_id])
-        if len(self._pushes) >= MAX_PUSHES:
-            raise Overloaded("this gateway pushes too many images", retry_after_s=RETRY_AFTER_S)
-        self.num_fetches += 1
-        self._pushes.start_item(self._push(command, key, held), lambda _: None)
+        self._check_fetch(command, stored.regions)
+        self._start(command, self._push_stored(command, stored))
         return Done()
 
-    async def _push(self, command: FetchPixels, key: tuple[str, bytes], held: HeldImage) -> None:
+    def _start(self, command: FetchPixels, push: Coroutine[object, object, None]) -> None:
+        if len(self._pushes) >= MAX_PUSHES:
+            push.close()
+            raise Overloaded("this gateway pushes too many images", retry_after_s=RETRY_AFTER_S)
+        self.num_fetches += 1
+        self._pushes.start_item(push, lambda _: None)
+
+    async def _push_stored(self, command: FetchPixels, stored: StoredImage) -> None:
+        """Holds the image while it is pushed. A worker gets nothing of one that cannot be read."""
+        push_id = f"push:{command.transfer_id.hex()}"
+        with _logged(command):
+            pixels = await stored.read()
+            self.put(
+                *(push_id, command.tenant_id, command.image_hash, pixels, command.shape),
+                regions=stored.regions,
+            )
+            await self._push(command, self._images[command.tenant_id, command.image_hash])
+        self.forget(push_id)
+
+    async def _push(self, command: FetchPixels, held: HeldImage) -> None:
         """Pushes the image until it is complete, forgotten or past the fetch's deadline: the worker
         sees the end of each.
         """
         until = self._clock.now() + command.deadline_s
-        try:
+        key = command.tenant_id, command.image_hash
+        with _logged(command):
             link = await self._dialer.link(command.target, command.link_key)
             source = memoryview(held.pixels)
             for number, first in enumerate(range(0, len(source), link.frame_bytes)):
@@ -177,13 +221,19 @@ class PixelHolder:
                 part = source[first : first + link.frame_bytes]
                 await _send(link, command, number, first, part)
                 self.num_pushed_bytes += len(part)
-        except HearthError as error:
-            is_lost = isinstance(error, LinkLost)
-            event = "pixel_link_lost" if is_lost else "pixels_refused"
-            log.info(event, worker=command.worker_id, reason=error.message)
-        except BaseException as raised:  # outermost handler
-            item_error(raised)
-            log.exception("pixel_push_failed", worker=command.worker_id)
+
+
+@contextmanager
+def _logged(command: FetchPixels) -> Iterator[None]:
+    """Logs the error that ends a push."""
+    try:
+        yield
+    except HearthError as error:
+        event = "pixel_link_lost" if isinstance(error, LinkLost) else "pixels_refused"
+        log.info(event, worker=command.worker_id, reason=error.message)
+    except BaseException as raised:  # outermost handler
+        item_error(raised)
+        log.exception("pixel_push_failed", worker=command.worker_id)
 
 
 async def _send(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -26,6 +26,7 @@ from msgspec import Meta
 
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import HearthError
+from shared.messages import ImagePart
 from shared.packing import TOKEN_ID_BYTES
 from shared.store import Store
 from shared.tenancy.tenant import MAY_STORE_LUA, TENANTS, class_argument
@@ -44,6 +45,7 @@ MAX_CHANGES = 10_000  # tenants; who missed more changes reads all tenants
 REASONS_S = 86_400
 NEW = "new"  # instead of the digest of an Entry
 PAGE = 500  # tenants that Redis looks at for one page
+_REQUEST = "prefix:"
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 
 PrefixName = Annotated[str, Meta(pattern=NAME_PATTERN)]
@@ -179,8 +181,19 @@ class AllPrefixesFull(HearthError):
     http_status = 507
 
 
+class PrefixImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prefix: its tokens, its file as the client sent it, and how it is read."""
+
+    part: ImagePart
+    content: bytes
+    media_type: str = ""
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
 class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefix. `messages` and `tools` are inputs of the chat template. Times are unix seconds."""
+    """A prefix. `messages` and `tools` are inputs of the chat template. `images` are those of the
+    messages, in their order, as the weights of `revision` take them. Times are unix seconds.
+    """
 
     name: PrefixName
     tenant_id: str
@@ -191,6 +204,8 @@ class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     created_at: int
     expires_at: int | None = None
+    images: list[PrefixImage] = []
+    revision: str = ""  # without images it may be any
 
     @property
     def is_public(self) -> bool:
@@ -200,6 +215,18 @@ class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """The size of the record in Redis."""
         return len(_encode(self))
+
+    @property
+    def num_image_bytes(self) -> int:
+        return sum(len(each.content) for each in self.images)
+
+    @property
+    def parts(self) -> tuple[ImagePart, ...]:
+        return tuple(each.part for each in self.images)
+
+    def is_of(self, revision: str) -> bool:
+        """Returns whether its tokens and images are those of these weights."""
+        return not self.images or self.revision == revision
 
     @property
     def digest(self) -> str:
@@ -365,6 +392,16 @@ async def tenants(store: Store) -> AsyncIterator[str]:
             yield each
         if cursor == b"0":
             return
+
+
+def request_of_prefix(name: str) -> str:
+    """Returns what stands for the id of a request where an image is that of a prefix."""
+    return _REQUEST + name
+
+
+def prefix_of_request(request_id: str) -> str | None:
+    """Returns the name in a `request_of_prefix`; None for the id of a request."""
+    return request_id.removeprefix(_REQUEST) if request_id.startswith(_REQUEST) else None
 
 
 def key_part(tenant_id: str) -> str:

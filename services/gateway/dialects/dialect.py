@@ -24,6 +24,7 @@ from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import HearthError
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.pixels.pixel_holder import PixelHolder
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
@@ -46,6 +47,7 @@ class DialectParts:
     tenancy: Tenancy
     models: GatewayModels
     preparer: Preparer
+    pixels: PixelHolder
     health_monitor: HealthMonitor
     metrics: GatewayMetrics
     telemetry: RequestTelemetry

@@ -48,6 +48,7 @@ from services.gateway.text.named_model import model_at_an_edge, named_model
 from services.gateway.text.process_jobs import (
     BodyJob,
     PreparedBody,
+    TokenizedPrompt,
 )
 from shared.background import start_awaited
 from shared.clock import Clock
@@ -218,16 +219,32 @@ class Preparer:
                 add_generation_prompt=add_generation_prompt,
                 variables=prompt.variables,
             )
+        found = await self.prompt_with_images(
+            *(model, tenant_id, prompt),
+            add_generation_prompt=add_generation_prompt,
+            has_pixels=False,
+        )
+        return unpack_token_ids(found.token_ids)
+
+    async def prompt_with_images(
+        self,
+        model: ServedModel,
+        tenant_id: str,
+        prompt: ChatPrompt,
+        *,
+        add_generation_prompt: bool = True,
+        has_pixels: bool = True,
+    ) -> TokenizedPrompt:
+        """Renders and tokenizes a conversation with images, and reads them. Raises as `tokenize`
+        does.
+        """
         self._images.check(prompt, model.text)
         async with self._preparing(tenant_id):
-            found = await self._images.tokenized(
-                prompt,
-                tenant_id,
-                model,
+            return await self._images.tokenized(
+                *(prompt, tenant_id, model),
                 add_generation_prompt=add_generation_prompt,
-                has_pixels=False,
+                has_pixels=has_pixels,
             )
-            return unpack_token_ids(found.token_ids)
 
     async def tokenize(
         self,

@@ -127,6 +127,10 @@ class SequenceImages(Protocol):
         """Returns the vectors of `count` tokens that are ready; None: no image is among them."""
         ...
 
+    def close(self) -> None:
+        """Drops what is still wanted, at the end of the sequence. Idempotent."""
+        ...
+
 
 class RowInFlight(Protocol):
     @property
@@ -327,8 +331,7 @@ def build_sequence(
     """
     fields = {"num_prompt_tokens": len(token_ids), **fields}
     num_public_blocks = message.num_public_blocks
-    if not isinstance(message, PinPrefix):
-        fields["image_parts"] = message.images
+    fields["image_parts"] = message.images
     if num_blocks is not None:
         num_public_blocks = min(num_public_blocks, num_blocks)
     return Sequence(

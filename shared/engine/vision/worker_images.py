@@ -14,7 +14,7 @@ from shared.engine.vision.remote_vectors import RemoteVectors
 from shared.engine.vision.sequence_images import SequenceImage, WantedImages
 from shared.engine.vision.vector_cache import ImageKey
 from shared.errors import InvalidRequest
-from shared.messages import ImagePart, Request, RunPrefill, WorkerLoad
+from shared.messages import ImagePart, PinPrefix, Request, RunPrefill, WorkerLoad
 from shared.packing import unpack_token_ids
 from shared.pixels.pixel_fetcher import PixelFetcher, PixelRequest
 from shared.pixels.pixel_frames import MAX_IMAGE_BYTES, image_bytes
@@ -40,7 +40,10 @@ class WorkerImages:
         return self._jobs.counts.add_to(load)
 
     def attach(
-        self, message: Request | RunPrefill, packed_ids: bytes, sequences: Iterable[Sequence]
+        self,
+        message: Request | RunPrefill | PinPrefix,
+        packed_ids: bytes,
+        sequences: Iterable[Sequence],
     ) -> tuple[WantedImages, ...]:
         """Gives a request's images to its sequences. The caller closes what is returned. Raises
         InvalidRequest if the images are not those of the tokens.
@@ -92,7 +95,7 @@ class WorkerImages:
             )
         return found
 
-    def _wanted(self, message: Request | RunPrefill, part: ImagePart) -> WantedImage:
+    def _wanted(self, message: Request | RunPrefill | PinPrefix, part: ImagePart) -> WantedImage:
         """Raises InvalidRequest for an image that is larger than any gateway sends."""
         shape = self._config.pixel_shape(part.grid)
         if image_bytes(shape) > MAX_IMAGE_BYTES:
@@ -110,7 +113,7 @@ class WorkerImages:
             allowed_regions=message.allowed_regions,
         )
         key = ImageKey(message.tenant_id, message.cache_root, part.image_hash)
-        is_retained = not message.is_zero_retention
+        is_retained = isinstance(message, PinPrefix) or not message.is_zero_retention
         return WantedImage(key, pixels, is_retained=is_retained, grid=part.grid)
 
 

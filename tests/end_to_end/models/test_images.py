@@ -43,6 +43,33 @@ def encoded(cluster: ModelCluster) -> dict[str, int]:
     return {name: each.load.num_encoded_images for name, each in workers_of(newest).items()}
 
 
+def test_a_prefix_with_a_picture_is_encoded_before_its_requests(cluster: ModelCluster) -> None:
+    def of(role: str, *parts: dict | str) -> dict:
+        return {"role": role, "content": content(*parts)}
+
+    shown = [of("user", "Look at this.", picture(11)), of("assistant", "A picture.")]
+    asked = {"messages": [*shown, of("user", "What is in it?")], **ANSWER}
+    without = cluster.complete("", **asked, cache_salt="other")
+    before = encoded(cluster)
+    path, body = "/v1/prefixes/shown", {"model": cluster.model, "messages": shown}
+    pinned = cluster.client.put(path, json=body).json()
+
+    def is_warm() -> bool:
+        return cluster.client.get(path).json()["state"] == "warm"
+
+    wait_until(is_warm, seen=lambda: cluster.client.get(path).json())
+    pinned = cluster.client.get(path).json()
+    assert {each["worker"] for each in pinned["workers"]} == {*WORKERS}
+    after = encoded(cluster)
+    assert all(after[name] == before[name] + 1 for name in WORKERS)
+    answer = cluster.complete("", **asked)
+    assert answer["choices"][0]["message"] == without["choices"][0]["message"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == pinned["pinned_tokens"] > 4
+    assert encoded(cluster) == after
+    assert cluster.client.delete(path).status_code == 200
+    assert cluster.client.get(path).status_code == 404
+
+
 def test_pictures_are_encoded_at_prefill_and_survive_their_workers(cluster: ModelCluster) -> None:
     question = content("What is this?", picture(1), "And this?", picture(2, (40, 200)))
     first = cluster.complete(question, **ANSWER)

@@ -12,7 +12,9 @@ import pytest
 from services.kv_index import pin_keeper
 from services.kv_index.pins import PIN_LEASE_S, Pins, expected_pin
 from shared.block_hash import PUBLIC_TENANT_ID, public_root, root_hash
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
+    ImagePart,
     KeepPins,
     MatchPrefix,
     ModelCard,
@@ -24,13 +26,14 @@ from shared.messages import (
 from shared.packing import pack_token_ids, unpack_hashes
 from shared.subjects import MATCH
 from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import PinnedPrefix, PrefixImage
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.kv_index.rig import Rig, eventually
 from tests.support.records import model_card
 from tests.support.world.clock import run
 from tests.support.world.kv_link import DataPlane
+from tests.support.world.randomness import SeededRandomness
 from tests.support.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
 
 NUM_BLOCKS = 4
@@ -98,6 +101,33 @@ def scenario(test: Callable[[PinRig], Awaitable[None]]) -> None:
         await rig.service.stop()
 
     run(play())
+
+
+def test_images_of_a_prefix_are_read_by_a_gateway_of_its_regions() -> None:
+    async def test(rig: PinRig) -> None:
+        part = ImagePart(first_token=4, num_tokens=8, image_hash=bytes(16), grid=(0, 0))
+        image = PrefixImage(part, b"file")
+        prefix = new_prefix(images=[image], revision=REVISION)
+        await rig.save(prefix)
+        worker = await rig.engine("prefill-1")
+
+        async def reason(text: str) -> None:
+            found: str | None = ""
+            async with asyncio.timeout(10.0):
+                while text not in (found or ""):
+                    await asyncio.sleep(0.1)
+                    found = await pinned_prefix.reason_of(rig.store, "t", prefix.name)
+
+        await reason("no gateway")
+        bus, randomness = rig.network.bus("gateway-1"), SeededRandomness(5)
+        gateway = HealthMonitor(bus, rig.clock, randomness, roles=("gateway",))
+        await gateway.start()
+        await gateway.transition_to("ready")
+        await reason("takes no images")  # the worker, which got the command
+        assert worker.engine.is_idle
+        await gateway.stop()
+
+    scenario(test)
 
 
 def test_every_worker_of_the_model_retains_the_prefix() -> None:

@@ -27,7 +27,7 @@ from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import FetchPixels
 from shared.pixels.pixel_fetcher import PixelFetcher, PixelRequest
 from shared.pixels.pixel_frames import byte_header
-from shared.pixels.pixel_holder import PixelHolder, Regions
+from shared.pixels.pixel_holder import PixelHolder, Regions, StoredImage
 from shared.randomness import SystemRandomness
 from tests.support.waiting import until
 
@@ -61,7 +61,7 @@ class OneProcess:
             raise self.fails.pop()
         self.commands.append(message)
         assert self._handler is not None
-        return self._handler(message)
+        return await self._handler(message)
 
 
 class Pair:
@@ -104,6 +104,31 @@ async def test_pixels_arrive_whole(pair: Pair) -> None:
         assert found == PIXELS
     first, second = pair.bus.commands
     assert first.transfer_id != second.transfer_id
+
+
+async def test_stored_pixels_are_read_for_each_push(pair: Pair) -> None:
+    reads = list[FetchPixels]()
+
+    async def find(command: FetchPixels) -> StoredImage | None:
+        async def read() -> bytearray:
+            reads.append(command)
+            return bytearray(PIXELS)
+
+        regions = frozenset({"eu"}) if command.tenant_id == "tenant-eu" else None
+        return StoredImage(regions, read) if command.request_id == "prefix:p" else None
+
+    pair.holder.read_stored(find)
+    stored = dataclasses.replace(REQUEST, request_id="prefix:p")
+    found = await asyncio.gather(*(pair.fetcher.fetch(stored, 10.0) for _ in range(2)))
+    assert found == [PIXELS, PIXELS]
+    await until(lambda: not pair.holder.num_bytes)
+    for other, reason in (
+        (REQUEST, "no such image"),
+        (dataclasses.replace(stored, tenant_id="tenant-eu"), "is not in"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            await pair.fetcher.fetch(other, 1.0)
+    assert len(reads) == 2
 
 
 async def test_fetches_beside_each_other(pair: Pair) -> None:

@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from services.gateway.dialects.openai.messages import ChatMessage, turns_of
 from services.gateway.http.body import StrictBody
-from services.gateway.images.input_image import bad_image
 from services.gateway.request.conversation import chat_prompt
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.supported_fields import SupportedFields
@@ -29,7 +28,7 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
     system: str | None = None
     """The system prompt, before `messages`."""
     messages: list[ChatMessage] | None = None
-    """The messages that the prefix begins with, as of chat completions."""
+    """The messages that the prefix begins with, as of chat completions, also with images."""
     tools: ToolFields | None = None
     """The tools that the prefix has, as of chat completions."""
     ttl_s: Annotated[int, Meta(ge=1, le=MAX_TTL_S)] | None = None
@@ -70,7 +69,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     saved_tokens: int
     """Tokens that those requests did not compute."""
     bytes: int
-    """Bytes of the stored text."""
+    """Bytes of its KV in one worker's cache."""
     last_used_at: int | None
     """Seconds since 1970."""
     created_at: int
@@ -78,7 +77,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None
     """Seconds since 1970; null: never."""
     messages: list[dict[str, Any]]
-    """The messages without the names of participants."""
+    """The messages without the names of participants; of an image, its place."""
     tools: list[dict[str, Any]]
     """The tools with the keys that templates expect."""
 
@@ -189,7 +188,4 @@ def prompt_of(body: PrefixRequest) -> ChatPrompt:
     turns = turns_of([*system, *(body.messages or [])])
     if not turns:
         raise InvalidRequest("a prefix needs `system` or `messages`", param="system")
-    prompt = chat_prompt(turns, tool_options(body.tools, None, None))
-    if prompt.images:
-        raise bad_image(prompt.images[0].place, "a named prefix holds no images")
-    return prompt
+    return chat_prompt(turns, tool_options(body.tools, None, None))

@@ -8,11 +8,16 @@ from functools import partial
 from services.gateway.dialects.dialect import Dialect, DialectParts, OpenDialect
 from services.gateway.dialects.openai.errors import ErrorEnvelope, encode_error
 from services.gateway.dialects.prefixes.large_bodies import DRY_RUN, PREFIX, check_prefix_body
-from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
+from services.gateway.dialects.prefixes.prefix_pixels import PrefixPixels
+from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer, Tokens
 from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
 from services.gateway.dialects.prefixes.routes import PrefixRoutes
 from services.gateway.dialects.prefixes.store import PrefixStore
 from services.gateway.models.served_text import ServedModel
+from services.gateway.request.preparer import Preparer
+from services.gateway.request.prompt import ChatPrompt
+from shared.packing import unpack_token_ids
+from shared.regions.region_classes import region_classes
 from shared.secrets.root_key import root_key_of
 
 
@@ -27,7 +32,7 @@ def _open(parts: DialectParts) -> OpenDialect:
 
     def reader_of(model: ServedModel) -> PrefixTokenizer:
         return PrefixTokenizer(
-            partial(preparer.tokenize, model.text),
+            partial(_tokens, preparer, model),
             preparer.max_payload_bytes,
             model.text.files.longest_token_chars,
         )
@@ -44,6 +49,15 @@ def _open(parts: DialectParts) -> OpenDialect:
         root_key=root_key_of(parts.config.secret("cluster_secret")),
         on_refused=parts.tenancy.refusal_audit.refused,
     )
+    pixels = PrefixPixels(
+        store,
+        record_of=parts.tenancy.record_of,
+        models=models,
+        preparer=preparer,
+        region=parts.config.region,
+        classes=region_classes(parts.config.region_classes),
+    )
+    parts.pixels.read_stored(pixels.find)
     watcher = PublicPrefixWatcher(
         preparer.public,
         store,
@@ -59,6 +73,16 @@ def _open(parts: DialectParts) -> OpenDialect:
         ).handlers(),
         tasks=(watcher.run,),
     )
+
+
+async def _tokens(
+    preparer: Preparer, model: ServedModel, tenant_id: str, prompt: ChatPrompt
+) -> Tokens:
+    """Returns the tokens of a conversation, and its images. Raises as `Preparer` does."""
+    if not prompt.images:
+        return await preparer.tokenize_chat(model, tenant_id, prompt), ()
+    found = await preparer.prompt_with_images(model, tenant_id, prompt, has_pixels=False)
+    return unpack_token_ids(found.token_ids), [each.part for each in found.images]
 
 
 DIALECT = Dialect(

@@ -1,7 +1,5 @@
 """Checks large bodies of `/v1/prefixes` in a preparation process. A body that passes has few values
 and prompts that may fit, so the gateway decodes it quickly.
-
-What passes has few values and prompts that may fit, so the gateway decodes it quickly.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from operator import eq
@@ -11,39 +11,43 @@ from typing import Any
 import msgspec
 
 from services.gateway.dialects.prefixes.errors import PrefixTooLarge, PrefixTooShort
-from services.gateway.preparation.template_renderer import Messages
+from services.gateway.images.input_image import InputImage, bad_image
 from services.gateway.request.generation_request import check_min_tokens, prompt_too_long
 from services.gateway.request.prompt import ChatPrompt
 from shared.errors import PromptTooLong
-from shared.messages import ModelCard
+from shared.messages import ImagePart, ModelCard
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import PinnedPrefix, PrefixImage
 
-Tokenize = Callable[[str, Messages, Messages], Awaitable[list[int]]]  # tenant, messages, tools
-TokenizeOfTenant = Callable[[Messages, Messages], Awaitable[list[int]]]
+Tokens = tuple[list[int], Sequence[ImagePart]]
+Tokenize = Callable[[str, ChatPrompt], Awaitable[Tokens]]  # the first is the tenant
+TokenizeOfTenant = Callable[[ChatPrompt], Awaitable[Tokens]]
 
 ENVELOPE_BYTES = 4096  # bytes of the pin message besides tokens and hashes
 STORED_BYTES_PER_TOKEN = 16  # in a prefix's record in Redis: the token's id takes four
 STORED_EXTRA_BYTES = 64 << 10
+MAX_IMAGE_BYTES = 4 << 20  # of the images of a prefix, as sent
 # Fields of a message. A result's `name`, its tool, is stored too, a participant's is not.
 STORED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
 # Possible continuations: the first token of a continuation can merge with the text before it.
 PROBES = ("A", "0", "\u2026", " x")
 
 
-async def prefix_tokens(
-    tokenize: TokenizeOfTenant, messages: Messages, tools: Messages
-) -> list[int]:
-    """Returns the common prefix of the conversation's token ids with each of PROBES appended.
-    Templates write any text around a message, so the end of a prefix is found by experiment.
-    Raises the errors of `tokenize`.
+async def prefix_tokens(tokenize: TokenizeOfTenant, prompt: ChatPrompt) -> Tokens:
+    """Returns the common prefix of the conversation's token ids with each of PROBES appended, and
+    its images. Templates write any text around a message, so the end of a
+    prefix is found by experiment. Raises the errors of `tokenize`.
     """
-    role = "assistant" if messages[-1]["role"] == "user" else "user"
-    prompts = [
-        await tokenize([*messages, {"role": role, "content": probe}], tools) for probe in PROBES
-    ]
+    role = "assistant" if prompt.messages[-1]["role"] == "user" else "user"
+    prompts, images = list[list[int]](), list[ImagePart]()
+    for probe in PROBES:
+        messages = (*prompt.messages, {"role": role, "content": probe})
+        token_ids, parts = await tokenize(msgspec.structs.replace(prompt, messages=messages))
+        prompts.append(token_ids)
+        images = [*parts]
     first, last = min(prompts), max(prompts)  # the others have all that these two share
-    return first[: sum(takewhile(bool, map(eq, first, last)))]
+    num_tokens = sum(takewhile(bool, map(eq, first, last)))
+    return first[:num_tokens], images
 
 
 class PrefixTokenizer:
@@ -59,20 +63,28 @@ class PrefixTokenizer:
         self._longest_token_chars = longest_token_chars
 
     async def read(
-        self, prefix: PinnedPrefix, card: ModelCard, *, max_input_tokens: int | None = None
+        self,
+        prefix: PinnedPrefix,
+        card: ModelCard,
+        *,
+        images: Sequence[InputImage] = (),
+        max_input_tokens: int | None = None,
     ) -> PinnedPrefix:
-        """Returns the prefix as it is stored: with its tokens, and of each message the fields that
-        all templates render. `max_input_tokens`: a tenant's limit. Raises PromptTooLong,
-        ExceedsLimit, PrefixTooShort and PrefixTooLarge.
+        """Returns the prefix as it is stored: with its tokens, the files of its `images`, and of
+        each message the fields that all templates render. `max_input_tokens`: a tenant's limit.
+        Raises PromptTooLong, ExceedsLimit, PrefixTooShort, PrefixTooLarge, and the errors of
+        images.
         """
+        prompt = ChatPrompt(tuple(prefix.messages), tools=tuple(prefix.tools), images=tuple(images))
         check_min_tokens(
-            ChatPrompt(tuple(prefix.messages), tools=tuple(prefix.tools)),
+            prompt,
             self._longest_token_chars,
             max_context_tokens=card.max_context_tokens,
             max_input_tokens=max_input_tokens,
         )
+        _check_files(images)
         tokenize = partial(self._tokenize, prefix.tenant_id)
-        token_ids = await prefix_tokens(tokenize, prefix.messages, prefix.tools)
+        token_ids, parts = await prefix_tokens(tokenize, prompt)
         num_tokens, context = len(token_ids), card.max_context_tokens
         if num_tokens >= context:
             length = f"{num_tokens} tokens, and a request has at least one other"
@@ -93,7 +105,14 @@ class PrefixTokenizer:
             )
         messages = [_stored(each) for each in prefix.messages]
         stored = msgspec.structs.replace(
-            prefix, messages=messages, token_ids=pack_token_ids(token_ids)
+            prefix,
+            messages=messages,
+            token_ids=pack_token_ids(token_ids),
+            images=[
+                PrefixImage(part, given.content, given.media_type, given.detail)
+                for part, given in zip(parts, images, strict=True)
+            ],
+            revision=card.revision if images else "",
         )
         _check_size(stored, num_tokens)
         return stored
@@ -104,14 +123,31 @@ def _stored(message: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name in names}
 
 
+def _check_files(images: Sequence[InputImage]) -> None:
+    """Raises InvalidRequest for an image at an address, and PrefixTooLarge for files that would
+    fill Redis. In base64 they take a third more.
+    """
+    for each in images:
+        if each.address:
+            raise bad_image(each.place, "the images of a named prefix are sent as data URLs")
+    num_bytes = sum(len(each.data) for each in images)
+    if num_bytes > MAX_IMAGE_BYTES:
+        raise PrefixTooLarge(
+            f"the images of a prefix may take {MAX_IMAGE_BYTES} bytes as sent, these take "
+            f"{num_bytes}",
+            param=images[0].place,
+        )
+
+
 def _check_size(prefix: PinnedPrefix, num_tokens: int) -> None:
     """Raises PrefixTooLarge for text that would fill Redis: a template may skip it, and then it
     costs no tokens.
     """
     max_bytes = num_tokens * STORED_BYTES_PER_TOKEN + STORED_EXTRA_BYTES
-    if prefix.num_bytes > max_bytes:
+    num_bytes = prefix.num_bytes - prefix.num_image_bytes
+    if num_bytes > max_bytes:
         raise PrefixTooLarge(
             f"a prefix of {num_tokens} tokens may take {max_bytes} bytes, this one takes "
-            f"{prefix.num_bytes}: remove text and fields that the template does not render",
+            f"{num_bytes}: remove text and fields that the template does not render",
             param="messages",
         )

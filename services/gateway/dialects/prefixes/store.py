@@ -26,7 +26,13 @@ from services.gateway.tenancy.permissions import (
     ignore_refusal,
     may_store,
 )
-from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
+from shared.block_hash import (
+    PUBLIC_TENANT_ID,
+    extend_chain,
+    image_extras,
+    public_root,
+    root_hash,
+)
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import MatchPrefix, ModelCard, PrefixMatches
@@ -120,7 +126,9 @@ class PrefixStore:
             expires_at=None if body.ttl_s is None else now + body.ttl_s,
         )
         reader = self._reader_of(model)
-        prefix = await reader.read(prefix, card, max_input_tokens=tenant.input_tokens_per_min)
+        prefix = await reader.read(
+            prefix, card, images=prompt.images, max_input_tokens=tenant.input_tokens_per_min
+        )
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
         is_saved = await pinned_prefix.save(
             *(self._store, prefix, now),
@@ -232,6 +240,8 @@ class PrefixStore:
         regions = None if prefix.is_public else tenant.allowed_regions
         is_warm = bool(warm) and warm >= self._workers_of(prefix.model, card.revision, regions)
         reason = await pinned_prefix.reason_of(self._store, prefix.tenant_id, prefix.name)
+        if not prefix.is_of(card.revision):
+            reason = "its images were read for other weights of the model: put the prefix again"
         last_use = counts.get(b"last_use")
         return Prefix(
             name=prefix.name,
@@ -273,7 +283,8 @@ def _hashes(prefix: PinnedPrefix, card: ModelCard, key: bytes) -> list[bytes]:
         root = public_root(prefix.name, card.revision, key=key)
     else:
         root = root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=key)
-    return extend_chain(root, unpack_token_ids(prefix.token_ids), card.block_size)
+    extras = image_extras(prefix.parts, card.block_size)
+    return extend_chain(root, unpack_token_ids(prefix.token_ids), card.block_size, extras)
 
 
 def _number(counts: Mapping[bytes, bytes], name: bytes) -> int:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from shared.block_hash import image_extras, prompt_chain
-from shared.messages import Request
+from services.kv_index.pins import expected_pin
+from shared.block_hash import image_extras, prompt_chain, root_key
+from shared.messages import DataPlaneAddress, FetchPixels, Request
 from shared.packing import pack_hashes
+from shared.pixels.pixel_holder import StoredImage
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import request_of_prefix
+from shared.tenancy.tenant_admin import TenantAdmin
+from tests.services.gateway.conftest import SECRET
 from tests.services.gateway.images.conftest import MODEL, Eyes, base64_of, data_url, picture
 from tests.services.gateway.images.test_image_fetcher import fetcher, listening, sends
 from tests.support.services.vision_dir import TILE, TOKENS_PER_TILE
@@ -352,10 +359,83 @@ async def test_sizes_of_bodies(eyes: Eyes) -> None:
     assert response.status_code == 413
 
 
-async def test_a_named_prefix_holds_no_images(eyes: Eyes) -> None:
-    body = {"messages": [{"role": "user", "content": [image_part()]}], "model": MODEL}
-    response = await eyes.http.put("/v1/prefixes/p", json=body)
-    assert response.status_code == 400 and "holds no images" in response.text
+PREFIX = "/v1/prefixes/p"
+ROOT_KEY = root_key(SECRET)
+
+
+async def stored_image(eyes: Eyes, image_hash: bytes) -> StoredImage | None:
+    """Returns what a worker that computes the prefix would get."""
+    command = FetchPixels(
+        worker_id="decode-3",
+        tenant_id="tenant-1",
+        request_id=request_of_prefix("p"),
+        image_hash=image_hash,
+        shape=(NUM_TILES, 3, TILE, TILE),
+        transfer_id=bytes(16),
+        target=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
+        deadline_s=1.0,
+    )
+    return await eyes.gateway.pixels._find_stored(command)
+
+
+async def test_a_named_prefix_has_the_tokens_of_its_images(eyes: Eyes) -> None:
+    shown = chat(image_part(), text_part())
+    response = await eyes.http.put(PREFIX, json=shown)
+    assert response.status_code == 200, response.text
+    assert response.json()["messages"][0]["content"][0] == {"type": "image"}
+    asked = [*shown["messages"], {"role": "assistant", "content": "A fox."}]
+    request = await eyes.request_of("/v1/chat/completions", chat() | {"messages": asked})
+    prefix = await pinned_prefix.load(eyes.gateway.tenancy.stores.slow, "tenant-1", "p")
+    assert prefix is not None and prefix.images[0].content == PICTURE
+    assert prefix.parts == request.images
+    assert request.prompt_token_ids.startswith(prefix.token_ids)
+    pin = expected_pin(prefix, eyes.worker.card, ROOT_KEY)
+    assert pin is not None and pin.num_tokens > NUM_TILES * TOKENS_PER_TILE
+    assert request.block_hashes.startswith(pin.command.block_hashes)
+    other = msgspec.structs.replace(eyes.worker.card, revision="r2")
+    assert expected_pin(prefix, other, ROOT_KEY) is None
+
+    (part,) = prefix.parts
+    found = await stored_image(eyes, part.image_hash)
+    assert found is not None and len(await found.read()) == NUM_TILES * 3 * TILE * TILE
+    assert await stored_image(eyes, bytes(16)) is None
+    assert (await eyes.http.get("/v1/prefixes")).json()["data"][0]["name"] == "p"
+    assert (await eyes.http.delete(PREFIX)).status_code == 200
+    assert await stored_image(eyes, part.image_hash) is None
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (image_part("https://example.com/a.png"), "sent as data URLs"),
+        (image_part(data_url(PICTURE[:-500])), "cannot be decoded"),
+    ],
+)
+async def test_images_that_no_prefix_holds(eyes: Eyes, part: dict[str, Any], reason: str) -> None:
+    response = await eyes.http.put(PREFIX, json=chat(part))
+    assert response.status_code == 400 and reason in response.text
+    assert response.json()["error"]["param"] == "messages[0].content[0]"
+    assert (await eyes.http.get(PREFIX)).status_code == 404
+
+
+async def test_a_tenant_whose_images_may_not_be_stored(eyes: Eyes) -> None:
+    response = await eyes.http.put(PREFIX, json=chat(image_part(), text_part()))
+    store = eyes.gateway.tenancy.stores.slow
+    prefix = await pinned_prefix.load(store, "tenant-1", "p")
+    assert response.status_code == 200 and prefix is not None
+    (part,), tenants = prefix.parts, TenantAdmin(store, lambda: 0.0)
+    try:
+        await tenants.change("tenant-1", {"is_zero_retention": True})
+        eyes.gateway.api_keys._known.clear()
+        response = await eyes.http.put(PREFIX, json=chat(image_part(), text_part()))
+        assert response.status_code == 403 and "zero retention" in response.text
+        await pinned_prefix.save(store, prefix, 0.0)  # as one that its deletion has missed
+        assert await stored_image(eyes, part.image_hash) is None
+    finally:
+        await tenants.change("tenant-1", {"is_zero_retention": False})
+        eyes.gateway.api_keys._known.clear()
+    assert await stored_image(eyes, part.image_hash) is not None
+    await eyes.http.delete(PREFIX)
 
 
 async def test_constraints_and_tools_work_after_an_image(eyes: Eyes) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from services.gateway.dialects.openai.chat import CHAT_FIELDS, to_generation_request
 from services.gateway.dialects.prefixes.bodies import PrefixBody, prompt_of
-from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
-from services.gateway.preparation.template_renderer import Messages
+from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer, Tokens
+from services.gateway.request.prompt import ChatPrompt
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
 from shared.tenancy.pinned_prefix import PinnedPrefix
@@ -47,8 +47,8 @@ def test_bad_tools_are_rejected() -> None:
 async def test_stored_prefix_can_be_rendered_again() -> None:
     """Public prefixes are tokenized again from what is stored."""
 
-    async def tokenize(tenant_id: str, messages: Messages, tools: Messages) -> list[int]:
-        return list(range(100))
+    async def tokenize(tenant_id: str, prompt: ChatPrompt) -> Tokens:
+        return list(range(100)), ()
 
     prompt = prefix_prompt(messages=HISTORY, tools=TOOLS)
     prefix = PinnedPrefix(

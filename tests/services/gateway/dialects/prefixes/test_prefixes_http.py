@@ -15,8 +15,9 @@ import pytest_asyncio
 
 from services.gateway.dialects.prefixes import public_prefix_watcher
 from services.gateway.dialects.prefixes.errors import PrefixTooLarge, PrefixTooShort
-from services.gateway.dialects.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
+from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer, Tokens
 from services.gateway.request.generation_request import scoped_affinity_key
+from services.gateway.request.prompt import ChatPrompt
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.process_jobs import Encoded
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash, root_key
@@ -261,8 +262,9 @@ async def test_invalid_prefixes_are_rejected(
 
 
 async def test_prefix_too_short_or_too_long_is_rejected(model_files: ModelFiles) -> None:
-    async def tokenize(tenant_id: str, messages: Messages, tools: Messages) -> list[int]:
-        return model_files.tokenizer.encode([str(each["content"]) for each in messages])
+    async def tokenize(tenant_id: str, prompt: ChatPrompt) -> Tokens:
+        texts = [str(each["content"]) for each in prompt.messages]
+        return model_files.tokenizer.encode(texts), ()
 
     reader = PrefixTokenizer(tokenize, lambda: 1 << 20)
     prefix = PinnedPrefix(
@@ -317,8 +319,9 @@ async def test_roles_and_contents_alone_are_stored(cluster: Cluster, store: Redi
 
 
 async def test_text_that_is_not_rendered_is_rejected(model_files: ModelFiles) -> None:
-    async def tokenize(tenant_id: str, messages: Messages, tools: Messages) -> list[int]:
-        return model_files.tokenizer.encode([str(each["content"]).strip() for each in messages])
+    async def tokenize(tenant_id: str, prompt: ChatPrompt) -> Tokens:
+        texts = [str(each["content"]).strip() for each in prompt.messages]
+        return model_files.tokenizer.encode(texts), ()
 
     reader = PrefixTokenizer(tokenize, lambda: 1 << 20)
     prefix = PinnedPrefix(
