@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from socket import gethostname
 
@@ -14,6 +15,7 @@ from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.errors import ConfigError, HearthError, NoResponders, RequestTimeout
 from shared.messages import JoinRanks, RanksAssigned
+from shared.metrics.supervisor_notifier import Notifier, TurnNotifier
 from shared.subjects import join_ranks
 from shared.telemetry.line_writer import replace_standard_streams
 from shared.telemetry.log import configure_service_logging
@@ -49,6 +51,7 @@ def run_rank(config: RankConfig) -> int:
             MeshShape(assigned.tp, assigned.pp),
             model_dir=config.model_dir,
             num_threads=config.num_threads,
+            on_turn=TurnNotifier(Notifier.of_environ(os.environ)),
         )
     except GroupLost as error:
         log.warning("rank_group_ended", reason=str(error))

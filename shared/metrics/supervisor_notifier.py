@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
+from math import inf
 from time import monotonic
 
 import structlog
@@ -40,6 +41,11 @@ class Notifier:
         is_watched = limit_us.isdigit() and pid in ("", str(os.getpid()))
         return cls(address, int(limit_us) / 1e6 if is_watched else None)
 
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two reports of progress; inf: nobody watches."""
+        return inf if self._watchdog_s is None else self._watchdog_s / REPORTS_PER_LIMIT
+
     def send(self, state: str) -> None:
         """Sends a state. A supervisor that has gone gets none."""
         try:
@@ -53,13 +59,33 @@ class Notifier:
         """Reports for ever while the process gets on. It runs on the process's event loop, so that
         a frozen one reports nothing.
         """
-        if self._watchdog_s is None:
+        if self.interval_s == inf:
             return
         steps = StepWatch()
         while True:
             if steps.is_sound(describe(), monotonic()):
                 self.send(PROGRESS)
-            await asyncio.sleep(self._watchdog_s / REPORTS_PER_LIMIT)
+            await asyncio.sleep(self.interval_s)
+
+
+class TurnNotifier:
+    """Reports the turns of a loop that is no event loop: ready at the first one, then progress."""
+
+    def __init__(self, notifier: Notifier | None) -> None:
+        self._notifier = notifier
+        self._sent_at: float | None = None
+
+    def __call__(self) -> None:
+        if self._notifier is None:
+            return
+        now = monotonic()
+        if self._sent_at is None:
+            self._notifier.send(READY)
+        elif now - self._sent_at < self._notifier.interval_s:
+            return
+        else:
+            self._notifier.send(PROGRESS)
+        self._sent_at = now
 
 
 class StepWatch:

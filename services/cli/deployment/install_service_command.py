@@ -23,7 +23,7 @@ HOMES = ("/home", "/root", "/run/user")
 def install_service(
     role: Annotated[
         str,
-        typer.Argument(help="gateway, scheduler, kv_index, prefill, decode, worker or host."),
+        typer.Argument(help="gateway, scheduler, kv_index, prefill, decode, worker, host or rank."),
     ],
     name: Annotated[
         str | None,
@@ -55,11 +55,20 @@ def install_service(
     Files: the unit of all processes and hearth.target, a drop-in with the command and credentials
     of NAME, and /etc/hearth/NAME.env for its options, which is kept if it exists.
     """
-    from services.cli.deployment.service_files import OPTIONS, ServiceProcess, service_files
+    from services.cli.deployment.service_files import (
+        OPTIONS,
+        ServiceProcess,
+        ServiceRole,
+        service_files,
+    )
     from services.local.credentials import check_name, role_of
 
     command = executable or Path(sys.executable).with_name("hearth")
-    found = role_of(role)
+    if role == "rank" and name is None:
+        raise ConfigError(
+            "ranks need the credential of their worker: hearth install-service rank NAME"
+        )
+    found: ServiceRole = "rank" if role == "rank" else role_of(role)
     own_name = name or found.replace("_", "-")
     check_name(own_name)
     process = ServiceProcess(found, own_name, nats, secrets, tls, command, has_gpu)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from services.cli.deployment.secret_folder import FILES_OF_ROLE, HUB_TOKEN
@@ -19,7 +19,9 @@ SHIPPED = Path(__file__).parents[2] / "deploy" / "systemd"
 UNITS = Path("etc/systemd/system")
 OPTIONS = Path("etc/hearth")
 SHIPPED_COMMAND = "/opt/hearth/.venv/bin/hearth"
-COMMANDS: dict[CredentialRole, str] = {
+# `rank`: ranks of a worker that is on another host, with the worker's credential
+ServiceRole = CredentialRole | Literal["rank"]
+COMMANDS: dict[ServiceRole, str] = {
     "gateway": "gateway",
     "scheduler": "scheduler",
     "kv_index": "kv-index",
@@ -28,6 +30,7 @@ COMMANDS: dict[CredentialRole, str] = {
     "decode": "decode",
     "worker": "worker",
     "host": "host",
+    "rank": "rank",
 }
 TLS_FILES = {"nats-ca": "ca.crt", "nats-cert": "{name}.crt", "nats-key": "{name}.key"}
 WITH_DEVICES = ("encode", "prefill", "decode", "worker", "host")
@@ -40,7 +43,7 @@ class ServiceProcess(NamedTuple):
     `tls` the server has none.
     """
 
-    role: CredentialRole
+    role: ServiceRole
     name: str
     nats: str
     secrets: Path
@@ -71,7 +74,8 @@ def _drop_in(process: ServiceProcess) -> str:
     lines += _nats(process, "HEARTH_NATS_URL", process.name)
     if process.role == "host":
         lines += _nats(process, "HEARTH_WORKER_NATS_URL", WORKERS_OF_A_HOST)
-    for option, file in FILES_OF_ROLE[process.role].items():
+    files = {HUB_TOKEN: HUB_TOKEN} if process.role == "rank" else FILES_OF_ROLE[process.role]
+    for option, file in files.items():
         variable = f"HEARTH_{option.upper().replace('-', '_')}_FILE"
         if option == HUB_TOKEN:
             variable = "HF_TOKEN_PATH"

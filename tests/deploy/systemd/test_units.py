@@ -12,6 +12,7 @@ import pytest
 
 from kernels.cache import cache_root
 from services.cli.deployment.service_files import COMMANDS
+from services.worker.rank_service import ENDED_STATUS
 from shared.transport.nkeys import UserKey
 from tests.deploy.systemd.supervisor import Supervisor
 from tests.services.cli.in_process import call_hearth
@@ -82,6 +83,7 @@ def test_options_of_a_process_are_kept(tmp_path: Path) -> None:
     [
         (("observer",), "role 'observer' is no service"),
         (("decode", "a b"), "may have letters, digits, - and _ only"),
+        (("rank",), "ranks need the credential of their worker"),
         (("scheduler", "--gpu"), "role 'scheduler' uses no GPU"),
         (("decode", "--nats", "nats://10.0.0.1:4222"), "is not HOST or HOST:PORT"),
     ],
@@ -106,12 +108,14 @@ def nats(tmp_path: Path) -> Server:
     server.stop()
 
 
-def supervise(root: Path, nats: Server, role: str, **options: str) -> Supervisor:
-    address = f"127.0.0.1:{nats.port}"
-    install(root, role, "--nats", address, "--secrets", str(root / "secrets"))
-    lines = [f"HEARTH_{name.upper()}={value}\n" for name, value in options.items()]
-    (root / f"etc/hearth/{role}.env").write_text("".join(lines))
-    return Supervisor(root, role, watchdog_s=WATCHDOG_S)
+def supervise(
+    root: Path, nats: Server, role: str, name: str | None = None, **options: str
+) -> Supervisor:
+    address, name = f"127.0.0.1:{nats.port}", name or role
+    install(root, role, name, "--nats", address, "--secrets", str(root / "secrets"))
+    lines = [f"HEARTH_{each.upper()}={value}\n" for each, value in options.items()]
+    (root / f"etc/hearth/{name}.env").write_text("".join(lines))
+    return Supervisor(root, name, watchdog_s=WATCHDOG_S)
 
 
 @pytest.mark.parametrize(
@@ -165,3 +169,21 @@ def test_frozen_process_is_restarted_by_its_watchdog(tmp_path: Path, nats: Serve
 @pytest.mark.long
 def test_frozen_worker_is_restarted_by_its_watchdog(tmp_path: Path, nats: Server) -> None:
     restarted_after_a_freeze(supervise(tmp_path, nats, "decode", cache_dir=str(cache_root())))
+
+
+@pytest.mark.long
+def test_ranks_of_two_hosts_are_restarted_together(tmp_path: Path, nats: Server) -> None:
+    """A frozen process of ranks is killed by its watchdog, and its worker starts anew, too."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "secrets").symlink_to(tmp_path / "secrets")
+    group = {"instance": "-", "pp": "2", "remote_ranks": "1"}
+    worker = supervise(tmp_path, nats, "decode", **group, cache_dir=str(cache_root()))
+    ranks = supervise(other, nats, "rank", "decode", cache_dir=str(cache_root()))
+    units = worker, ranks
+    with worker, ranks:
+        wait_until(lambda: worker.pids and ranks.pids, timeout_s=START_S)
+        os.kill(ranks.pids[0], signal.SIGSTOP)
+        wait_until(lambda: all(len(each.pids) > 1 for each in units), timeout_s=START_S)
+    assert ranks.statuses[0] == -signal.SIGKILL
+    assert worker.statuses[0] == ENDED_STATUS

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from shared.messages import Heartbeat, WorkerLoad
-from shared.metrics.supervisor_notifier import PROGRESS, READY, Notifier, StepWatch
+from shared.metrics.supervisor_notifier import PROGRESS, READY, Notifier, StepWatch, TurnNotifier
 from tests.support.waiting import LIMIT_S
 
 HEARTBEAT = Heartbeat(
@@ -68,6 +68,19 @@ async def test_states_arrive_at_the_socket(tmp_path: Path) -> None:
         received = [await asyncio.get_running_loop().sock_recv(notified, 64) for _ in range(3)]
         assert [each.decode() for each in received] == [READY, PROGRESS, PROGRESS]
         notified.settimeout(0)
+        assert not _has_more(notified)
+
+
+def test_loop_reports_its_turns(tmp_path: Path) -> None:
+    """It is ready at the first turn; turns that follow at once report nothing."""
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(address)
+        notified.setblocking(False)
+        every_turn, seldom = (TurnNotifier(Notifier(address, each)) for each in (0.0, 3600.0))
+        for turn in (every_turn, every_turn, seldom, seldom, TurnNotifier(None)):
+            turn()
+        assert [notified.recv(64).decode() for _ in range(3)] == [READY, PROGRESS, READY]
         assert not _has_more(notified)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,9 +27,11 @@ def run_host_ranks(
     *,
     model_dir: Path,
     num_threads: int,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Runs the ranks of one host. `address` and `key` are the leader's; `model_dir` is this host's
-    copy of the checkpoint. Always raises GroupLost, which says why the group has ended.
+    copy of the checkpoint. `on_turn` is called several times a second. Always raises GroupLost,
+    which says why the group has ended.
     """
     host = open_connections(address, key, name, ranks, shape)
     own_address = host.steps.getsockname()[0]
@@ -50,6 +53,7 @@ def run_host_ranks(
     inherited = (host.sockets[role].fileno() for role in host.sockets if role[0] in WORK)
     HostRanks(
         *(host, shape, prepare),
+        on_turn=on_turn,
         inherited=tuple(inherited),
         num_threads=threads,
         environment={"NUMBA_NUM_THREADS": str(threads)},

@@ -47,7 +47,8 @@ POLL_S = 0.25
 class HostRanks:
     """Runs the ranks of one host. `prepare` adds the host's own options and address to the start of
     a rank. `inherited` descriptors belong to the work, and are open in every rank. A step waits for
-    a rank as long as at the leader: `StartRank.limit_s`.
+    a rank as long as at the leader: `StartRank.limit_s`. `on_turn` is called in each turn, of at
+    most POLL_S without messages.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class HostRanks:
         shape: MeshShape,
         prepare: Callable[[StartRank], StartRank],
         *,
+        on_turn: Callable[[], None] = lambda: None,
         inherited: tuple[int, ...] = (),
         num_threads: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._on_turn = on_turn
         self._prepare = prepare
         self._inherited = inherited
         self._environment = rank_environment(num_threads, environment or {})
@@ -82,6 +85,7 @@ class HostRanks:
         """Always raises GroupLost, which says why the group has ended; no rank runs then."""
         try:
             while True:
+                self._on_turn()
                 self._wait()
                 self._relay()
         except (ConnectionLost, RingError, msgspec.DecodeError) as error:
