@@ -70,7 +70,7 @@ _FP8_ROWS = {
 FORMATS: dict[str, dict[str, Any] | None] = {
     "BF16, FP16, FP32": None,
     "INT4 of compressed-tensors (`pack-quantized`)": _PACKED,
-    "FP8 in blocks of 128 x 128 (DeepSeek)": {
+    "FP8 in blocks of 128 x 128 (DeepSeek, compressed-tensors)": {
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
     },

@@ -17,6 +17,7 @@ from shared.engine.model_config.formats import (
     EXPONENTS,
     WORD_BITS,
     Awq,
+    Fp8Block,
     Fp8Rows,
     Gptq,
     Int4,
@@ -43,8 +44,8 @@ def code_of(form: WeightFormat) -> Code:
     return "int8"
 
 
-def fp8_part(tensors: Mapping[str, Tensor]) -> Fp8Part:
-    return Fp8Part(tensors["weight"], tensors["weight_scale_inv"])
+def fp8_part(form: Fp8Block, tensors: Mapping[str, Tensor]) -> Fp8Part:
+    return Fp8Part(tensors["weight"], tensors[form.scale])
 
 
 def code_part(

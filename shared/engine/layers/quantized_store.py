@@ -76,7 +76,8 @@ class QuantizedStore:
         parts = self.parts(memory)
         form, group = self.form, group_of(self.form) or self.width
         if isinstance(form, Fp8Block):
-            return fp8_weight([fp8_part(each) for each in parts], self.dtype, is_padded=is_padded)
+            blocks = [fp8_part(form, each) for each in parts]
+            return fp8_weight(blocks, self.dtype, is_padded=is_padded)
         found = [
             code_part(form, each, rows, self.width)
             for each, rows in zip(parts, self.rows, strict=True)

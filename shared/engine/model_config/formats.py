@@ -98,7 +98,11 @@ class Gptq(msgspec.Struct, frozen=True, kw_only=True, tag="gptq"):
 
 
 class Fp8Block(msgspec.Struct, frozen=True, kw_only=True, tag="fp8-block"):
-    """DeepSeek-V3's blocks of 128 x 128: w = E4M3 code · scale, which is named weight_scale_inv."""
+    """FP8 with a scale of each 128 x 128: w = E4M3 code · scale. `scale` is the end of its name:
+    DeepSeek-V3's is weight_scale_inv, compressed-tensors' weight_scale.
+    """
+
+    scale: Literal["weight_scale", "weight_scale_inv"] = "weight_scale_inv"
 
     def __str__(self) -> str:
         return f"fp8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}"
@@ -182,7 +186,7 @@ def units_of(form: WeightFormat) -> dict[str, Units]:
             }
         case Fp8Block():
             return {
-                "weight_scale_inv": Units("F32", FP8_BLOCK, FP8_BLOCK),
+                form.scale: Units("F32", FP8_BLOCK, FP8_BLOCK),
                 "weight": Units("F8_E4M3"),
             }
         case Fp8Rows():

@@ -1,9 +1,9 @@
 """Reads `quantization_config` of a checkpoint's config.json.
 
 Served: compressed-tensors' `pack-quantized` (four and eight bits), `int-quantized` and
-`float-quantized`; `fp8` in blocks of 128 x 128 (DeepSeek-V3), per channel (`fbgemm_fp8`) and per
-tensor; `awq` and `gptq`; `mxfp4` of experts (gpt-oss); all with or without a KV cache in FP8; that
-alone too, also of ModelOpt.
+`float-quantized` (in blocks of 128 x 128, too); `fp8` in such blocks (DeepSeek-V3), per channel
+(`fbgemm_fp8`) and per tensor; `awq` and `gptq`; `mxfp4` of experts (gpt-oss); all with or without a
+KV cache in FP8; that alone too, also of ModelOpt.
 Activations are not quantized, whatever the config says. Everything else is refused by name.
 Sources: compressed-tensors' QuantizationConfig and QuantizationArgs; transformers'
 FineGrainedFP8Config and FbgemmFp8Config; ModelOpt's export of HF checkpoints.
@@ -47,6 +47,7 @@ class _Weights(msgspec.Struct):
     symmetric: bool = True
     strategy: str | None = None
     group_size: int | None = None
+    block_structure: tuple[int, ...] | None = None
     actorder: str | bool | None = None
 
 
@@ -260,6 +261,9 @@ def _format(
     if stored == _FLOATS:
         if not is_symmetric:
             raise refused(f"{name}: asymmetric {stored} is not supported")
+        if strategy == "block":
+            _check_block(f"{name}: block_structure", weights.block_structure)
+            return Fp8Block(scale="weight_scale")
         return Fp8Rows(is_per_tensor=is_per_tensor, scale_dtype=scale)
     if stored == _INTEGERS:
         return Int8(
@@ -280,8 +284,13 @@ def _format(
 _STRATEGIES = {
     _PACKED: ("group", "channel"),
     _INTEGERS: ("group", "channel", "tensor"),
-    _FLOATS: ("channel", "tensor"),
+    _FLOATS: ("channel", "tensor", "block"),
 }
+
+
+def _check_block(name: str, size: tuple[int, ...] | None) -> None:
+    if size != (FP8_BLOCK, FP8_BLOCK):
+        raise refused(f"{name} {None if size is None else list(size)} is not supported")
 
 
 def _fp8(fields: _Fp8) -> CheckpointFormats:
@@ -293,9 +302,7 @@ def _fp8(fields: _Fp8) -> CheckpointFormats:
         raise refused(f"fp8 with activation_scheme {fields.activation_scheme!r} is not supported")
     if fields.weight_block_size is None:
         return CheckpointFormats(_fp8_rows(kept, is_per_tensor=True), has_fp8_kv)
-    if fields.weight_block_size != (FP8_BLOCK, FP8_BLOCK):
-        sizes = list(fields.weight_block_size)
-        raise refused(f"fp8 with weight_block_size {sizes} is not supported")
+    _check_block("fp8 with weight_block_size", fields.weight_block_size)
     groups = (ConfigGroup(targets=(LINEAR,), form=Fp8Block()),)
     return CheckpointFormats(Quantization(groups=groups, ignored=_kept(kept)), has_fp8_kv)
 

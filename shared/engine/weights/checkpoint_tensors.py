@@ -107,10 +107,14 @@ class FormedTensors:
             )
         if kind in ("weight_scale", "weight_scale_inv") and set(self.info(name).shape) <= {1}:
             return None
-        if kind == "weight_scale_inv":
+        if kind in ("weight_scale", "weight_scale_inv") and self._is_of_blocks(name, plain):
             self._check_blocks(name, rows, self.info(plain).shape[0])
             return None
         return rows
+
+    def _is_of_blocks(self, scale: str, weight: str) -> bool:
+        """Whether rows share a scale: packed weights have other names, and a scale for each row."""
+        return weight in self._source and self.info(scale).shape[0] != self.info(weight).shape[0]
 
     def _check_blocks(self, name: str, rows: PairedRows, num_rows: int) -> None:
         """The pairs of each head must be in one block of rows that share a scale."""

@@ -282,12 +282,22 @@ def fp8(
     return StoredFormat(config, store, _dense_rows)
 
 
-def fp8_blocks() -> StoredFormat:
-    return StoredFormat(
-        {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        lambda weight: quantized_tensors(weight, Fp8Block()),
-        lambda found, _, dtype: dequantize_fp8(found["weight"], found["weight_scale_inv"], dtype),
-    )
+def fp8_blocks(method: str = "fp8", *, scale_dtype: torch.dtype = torch.float32) -> StoredFormat:
+    config: dict[str, Any] = {"quant_method": method, "weight_block_size": [128, 128]}
+    name = "weight_scale_inv"
+    if method == "compressed-tensors":
+        config, name = _compressed("float-quantized", 0, 8, is_symmetric=True), "weight_scale"
+        weights = config["config_groups"]["group_0"]["weights"]
+        weights |= {"type": "float", "strategy": "block", "block_structure": [128, 128]}
+
+    def store(weight: Tensor) -> Tensors:
+        found = quantized_tensors(weight, Fp8Block())
+        return {"weight": found["weight"], name: found["weight_scale_inv"].to(scale_dtype)}
+
+    def dense(found: Tensors, _: torch.Size, dtype: torch.dtype) -> Tensor:
+        return dequantize_fp8(found["weight"], found[name].float(), dtype)
+
+    return StoredFormat(config, store, dense)
 
 
 def _dense_rows(found: Tensors, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -334,4 +344,5 @@ FORMATS: dict[str, StoredFormat] = {
     "fp8 per tensor": fp8("fp8", is_per_tensor=True, is_static=True),
     "fp8 per tensor, inverse": fp8("fp8", is_per_tensor=True, scale="weight_scale_inv"),
     "fp8 of fbgemm": fp8("fbgemm_fp8"),
+    "fp8 blocks": fp8_blocks("compressed-tensors", scale_dtype=torch.bfloat16),
 }

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from shared.engine.layers.quantized_store import QuantizedStore, quantized_store
-from shared.engine.model_config.formats import Fp8Rows, WeightFormat
+from shared.engine.model_config.formats import Fp8Block, Fp8Rows, WeightFormat
 from shared.engine.model_config.quantization_config import checkpoint_formats
 from shared.errors import CheckpointError
 from tests.support.engine.stored_formats import FORMATS, StoredFormat, Tensors, gptq
@@ -25,6 +25,8 @@ def format_of(stored: StoredFormat, tensors: Tensors) -> WeightFormat:
     form = found.format_of("model.layers.0.mlp.up_proj")
     assert form is not None
     kind = next(each for each in tensors if each == "scales" or each.startswith("weight_scale"))
+    if isinstance(form, Fp8Block):  # scales of BF16 are read as FP32
+        return form
     if isinstance(form, Fp8Rows):
         form = replace(form, scale=kind)
     return replace(form, scale_dtype=NAMES[tensors[kind].dtype])

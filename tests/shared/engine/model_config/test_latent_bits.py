@@ -18,7 +18,7 @@ from shared.engine.weights.load import open_checkpoint
 from shared.errors import CheckpointError
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
 from tests.support.engine.families import FAMILIES
-from tests.support.engine.quantized import dequantize_folder, edit_config, quantize
+from tests.support.engine.quantized import dequantize_folder, edit_config, edit_tensors, quantize
 from tests.support.engine.steps import Blocks, prefill
 from tests.support.grids import in_short_run
 
@@ -71,15 +71,19 @@ def test_zeros_of_rotary_rows_are_refused(tmp_path: Path) -> None:
         logits(folder, "float32")
 
 
-def test_rotary_rows_in_two_blocks_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["weight_scale", "weight_scale_inv"])
+def test_rotary_rows_in_two_blocks_are_refused(kind: str, tmp_path: Path) -> None:
     FAMILIES["deepseek"].write(tmp_path / "plain", dtype=torch.bfloat16, intermediate_size=240)
     folder = quantize(tmp_path / "plain", tmp_path / "quantized", "fp8")
     name = "model.layers.0.mlp.up_proj"
+    edit_tensors(
+        folder, lambda each: each.update({f"{name}.{kind}": each.pop(f"{name}.weight_scale_inv")})
+    )
     rows = PairedRows(head=60, first=0, dim=60)
     form = CheckpointForm(paired=((rf"{name}\.weight", rows),))
     with open_checkpoint(folder) as tensors:
         formed = FormedTensors(tensors, form)
-        scale = f"{name}.weight_scale_inv"
+        scale = f"{name}.{kind}"
         out = torch.empty(formed.info(scale).shape)
         with pytest.raises(CheckpointError, match="rotary rows 120 to 179 of one head are in two"):
             formed.read_into(scale, WHOLE, out)

@@ -70,7 +70,12 @@ FIELDS = {
     "num_attention_heads": 2,
 }
 WEIGHTS = "config_groups.group_0.weights"
-BLOCK: dict[str, Any] = {"strategy": "block"}
+BLOCK: dict[str, Any] = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "block",
+    "block_structure": [128, 128],
+}
 UNEVEN: dict[str, Any] = {"strategy": "channel", "symmetric": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
@@ -124,6 +129,16 @@ def test_names_of_fp8_that_are_not_converted() -> None:
         assert found.format_of("model.layers.1.mlp.gate_proj") == Fp8Block()
         for name in ("model.layers.1.mlp.gate", "model.layers.1.mlp.up_proj", "lm_head"):
             assert found.format_of(name) is None
+
+
+def test_blocks_of_compressed_tensors() -> None:
+    """As recipes name them, with activations in groups of the same 128 columns."""
+    activations = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128}
+    group = {"targets": ["Linear"], "weights": BLOCK, "input_activations": activations}
+    changes = {"format": "float-quantized", "config_groups.group_0": group}
+    found = weights_of(given(changes))
+    assert found is not None
+    assert found.format_of("model.layers.1.mlp.up_proj") == Fp8Block(scale="weight_scale")
 
 
 def test_layers_have_formats() -> None:
@@ -181,8 +196,12 @@ def test_bytes_of_formats() -> None:
         ({f"{WEIGHTS}.type": "float"}, "group_0: float of num_bits 4 is not supported as pack-q"),
         ({f"{WEIGHTS}.strategy": "tensor"}, "strategy 'tensor' of pack-quantized is not supported"),
         (
-            {"format": "float-quantized", f"{WEIGHTS}": {"num_bits": 8, "type": "float"} | BLOCK},
-            "group_0: strategy 'block' of float-quantized is not supported",
+            {"format": "float-quantized", f"{WEIGHTS}": BLOCK | {"block_structure": [64, 128]}},
+            "group_0: block_structure [64, 128] is not supported",
+        ),
+        (
+            {"format": "float-quantized", f"{WEIGHTS}": {**BLOCK, "block_structure": None}},
+            "group_0: block_structure None is not supported",
         ),
         (
             {"format": "float-quantized", f"{WEIGHTS}": {"num_bits": 8, "type": "float"} | UNEVEN},

@@ -46,7 +46,7 @@ STORED: dict[str, StoredFormat] = {
     "INT4 with zeros": packed(GROUPS, num_bits=4, is_symmetric=False),
     "INT8 packed": packed(GROUPS),
     "INT8": int8(),
-    "FP8 blocks": fp8_blocks(),
+    "FP8 blocks": fp8_blocks("compressed-tensors", scale_dtype=torch.bfloat16),
     "FP8": fp8(),
     "AWQ": awq(GROUPS),
     "GPTQ": gptq(GROUPS),
