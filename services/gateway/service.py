@@ -84,27 +84,9 @@ class GatewayService:
         expected = weights_of_sites(config.linked_site)
         linked = LinkedSites(bus, clock, config.site, expected) if config.site else None
         self._rejection_log = RejectionLog(metrics.rejections, clock)
-        self._health_monitor = HealthMonitor(
-            bus,
-            clock,
-            randomness,
-            roles=("gateway",),
-            reads_models=True,
-            region=config.region,
-            gateway=metrics.load,
-            store=stores.fast.load,
-            links=tuple if linked is None else linked.loads,
-        )
+        self._health_monitor = self._new_health_monitor(stores, linked)
         self.pixels = open_pixel_holder(config, bus, self._health_monitor, clock)
-        self.tenancy = Tenancy(
-            config,
-            stores,
-            clock,
-            wall_clock,
-            num_gateways=self._num_gateways,
-            writer_id=f"{config.process_id}-{randomness.bytes(8).hex()}",
-            refusals=self._health_monitor.refusals,
-        )
+        self.tenancy = self._new_tenancy(stores)
         self.api_keys, self._limits = self.tenancy.api_keys, self.tenancy.limits
         self._usage = self.tenancy.usage
         self._models = GatewayModels(
@@ -118,46 +100,22 @@ class GatewayService:
             num_free=lambda: self.capacity.num_free,
         )
         self._places = Places(
-            config.process_id,
-            config.site,
-            config.region,
+            *(config.process_id, config.site, config.region),
             lambda site: "" if linked is None else linked.region_of(site),
         )
-        self.telemetry = RequestTelemetry.of(
-            *(config.process_id, clock, wall_clock, randomness, metrics, self._places.region_of),
-            config.trace_region,
-            self._health_monitor.refusals,
-        )
+        self.telemetry = self._request_telemetry()
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
         self.site_receipts = SiteReceipts(
             *(self.receipts, self.telemetry.request_id_of, self.tenancy.record_of),
             *(bus, self._health_monitor),
         )
         budget = BodyBudget()
-        self.preparer = Preparer.of(
-            config,
-            pools.requests,
-            lambda: len(self._driver),
-            clock,
-            randomness,
-            max_payload_bytes=lambda: bus.max_payload_bytes,
-            budget=budget,
-        )
+        self.preparer = self._new_preparer(pools, budget)
         self.capacity = self.preparer.capacity
         self.dialects = OpenDialects(dialects, self._dialect_parts())
         self.submission = self._submission()
         self._operator = self._operator_routes()
-        self.transport = TransportParts(
-            dialects=self.dialects,
-            submission=self.submission,
-            api_keys=self.api_keys,
-            metrics=metrics,
-            max_body_bytes=config.max_body_bytes,
-            max_image_body_bytes=self._max_image_body_bytes,
-            clock=clock,
-            new_request_id=self.new_request_id,
-            budget=budget,
-        )
+        self.transport = self._transport_parts(budget)
         self._web_server = WebServer.of(
             config,
             build_app(config, self.transport, self._operator),
@@ -167,6 +125,68 @@ class GatewayService:
         self._nats_api = None if clients is None else self._api_over(clients)
         self._sites = None if linked is None else self._site_service(linked)
         self._watch()
+
+    def _new_health_monitor(
+        self, stores: GatewayStores, linked: LinkedSites | None
+    ) -> HealthMonitor:
+        return HealthMonitor(
+            self._bus,
+            self._clock,
+            self._randomness,
+            roles=("gateway",),
+            reads_models=True,
+            region=self._config.region,
+            gateway=self.metrics.load,
+            store=stores.fast.load,
+            links=tuple if linked is None else linked.loads,
+        )
+
+    def _new_tenancy(self, stores: GatewayStores) -> Tenancy:
+        return Tenancy(
+            self._config,
+            stores,
+            self._clock,
+            self._wall_clock,
+            num_gateways=self._num_gateways,
+            writer_id=f"{self._config.process_id}-{self._randomness.bytes(8).hex()}",
+            refusals=self._health_monitor.refusals,
+        )
+
+    def _request_telemetry(self) -> RequestTelemetry:
+        return RequestTelemetry.of(
+            self._config.process_id,
+            self._clock,
+            self._wall_clock,
+            self._randomness,
+            self.metrics,
+            self._places.region_of,
+            self._config.trace_region,
+            self._health_monitor.refusals,
+        )
+
+    def _new_preparer(self, pools: PreparationPools, budget: BodyBudget) -> Preparer:
+        return Preparer.of(
+            self._config,
+            pools.requests,
+            lambda: len(self._driver),
+            self._clock,
+            self._randomness,
+            max_payload_bytes=lambda: self._bus.max_payload_bytes,
+            budget=budget,
+        )
+
+    def _transport_parts(self, budget: BodyBudget) -> TransportParts:
+        return TransportParts(
+            dialects=self.dialects,
+            submission=self.submission,
+            api_keys=self.api_keys,
+            metrics=self.metrics,
+            max_body_bytes=self._config.max_body_bytes,
+            max_image_body_bytes=self._max_image_body_bytes,
+            clock=self._clock,
+            new_request_id=self.new_request_id,
+            budget=budget,
+        )
 
     def _dialect_parts(self) -> DialectParts:
         return DialectParts(
