@@ -8,8 +8,9 @@ x: x "+" x | "-" x | a             ──▶   x: "-"* a ("+" "-"* a)*
 x: a y | b,  y: c x                ──▶   x: (a c)* b,  y: c x
 
 The parser retains all open repetitions of a right-recursive rule: each token takes longer than the
-one before, and after 2,000 of them the output ends. Rules of one cycle are linear equations, which
-are solved one after another. Those whose solution is unknown or large stay as they are.
+one before, and after 2,000 of them it fails, in the middle of an answer. Rules of one cycle are
+linear equations, which are solved one after another. Those whose solution is unknown or large are
+refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 
+from shared.errors import GrammarTooComplex
 from shared.grammar.lark_rules import Alternatives, Item, Items, Rule, depth_of, rules_of, size_of
 from shared.grammar.spec import MAX_SOURCE_BYTES
 
@@ -24,6 +26,7 @@ MAX_GROWTH = 32 * 1024  # characters of one equation, beyond the rules: four tim
 MAX_WRITTEN = MAX_SOURCE_BYTES // 2  # bytes of all rules: a request may have several grammars
 MAX_STEPS = 200_000  # steps of a cycle, each of which copies a part of an equation: 0.5 s
 MAX_DEPTH = 28  # nested groups: the parser refuses more
+MAX_NAMED = 4  # rules that an error names
 REPETITION = "*"  # the name of the one at the end of rules of a cycle; "x*": x, and then that
 
 _Branch = tuple[Items, str | None]  # the items before the rule of the cycle that ends it, if any
@@ -34,8 +37,8 @@ class _NotWritable(Exception):
 
 
 def without_right_recursion(source: str) -> str:
-    """Replaces right recursion by repetition. A rule that has no end, or that cannot be read or
-    written so, stays as it is.
+    """Replaces right recursion by repetition. A rule that has no end, or that cannot be read, stays
+    as it is. Raises GrammarTooComplex for one that cannot be written so.
     """
     try:
         rules = rules_of(source)
@@ -46,7 +49,9 @@ def without_right_recursion(source: str) -> str:
     except RecursionError:  # the grammar is refused anyway if it is as deep as this
         return source
     result = "".join(written.get(each.name or "", each).text for each in rules)
-    return result if len(result.encode()) <= max(MAX_WRITTEN, len(source)) else source
+    if len(result.encode()) > max(MAX_WRITTEN, len(source)):
+        raise _refused(list(written))
+    return result
 
 
 def _written(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
@@ -57,9 +62,17 @@ def _written(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
         try:
             solved = _solved(_equations({name: rules[name] for name in cycle}))
         except _NotWritable:
-            continue
+            raise _refused(cycle) from None
         for name in solved.keys() & rules.keys():
             yield name, rules[name].with_body(solved[name])
+
+
+def _refused(names: Sequence[str]) -> GrammarTooComplex:
+    named = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
+    return GrammarTooComplex(
+        f"no repetition is known for rules that end in themselves or in each other: {named}; "
+        "their output would fail after 2,000 tokens. Write them with * or +"
+    )
 
 
 def _ends(alternatives: Alternatives) -> Iterator[str]:

@@ -236,4 +236,4 @@ def _part(param: str, make: Callable[[], Grammar]) -> GrammarPart:
     try:
         return GrammarPart(param, make())
     except InvalidRequest as error:
-        raise InvalidRequest(f"{param}: {error.message}", param=param) from error
+        raise type(error)(f"{param}: {error.message}", param=param) from error

@@ -33,7 +33,7 @@ from services.gateway.structured.grammars.request_grammars import RequestGrammar
 from services.gateway.structured.grammars.tenant_cache import Bounds
 from services.gateway.structured.tools.families import FAMILIES, PLAIN
 from services.gateway.structured.tools.family import Family
-from services.gateway.structured.tools.tool import Tool, ToolChoice, ToolOptions
+from services.gateway.structured.tools.tool import CustomFormat, Tool, ToolChoice, ToolOptions
 from services.gateway.text.process_jobs import (
     Checked,
     CheckJob,
@@ -123,6 +123,7 @@ def plan_of(verdict: object) -> CheckedPlan:
     return msgspec.msgpack.decode(verdict.plan, type=CheckedPlan)
 
 
+UNWRITABLE = 'start: "a" start{1,2} | "b"'
 HOSTILE = {
     "slow first mask": request("regex", SLOW),
     "slow third token": request("regex", "^(.{1,5000}){1,500}$"),
@@ -155,6 +156,8 @@ HOSTILE = {
     "no start": request("lark", 'other: "a"'),
     "unknown rule": request("lark", "start: missing"),
     "endless rule": request("lark", "start: start"),
+    "rule without a repetition": request("lark", UNWRITABLE),
+    "GBNF without a repetition": request("gbnf", 'root ::= "a" root{1,2} | "b"'),
     "unreachable end": request("lark", 'start: "a" start'),
     "nested parentheses": request("lark", f"start: {'(' * 9000}'a'{')' * 9000}"),
     "unknown token": request("lark", "start: <[999999]>"),
@@ -278,7 +281,9 @@ async def test_errors_name_the_tool(directory: Path) -> None:
     checks = PooledChecks(directory, FAMILIES["hermes"])
     grammars = RequestGrammars(checks, checks.setup)
     odd = Tool(name="odd", schema_param="tools[1].parameters", parameters={"type": "text"})
-    for offered in ((odd,), (tree_tool(0), odd, tree_tool(2))):
+    custom = CustomFormat(syntax="lark", definition=UNWRITABLE)
+    endless = msgspec.structs.replace(odd, custom=custom)
+    for offered in ((odd,), (endless,), (tree_tool(0), odd, tree_tool(2))):
         options = ToolOptions(tools=offered, choice="required")
         with pytest.raises(InvalidRequest, match=r"^tools\[1\]\.parameters: ") as raised:
             await grammars.checked_plan(None, options, "t")
