@@ -11,9 +11,13 @@ from pathlib import Path
 
 import httpx
 
-from services.cli.cluster.service_options import DEMO_MODEL_NAME
 from tests.support.cluster.chaos_cluster import SERVICES, ChaosCluster
+from tests.support.cluster.vision_cluster import content, picture
+from tests.support.services.seeing_dir import write_seeing_dir
+from tests.support.services.vision_dir import PATCH, SCALE, TILE
 
+MODEL_NAME = "smolvlm-tiny"
+SEEING_SERVICES = (*SERVICES, "encode-1", "encode-2")
 PIPE_BYTES = 4096
 DEADLINE_S = 60.0
 
@@ -38,26 +42,39 @@ def stopped_reader(log: Path) -> int:
 
 
 class MutedCluster(ChaosCluster):
-    """A cluster whose logs cannot be written.
+    """A cluster of all roles whose logs cannot be written.
 
     `mute(name, log)` replaces the log of a process by a file that cannot be written, and returns
     the read end of its pipe, if it is one.
     """
 
     def __init__(self, folder: Path, mute: Callable[[str, Path], int | None]) -> None:
-        super().__init__(folder, step_s=0.002)
+        vision = {"image_size": TILE, "patch_size": PATCH}
+        super().__init__(
+            folder,
+            step_s=None,
+            model=(write_seeing_dir(folder / MODEL_NAME, vision, SCALE), MODEL_NAME),
+            worker_options={"dtype": "float32", "kv-cache-bytes": str(32 << 20)},
+            services=SEEING_SERVICES,
+        )
         self.readers: dict[str, int] = {}
         self._mute = mute
-        for name in SERVICES:
+        self._num_chats = 0
+        for name in self.services:
             self._replace_log(name)
 
     async def chat(self, gateway: str) -> str:
-        """Returns the text of an answer. Raises AssertionError or HTTPError."""
+        """Returns the answer to a question about a picture, which is encoded each time. Raises
+        AssertionError or HTTPError.
+        """
+        self._num_chats += 1
         body = {
-            "model": DEMO_MODEL_NAME,
-            "messages": [{"role": "user", "content": "What is Hearth?"}],
+            "model": MODEL_NAME,
+            "messages": [{"role": "user", "content": content("What is this?", picture(1))}],
             "max_tokens": 8,
+            "ignore_eos": True,
             "temperature": 0,
+            "cache_salt": f"chat {self._num_chats}",
         }
         headers = {"authorization": f"Bearer {self.api_key}"}
         async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
