@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -27,7 +28,7 @@ from shared.packing import pack_token_ids
 from shared.subjects import lifecycle, run_prefill
 from shared.transport.bus import NatsBus
 from tests.end_to_end.test_chat import text_of
-from tests.support.cluster.model_cluster import ModelCluster, run_model
+from tests.support.cluster.model_cluster import ModelCluster, RenewedCluster, run_model
 
 pytestmark = pytest.mark.long
 KV_CACHE_BYTES = 13 * 24_576  # 208 tokens in FP8, of each worker
@@ -39,19 +40,27 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
-    folder = tmp_path_factory.mktemp("cluster")
+def renewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RenewedCluster]:
     fp8 = {"kv-dtype": "fp8", "kv-cache-bytes": str(KV_CACHE_BYTES)}
     bf16 = {"kv-dtype": "bf16", "kv-cache-bytes": str(2 * KV_CACHE_BYTES)}
-    with run_model(
-        folder, DEMO_MODEL_DIR, (*WORKERS, BF16), fp8, options_of={BF16: bf16}
-    ) as running:
-        yield running
+
+    def start() -> AbstractContextManager[ModelCluster]:
+        folder, workers = tmp_path_factory.mktemp("cluster"), (*WORKERS, BF16)
+        return run_model(folder, DEMO_MODEL_DIR, workers, fp8, options_of={BF16: bf16})
+
+    with RenewedCluster(start) as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(renewed: RenewedCluster) -> ModelCluster:
+    return renewed.cluster()
 
 
 @pytest.fixture(scope="module")
-def expected(cluster: ModelCluster) -> dict[str, str]:
+def expected(renewed: RenewedCluster) -> dict[str, str]:
     """Each alone on the only worker, which computes its prompt. Ends with empty caches."""
+    cluster = renewed.cluster()
     park(cluster, "worker-2")
     answers = [ask(cluster, each) for each in QUESTIONS]
     assert [each["hearth"]["prefill_worker"] for each in answers] == [None] * len(QUESTIONS)
@@ -175,9 +184,7 @@ def test_no_kv_of_a_worker_that_stores_another_dtype(
 def test_answer_that_another_worker_resumes(
     cluster: ModelCluster, expected: dict[str, str]
 ) -> None:
-    """The worker that has the prompt in its cache dies. This is the last test: there is no
-    successor.
-    """
+    """The worker that has the prompt in its cache dies; there is no successor."""
     victim = ask(cluster, QUESTIONS[0])["hearth"]["decode_worker"]
     stream = cluster.stream(QUESTIONS[0], **OPTIONS)
     chunks = [next(stream) for _ in range(10)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from tests.end_to_end.test_chat import text_of
 from tests.services.cli.cluster.chat_checkpoint import TEMPLATE, write_byte_tokenizer
 from tests.shared.engine.model_config.test_quantization_config import KIMI_IGNORED
-from tests.support.cluster.model_cluster import ModelCluster, run_model
+from tests.support.cluster.model_cluster import ModelCluster, RenewedCluster, run_model
 from tests.support.engine.families import DEEPSEEK, KimiText
 from tests.support.engine.quantized import quantize
 
@@ -33,16 +34,24 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
+def renewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RenewedCluster]:
     folder = tmp_path_factory.mktemp("kimi")
     vocab_size = write_byte_tokenizer(folder / "tokenizer", TEMPLATE)
     family = KimiText("KimiK25ForConditionalGeneration", {**DEEPSEEK, "vocab_size": vocab_size})
     family.write(folder / "plain", dtype=torch.bfloat16)
     quantize(folder / "plain", folder / "int4", "int4", group=0, ignored=KIMI_IGNORED)
     shutil.copytree(folder / "tokenizer", folder / "int4", dirs_exist_ok=True)
-    state = tmp_path_factory.mktemp("cluster")
-    with run_model(state, folder / "int4", WORKERS) as running:
-        yield running
+
+    def start() -> AbstractContextManager[ModelCluster]:
+        return run_model(tmp_path_factory.mktemp("cluster"), folder / "int4", WORKERS)
+
+    with RenewedCluster(start) as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(renewed: RenewedCluster) -> ModelCluster:
+    return renewed.cluster()
 
 
 def test_answers_follow_a_schema(cluster: ModelCluster) -> None:

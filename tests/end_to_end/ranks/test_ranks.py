@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.shared.engine.parallel.processes.test_group import ends_within
 from tests.support.cluster.chaos_cluster import MONITOR
 from tests.support.cluster.cluster_client import ClusterClient
 from tests.support.cluster.hearth_up import run_cluster
-from tests.support.cluster.model_cluster import ModelCluster, run_model
+from tests.support.cluster.model_cluster import ModelCluster, RenewedCluster, run_model
 from tests.support.waiting import LIMIT_S, wait_until
 
 TIMEOUT_S = LIMIT_S
@@ -50,12 +51,21 @@ ANSWER = (
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
-    """A worker of two ranks computes prompts, one of a single process decodes."""
+def renewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RenewedCluster]:
     options_of = {RANKS: {"tp": "2", "announce": "prefill"}, SINGLE: {"announce": "decode"}}
-    folder = tmp_path_factory.mktemp("ranks")
-    with run_model(folder, DEMO_MODEL_DIR, options_of, options_of=options_of) as running:
-        yield running
+
+    def start() -> AbstractContextManager[ModelCluster]:
+        folder = tmp_path_factory.mktemp("ranks")
+        return run_model(folder, DEMO_MODEL_DIR, options_of, options_of=options_of)
+
+    with RenewedCluster(start) as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(renewed: RenewedCluster) -> ModelCluster:
+    """A worker of two ranks, and one of a single process."""
+    return renewed.cluster()
 
 
 def change(cluster: ModelCluster, worker_id: str, *roles: WorkerRole) -> None:
@@ -109,8 +119,8 @@ def test_workers_of_unlike_shapes_hand_off(
 
 
 def test_lost_rank_is_one_lost_worker(cluster: ModelCluster) -> None:
-    """All its ranks end, and its stream goes on elsewhere, where prompts are computed from then on.
-    This is the last test: there is no successor.
+    """All its ranks end, and its stream goes on elsewhere, where prompts are computed from then on:
+    there is no successor.
     """
     change(cluster, SINGLE, *BOTH)
     change(cluster, RANKS, "decode")

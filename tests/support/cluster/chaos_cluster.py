@@ -195,6 +195,11 @@ class ChaosCluster:
     def terminate(self, name: str) -> None:
         self._processes[name].send_signal(signal.SIGTERM)
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether one of its processes has ended."""
+        return any(each.poll() is not None for each in self._processes.values())
+
     async def ended(self, name: str, timeout_s: float) -> int:
         """Returns the exit status. Raises TimeoutExpired."""
         return await asyncio.to_thread(self._processes[name].wait, timeout_s)

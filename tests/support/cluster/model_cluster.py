@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,23 @@ def run_model(
             yield ModelCluster(state, client, processes)
     finally:
         processes.stop()
+
+
+class RenewedCluster(contextlib.ExitStack):
+    """What the tests of a module share: a cluster, and a new one once a test has ended a process
+    of it.
+    """
+
+    def __init__(self, start: Callable[[], AbstractContextManager[ModelCluster]]) -> None:
+        super().__init__()
+        self._start = start
+        self._cluster: ModelCluster | None = None
+
+    def cluster(self) -> ModelCluster:
+        if self._cluster is None or self._cluster.processes.has_lost:
+            self.close()
+            self._cluster = self.enter_context(self._start())
+        return self._cluster
 
 
 def _compile_first(model_dir: Path, options_of_workers: Iterable[Mapping[str, str]]) -> None:

@@ -32,7 +32,7 @@ from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.recording_relay import RecordingRelay, relay_to
 from tests.support.relay import SlowRelay
 from tests.support.servers import RedisServer, Server, find_binary, free_port
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 
 MODEL, API_KEY, PASSWORD = "tiny", "key", "password"
 STEP_S, REGION = 0.01, "eu"
@@ -59,6 +59,7 @@ class LiveSite:
     http: httpx.AsyncClient = field(init=False)
     workers: list[WorkerProcess] = field(default_factory=list)
     instance: str = ""  # of gateway and scheduler: two sites may have one name
+    claimed: str = field(init=False)  # the name that its gateway and its scheduler have
 
     def common(self, role: str) -> dict[str, Any]:
         url = f"nats://{role}:{PASSWORD}@127.0.0.1:{self.nats_port}"
@@ -71,10 +72,23 @@ class LiveSite:
         }
 
     async def start(self, *, site: str) -> None:
+        self.claimed = site
         self.scheduler = await build_scheduler(
             SchedulerConfig(**self.common("scheduler"), site=site)
         )
-        await self._start(self.scheduler)
+        await _start(self.stack, self.scheduler)
+        await self._start_gateway()
+        self.stack.push_async_callback(self._stop_gateway)
+
+    async def restart_gateway(self) -> None:
+        await self._stop_gateway()
+        await self._start_gateway()
+
+    async def _stop_gateway(self) -> None:
+        await self.http.aclose()
+        await self.gateway.stop()
+
+    async def _start_gateway(self) -> None:
         self.gateway = await build_gateway(
             GatewayConfig(
                 **self.common("gateway"),
@@ -84,22 +98,32 @@ class LiveSite:
                 http_port=0,
                 cluster_secret=f"secret of {self.name}",
                 lame_duck_s=0.0,
-                site=site,
+                site=self.claimed,
                 kv_networks=("127.0.0.0/8",),
             )
         )
-        await self._start(self.gateway)
         self.http = httpx.AsyncClient(
             base_url=self.gateway.http_address,
             headers={"authorization": f"Bearer {API_KEY}"},
             timeout=60,
             trust_env=False,
         )
-        self.stack.push_async_callback(self.http.aclose)
+        await self.gateway.start()
 
     async def add_index(self) -> None:
         config = KvIndexConfig(**self.common("kv_index"), redis_url=self.redis_url)
-        await self._start(await build_kv_index(config))
+        await _start(self.stack, await build_kv_index(config))
+
+    @asynccontextmanager
+    async def worker(self, **options: Any) -> AsyncIterator[WorkerProcess]:
+        """Yields a worker like `add_worker`'s, which its site's scheduler knows until the end."""
+        async with AsyncExitStack() as stack:
+            worker = await self.add_worker(**options, stack=stack)
+            stack.callback(self.workers.remove, worker)
+            name = worker.report().heartbeat.process_id
+            await until(lambda: self.scheduler._workers.knows(name))
+            yield worker
+        await until(lambda: not self.scheduler._workers.knows(name))
 
     async def add_worker(
         self,
@@ -107,6 +131,7 @@ class LiveSite:
         num_blocks: int,
         cost: StepCost = FAST,
         roles: tuple[WorkerRole, ...] = ("prefill", "decode"),
+        stack: AsyncExitStack | None = None,
         **fields: Any,
     ) -> WorkerProcess:
         def load(config: WorkerConfig) -> TimingExecutor:
@@ -121,13 +146,9 @@ class LiveSite:
         )
         worker = await build_worker(config, roles, load)
         assert isinstance(worker, WorkerProcess)
-        await self._start(worker)
+        await _start(stack or self.stack, worker)
         self.workers.append(worker)
         return worker
-
-    async def _start(self, service: Service) -> None:
-        self.stack.push_async_callback(service.stop)
-        await service.start()
 
     async def chat(
         self, content: str, num_tokens: int, *, key: str = API_KEY, **fields: Any
@@ -146,6 +167,11 @@ class LiveSite:
                     assert "error" not in event, event
                     for choice in event["choices"]:
                         yield choice["delta"].get("content") or ""
+
+
+async def _start(stack: AsyncExitStack, service: Service) -> None:
+    stack.push_async_callback(service.stop)
+    await service.start()
 
 
 def _body(content: str, num_tokens: int, **fields: Any) -> dict[str, Any]:

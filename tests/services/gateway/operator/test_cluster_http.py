@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -22,12 +23,17 @@ TOKEN = "of-the-operator"
 PATHS = ("/v1/cluster", "/v1/cluster/events")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def operated(shared_cluster: SharedCluster) -> AsyncIterator[Beside]:
-    cluster = await shared_cluster.open()
+@asynccontextmanager
+async def operated_gateway(cluster: Cluster) -> AsyncIterator[Beside]:
     async with cluster.beside(operator_token=TOKEN) as beside:
         beside.http.headers["authorization"] = f"Bearer {TOKEN}"
         yield beside
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def operated(shared_cluster: SharedCluster) -> AsyncIterator[Beside]:
+    async with operated_gateway(await shared_cluster.open()) as found:
+        yield found
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -170,9 +176,11 @@ async def test_next_gateway_has_the_history(opened: Beside) -> None:
     assert other.events.all == ()
 
 
-async def test_closed_feed_ends_its_streams(opened: Beside) -> None:
-    """The last test: the gateway has one feed."""
-    async with opened.http.stream("GET", "/v1/cluster/events") as response:
+async def test_closed_feed_ends_its_streams(cluster: Cluster) -> None:
+    async with (
+        operated_gateway(cluster) as opened,
+        opened.http.stream("GET", "/v1/cluster/events") as response,
+    ):
         events = read(response)
         await anext(events)
         await opened.gateway._operator.feed.close()
