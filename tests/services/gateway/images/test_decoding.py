@@ -105,9 +105,11 @@ def transparent_png(size: tuple[int, int]) -> bytes:
     ],
     ids=["RGB", "RGBA", "L", "LA", "CMYK", "I;16", "P", "transparent P"],
 )
-@pytest.mark.parametrize("size", [(33, 64), (200, 400), (90, 20), (7, 150), (90, 150)])
+@pytest.mark.parametrize(
+    "size", [(33, 64), (200, 400), (90, 20), (7, 150), (90, 150), (70, 110), (70, 109), (120, 149)]
+)
 def test_pixels_are_those_of_a_copy_in_rgb(image: Image.Image, size: tuple[int, int]) -> None:
-    """Of more rows than a band has."""
+    """Of more rows and columns than a band has, in both orders of Pillow's passes."""
     for resample in (Image.Resampling.LANCZOS, Image.Resampling.BILINEAR):
         expected = in_rgb(image).resize(size, resample)
         assert resized(image, size, resample).tobytes() == expected.tobytes()

@@ -15,7 +15,7 @@ from PIL import Image
 from services.gateway.images.decoding import decoded, naming
 from services.gateway.images.input_image import InputImage
 from services.gateway.images.png_rows import PIXEL_BYTES, PngRows, png_rows
-from services.gateway.images.resizing import resized
+from services.gateway.images.resizing import in_rgb, resized
 from shared.errors import InvalidRequest
 
 NUM_DAMAGED = 50
@@ -72,7 +72,7 @@ def test_bands_are_the_rows_of_pillow(mode: str, num_rows: int) -> None:
     assert b"".join(each.tobytes() for each in bands) == expected.tobytes()
 
 
-@pytest.mark.parametrize("size", [SIZE, (40, 41), (5, 300)])
+@pytest.mark.parametrize("size", [SIZE, (40, 41), (5, 300), (3, 20), (13, 130), (13, 129)])
 @pytest.mark.parametrize(
     ("mode", "before"), [("RGB", (RED_IS_TRANSPARENT,)), ("RGBA", ()), ("LA", ())]
 )
@@ -86,7 +86,7 @@ def test_resized_pixels_are_the_same(
     found = rows_of(data)
     assert found is not None
     for resample in (Image.Resampling.LANCZOS, Image.Resampling.BILINEAR):
-        expected = resized(Image.open(BytesIO(data)), size, resample)
+        expected = in_rgb(Image.open(BytesIO(data))).resize(size, resample)
         assert resized(found, size, resample).tobytes() == expected.tobytes()
 
 
