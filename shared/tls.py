@@ -59,6 +59,19 @@ def pinned_context(certificate: str) -> ssl.SSLContext:
     return context
 
 
+def certificate_ends_at(certificate: str) -> float:
+    """Returns the end of a PEM file's first certificate, in seconds since 1970. Raises
+    ConfigError.
+    """
+    from cryptography import x509  # as below
+
+    try:
+        found = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the certificate {certificate}: {error}") from None
+    return found.not_valid_after_utc.timestamp()
+
+
 def certificate_names(certificate: str) -> tuple[str, ...]:
     """Returns the addresses and host names of a PEM file's first certificate. Raises
     ConfigError.

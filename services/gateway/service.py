@@ -278,6 +278,7 @@ class GatewayService:
         metrics.watch_loaded_models(lambda: models.num_loaded)
         metrics.watch_redis(lambda: self.tenancy.redis_memory.use)
         metrics.watch_deletions(lambda: self.tenancy.removed.unfinished_s)
+        metrics.watch_machine(self._config.nats_tls, lambda: self._bus.server_certificate_ends_at)
         metrics.watch_certificate(lambda: self._web_server.certificate_expires_at)
         metrics.watch_open_streams(lambda: len(self._driver))
         metrics.watch_regions(self._places.region_of)

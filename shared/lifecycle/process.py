@@ -31,6 +31,7 @@ from shared.metrics.supervisor_notifier import READY, STOPPING, Notifier
 from shared.secrets.option_files import poll_files
 from shared.telemetry.line_writer import replace_standard_streams
 from shared.telemetry.log import configure_service_logging
+from shared.tls import TlsFiles
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +78,7 @@ async def _live(config: ProcessConfig, build: Callable[[], Awaitable[Service]]) 
     drain_timeout_s, metrics = config.leave_timeout_s, config.metrics_address
     asyncio.get_running_loop().set_exception_handler(die)
     if metrics is not None:
-        build = _reporting(build, *metrics)
+        build = _reporting(build, *metrics, config.nats_tls)
     stopping = _on_signals()
     starting = start_awaited(_start(build))
     stopped = start_awaited(stopping.wait())
@@ -111,14 +112,15 @@ async def _live(config: ProcessConfig, build: Callable[[], Awaitable[Service]]) 
 
 
 def _reporting(
-    build: Callable[[], Awaitable[Service]], host: str, port: int
+    build: Callable[[], Awaitable[Service]], host: str, port: int, tls: TlsFiles
 ) -> Callable[[], Awaitable[Service]]:
     """Serves probes and metrics from before the build until the process exits. Raises ConfigError
     if the address cannot be had.
     """
-    from shared.metrics.metrics_server import MetricsServer  # not needed without metrics
+    from shared.metrics.machine import MachineCollector  # not needed without metrics
+    from shared.metrics.metrics_server import MetricsServer
 
-    server = MetricsServer(host, port)
+    server = MetricsServer(host, port, MachineCollector(tls))
     built: list[Service] = []
     Background().start_own(server.follow(lambda: built[0].report() if built else None))
     server.start()

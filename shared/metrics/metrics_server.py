@@ -69,7 +69,14 @@ class _LoopCollector(Collector):
 
 
 class MetricsServer:
-    def __init__(self, host: str, port: int, *, stall_limit_s: float = STALL_LIMIT_S) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        machine: Collector | None = None,
+        *,
+        stall_limit_s: float = STALL_LIMIT_S,
+    ) -> None:
         """Binds; port 0 is a free one. Raises ConfigError if the address cannot be had."""
         self._report: ProcessReport | None = None
         self._stall_limit_s = stall_limit_s
@@ -78,6 +85,8 @@ class MetricsServer:
         registry.register(FleetCollector(self._members))
         registry.register(_LoopCollector(self._stall_s))
         registry.register(_OwnCollector(lambda: self._report))
+        if machine is not None:
+            registry.register(machine)
         self._metrics = make_wsgi_app(registry)
         kind = _ServerV6 if ":" in host else _Server
         try:

@@ -99,6 +99,13 @@ class Bus(Protocol):
         ...
 
     @property
+    def server_certificate_ends_at(self) -> float | None:
+        """The end of the certificate of the server of the last connection, in Unix seconds; None
+        without TLS.
+        """
+        ...
+
+    @property
     def regions(self) -> RegionCheck:
         """The region classes whose data this process may send and receive."""
         ...
@@ -490,6 +497,10 @@ class NatsBus:
     @property
     def server_name(self) -> str:
         return self._client.server_name
+
+    @property
+    def server_certificate_ends_at(self) -> float | None:
+        return self._client.server_certificate_ends_at
 
     def _take_denial(self, verb: str, wire_subject: str) -> None:
         """Handles that the server has refused a subject, which nats-py has in lower case."""

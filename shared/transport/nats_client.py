@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -93,6 +94,13 @@ class DirectClient(Client):
         cluster = info.get("cluster", "")
         is_own = cluster in ("", info.get("server_name"), info.get("server_id"))
         return str(info.get("server_id", "") if is_own else cluster)
+
+    @property
+    def server_certificate_ends_at(self) -> float | None:
+        """The end of the certificate that the server has shown, in Unix seconds; None: no TLS."""
+        tls = None if self._transport is None else _tls_of(self._transport)
+        ends = (tls.getpeercert() or {}).get("notAfter") if tls is not None else None
+        return None if ends is None else float(ssl.cert_time_to_seconds(str(ends)))
 
     @property
     def is_running(self) -> bool:
@@ -281,7 +289,7 @@ class DirectClient(Client):
         """Returns the command with the credential. nats-py uses TLS only if the server asks for it,
         and whoever is on the path can remove that. Raises TlsRequired.
         """
-        if self._requires_tls and not _is_encrypted(self._transport):
+        if self._requires_tls and _tls_of(self._transport) is None:
             raise TlsRequired("the server does not offer TLS, which its URL requires")
         return super()._connect_command()
 
@@ -310,9 +318,10 @@ class DirectClient(Client):
         super()._remove_sub(sid, max_msgs)
 
 
-def _is_encrypted(transport: Any) -> bool:
-    """Whether a handshake has verified the server."""
-    return transport._io_writer.get_extra_info("ssl_object") is not None
+def _tls_of(transport: Any) -> ssl.SSLObject | None:
+    """Returns the connection's TLS, whose handshake has verified the server."""
+    found: ssl.SSLObject | None = transport._io_writer.get_extra_info("ssl_object")
+    return found
 
 
 def _encoded(headers: dict[str, str] | None) -> bytes:

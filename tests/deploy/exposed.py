@@ -22,7 +22,9 @@ from shared.messages import (
     StoreLoad,
 )
 from shared.metrics.families.member import Member
+from shared.metrics.machine import MachineCollector
 from shared.metrics.metrics_server import MetricsServer
+from shared.tls import TlsFiles
 from tests.services.gateway.observability.metrics.test_gateway_metrics import timeline
 from tests.services.gateway.peer import CARD
 from tests.shared.metrics.test_families import heartbeat, worker_load
@@ -65,6 +67,7 @@ def gateway_metrics() -> GatewayMetrics:
     metrics.watch_dropped_spans(lambda: 0)
     metrics.watch_redis(lambda: MemoryUse(0, 0))
     metrics.watch_certificate(lambda: 0.0)
+    metrics.watch_machine(TlsFiles(), lambda: 0.0, folders=())
     metrics.count_ended("stop", model="m", dialect="openai", tenant="t", worker_id="decode-1")
     metrics.count_refused("overloaded", dialect="openai", tenant="t")
     metrics.count_tokens(model="m", tenant="t", prompt=1, cached=1, output=1, reasoning=1)
@@ -77,7 +80,7 @@ def gateway_metrics() -> GatewayMetrics:
 
 
 def process_metrics() -> str:
-    server = MetricsServer("127.0.0.1", 0)
+    server = MetricsServer("127.0.0.1", 0, MachineCollector(TlsFiles()))
     server.start()
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"

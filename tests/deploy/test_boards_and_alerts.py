@@ -23,10 +23,11 @@ BOARDS = [DEPLOY / "grafana" / name for name in ("hearth.json", "hearth-fleet.js
 TESTS = Path(__file__).with_name("alert_tests.yml")
 VLLM = Path(__file__).with_name("vllm_expressions.txt")
 # processes of one tree have one release, and its workers one format; a failed host, a full disk,
-# HTTPS, GPUs and other sites are not of this cluster
+# TLS, GPUs and other sites are not of this cluster
 BY_HAND = {
     *("HearthKvMismatch", "HearthModelFailed", "HearthRedisRejectsWrites"),
-    *("HearthCertificateExpires", "HearthGpuFault", "HearthGpuThrottled"),
+    *("HearthCertificateExpires", "HearthNatsCertificateExpires", "HearthDiskFull"),
+    *("HearthGpuFault", "HearthGpuThrottled"),
     *("HearthLinkCut", "HearthSpillOver", "HearthDrainLong", "HearthMixedReleases"),
 }
 VARIABLES = {

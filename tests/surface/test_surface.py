@@ -22,6 +22,7 @@ from shared import config, messages, subjects
 from shared.config import ProcessConfig
 from shared.fleet import read_fleet
 from shared.metrics.families.fleet import FleetCollector
+from shared.metrics.machine import MachineCollector
 from shared.model_registry.record import RegisteredModel
 from shared.subjects import CredentialRole, api_permissions, permissions
 from shared.tenancy import (
@@ -36,6 +37,7 @@ from shared.tenancy.model_alias import ModelAlias
 from shared.tenancy.pinned_prefix import Entry, PinnedPrefix
 from shared.tenancy.tenant import ApiKeyRecord, TenantRecord
 from shared.tenancy.tenant_copy import TenantCopy
+from shared.tls import TlsFiles
 from tests.surface.recording import check_record
 from tests.surface.type_shape import shape_lines
 
@@ -157,7 +159,8 @@ def test_redis() -> None:
 
 
 def test_metrics_of_processes() -> None:
-    found = sorted(FleetCollector(tuple).collect(), key=lambda each: each.name)
+    collectors = FleetCollector(tuple), MachineCollector(TlsFiles(), ())
+    found = sorted((m for each in collectors for m in each.collect()), key=lambda each: each.name)
     assert len(found) > 50
     rows = [f"{each.name} {each.type} {_labels(each)}: {each.documentation}" for each in found]
     check_record("metrics_of_processes.txt", "\n".join(rows))

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
-from cryptography import x509
 
 from shared.clock import Clock
 from shared.errors import ConfigError
+from shared.tls import certificate_ends_at
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ class Certificate:
             raise ConfigError(
                 f"cannot use http_cert {cert} with http_key {key}: {reason}"
             ) from error
-        self.expires_at = _expires_at(cert)  # seconds since 1970
+        self.expires_at = certificate_ends_at(cert)  # seconds since 1970
 
     async def watch(self, clock: Clock) -> None:
         """Polls the files until it is cancelled. Open connections keep the certificate of their
@@ -59,14 +59,8 @@ class Certificate:
             log.error("certificate_not_loaded", files=self._files, error=str(error))
             return
         self._changed_at = changed_at
-        self.expires_at = _expires_at(self._files[0])
+        self.expires_at = certificate_ends_at(self._files[0])
         log.info("certificate_loaded", files=self._files)
-
-
-def _expires_at(cert: str) -> float:
-    """Returns the end of the file's first certificate, which is the server's own."""
-    found = x509.load_pem_x509_certificate(Path(cert).read_bytes())
-    return found.not_valid_after_utc.timestamp()
 
 
 def _no_password() -> str:

@@ -14,7 +14,7 @@ from services.local.credentials import tls_block
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.store import RedisStore, StoreUnavailable
-from shared.tls import TlsFiles
+from shared.tls import TlsFiles, certificate_ends_at
 from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser, nats_server_config
 from tests.support.certificates import Authority, server_context
@@ -80,6 +80,8 @@ async def test_mutual_tls_connects_and_hides_the_credential(
     async with relay_to(tls_server.port) as (relay, port):
         bus = await connect(port, authority.issue("decode-1"), tls_first=tls_first)
         assert bus.is_connected
+        ends_at = certificate_ends_at(str(authority.folder / "server.crt"))
+        assert bus.server_certificate_ends_at == ends_at
         await bus.close()
         assert b"CONNECT" not in relay.recorded
         assert SECRET.encode() not in relay.recorded

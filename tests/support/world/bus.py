@@ -491,6 +491,10 @@ class SimulatedBus:
     def server_name(self) -> str:
         return "simulated"
 
+    @property
+    def server_certificate_ends_at(self) -> float | None:
+        return None
+
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Publishes arbitrary bytes."""
         parcel = Parcel(data, _no_reply, sent_by(subject, self.process_id))

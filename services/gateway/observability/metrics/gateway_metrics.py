@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,8 +34,10 @@ from shared.errors import InvalidRequest
 from shared.messages import GatewayLoad, SiteRequests
 from shared.metrics.families.fleet import FleetCollector
 from shared.metrics.families.member import Member
+from shared.metrics.machine import MachineCollector
 from shared.subjects import site_in
 from shared.telemetry.timeline import Timeline
+from shared.tls import TlsFiles
 
 NAMES = ("hearth", "vllm")
 MAX_CODES = 64  # codes of rejections that heartbeats report
@@ -197,6 +200,15 @@ class GatewayMetrics:
     def watch_copied_tenants(self, counts: Callable[[], CopyCounts]) -> None:
         """Exports the tenants of other sites, which a gateway with links has."""
         self.own.copied_tenants = counts
+
+    def watch_machine(
+        self,
+        tls: TlsFiles,
+        server_ends_at: Callable[[], float | None],
+        folders: Iterable[Path] | None = None,
+    ) -> None:
+        """Exports what ends, or fills up, on this machine: see MachineCollector."""
+        self.registry.register(MachineCollector(tls, folders, server_ends_at))
 
     def watch_certificate(self, expires_at: Callable[[], float | None]) -> None:
         """Exports the end of the certificate of HTTPS, in Unix seconds; None: there is none."""
