@@ -73,13 +73,13 @@ class _Text(msgspec.Struct):
     tool_calls: list[_Call] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamedChoice(msgspec.Struct):
     delta: _Text | None = None  # of a chat
     text: str | None = None  # of a completion
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] | None = None
+    choices: list[_StreamedChoice] | None = None
     usage: dict[str, Any] | None = None
     hearth: dict[str, Any] | None = None
     error: Any = None
@@ -90,7 +90,7 @@ class ListedModel(msgspec.Struct, frozen=True):
     max_context: int = 0  # tokens; 0: the server does not say
 
 
-class _Models(msgspec.Struct):
+class _ListedModels(msgspec.Struct):
     data: list[ListedModel] | None = None
 
 
@@ -131,7 +131,7 @@ async def _served_models(client: httpx.AsyncClient) -> list[ListedModel]:
     except httpx.HTTPError as error:
         raise DependencyUnavailable(f"cannot reach {client.base_url}: {error}") from None
     _check(response, response.content)
-    models = _decoded(response.content, _Models).data
+    models = _decoded(response.content, _ListedModels).data
     if not models:
         raise DependencyUnavailable(f"no model is served at {client.base_url}")
     return models

@@ -12,14 +12,14 @@ FIRST_S, MAX_S = 2.0, 120.0
 
 
 @dataclass(slots=True)
-class _Failures:
+class _SiteFailures:
     num: int = 0
     avoided_until: float = 0.0
 
 
 class AvoidedSites:
     def __init__(self) -> None:
-        self._failures: dict[str, _Failures] = {}
+        self._failures: dict[str, _SiteFailures] = {}
 
     def is_avoided(self, site: str, now: float) -> bool:
         known = self._failures.get(site)
@@ -27,7 +27,7 @@ class AvoidedSites:
 
     def failed(self, site: str, now: float) -> None:
         """Records a failure. Those of handoffs that ran at the same time count as one."""
-        known = self._failures.setdefault(site, _Failures())
+        known = self._failures.setdefault(site, _SiteFailures())
         if now >= known.avoided_until:
             known.avoided_until = now + min(FIRST_S * 2.0**known.num, MAX_S)
             known.num = min(known.num + 1, 16)

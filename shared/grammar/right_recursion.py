@@ -214,7 +214,7 @@ def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
     names = sorted(
         equations, key=lambda name: any(_begins(each, (name,)) for each in equations[name])
     )
-    users = _Users(equations)
+    users = _RuleUsers(equations)
     num_steps, most = 0, MAX_GROWTH + 4 * sum(map(_size, chain.from_iterable(equations.values())))
     for name in names:
         branches = list(_united(_bounded(_without_own(name, equations[name]), most), equations))
@@ -234,7 +234,7 @@ def _solved(equations: dict[str, list[_Branch]]) -> dict[str, Alternatives]:
     return solved
 
 
-class _Users:
+class _RuleUsers:
     """The rules whose equations have, or had, branches that end in a rule."""
 
     def __init__(self, equations: Mapping[str, Sequence[_Branch]]) -> None:

@@ -60,7 +60,7 @@ class PipedChild:
         self._ended.set_result(self._process.wait())
 
 
-class _Output(asyncio.StreamReaderProtocol):
+class _OutputReader(asyncio.StreamReaderProtocol):
     def eof_received(self) -> bool:
         """Returns False, which closes the pipe."""
         super().eof_received()
@@ -83,7 +83,7 @@ async def _started(command: Sequence[str], environ: Mapping[str, str]) -> PipedC
     process, pidfd = await asyncio.to_thread(_popen, command, environ)
     loop, stdout = asyncio.get_running_loop(), asyncio.StreamReader()
     stdin, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-    await loop.connect_read_pipe(lambda: _Output(stdout), process.stdout)
+    await loop.connect_read_pipe(lambda: _OutputReader(stdout), process.stdout)
     return PipedChild(process, pidfd, stdin, stdout)
 
 

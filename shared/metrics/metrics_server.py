@@ -41,7 +41,7 @@ class _Handler(WSGIRequestHandler):
         """Probes are no events."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _ThreadedServer(ThreadingMixIn, WSGIServer):
     """A thread for each connection: one that says nothing holds up no other."""
 
     daemon_threads = True
@@ -55,7 +55,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
 
-class _ServerV6(_Server):
+class _ServerV6(_ThreadedServer):
     address_family = socket.AF_INET6
 
 
@@ -88,7 +88,7 @@ class MetricsServer:
         if machine is not None:
             registry.register(machine)
         self._metrics = make_wsgi_app(registry)
-        kind = _ServerV6 if ":" in host else _Server
+        kind = _ServerV6 if ":" in host else _ThreadedServer
         try:
             self._server = kind((host, port), _Handler)
         except (OSError, OverflowError) as error:

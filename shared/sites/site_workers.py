@@ -24,7 +24,7 @@ CHANGES_S = 60.0
 
 
 @dataclass(slots=True)
-class _Gateway:
+class _HeardGateway:
     heard_at: float
     models: SiteModels
     counters: tuple[SiteCounters, ...] = ()  # in the models' order
@@ -38,9 +38,9 @@ class _Gateway:
 
 
 @dataclass(slots=True)
-class _Site:
+class _HeardSite:
     changes: Allowance
-    gateways: dict[str, _Gateway] = field(default_factory=dict)
+    gateways: dict[str, _HeardGateway] = field(default_factory=dict)
 
     def has_room(self, models: SiteModels, now: float) -> bool:
         """Forgets gateways that have gone if their places are needed."""
@@ -63,7 +63,7 @@ class SiteWorkers:
     """
 
     def __init__(self) -> None:
-        self._sites: dict[str, _Site] = {}
+        self._sites: dict[str, _HeardSite] = {}
 
     def knows_models(self, state: SiteState) -> bool:
         """Whether the models of a state are known."""
@@ -79,12 +79,12 @@ class SiteWorkers:
         name = site_in(models.gateway_id) or ""
         site = self._sites.get(name)
         if site is None:
-            site = self._sites[name] = _Site(Allowance(MAX_SITE_MODELS, CHANGES_S, now))
+            site = self._sites[name] = _HeardSite(Allowance(MAX_SITE_MODELS, CHANGES_S, now))
         if not site.has_room(models, now):
             return False
         known = site.gateways.get(models.gateway_id)
         workers = {} if known is None else known.workers
-        site.gateways[models.gateway_id] = _Gateway(now, models, workers=workers)
+        site.gateways[models.gateway_id] = _HeardGateway(now, models, workers=workers)
         return True
 
     def heartbeats(self, state: SiteState, now: float) -> list[Heartbeat]:
@@ -115,7 +115,7 @@ class SiteWorkers:
         ]
         return [*present.values(), *gone]
 
-    def _gateway(self, gateway_id: str) -> _Gateway | None:
+    def _gateway(self, gateway_id: str) -> _HeardGateway | None:
         site = self._sites.get(site_in(gateway_id) or "")
         return None if site is None else site.gateways.get(gateway_id)
 

@@ -37,7 +37,7 @@ OTHER_FORMS = ("tokenizer.model", "spiece.model", "tekken.json", "merges.txt", "
 VERSION = 1  # changes with the conversion
 
 
-class _TokenizerConfig(msgspec.Struct, frozen=True):
+class _TokenizerClasses(msgspec.Struct, frozen=True):
     """The fields of `tokenizer_config.json`. `auto_map` names the checkpoint's own classes, by
     use.
     """
@@ -87,8 +87,8 @@ def _check_other_forms(model_dir: Path) -> None:
         )
 
 
-def _read_config(path: Path) -> _TokenizerConfig:
-    return read_checkpoint_json(path, _TokenizerConfig) if exists(path) else _TokenizerConfig()
+def _read_config(path: Path) -> _TokenizerClasses:
+    return read_checkpoint_json(path, _TokenizerClasses) if exists(path) else _TokenizerClasses()
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
@@ -99,7 +99,7 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
     return base / "hearth" / "tokenizers"
 
 
-def _converted(ranks_path: Path, config: _TokenizerConfig, cache_dir: Path) -> Path:
+def _converted(ranks_path: Path, config: _TokenizerClasses, cache_dir: Path) -> Path:
     try:
         data = read_checkpoint_file(ranks_path, max_bytes=MAX_TOKENIZER_BYTES)
         given = msgspec.json.encode([VERSION, config.added_tokens_decoder])
@@ -112,7 +112,7 @@ def _converted(ranks_path: Path, config: _TokenizerConfig, cache_dir: Path) -> P
         raise CheckpointError(f"{ranks_path}: cannot be converted: {reason_of(error)}") from None
 
 
-def _convert(ranks_path: Path, data: bytes, config: _TokenizerConfig) -> dict[str, Any]:
+def _convert(ranks_path: Path, data: bytes, config: _TokenizerClasses) -> dict[str, Any]:
     try:
         added = {int(token_id): each for token_id, each in config.added_tokens_decoder.items()}
         return tokenizer_json(read_ranks(data), added, KIMI)

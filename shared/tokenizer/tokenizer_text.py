@@ -19,22 +19,22 @@ from shared.tokenizer.tiktoken_model import AddedToken
 from shared.tokenizer.tokenizer_file import tokenizer_file
 
 
-class _Entry(AddedToken, frozen=True, kw_only=True):
+class _NumberedToken(AddedToken, frozen=True, kw_only=True):
     id: int
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _Vocabulary(msgspec.Struct, frozen=True):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
-class _File(msgspec.Struct, frozen=True):
-    added_tokens: list[_Entry] = []
+class _TokenizerText(msgspec.Struct, frozen=True):
+    added_tokens: list[_NumberedToken] = []
     model: msgspec.Raw = msgspec.Raw(b"{}")
 
     @property
     def ids(self) -> dict[str, int]:
         """The ids of the vocabulary. Raises msgspec.MsgspecError."""
-        vocab = msgspec.json.decode(self.model, type=_Model).vocab
+        vocab = msgspec.json.decode(self.model, type=_Vocabulary).vocab
         if isinstance(vocab, dict):
             return vocab
         return {text: token_id for token_id, (text, _) in enumerate(vocab)}
@@ -56,12 +56,12 @@ def vocabulary(text: str) -> dict[str, int]:
     """Returns the ids of the tokens of a `tokenizer.json` that are not added. Raises
     msgspec.MsgspecError. It takes half as long as the library's `get_vocab`.
     """
-    return msgspec.json.decode(text, type=_File).ids
+    return msgspec.json.decode(text, type=_TokenizerText).ids
 
 
 def token_id(text: str, content: str) -> int | None:
     """Returns the id of a token in the text of a `tokenizer.json`. Raises msgspec.MsgspecError."""
-    file = msgspec.json.decode(text, type=_File)
+    file = msgspec.json.decode(text, type=_TokenizerText)
     found = next((entry.id for entry in file.added_tokens if entry.content == content), None)
     return file.ids.get(content) if found is None else found
 
@@ -70,7 +70,7 @@ def _with_added(text: str, special: SpecialTokens) -> str:
     """Returns the text with the special tokens added. A new token has the id of the vocabulary's
     token of this text, else the next one.
     """
-    file = msgspec.json.decode(text, type=_File)
+    file = msgspec.json.decode(text, type=_TokenizerText)
     known = {each.content: each for each in file.added_tokens}
     wanted = {token.content: token for token in special.added}
     for token in special.needed:
@@ -88,7 +88,7 @@ def _with_added(text: str, special: SpecialTokens) -> str:
     for content, token in changed.items():
         entry_id = known[content].id if content in known else ids.get(content, next_id)
         next_id = max(next_id, entry_id + 1)
-        known[content] = _Entry(id=entry_id, **_flags(token))
+        known[content] = _NumberedToken(id=entry_id, **_flags(token))
     fields = msgspec.json.decode(text, type=dict[str, Any])
     entries = sorted(known.values(), key=lambda each: each.id)
     fields["added_tokens"] = [{"id": each.id, **_flags(each)} for each in entries]

@@ -21,7 +21,7 @@ EXCEPTIONS = json.loads((Path(__file__).parent / "exceptions.json").read_text())
 
 
 # By lines: to parse the sources takes five seconds. One in a string counts, too.
-CLASS = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
+CLASS = re.compile(r"^class ([A-Za-z_]\w*)", re.MULTILINE)
 IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import\b|import ([\w., ]+))", re.MULTILINE)
 
 
@@ -40,7 +40,7 @@ def own_imports(source: str) -> set[str]:
 
 
 def class_names_used_again() -> Iterator[str]:
-    """Public classes of one name in several modules."""
+    """Classes of one name in several modules."""
     places = defaultdict(set)
     for folder in PRODUCT:
         for path, source in sources(folder).items():

@@ -114,7 +114,7 @@ def add_pairs(
         sums, factors = Strided(builder, sums, _ADDRESS(SUM_BYTES)), Strided(builder, at, row_bytes)
 
         def add(first: Any, count: int) -> None:
-            group = _Group(builder, sums.below(first), factors.below(first), count)
+            group = _RowGroup(builder, sums.below(first), factors.below(first), count)
             group.load(is_first)
             with cgutils.for_range(builder, num_steps) as step:
                 factors_at = builder.mul(step.index, step_bytes)
@@ -132,7 +132,7 @@ def add_pairs(
     return types.void(*places, whole, whole, types.boolean), generate
 
 
-class _Group:
+class _RowGroup:
     """Rows of generated code whose sums are in registers."""
 
     def __init__(self, builder: Any, sums: Strided, factors: Strided, count: int) -> None:

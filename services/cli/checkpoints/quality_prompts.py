@@ -18,7 +18,7 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0)]
 _Prompt = str | list[_TokenId]
 
 
-class _Line(msgspec.Struct):
+class _PromptLine(msgspec.Struct):
     prompt: _Prompt
 
 
@@ -64,11 +64,11 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _parsed(path: Path, number: int, line: str) -> str | list[int]:
     try:
-        found = msgspec.json.decode(line, type=_Prompt | _Line)
+        found = msgspec.json.decode(line, type=_Prompt | _PromptLine)
     except UNREADABLE as error:
         reason = one_line(error)
         raise ConfigError(f"prompts {path}: line {number}: {reason}") from None
-    return found.prompt if isinstance(found, _Line) else found
+    return found.prompt if isinstance(found, _PromptLine) else found
 
 
 def token_ids_of(

@@ -324,7 +324,7 @@ class _Http(HttpToolsProtocol):
             self.transport.close()
 
 
-class _Server(uvicorn.Server):
+class _QuietServer(uvicorn.Server):
     """A uvicorn server that leaves signals to the process and sets `is_listening` after startup.
     Without connections it stops at once, whereas uvicorn polls ten times a second.
     """
@@ -438,7 +438,7 @@ class WebServer:
             config.ssl = certificate.context
         self._certificate = certificate
         self._scheme = "http" if certificate is None else "https"
-        self._server = _Server(config)
+        self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None
         self._background = Background()
 

@@ -23,7 +23,7 @@ FAMILIES: dict[str, Read] = {
 }
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _ModelType(msgspec.Struct, frozen=True):
     model_type: str = ""
 
 
@@ -33,7 +33,7 @@ def read_image_config(model_dir: Path) -> ImageConfig | None:
     """
     path = model_dir / CONFIG
     model_file, processor_file = bytes_of(path) or b"{}", bytes_of(model_dir / PROCESSOR)
-    read = FAMILIES.get(decoded(path, model_file, _Model).model_type)
+    read = FAMILIES.get(decoded(path, model_file, _ModelType).model_type)
     if read is None or processor_file is None:
         return None
     return read(model_dir, model_file, processor_file)

@@ -20,7 +20,7 @@ FORGOTTEN_S = 1e-6
 
 
 @dataclass(slots=True)
-class _Tenant(Generic[Job]):
+class _TenantTurns(Generic[Job]):
     arrived: int
     waiting: deque[Job] = field(default_factory=deque)
     num_running: int = 0
@@ -37,7 +37,7 @@ class FairTurns(Generic[Job]):
     def __init__(self, max_running: int) -> None:
         """`max_running`: the jobs of one tenant that may run at the same time."""
         self._max_running = max_running
-        self._tenants: dict[str, _Tenant[Job]] = {}
+        self._tenants: dict[str, _TenantTurns[Job]] = {}
         self._num_arrivals = 0
 
     @property
@@ -47,7 +47,7 @@ class FairTurns(Generic[Job]):
 
     def add(self, tenant_id: str, job: Job) -> None:
         self._num_arrivals += 1
-        tenant = self._tenants.setdefault(tenant_id, _Tenant(self._num_arrivals))
+        tenant = self._tenants.setdefault(tenant_id, _TenantTurns(self._num_arrivals))
         tenant.waiting.append(job)
 
     def remove(self, tenant_id: str, job: Job) -> None:
@@ -96,7 +96,7 @@ class FairTurns(Generic[Job]):
             tenant.waiting.clear()
         return jobs
 
-    def _may_start(self, tenant: _Tenant[Job]) -> bool:
+    def _may_start(self, tenant: _TenantTurns[Job]) -> bool:
         return bool(tenant.waiting) and tenant.num_running < self._max_running
 
     def _begin_round(self) -> None:
@@ -107,5 +107,5 @@ class FairTurns(Generic[Job]):
                 del self._tenants[tenant_id]
 
 
-def _rank(tenant: _Tenant[Job]) -> tuple[bool, bool, float, int]:
+def _rank(tenant: _TenantTurns[Job]) -> tuple[bool, bool, float, int]:
     return tenant.had_turn, tenant.reached_limit, tenant.cpu_s, tenant.arrived

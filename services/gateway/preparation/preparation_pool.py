@@ -77,7 +77,7 @@ def default_num_processes() -> int:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _WaitingJob:
     tenant_id: str
     setup: ProcessSetup
     job: Job
@@ -174,7 +174,7 @@ class _Seat:
     """
 
     process: _PoolProcess | None = None
-    running: deque[_Waiting] = field(default_factory=deque)
+    running: deque[_WaitingJob] = field(default_factory=deque)
 
 
 class PreparationPool:
@@ -211,7 +211,7 @@ class PreparationPool:
         self._setup = setup  # the last job's
         self._module = module
         self._seats = [_Seat() for _ in range(count)]
-        self._turns: FairTurns[_Waiting] = FairTurns(max_running=max(1, count // 2))
+        self._turns: FairTurns[_WaitingJob] = FairTurns(max_running=max(1, count // 2))
         self._spares: list[_PoolProcess] = []
         self._dying: list[_PoolProcess] = []  # killed, and not yet seen to have ended
         self._background = Background()
@@ -244,7 +244,7 @@ class PreparationPool:
         if self._is_closed:
             raise _stopped()
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(tenant_id, setup, job, loop.create_future())
+        waiting = _WaitingJob(tenant_id, setup, job, loop.create_future())
         self._turns.add(tenant_id, waiting)
         self._start_jobs()
         patience = loop.call_later(self.max_wait_s, self._give_up, waiting)
@@ -287,7 +287,7 @@ class PreparationPool:
             seat.running.extend(jobs)
             self._background.start_item(self._run(seat, jobs[0]), partial(_fail_jobs, jobs))
 
-    def _batch(self, tenant_id: str, first: _Waiting) -> list[_Waiting]:
+    def _batch(self, tenant_id: str, first: _WaitingJob) -> list[_WaitingJob]:
         if not _is_small(first.job):
             return [first]
         key = first.setup.key
@@ -303,7 +303,7 @@ class PreparationPool:
         free = [each for each in self._seats if not each.running]
         return min(free, key=lambda each: _order(each.process, setup))
 
-    async def _run(self, seat: _Seat, first: _Waiting) -> None:
+    async def _run(self, seat: _Seat, first: _WaitingJob) -> None:
         running, cpu_s, has_lost = seat.running, 0.0, True
         process: _PoolProcess | None = None
         try:
@@ -356,7 +356,7 @@ class PreparationPool:
                 self._start_jobs()
                 self._start_spares()
 
-    def _leave(self, waiting: _Waiting) -> None:
+    def _leave(self, waiting: _WaitingJob) -> None:
         """Kills the process that runs a cancelled job alone, so that the next job need not wait."""
         self._turns.remove(waiting.tenant_id, waiting)
         if self._is_costly:
@@ -367,7 +367,7 @@ class PreparationPool:
                 process.kill()
                 self._dying = [*filter(_is_alive, self._dying), process]
 
-    def _give_up(self, waiting: _Waiting) -> None:
+    def _give_up(self, waiting: _WaitingJob) -> None:
         waiting.is_overdue = True
         if all(waiting not in seat.running for seat in self._seats):
             self._turns.remove(waiting.tenant_id, waiting)
@@ -452,12 +452,12 @@ def _stopped() -> NoCapacity:
     return NoCapacity("the gateway stops", retry_after_s=1.0)
 
 
-def _settle(waiting: _Waiting, reply: Reply) -> None:
+def _settle(waiting: _WaitingJob, reply: Reply) -> None:
     if not waiting.reply.done():  # done: the client disconnected
         waiting.reply.set_result(reply)
 
 
-def _settle_lost(waiting: _Waiting, process: PipedChild | None) -> None:
+def _settle_lost(waiting: _WaitingJob, process: PipedChild | None) -> None:
     """Ends a job whose process ended, by a limit or otherwise, such as by a kill."""
     if process is None or process.returncode not in OVER_LIMIT:
         _fail(waiting, NoCapacity("the preparation process ended", retry_after_s=1.0))
@@ -474,16 +474,16 @@ def _is_small(job: Job) -> bool:
     return False
 
 
-def _fail_jobs(jobs: Sequence[_Waiting], error: Exception) -> None:
+def _fail_jobs(jobs: Sequence[_WaitingJob], error: Exception) -> None:
     for waiting in jobs:
         _fail(waiting, InvalidRequest("the request cannot be prepared"))
 
 
-def _fail_overdue(jobs: Sequence[_Waiting]) -> None:
+def _fail_overdue(jobs: Sequence[_WaitingJob]) -> None:
     for waiting in jobs:
         _fail(waiting, Overloaded("too many requests wait to be prepared", retry_after_s=1.0))
 
 
-def _fail(waiting: _Waiting, error: HearthError) -> None:
+def _fail(waiting: _WaitingJob, error: HearthError) -> None:
     if not waiting.reply.done():
         waiting.reply.set_exception(error)

@@ -62,7 +62,7 @@ _FRAMES = sys.stdout.buffer
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class _Model:
+class _TemplateOfModel:
     """A model's template. `failure`: why it does not compile here, though it compiled once."""
 
     def __init__(self, setup: ProcessSetup) -> None:
@@ -74,17 +74,17 @@ class _Model:
             self.failure = error.message
 
 
-class _Models:
+class _TemplateModels:
     """Holds the models of this process: their templates, and the tokenizers of a few."""
 
     def __init__(self, make_body_handler: MakeBodyHandler | None) -> None:
         self._make = make_body_handler
-        self._models: RecentlyUsed[str, _Model] = RecentlyUsed(MAX_SETUPS)
+        self._models: RecentlyUsed[str, _TemplateOfModel] = RecentlyUsed(MAX_SETUPS)
         self._handlers: RecentlyUsed[str, BodyHandler] = RecentlyUsed(MAX_TOKENIZERS)
-        self._selected: _Model | None = None
+        self._selected: _TemplateOfModel | None = None
 
     def add(self, setup: ProcessSetup) -> None:
-        self._selected = _Model(setup)
+        self._selected = _TemplateOfModel(setup)
         self._models.put(setup.key, self._selected)
 
     def select(self, key: str) -> None:
@@ -132,7 +132,7 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, most))
     sys.stdout = sys.stderr  # a line of the log among the frames would be read as one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
-    models = _Models(make_body_handler)
+    models = _TemplateModels(make_body_handler)
     while (data := read_frame()) is not None:
         match decoded(data):
             case ProcessSetup() as setup:
@@ -149,7 +149,7 @@ def main(make_body_handler: MakeBodyHandler | None = None) -> None:
                     each[:] = bytes(len(each))  # nothing of an image stays here
 
 
-def _answered(models: _Models, job: Job | JobRejected) -> list[bytearray]:
+def _answered(models: _TemplateModels, job: Job | JobRejected) -> list[bytearray]:
     try:
         is_tokenized = isinstance(job, FileJob)
         handle_body = models.body_handler() if is_tokenized else None

@@ -58,7 +58,7 @@ class RequestCapacity:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantSlots:
     num_taken: int = 0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
@@ -100,13 +100,13 @@ class PreparationSlots:
         self._recent = recent
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantSlots] = {}
 
     @asynccontextmanager
     async def slot(self, tenant_id: str) -> AsyncIterator[None]:
         """Holds one slot of the tenant, first come first served. Raises Overloaded."""
         self._recent.arrived(tenant_id)
-        tenant = self._tenants.setdefault(tenant_id, _Tenant())
+        tenant = self._tenants.setdefault(tenant_id, _TenantSlots())
         if not tenant.waiting and tenant.num_taken < self._limit(tenant_id):
             tenant.num_taken += 1
         else:
@@ -119,7 +119,7 @@ class PreparationSlots:
     def _limit(self, tenant_id: str) -> int:
         return self._alone if self._recent.is_alone(tenant_id) else self._per_tenant
 
-    async def _wait(self, tenant_id: str, tenant: _Tenant) -> None:
+    async def _wait(self, tenant_id: str, tenant: _TenantSlots) -> None:
         """Returns when this caller has a slot."""
         if len(tenant.waiting) >= self._max_waiting:
             raise _too_many()
@@ -137,7 +137,7 @@ class PreparationSlots:
                 raise _too_many() from None
             raise
 
-    def _release(self, tenant_id: str, tenant: _Tenant) -> None:
+    def _release(self, tenant_id: str, tenant: _TenantSlots) -> None:
         tenant.num_taken -= 1
         while tenant.waiting and tenant.num_taken < self._limit(tenant_id):
             turn = tenant.waiting.popleft()

@@ -40,7 +40,7 @@ class ClientSlow(ClientDisconnected):
     code = "client_slow"
 
 
-class _Choice:
+class _ChoiceState:
     """The decoding state of one choice, and the output that its client has not taken."""
 
     def __init__(self, assembler: OutputAssembler) -> None:
@@ -102,7 +102,7 @@ class RequestOutput:
         self.on_update: Callable[[], None] = lambda: None
         self.num_buffered_bytes = 0  # bytes of the texts that `take` would return
         self._moves: list[Move] = []
-        self._texts = [_Choice(each) for each in assemblers]
+        self._texts = [_ChoiceState(each) for each in assemblers]
         self.has_more = False
         self._first_taken = 0  # the choice that `take` returns first
         self._shows_output = prepared.generation.shows_output
@@ -266,14 +266,14 @@ class RequestOutput:
         else:
             self.num_buffered_bytes = 0
 
-    def _finish_reason(self, text: _Choice, finish: Finish) -> EndReason:
+    def _finish_reason(self, text: _ChoiceState, finish: Finish) -> EndReason:
         if not self._shows_output:  # the client requested no tokens
             return "length"
         if text.assembler.is_stopped or finish.reason == "stop":
             return "tool_calls" if text.assembler.num_calls else "stop"
         return "length"  # a choice that failed beside others has it, too: its output is cut
 
-    def _observe_gap(self, text: _Choice) -> None:
+    def _observe_gap(self, text: _ChoiceState) -> None:
         """Observes TTFT at the request's first token, ITL between two tokens of a choice."""
         now = self._clock.now()
         if text.last_token_at is not None:

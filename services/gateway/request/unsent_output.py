@@ -15,7 +15,7 @@ MAX_RESPONSE_BYTES = 8 * 1024 * 1024
 MAX_TENANT_BYTES = 128 * 1024 * 1024
 
 
-class _Tenant:
+class _TenantOutput:
     def __init__(self) -> None:
         self.num_bytes = 0
         self.responses: set[UnsentResponse] = set()
@@ -31,14 +31,14 @@ class UnsentOutput:
     ) -> None:
         self.max_response_bytes = max_response_bytes
         self.max_tenant_bytes = max_tenant_bytes
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantOutput] = {}
 
     def num_bytes(self, tenant_id: str) -> int:
         tenant = self._tenants.get(tenant_id)
         return 0 if tenant is None else tenant.num_bytes
 
     def open(self, tenant_id: str) -> UnsentResponse:
-        tenant = self._tenants.setdefault(tenant_id, _Tenant())
+        tenant = self._tenants.setdefault(tenant_id, _TenantOutput())
         response = UnsentResponse(self, tenant_id)
         tenant.responses.add(response)
         return response

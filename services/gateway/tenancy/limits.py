@@ -79,7 +79,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
-class _Account:
+class _LimitedTenant:
     """This gateway's state of a tenant with limits. `tenant` is the latest record."""
 
     tenant: TenantRecord
@@ -109,7 +109,7 @@ class Limits:
         self._leases: SiteLeases | None = None
         self._num_gateways = num_gateways
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _LimitedTenant] = {}
         self._has_updates = asyncio.Event()
         self._flushing = asyncio.Lock()  # a settled lease must not be renewed afterwards
         self._background = Background()
@@ -148,7 +148,7 @@ class Limits:
         check_size(tenant, request_cost)
         if not enforced_limits(tenant):
             return LimitLease(tenant, lease_id, request_cost, False, {})
-        account = self._accounts.setdefault(tenant.tenant_id, _Account(tenant))
+        account = self._accounts.setdefault(tenant.tenant_id, _LimitedTenant(tenant))
         account.tenant = tenant
         return await self._open(account, lease_id, request_cost, request_cost.costs)
 
@@ -176,7 +176,7 @@ class Limits:
 
     async def _open(
         self,
-        account: _Account,
+        account: _LimitedTenant,
         lease_id: str,
         request_cost: RequestCost,
         costs: dict[str, int],
@@ -210,7 +210,7 @@ class Limits:
         self._leave(account, own if lease.is_charged else Settled(lease.lease_id, 0))
 
     async def _decide(
-        self, account: _Account, requested: RequestedTokens, settled: tuple[Settled, ...]
+        self, account: _LimitedTenant, requested: RequestedTokens, settled: tuple[Settled, ...]
     ) -> LimitState:
         """Returns the state from Redis or, if it is unavailable, from the local counter, and sets
         `account.is_local`.
@@ -238,7 +238,7 @@ class Limits:
 
     def _count(
         self,
-        account: _Account,
+        account: _LimitedTenant,
         *,
         settled: tuple[Settled, ...] = (),
         requested: RequestedTokens | None = None,
@@ -252,11 +252,11 @@ class Limits:
         command = LimitCommand(limits=limits, lease_s=inf, settled=settled, asked=requested)
         return account.counter.apply(command, self._clock.now(), is_forced=is_forced)
 
-    def _limits_of(self, account: _Account) -> dict[str, int]:
+    def _limits_of(self, account: _LimitedTenant) -> dict[str, int]:
         """Returns the limits of the last decision."""
         return self._parts_of(account) if account.is_local else enforced_limits(account.tenant)
 
-    def _parts_of(self, account: _Account) -> dict[str, int]:
+    def _parts_of(self, account: _LimitedTenant) -> dict[str, int]:
         """Returns this gateway's part of the limits, at least one of each, since a gateway alone
         must not reject all requests.
         """
@@ -266,7 +266,7 @@ class Limits:
         limits = enforced_limits(account.tenant)
         return {name: max(1, limit // num_parts) for name, limit in limits.items()}
 
-    def _leave(self, account: _Account, settled: Settled) -> None:
+    def _leave(self, account: _LimitedTenant, settled: Settled) -> None:
         if account.is_copied:
             if self._leases is not None:
                 tenant_id = account.tenant.tenant_id
@@ -334,7 +334,7 @@ class Limits:
                 break
 
     async def _settle_and_renew(
-        self, accounts: Sequence[_Account], *, has_renewal: bool = False
+        self, accounts: Sequence[_LimitedTenant], *, has_renewal: bool = False
     ) -> bool:
         """Sends the settled requests and renewals of several tenants in one round trip. Returns
         False if Redis is unavailable. An unreadable record of one tenant does not affect others.
@@ -357,7 +357,7 @@ class Limits:
 
     async def _apply(
         self,
-        account: _Account,
+        account: _LimitedTenant,
         *,
         settled: tuple[Settled, ...],
         requested: RequestedTokens,
@@ -380,7 +380,7 @@ class Limits:
                 raise
 
     async def _lease(
-        self, account: _Account, settled: tuple[Settled, ...], requested: RequestedTokens
+        self, account: _LimitedTenant, settled: tuple[Settled, ...], requested: RequestedTokens
     ) -> LimitState:
         """Charges a request to this gateway's share. Raises StoreUnavailable."""
         if self._leases is None:
@@ -402,14 +402,14 @@ class Limits:
                 del self._accounts[tenant_id]
 
 
-def _batches(accounts: Iterable[_Account]) -> list[list[_Account]]:
+def _batches(accounts: Iterable[_LimitedTenant]) -> list[list[_LimitedTenant]]:
     """Returns the accounts of this site's tenants."""
     found = [each for each in accounts if not each.is_copied]
     return [found[first : first + MAX_TENANTS] for first in range(0, len(found), MAX_TENANTS)]
 
 
 def _command(
-    account: _Account,
+    account: _LimitedTenant,
     *,
     settled: tuple[Settled, ...] = (),
     renewed: tuple[str, ...] = (),

@@ -28,7 +28,7 @@ LeaseAtHome = Callable[[str, LeaseStep], Awaitable[LeaseState]]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingLease:
     lease_id: str
     costs: Mapping[str, int]
     replaces: str
@@ -36,10 +36,10 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Account:
+class _LeasingTenant:
     tenant: TenantRecord
     share: LimitShare
-    waiting: deque[_Waiting] = field(default_factory=deque)
+    waiting: deque[_WaitingLease] = field(default_factory=deque)
     is_asking: bool = False
 
     @property
@@ -51,7 +51,7 @@ class SiteLeases:
     def __init__(self, clock: Clock, lease: LeaseAtHome) -> None:
         self._clock = clock
         self._lease = lease
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _LeasingTenant] = {}
         self._background = Background()
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class SiteLeases:
                 self._ask(account)
             return self._state(account)
         verdict = asyncio.get_running_loop().create_future()
-        account.waiting.append(_Waiting(lease_id, costs, replaces, verdict))
+        account.waiting.append(_WaitingLease(lease_id, costs, replaces, verdict))
         self._ask(account)
         return await verdict
 
@@ -94,15 +94,17 @@ class SiteLeases:
             if account.share.has_excess(account.limits, self._clock.now()):
                 self._ask(account)
 
-    def _account(self, tenant: TenantRecord, lease_id: str) -> _Account:
+    def _account(self, tenant: TenantRecord, lease_id: str) -> _LeasingTenant:
         account = self._accounts.get(tenant.tenant_id)
         if account is None:
-            account = _Account(tenant, LimitShare(lease_id, LEASE_S))
+            account = _LeasingTenant(tenant, LimitShare(lease_id, LEASE_S))
             self._accounts[tenant.tenant_id] = account
         account.tenant = tenant
         return account
 
-    def _state(self, account: _Account, rejected_by: str = "", wait_s: float = 0.0) -> LimitState:
+    def _state(
+        self, account: _LeasingTenant, rejected_by: str = "", wait_s: float = 0.0
+    ) -> LimitState:
         share = account.share
         used = share.used(account.limits, self._clock.now())
         return LimitState(rejected_by, wait_s, used, share.num_open_everywhere)
@@ -123,12 +125,12 @@ class SiteLeases:
             elif account.share.is_empty and not account.is_asking:
                 del self._accounts[tenant_id]
 
-    def _ask(self, account: _Account) -> None:
+    def _ask(self, account: _LeasingTenant) -> None:
         if not account.is_asking:
             account.is_asking = True
             self._background.start_item(self._exchange(account), is_logged)
 
-    async def _exchange(self, account: _Account) -> None:
+    async def _exchange(self, account: _LeasingTenant) -> None:
         """Runs steps until nobody waits, and nothing is held that others need."""
         try:
             while await self._step(account):
@@ -138,7 +140,7 @@ class SiteLeases:
         finally:
             account.is_asking = False
 
-    async def _step(self, account: _Account) -> bool:
+    async def _step(self, account: _LeasingTenant) -> bool:
         """Runs one step. Returns False if the home does not answer: nobody waits for it then."""
         limits = account.limits
         asked = [account.waiting.popleft() for _ in range(min(MAX_ASKED, len(account.waiting)))]
@@ -177,7 +179,7 @@ def _check(state: LeaseState, num_asked: int, limits: Mapping[str, int], *, is_t
             raise StoreUnavailable(f"the home has a limit {name!r}, its copy has none")
 
 
-def _fail(waiting: list[_Waiting], reason: str) -> None:
+def _fail(waiting: list[_WaitingLease], reason: str) -> None:
     for each in waiting:
         if not each.verdict.done():
             each.verdict.set_exception(StoreUnavailable(reason))

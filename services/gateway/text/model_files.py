@@ -80,7 +80,7 @@ class TextModelConfig(msgspec.Struct, frozen=True):
     classifier_from_token: tuple[str, ...] | None = None
 
 
-class _TokenizerConfig(msgspec.Struct, frozen=True):
+class _TemplateConfig(msgspec.Struct, frozen=True):
     chat_template: str | list[dict[str, str]] | None = None
     response_template: dict[str, Any] | None = None
 
@@ -116,7 +116,7 @@ class ModelFiles(ModelText):
     """
 
     def __init__(self, model_dir: Path, template_file: str = "") -> None:
-        config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
+        config = _read(model_dir / "tokenizer_config.json", _TemplateConfig)
         templates = read_templates(model_dir, config.chat_template, template_file)
         special, text, end_token_ids = read_tokenizer(model_dir)
         self.tokenizer = PromptTokenizer(text, templates.text, place=str(model_dir))
@@ -167,7 +167,7 @@ def _warn(event: str, **fields: object) -> None:
 
 def prompt_tokenizer(model_dir: Path, template_file: str = "") -> PromptTokenizer:
     """Loads the tokenizer of `ModelFiles` alone. Raises ConfigError."""
-    config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
+    config = _read(model_dir / "tokenizer_config.json", _TemplateConfig)
     templates = read_templates(model_dir, config.chat_template, template_file)
     _, text, _ = read_tokenizer(model_dir)
     return PromptTokenizer(text, templates.text, place=str(model_dir))

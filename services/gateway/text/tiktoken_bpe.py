@@ -50,7 +50,7 @@ class _PreTokenizer(msgspec.Struct, frozen=True):
     invert: bool = False
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _BpeModel(msgspec.Struct, frozen=True):
     type: str = ""
     merges: list[str | tuple[str, str]] = []
     dropout: float | None = None
@@ -59,8 +59,8 @@ class _Model(msgspec.Struct, frozen=True):
     ignore_merges: bool = False
 
 
-class _File(msgspec.Struct, frozen=True):
-    model: _Model
+class _BpeFile(msgspec.Struct, frozen=True):
+    model: _BpeModel
 
 
 class Encoders(NamedTuple):
@@ -88,7 +88,7 @@ def encoders(
         are_found = _are_found_as_they_are(added.values(), steps)
         encode = _encode_words(source, steps, vocab, marked.model) if are_found else None
     except (msgspec.DecodeError, LookupError, ValueError):
-        return Encoders(own_marked, own_literal)  # a file that `_File` does not cover
+        return Encoders(own_marked, own_literal)  # a file that `_BpeFile` does not cover
     if encode is None:
         return Encoders(own_marked, own_literal)
     ids = {token.content: token_id for token_id, token in added.items()}
@@ -148,7 +148,7 @@ def _encode_words(
         return None
     if not isinstance(merging, models.BPE):
         return None
-    ranks = _ranks_of(msgspec.json.decode(source, type=_File).model, vocab, merging)
+    ranks = _ranks_of(msgspec.json.decode(source, type=_BpeFile).model, vocab, merging)
     if ranks is None:
         return None
     encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -175,7 +175,9 @@ def _pattern_of(pre_tokenizer: _PreTokenizer | None) -> str | None:
     return None
 
 
-def _ranks_of(model: _Model, vocab: dict[str, int], merging: models.BPE) -> dict[bytes, int] | None:
+def _ranks_of(
+    model: _BpeModel, vocab: dict[str, int], merging: models.BPE
+) -> dict[bytes, int] | None:
     """Returns the ids of tokens that can occur, by their bytes; None if tiktoken could differ.
     `merging`: the same model, which nobody else uses yet.
     """
@@ -193,7 +195,7 @@ def _ranks_of(model: _Model, vocab: dict[str, int], merging: models.BPE) -> dict
 
 
 def _ranks_by_merges(
-    model: _Model, vocab: dict[str, int], merging: models.BPE
+    model: _BpeModel, vocab: dict[str, int], merging: models.BPE
 ) -> dict[bytes, int] | None:
     ranks = {}
     for text, token_id in vocab.items():
@@ -208,7 +210,7 @@ def _ranks_by_merges(
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
 
 
-def _is_standard_bpe(model: _Model) -> bool:
+def _is_standard_bpe(model: _BpeModel) -> bool:
     has_affix = model.continuing_subword_prefix or model.end_of_word_suffix
     return model.type == "BPE" and not has_affix and not model.dropout
 

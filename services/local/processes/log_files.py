@@ -55,7 +55,7 @@ def level_of(line: str) -> str | None:
     """
     if line.startswith("{"):
         try:
-            level = msgspec.json.decode(line, type=_Line).level
+            level = msgspec.json.decode(line, type=_LogLine).level
         except UNREADABLE:
             return None
         return level or None
@@ -78,13 +78,13 @@ def last_event(path: Path) -> str:
     other text.
     """
     try:
-        line = msgspec.json.decode(last_line(path), type=_Line)
+        line = msgspec.json.decode(last_line(path), type=_LogLine)
     except UNREADABLE:
         return ""
     return line.event if line.level == "info" else ""
 
 
-class _Line(msgspec.Struct):
+class _LogLine(msgspec.Struct):
     level: str = ""
     event: str = ""
 

@@ -44,7 +44,7 @@ class SupervisionLog:
             os.close(log)
 
 
-class _Line(msgspec.Struct):
+class _SupervisionLine(msgspec.Struct):
     timestamp: datetime
     event: str
     child: str = ""
@@ -59,11 +59,11 @@ def recent_restarts(folder: Path, wall_s: float) -> Sequence[Restarts]:
     return [Restarts(name, len(times), max(times)) for name, times in sorted(found.items())]
 
 
-def _lines(path: Path) -> Iterator[_Line]:
+def _lines(path: Path) -> Iterator[_SupervisionLine]:
     try:
         content = path.read_bytes()
     except OSError:
         return
     for each in content.splitlines():
         with contextlib.suppress(*UNREADABLE):
-            yield msgspec.json.decode(each, type=_Line)
+            yield msgspec.json.decode(each, type=_SupervisionLine)

@@ -30,7 +30,7 @@ SILENT_S = 300.0  # five snapshots
 
 
 @dataclass(eq=False, slots=True)
-class _Gateway:
+class _DigestSender:
     """A gateway of another site, in step with what it has sent of one region class."""
 
     gateway_id: str
@@ -49,11 +49,11 @@ class _Gateway:
         return digest.epoch == self.epoch and digest.sequence_number <= self.number
 
 
-class _Site:
+class _DigestSite:
     """The gateways of a site, and how many fingerprints it may send."""
 
     def __init__(self, now: float) -> None:
-        self.gateways: dict[tuple[str, str], _Gateway] = {}  # by id and region class
+        self.gateways: dict[tuple[str, str], _DigestSender] = {}  # by id and region class
         self.allowance = Allowance(MAX_PER_S * BURST_S, BURST_S, now)
 
     @property
@@ -63,10 +63,10 @@ class _Site:
 
 class SitePrefixes:
     def __init__(self) -> None:
-        self._sites: dict[str, _Site] = {}  # those of the servers' configuration
+        self._sites: dict[str, _DigestSite] = {}  # those of the servers' configuration
         # By region class, those of this process: bits of gateways by fingerprint
         self._holders: dict[str, dict[int, int]] = {}
-        self._of_bit: list[_Gateway | None] = []  # by the number of its bit
+        self._of_bit: list[_DigestSender | None] = []  # by the number of its bit
         self._free_bits: list[int] = []
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class SitePrefixes:
         before it counts again.
         """
         name = digest.gateway_id.partition(SITE_SEPARATOR)[0]
-        site = self._sites.setdefault(name, _Site(now))
+        site = self._sites.setdefault(name, _DigestSite(now))
         gateway = site.gateways.get((digest.gateway_id, digest.region_class))
         added, removed = unpack_fingerprints(digest.added), unpack_fingerprints(digest.removed)
         if not site.allowance.takes(MESSAGE_COST + len(added) + len(removed), now):
@@ -162,7 +162,9 @@ class SitePrefixes:
 
     # ── internals ────────────────────────────────────────────────────────────────────────────────
 
-    def _begin(self, site: _Site, name: str, digest: PrefixDigest, now: float) -> _Gateway:
+    def _begin(
+        self, site: _DigestSite, name: str, digest: PrefixDigest, now: float
+    ) -> _DigestSender:
         region_class = digest.region_class
         of_class = [each for each in site.gateways.values() if each.region_class == region_class]
         if len(of_class) >= MAX_GATEWAYS:
@@ -171,14 +173,14 @@ class SitePrefixes:
             self._free_bits.append(len(self._of_bit))
             self._of_bit.append(None)
         number = self._free_bits.pop()
-        gateway = _Gateway(
+        gateway = _DigestSender(
             *(digest.gateway_id, region_class, name, 1 << number),
             *(digest.epoch, digest.sequence_number, now),
         )
         self._of_bit[number] = site.gateways[digest.gateway_id, region_class] = gateway
         return gateway
 
-    def _drop(self, gateway: _Gateway | None) -> None:
+    def _drop(self, gateway: _DigestSender | None) -> None:
         if gateway is None:
             return
         self._remove(gateway, list(gateway.fingerprints))
@@ -187,14 +189,14 @@ class SitePrefixes:
         self._free_bits.append(number)
         del self._sites[gateway.site].gateways[gateway.gateway_id, gateway.region_class]
 
-    def _add(self, gateway: _Gateway, fingerprints: list[int]) -> None:
+    def _add(self, gateway: _DigestSender, fingerprints: list[int]) -> None:
         holders, bit = self._holders.setdefault(gateway.region_class, {}), gateway.bit
         gateway.fingerprints.update(fingerprints)
         for each in fingerprints:
             known = holders.get(each)
             holders[each] = bit if known is None else known | bit  # most share their gateway's int
 
-    def _remove(self, gateway: _Gateway, fingerprints: list[int]) -> None:
+    def _remove(self, gateway: _DigestSender, fingerprints: list[int]) -> None:
         holders, others = self._holders.get(gateway.region_class, {}), ~gateway.bit
         for each in fingerprints:
             if each in gateway.fingerprints:

@@ -67,7 +67,7 @@ class _KvCache(msgspec.Struct):
         return is_e4m3 and has_scales and self.symmetric is not False
 
 
-class _Group(msgspec.Struct):
+class _WrittenGroup(msgspec.Struct):
     targets: tuple[str, ...]
     weights: _Weights | None = None
     input_activations: dict[str, Any] | None = None
@@ -76,7 +76,7 @@ class _Group(msgspec.Struct):
 
 
 class _CompressedTensors(msgspec.Struct):
-    config_groups: dict[str, _Group]
+    config_groups: dict[str, _WrittenGroup]
     format: str | None = None
     ignore: tuple[str, ...] | None = None
     kv_cache_scheme: _KvCache | None = None
@@ -212,7 +212,7 @@ def _is_empty(section: dict[str, Any] | None) -> bool:
 
 
 def _config_group(
-    name: str, group: _Group, outer_format: str | None, scale: Literal["BF16", "F32"]
+    name: str, group: _WrittenGroup, outer_format: str | None, scale: Literal["BF16", "F32"]
 ) -> ConfigGroup:
     stored, weights = group.format or outer_format, group.weights
     if stored not in (_PACKED, _INTEGERS, _FLOATS):
@@ -238,7 +238,7 @@ _KINDS = {
 }
 
 
-def _check_activations(name: str, group: _Group, stored: str) -> None:
+def _check_activations(name: str, group: _WrittenGroup, stored: str) -> None:
     """Weights that are stored for activations of eight bits are served with others."""
     given = group.input_activations
     is_known = given is None or (stored != _PACKED and given.get("num_bits") == 8)

@@ -34,7 +34,7 @@ MAX_SHOWN = 8  # of the tokens that a log line lists
 EXPORT = "hf_quant_config.json"  # ModelOpt's, for a config.json that says nothing of it
 
 
-class _Head(msgspec.Struct):
+class _ConfigHead(msgspec.Struct):
     architectures: list[str] | None = None
     model_type: str | None = None
 
@@ -47,7 +47,10 @@ def read_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     if not exists(path):
         check_folder(model_dir, needs_weights=False)
-    head, given = read_checkpoint_json(path, _Head), read_checkpoint_json(path, dict[str, Any])
+    head, given = (
+        read_checkpoint_json(path, _ConfigHead),
+        read_checkpoint_json(path, dict[str, Any]),
+    )
     written = head.architectures[0] if head.architectures else ""
     try:
         architecture = supported_architecture(written, head.model_type or "")

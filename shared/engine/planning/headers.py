@@ -48,7 +48,7 @@ class HeaderTensor(NamedTuple):
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class _Entry(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct):
     """A tensor, or the file's metadata, whose fields are any."""
 
     dtype: str = ""
@@ -85,7 +85,7 @@ def file_tensors(path: Path) -> list[HeaderTensor]:
     try:
         with open_checkpoint_file(path) as file:
             encoded = _header_text(file, path)
-        entries = msgspec.json.decode(encoded, type=dict[str, _Entry])
+        entries = msgspec.json.decode(encoded, type=dict[str, _HeaderEntry])
         data_start = _LENGTH.size + len(encoded)
         data_bytes = path.stat().st_size - data_start
     except OSError as error:
@@ -110,7 +110,7 @@ def _header_text(file: BinaryIO, path: Path) -> bytes:
     return encoded
 
 
-def _check_span(path: Path, name: str, entry: _Entry, data_bytes: int) -> None:
+def _check_span(path: Path, name: str, entry: _HeaderEntry, data_bytes: int) -> None:
     first, end = entry.data_offsets
     if entry.dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: tensor {name}: dtype {entry.dtype!r} is not supported")

@@ -62,7 +62,7 @@ _JobKey = tuple[ImageKey, bool]  # whether it is encoded here: that job never wa
 
 
 @dataclass(slots=True)
-class _Users:
+class _SharedVectors:
     vectors: bytearray
     num: int = 0
 
@@ -114,7 +114,7 @@ class ImageJobs:
         self._fetch_vectors = fetch_vectors
         self._on_ready = [on_ready]
         self._jobs: dict[_JobKey, _Job] = {}
-        self._users: dict[ImageKey, _Users] = {}
+        self._users: dict[ImageKey, _SharedVectors] = {}
         self._room = ImageRoom(MAX_FETCHED, MAX_FETCHED_OF_TENANT)
         self._turns = TenantTurns()
         self._background = Background()
@@ -282,7 +282,7 @@ class ImageJobs:
         return vectors
 
     def _give(self, wanted: WantedImage, vectors: bytearray) -> None:
-        self._users.setdefault(wanted.key, _Users(vectors)).num += 1
+        self._users.setdefault(wanted.key, _SharedVectors(vectors)).num += 1
         wanted.vectors = vectors
 
     def _fail(self, job: _Job, failed: list[WantedImage], error: HearthError) -> None:

@@ -42,7 +42,7 @@ class PixelFields(msgspec.Struct, frozen=True):
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
 
-class _Processor(msgspec.Struct, frozen=True):
+class _PixelProcessor(msgspec.Struct, frozen=True):
     media_proc_cfg: msgspec.Raw = msgspec.Raw()  # Kimi's place for all fields
 
 
@@ -141,7 +141,7 @@ def _pixel_fields(model_dir: Path) -> PixelFields:
     path = model_dir / PROCESSOR
     if not exists(path):
         return PixelFields()
-    nested = bytes(read_checkpoint_json(path, _Processor).media_proc_cfg)
+    nested = bytes(read_checkpoint_json(path, _PixelProcessor).media_proc_cfg)
     if nested:
         return msgspec.json.decode(nested, type=PixelFields)
     return read_checkpoint_json(path, PixelFields)

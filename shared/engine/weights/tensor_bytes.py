@@ -18,7 +18,7 @@ from shared.engine.parallel.cuts import WHOLE, Cut
 from shared.engine.weights.reading.staging import LOCAL_BYTES, Slot, WeightStaging
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _Offsets(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
@@ -35,7 +35,7 @@ class TensorBytes:
         header = msgspec.json.decode(self._read(8, length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         offsets = {
-            name: msgspec.json.decode(entry, type=_Entry).data_offsets
+            name: msgspec.json.decode(entry, type=_Offsets).data_offsets
             for name, entry in header.items()
         }
         self._starts = {name: 8 + length + first for name, (first, _) in offsets.items()}

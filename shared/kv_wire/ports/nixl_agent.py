@@ -71,7 +71,7 @@ class NixlAgent:
         module = load_nixl()
         self._registered: list[Any] = []
         self._peers: list[str] = []
-        with _Failures("agent"):
+        with _AsLinkLost("agent"):
             config = module.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
             self._agent: Any = module.nixl_agent(name, config)
             if BACKEND not in self._agent.backends:
@@ -79,23 +79,23 @@ class NixlAgent:
 
     def register(self, memory: mmap.mmap) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        with _Failures("register"):
+        with _AsLinkLost("register"):
             found = self._agent.register_memory([(address, len(memory), 0, "")], "DRAM")
         self._registered.append(found)
         return address
 
     def metadata(self) -> bytes:
-        with _Failures("metadata"):
+        with _AsLinkLost("metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> str:
-        with _Failures("connect"):
+        with _AsLinkLost("connect"):
             name = self._agent.add_remote_agent(metadata)
             self._peers.append(name.decode() if isinstance(name, bytes) else str(name))
         return self._peers[-1]
 
     def read(self, peer: str, source: int, destination: int, num_bytes: int) -> Transfer:
-        with _Failures("read"):
+        with _AsLinkLost("read"):
             own, theirs = (
                 self._agent.get_xfer_descs([(address, num_bytes, 0)], "DRAM")
                 for address in (destination, source)
@@ -104,7 +104,7 @@ class NixlAgent:
             return _NixlTransfer(self._agent, handle, self._agent.transfer(handle))
 
     def progress(self) -> None:
-        with _Failures("progress"):
+        with _AsLinkLost("progress"):
             self._agent.get_new_notifs()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class _NixlTransfer:
         self._agent, self._handle, self._state = agent, handle, state
 
     def is_done(self) -> bool:
-        with _Failures("read"):
+        with _AsLinkLost("read"):
             if self._state == "PROC":
                 self._state = self._agent.check_xfer_state(self._handle)
             if self._state == "ERR":
@@ -130,7 +130,7 @@ class _NixlTransfer:
         return self._state == "DONE"
 
 
-class _Failures:
+class _AsLinkLost:
     """Raises errors of the wheel, which have no common type, as LinkLost."""
 
     def __init__(self, action: str) -> None:

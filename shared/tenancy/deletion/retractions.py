@@ -34,7 +34,7 @@ KeyEnd = Literal["expires_at", "revoked_at"]  # fields of an ApiKeyRecord
 _READ = "return redis.call('XREVRANGE', KEYS[1], '+', '-')"
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+class _Retraction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
     """`at` is in Unix seconds. `created_at` is that of the tenant, or of the key."""
 
     entry_id: str
@@ -43,11 +43,11 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     created_at: float
 
 
-class TenantRemoved(_Entry, frozen=True, kw_only=True, tag="tenant_removed"):
+class TenantRemoved(_Retraction, frozen=True, kw_only=True, tag="tenant_removed"):
     with_usage: bool = False
 
 
-class KeyEnded(_Entry, frozen=True, kw_only=True, tag="key_ended"):
+class KeyEnded(_Retraction, frozen=True, kw_only=True, tag="key_ended"):
     """`digest` is that of an API key, or stands for a NATS client."""
 
     digest: str
@@ -55,7 +55,7 @@ class KeyEnded(_Entry, frozen=True, kw_only=True, tag="key_ended"):
     ends_at: float
 
 
-class RetentionChanged(_Entry, frozen=True, kw_only=True, tag="retention_changed"):
+class RetentionChanged(_Retraction, frozen=True, kw_only=True, tag="retention_changed"):
     """What a tenant's record says of its data after a change."""
 
     is_zero_retention: bool = False

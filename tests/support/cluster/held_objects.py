@@ -27,7 +27,7 @@ PER_REQUEST = frozenset(
         "services.encode.service.Encoding",
         "shared.engine.vision.image_jobs.WantedImage",
         "shared.engine.vision.image_jobs._Job",
-        "shared.engine.vision.image_jobs._Users",
+        "shared.engine.vision.image_jobs._SharedVectors",
         "shared.engine.vision.sequence_images.WantedImages",
         "shared.pixels.byte_transfer.ByteTransfer",
         "shared.pixels.pixel_holder.HeldImage",

@@ -43,20 +43,20 @@ class _Edge(msgspec.Struct, frozen=True):
     longest_edge: Size
 
 
-class _Vision(msgspec.Struct, frozen=True):
-    """With the defaults of transformers, as `_Model`."""
+class _Idefics3Vision(msgspec.Struct, frozen=True):
+    """With the defaults of transformers, as `_Idefics3Model`."""
 
     image_size: Size = 224
     patch_size: Size = 32
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _Idefics3Model(msgspec.Struct, frozen=True):
     image_token_id: Annotated[int, Meta(ge=0)] = 128_257
     scale_factor: Annotated[int, Meta(ge=1, le=64)] = 2
-    vision_config: _Vision = _Vision()
+    vision_config: _Idefics3Vision = _Idefics3Vision()
 
 
-class _Processor(Steps, frozen=True, kw_only=True):
+class _Idefics3Processor(Steps, frozen=True, kw_only=True):
     """The fields as Pillow's processor in transformers has them, with its defaults."""
 
     size: _Edge
@@ -67,9 +67,9 @@ class _Processor(Steps, frozen=True, kw_only=True):
 
 def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> Idefics3Config:
     """Raises ConfigError."""
-    model = decoded(model_dir / CONFIG, model_file, _Model)
+    model = decoded(model_dir / CONFIG, model_file, _Idefics3Model)
     path = model_dir / PROCESSOR
-    processor, vision = decoded(path, processor_file, _Processor), model.vision_config
+    processor, vision = decoded(path, processor_file, _Idefics3Processor), model.vision_config
     check_steps(processor, path)
     check_resample(processor.resample, LANCZOS, "Lanczos", path)
     _check_sizes(processor, vision, path)
@@ -85,7 +85,7 @@ def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> Idefics3C
     )
 
 
-def _check_sizes(processor: _Processor, vision: _Vision, path: Path) -> None:
+def _check_sizes(processor: _Idefics3Processor, vision: _Idefics3Vision, path: Path) -> None:
     """Raises ConfigError."""
     tile, longest = processor.max_image_size.longest_edge, processor.size.longest_edge
     if tile != vision.image_size:

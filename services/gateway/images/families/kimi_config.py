@@ -48,7 +48,7 @@ class KimiConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return grid[0] * grid[1]
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _KimiModel(msgspec.Struct, frozen=True):
     media_placeholder_token_id: Annotated[int, Meta(ge=0)] | None = None
     image_token_id: Annotated[int, Meta(ge=0)] = 163_605
     vision_config: dict[str, Any] | None = None
@@ -66,17 +66,17 @@ class _Media(msgspec.Struct, frozen=True):
     image_std: tuple[float, ...] = HALF
 
 
-class _Processor(msgspec.Struct, frozen=True):
+class _KimiProcessor(msgspec.Struct, frozen=True):
     media_proc_cfg: _Media
 
 
 def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> KimiConfig | None:
     """Returns None for a checkpoint of the text part. Raises ConfigError."""
-    model = decoded(model_dir / CONFIG, model_file, _Model)
+    model = decoded(model_dir / CONFIG, model_file, _KimiModel)
     if model.vision_config is None:
         return None
     path = model_dir / PROCESSOR
-    media = decoded(path, processor_file, _Processor).media_proc_cfg
+    media = decoded(path, processor_file, _KimiProcessor).media_proc_cfg
     if media.fixed_output_tokens is not None:
         raise ConfigError(f"{path}: fixed_output_tokens is not supported, only null")
     if (media.image_mean, media.image_std) != (HALF, HALF):

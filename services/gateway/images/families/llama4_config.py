@@ -44,20 +44,20 @@ class _Square(msgspec.Struct, frozen=True):
     width: Size = 336
 
 
-class _Vision(msgspec.Struct, frozen=True):
-    """With the defaults of transformers, as `_Model` and `_Processor`."""
+class _Llama4Vision(msgspec.Struct, frozen=True):
+    """With the defaults of transformers, as `_Llama4Model` and `_Llama4Processor`."""
 
     image_size: Size = 448
     patch_size: Size = 14
     pixel_shuffle_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.5
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _Llama4Model(msgspec.Struct, frozen=True):
     image_token_index: Annotated[int, Meta(ge=0)] = 200_092
-    vision_config: _Vision | None = None
+    vision_config: _Llama4Vision | None = None
 
 
-class _Processor(Steps, frozen=True, kw_only=True):
+class _Llama4Processor(Steps, frozen=True, kw_only=True):
     size: _Square = _Square()
     resample: int = BILINEAR
     max_patches: Annotated[int, Meta(ge=1, le=MAX_TILES_ASIDE)] = 16
@@ -66,11 +66,11 @@ class _Processor(Steps, frozen=True, kw_only=True):
 
 def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> Llama4Config | None:
     """Returns None for a checkpoint of the text part. Raises ConfigError."""
-    model = decoded(model_dir / CONFIG, model_file, _Model)
+    model = decoded(model_dir / CONFIG, model_file, _Llama4Model)
     path, vision = model_dir / PROCESSOR, model.vision_config
     if vision is None:
         return None
-    processor = decoded(path, processor_file, _Processor)
+    processor = decoded(path, processor_file, _Llama4Processor)
     check_steps(processor, path)
     check_resample(processor.resample, BILINEAR, "bilinear", path)
     size = processor.size

@@ -45,7 +45,7 @@ _decoder = msgspec.msgpack.Decoder(ProcessSetup | SelectModel | Job)
 _request_decoder = msgspec.msgpack.Decoder(GrammarRequest)
 
 
-class _Models:
+class _CheckedModels:
     """The models of this process: their setups, and the vocabularies of MAX_VOCABULARIES
     of them.
     """
@@ -80,7 +80,7 @@ class _Models:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
-    models = _Models()
+    models = _CheckedModels()
     while (data := read_frame()) is not None:
         match _decoder.decode(data):
             case ProcessSetup() as setup:

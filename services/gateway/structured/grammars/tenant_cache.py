@@ -15,17 +15,17 @@ class Bounds(NamedTuple):
     num_bytes: int
 
 
-class _Entry(NamedTuple, Generic[Value]):
+class _CachedValue(NamedTuple, Generic[Value]):
     value: Value
     num_bytes: int
 
 
-class _Tenant(Generic[Value]):
+class _CacheOfTenant(Generic[Value]):
     def __init__(self) -> None:
-        self.entries: dict[bytes, _Entry[Value]] = {}  # least recently used first
+        self.entries: dict[bytes, _CachedValue[Value]] = {}  # least recently used first
         self.num_bytes = 0
 
-    def put(self, key: bytes, entry: _Entry[Value]) -> None:
+    def put(self, key: bytes, entry: _CachedValue[Value]) -> None:
         self.remove(key)
         self.entries[key] = entry
         self.num_bytes += entry.num_bytes
@@ -42,7 +42,7 @@ class TenantCache(Generic[Value]):
         """
         self._bounds = bounds
         self._of_tenant = of_tenant
-        self._tenants: dict[str, _Tenant[Value]] = {}  # least recently used first
+        self._tenants: dict[str, _CacheOfTenant[Value]] = {}  # least recently used first
 
     def get(self, tenant_id: str, key: bytes) -> Value | None:
         tenant = self._tenants.get(tenant_id)
@@ -57,8 +57,8 @@ class TenantCache(Generic[Value]):
         """Stores a value, unless it is larger than the tenant's bound."""
         if num_bytes > self._of_tenant.num_bytes:
             return
-        tenant = self._tenants[tenant_id] = self._tenants.pop(tenant_id, _Tenant())
-        tenant.put(key, _Entry(value, num_bytes))
+        tenant = self._tenants[tenant_id] = self._tenants.pop(tenant_id, _CacheOfTenant())
+        tenant.put(key, _CachedValue(value, num_bytes))
         while _exceeds(self._of_tenant, len(tenant.entries), tenant.num_bytes):
             tenant.remove(next(iter(tenant.entries)))
         while _exceeds(self._bounds, *self._totals()):

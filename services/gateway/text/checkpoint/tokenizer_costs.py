@@ -64,13 +64,13 @@ def most_chars_of_one(steps: TokenizerSteps) -> int:
     return ceil(expansion * _growth(normalizers))
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _CountedModel(msgspec.Struct, frozen=True):
     vocab: dict[str, msgspec.Raw] | list[msgspec.Raw] = {}
     merges: list[msgspec.Raw] = []
 
 
-class _File(msgspec.Struct, frozen=True):
-    model: _Model = _Model()
+class _CountedFile(msgspec.Struct, frozen=True):
+    model: _CountedModel = _CountedModel()
 
 
 def check_size(source: str) -> None:
@@ -78,7 +78,7 @@ def check_size(source: str) -> None:
     one that is invalid, which its reader names.
     """
     try:
-        model = msgspec.json.decode(source, type=_File).model
+        model = msgspec.json.decode(source, type=_CountedFile).model
     except UNREADABLE:
         return
     for what, entries, most in (

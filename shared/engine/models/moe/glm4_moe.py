@@ -13,7 +13,7 @@ from shared.engine.models.config_fields import config_fields, decoder_config
 from shared.engine.models.moe.fields import moe_fields, with_deepseek_experts
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+class _Glm4Fields(msgspec.Struct, frozen=True, kw_only=True):
     use_qk_norm: bool = False
 
 
@@ -22,7 +22,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
     fields = config_fields(
         given, num_key_value_heads=8, max_position_embeddings=131_072, rms_norm_eps=1e-5
     )
-    norms: _Fields = moe_fields(given, _Fields)
+    norms: _Glm4Fields = moe_fields(given, _Glm4Fields)
     config = replace(
         decoder_config(fields, may_rotate_partly=True),
         has_qkv_bias=fields.attention_bias,

@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+class _GptOssFields(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: Width = 2880
     num_local_experts: NumExperts = 128
     num_experts_per_tok: NumExperts = 4
@@ -52,7 +52,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
     known = {name: value for name, value in given.items() if value is not None}
-    own: _Fields = moe_fields(known, _Fields)
+    own: _GptOssFields = moe_fields(known, _GptOssFields)
     defaults = dict(DEFAULTS)
     if known.get("rope_parameters"):
         del defaults["rope_scaling"]
@@ -76,7 +76,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
     return with_experts(config, moe, lambda _: True)
 
 
-def _form(own: _Fields) -> CheckpointForm:
+def _form(own: _GptOssFields) -> CheckpointForm:
     experts = StackedExperts(
         num_experts=own.num_local_experts, inner=own.intermediate_size, is_interleaved=True
     )

@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
 Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+class _Llama4Fields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of Llama 4. `no_rope_layers` has 0 for a layer without rope; if it is empty,
     `no_rope_layer_interval` decides. `intermediate_size` is that of experts.
     """
@@ -74,7 +74,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
-    own: _Fields = moe_fields(given, _Fields)
+    own: _Llama4Fields = moe_fields(given, _Llama4Fields)
     shared = {name: value for name, value in given.items() if name != "layer_types"}
     fields = config_fields({**DEFAULTS, **shared, "intermediate_size": own.intermediate_size_mlp})
     config = decoder_config(fields)
@@ -94,7 +94,7 @@ def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
     return configure(text_fields(given))
 
 
-def _layer(own: _Fields, has_rope: bool) -> LayerConfig:
+def _layer(own: _Llama4Fields, has_rope: bool) -> LayerConfig:
     if has_rope:
         return LayerConfig(reach=_chunk(own), has_weightless_qk_norm=own.use_qk_norm)
     temperature = QueryTemperature(floor_scale=own.floor_scale, scale=own.attn_scale)
@@ -102,7 +102,7 @@ def _layer(own: _Fields, has_rope: bool) -> LayerConfig:
     return LayerConfig(rope_index=None, query_temperature=temperature if has_temperature else None)
 
 
-def _chunk(own: _Fields) -> Reach:
+def _chunk(own: _Llama4Fields) -> Reach:
     if own.attention_chunk_size is None:
         raise CheckpointError(
             "attention_chunk_size is missing, but layers with rope have chunked attention"
@@ -110,7 +110,7 @@ def _chunk(own: _Fields) -> Reach:
     return Chunk(own.attention_chunk_size)
 
 
-def _ropes(own: _Fields, num_layers: int) -> list[bool]:
+def _ropes(own: _Llama4Fields, num_layers: int) -> list[bool]:
     """Whether each layer has rope. Raises CheckpointError."""
     has_rope = [(layer + 1) % own.no_rope_layer_interval != 0 for layer in range(num_layers)]
     if own.no_rope_layers:
@@ -129,7 +129,7 @@ def _ropes(own: _Fields, num_layers: int) -> list[bool]:
     return has_rope
 
 
-def _experts(own: _Fields) -> MoeConfig:
+def _experts(own: _Llama4Fields) -> MoeConfig:
     """Returns the experts' config. The outputs of several experts of a token are added, as
     transformers does too.
     """
@@ -142,7 +142,7 @@ def _experts(own: _Fields) -> MoeConfig:
     )
 
 
-def _moe_layers(own: _Fields, num_layers: int) -> frozenset[int]:
+def _moe_layers(own: _Llama4Fields, num_layers: int) -> frozenset[int]:
     """Raises CheckpointError."""
     step = own.interleave_moe_layer_step
     if own.moe_layers is None:
@@ -153,7 +153,7 @@ def _moe_layers(own: _Fields, num_layers: int) -> frozenset[int]:
     return frozenset(own.moe_layers)
 
 
-def _form(head_dim: int, own: _Fields) -> CheckpointForm:
+def _form(head_dim: int, own: _Llama4Fields) -> CheckpointForm:
     """Returns the form of the checkpoint. Rotary pairs are neighbours in the checkpoint, and
     experts of a layer are one tensor.
     """

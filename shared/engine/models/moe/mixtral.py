@@ -25,13 +25,13 @@ FORM = CheckpointForm(
 )
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+class _MixtralFields(msgspec.Struct, frozen=True, kw_only=True):
     num_local_experts: NumExperts = 8
     num_experts_per_tok: NumExperts = 2
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
-    fields: _Fields = moe_fields(given, _Fields)
+    fields: _MixtralFields = moe_fields(given, _MixtralFields)
     config = mistral.configure({**DEFAULTS, **given})
     moe = MoeConfig(
         num_experts=fields.num_local_experts,

@@ -14,7 +14,7 @@ from shared.engine.models.config_fields import NumLayers, Width
 from shared.engine.models.moe.fields import Count, NumExperts, moe_fields, with_experts
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+class _Qwen3Fields(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: NumExperts | None = None
     num_local_experts: NumExperts = 128
     num_experts_per_tok: NumExperts = 8
@@ -25,7 +25,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
-    fields: _Fields = moe_fields(given, _Fields)
+    fields: _Qwen3Fields = moe_fields(given, _Qwen3Fields)
     moe = MoeConfig(
         num_experts=fields.num_experts or fields.num_local_experts,
         experts_per_token=fields.num_experts_per_tok,

@@ -36,7 +36,7 @@ _CHECKSUM_BYTES = 16
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _CachedDigests(msgspec.Struct, frozen=True):
     source: FileIdentity
     digests: dict[str, Digest]
     ctime_ns: int = 0  # no part of `FileIdentity`: a new link changes it, but not the content
@@ -69,7 +69,7 @@ class DigestCache:
         if self._now() - changed_s < LEAST_AGE_S or not source.is_current:
             return
         try:
-            self._write(source, msgspec.json.encode(_Entry(source, digests, ctime_ns)))
+            self._write(source, msgspec.json.encode(_CachedDigests(source, digests, ctime_ns)))
         except OSError as error:
             log.warning("digests_not_remembered", path=source.path, reason=one_line(error))
 
@@ -103,8 +103,8 @@ def digest_cache() -> DigestCache:
     return DigestCache(cache_root() / "digests")
 
 
-def _decoded(stored: bytes) -> _Entry:
+def _decoded(stored: bytes) -> _CachedDigests:
     checksum, content = stored[:_CHECKSUM_BYTES], stored[_CHECKSUM_BYTES:]
     if xxhash.xxh3_128_digest(content) != checksum:
         raise ValueError("the file is damaged")
-    return msgspec.json.decode(content, type=_Entry)
+    return msgspec.json.decode(content, type=_CachedDigests)

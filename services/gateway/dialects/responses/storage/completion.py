@@ -29,7 +29,7 @@ MAX_REFERENCED = 64  # responses of which one body names items
 OWN_FIELDS = ("hearth_history", "hearth_input", "hearth_tools")
 
 
-class _Head(msgspec.Struct, frozen=True):
+class _BodyHead(msgspec.Struct, frozen=True):
     previous_response_id: str | None = None
     store: bool | None = None
     hearth_history: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -37,7 +37,7 @@ class _Head(msgspec.Struct, frozen=True):
     hearth_tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-_head_decoder = msgspec.json.Decoder(_Head)
+_head_decoder = msgspec.json.Decoder(_BodyHead)
 _references_decoder = msgspec.json.Decoder(References)
 _encode = msgspec.msgpack.Encoder().encode
 

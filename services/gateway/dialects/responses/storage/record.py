@@ -56,7 +56,7 @@ class TenantState:
     seal: Callable[[str], str | None] | None = None
 
 
-class _Output(msgspec.Struct, frozen=True):
+class _StoredItems(msgspec.Struct, frozen=True):
     output: list[msgspec.Raw]
 
 
@@ -67,7 +67,7 @@ class _Named(msgspec.Struct, frozen=True):
     type: str = ""
 
 
-_output_decoder = msgspec.json.Decoder(_Output)
+_output_decoder = msgspec.json.Decoder(_StoredItems)
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _named_decoder = msgspec.json.Decoder(_Named)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
