@@ -17,6 +17,7 @@ from tests.support.services.unwritable_logs import (
     full_disk,
     stopped_reader,
 )
+from tests.support.waiting import until
 
 REPLACED = ("decode-1", "decode-2", "kv_index-1", "encode-1", "encode-2")
 
@@ -39,6 +40,10 @@ async def cluster(tmp_path: Path) -> AsyncIterator[MutedCluster]:
         cluster.stop()
 
 
+async def any_has_encoded(cluster: MutedCluster) -> bool:
+    return any([await cluster.has_encoded(each) for each in REPLACED if each.startswith("encode")])
+
+
 @pytest.mark.long
 async def test_every_process_serves_on_while_its_log_cannot_be_written(
     cluster: MutedCluster,
@@ -53,5 +58,6 @@ async def test_every_process_serves_on_while_its_log_cannot_be_written(
     await cluster.restart("nats-server")
     await cluster.wait_until_ready(DEADLINE_S)
     assert {await cluster.chat(each) for each in cluster.urls} == first
+    await until(lambda: any_has_encoded(cluster), timeout_s=DEADLINE_S)
     for name in pids.keys() - {*REPLACED}:
         assert cluster.pid(name) == pids[name] and cluster._processes[name].poll() is None

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from tests.support.cluster.chaos_cluster import SERVICES, ChaosCluster
+from tests.support.cluster.service_processes import OPERATOR
 from tests.support.cluster.vision_cluster import content, picture
 from tests.support.services.seeing_dir import write_seeing_dir
 from tests.support.services.vision_dir import PATCH, SCALE, TILE
@@ -93,6 +94,12 @@ class MutedCluster(ChaosCluster):
         await self.restart(name)
         await self.wait_until_ready(DEADLINE_S)
         return found
+
+    async def has_encoded(self, name: str) -> bool:
+        """Whether a gateway's view shows that this worker has encoded images since its start."""
+        async with httpx.AsyncClient(headers=OPERATOR, trust_env=False) as client:
+            response = await client.get(f"{self.urls['gateway-1']}/v1/cluster")
+        return bool(response.json()["processes"].get(name, {}).get("num_encoded_images"))
 
     def close_readers(self) -> None:
         while self.readers:
