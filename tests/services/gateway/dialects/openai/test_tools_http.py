@@ -66,6 +66,8 @@ TEMPLATE = {
 
 
 def answers(cluster: Cluster, text: str) -> None:
+    """Makes workers answer with the text, and forgets the requests of tests before."""
+    cluster.scheduler.forget()
     for decode in cluster.decodes:
         decode.reset(cluster.files.tokenizer.encode([text]))
 
