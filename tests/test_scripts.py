@@ -173,7 +173,7 @@ def test_failed_installation_is_retried(machine: Machine) -> None:
 
 
 WARM = "hearth warm"
-PYTEST = "pytest -n 4 --dist loadfile --no-loadscope-reorder"
+PYTEST = "pytest -n 4 --dist worksteal"
 SHORT = f"{PYTEST} --timeout 400"
 DEPLOY = "python -m pytest tests/deploy"  # with promtool, if it can be had
 RAISED = "python -m tests.deploy.record --live"
