@@ -4,10 +4,12 @@ that generate code once an operation, for half the time; tests of the engine fin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from kernels.ops import cpu_host
+from tests.support.kernels.compile_template import compile_in_child
 
 INT4, FP8 = ("int4",), ("fp8",)
 
@@ -35,6 +37,13 @@ def compile_first(
         **fields,
     }
     host.compile_ahead(host.compile_plan(**plan))
+
+
+@cache
+def compile_calls_first(run: Callable[[], object]) -> None:
+    """Compiles what a function of a test's module calls."""
+    if cpu_host().has_kernels:
+        compile_in_child(run)
 
 
 def compile_experts_first() -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import pkgutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -24,6 +24,7 @@ import kernels.cpu
 from tests.support.cluster.process_template import ForkedProcess, ProcessTemplate, serve
 
 MODULE = "tests.support.kernels.compile_template"
+CALL = "call"
 
 
 @contextmanager
@@ -43,6 +44,22 @@ def forked_compilers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm, "_start", start_forked)
         yield
+
+
+def compile_in_child(run: Callable[[], object]) -> None:
+    """Compiles what a function of a module calls, each of which no other function there has called
+    (see `kernels.cpu.deferred_codegen`): half of the time that it would take this process.
+    """
+    from kernels.cpu.compile import cache_dir, compile_lock
+
+    with compile_lock():
+        child = CompilingChild(
+            _template(cache_dir()),
+            (CALL, run.__module__, run.__qualname__),
+            _environ(cache_dir()),
+        )
+        _, errors = child.communicate()
+    assert child.returncode == 0, errors
 
 
 @cache
@@ -93,11 +110,16 @@ def _compile(arguments: Sequence[str]) -> None:
 
     from kernels.cpu import warm_parts
     from kernels.cpu.compile_plan import CompilePlan
+    from kernels.cpu.deferred_codegen import defer_codegen
 
-    part, mode, plan, niceness = arguments
-    os.nice(int(niceness))
     torch.set_num_threads(1)
     numba.set_num_threads(1)
+    if arguments[0] == CALL:
+        defer_codegen()
+        getattr(import_module(arguments[1]), arguments[2])()
+        return
+    part, mode, plan, niceness = arguments
+    os.nice(int(niceness))
     warm_parts.main(part, mode, CompilePlan(**json.loads(plan)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +13,26 @@ from kernels.cpu.attention.decode_attention import decode_attention
 from kernels.cpu.attention.prefill_attention import prefill_attention
 from kernels.cpu.attention.vector_attention import SEGMENT
 from kernels.ops import pack_heads, per_head_linear
+from tests.kernels.support.compiled_first import compile_calls_first
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 BLOCK_SIZE = 16
+SIZES = [(3, 28, 20), (16, 576, 512)]  # heads, width, of values
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_calls_first(attend_to_latents)
+
+
+def attend_to_latents() -> None:
+    for dtype, (_, width, value_dim) in product(TOLERANCE, SIZES):
+        for scale in (None, 1.0):
+            latents, query = Latents(1, width, dtype), torch.zeros(1, 1, width, dtype=dtype)
+            if scale is not None:
+                latents.store_in_fp8(scale)
+            latents.prefill(query, 1, value_dim)
+            latents.decode(query, torch.ones(1).long(), value_dim)
 
 
 class Latents:
@@ -58,7 +76,7 @@ class Latents:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("scale", [None, 0.7])
-@pytest.mark.parametrize(("num_heads", "width", "value_dim"), [(3, 28, 20), (16, 576, 512)])
+@pytest.mark.parametrize(("num_heads", "width", "value_dim"), SIZES)
 def test_prefill_and_decode_equal_fp64_and_each_other(
     num_heads: int, width: int, value_dim: int, dtype: torch.dtype, scale: float | None
 ) -> None:

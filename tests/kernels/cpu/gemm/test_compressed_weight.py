@@ -17,7 +17,7 @@ from kernels.cpu.gemm.compressed_linear import compressed_linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight, compress_weight
 from kernels.cpu.gemm.decompress_rows import decode_strips, select_rows
 from kernels.cpu.gemm.linear import pack_weight
-from tests.kernels.support.compiled_first import compile_first
+from tests.kernels.support.compiled_first import compile_calls_first, compile_first
 from tests.support.threads import computing_threads
 
 # (N, K): one block, full tiles, and partial blocks of rows, of columns, of both
@@ -38,6 +38,14 @@ ORDERS = ["tiles", "rows"]
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     compile_first("bfloat16", is_blocked=True, is_compressed=True)
+    compile_calls_first(use_weight)
+
+
+def use_weight() -> None:
+    weight = compressed(like_a_model(32, 64))
+    decompress(weight)
+    select_rows(weight, torch.zeros(1).long())
+    compressed_linear(torch.zeros(1, 64).bfloat16(), weight)
 
 
 @pytest.fixture(params=ORDERS)
