@@ -15,8 +15,10 @@ from tests.chaos.world.workload import NUM_STREAMS, Body, requests, with_stops
 from tests.support.cluster.chaos_cluster import ChaosCluster
 from tests.support.cluster.clients import ChoiceOutput, Exchange, run_exchange
 from tests.support.cluster.nats_clients import run_nats_exchange
+from tests.support.waiting import LIMIT_S
 
 MAX_TRIES = 8
+SLOWNESS = 8.0  # of streams with a fault, as a multiple of the slowest first token without
 IMAGE_LINKS = 4  # at a worker: of the pixels of two gateways, the vectors of two encode workers
 MAX_RETAINED_S = 8.0  # an ending is resent every 2 s
 BROKEN_PAUSE_S, REFUSED_PAUSE_S = 0.1, 0.5  # before a client retries
@@ -42,6 +44,12 @@ class Undisturbed:
     longest_gap_s: float
     ttft_s: list[float]
     ttft_without_s: dict[str, list[float]]  # without that worker
+
+    @property
+    def limit_s(self) -> float:
+        """How long the streams of a row may take: on a busy machine pictures take a minute alone."""
+        slowest = (max(each) for each in (self.ttft_s, *self.ttft_without_s.values()))
+        return max(LIMIT_S, SLOWNESS * max(slowest))
 
 
 class Chaos:

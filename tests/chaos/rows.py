@@ -54,7 +54,6 @@ FROZEN_GATEWAY_S = 6.0  # longer than its workers' lease: they have dropped its 
 SERVER_OUTAGE_S = 0.5  # after which a supervisor restarts a server
 NUM_LATE = 4  # requests that are sent during the fault
 LATE_AFTER_S = 0.2
-ROW_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = LIMIT_S
 
 
@@ -145,7 +144,7 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
     await watch.start()
     chaos.monitor.forget()
     sent, tasks = chaos.send_all()
-    await reach(phase, chaos.monitor, sent, victim)
+    await reach(phase, chaos.monitor, sent, victim, chaos.undisturbed.limit_s)
     strike = Strike(fault, victim, rank, phase, sent, chaos.nats is not None)
     if rank is None:
         await _strike(cluster, fault, victim)
@@ -155,7 +154,8 @@ async def run_row(chaos: Chaos, fault: Fault, process: str, phase: Phase) -> Row
         os.kill(cluster.rank_pid(victim, rank), number_of[fault])
         repair = asyncio.create_task(_nothing())
     strike.late, late_tasks = await _send_late(chaos, victim)
-    _, unfinished = await asyncio.wait([*tasks, *late_tasks], timeout=ROW_TIMEOUT_S)
+    streams = [*tasks, *late_tasks]
+    _, unfinished = await asyncio.wait(streams, timeout=chaos.undisturbed.limit_s)
     for task in unfinished:
         task.cancel()
     outage_s = await repair

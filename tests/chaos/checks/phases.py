@@ -10,7 +10,7 @@ from typing import Literal
 from shared.messages import KvEvents, Placed, WorkerLoad
 from tests.chaos.chaos import Call
 from tests.chaos.checks.monitor import Monitor
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 Phase = Literal[
     "queued", "placed", "encoding", "prefilling", "transferring", "decoding", "finishing"
@@ -28,11 +28,14 @@ IMAGE_PHASES: tuple[Phase, ...] = ("encoding", "transferring", "decoding")
 POLL_S = 0.005
 
 
-async def reach(phase: Phase, monitor: Monitor, sent: list[Call], victim: str) -> None:
+async def reach(
+    phase: Phase, monitor: Monitor, sent: list[Call], victim: str, timeout_s: float = LIMIT_S
+) -> None:
     """Waits until a fault of `victim` would hit the streams in this phase. Raises NotReached."""
     is_reached = _in_phase(phase, monitor, sent, victim)
     await until(
         is_reached,
+        timeout_s=timeout_s,
         poll_s=POLL_S,
         seen=lambda: f"{phase}: {Counter(type(each.message) for each in monitor.recorded)}",
     )
