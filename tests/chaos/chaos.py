@@ -47,7 +47,7 @@ class Undisturbed:
 
     @property
     def limit_s(self) -> float:
-        """How long the streams of a row may take: on a busy machine pictures take a minute alone."""
+        """How long streams of a row may take: pictures alone take a minute on a busy machine."""
         slowest = (max(each) for each in (self.ttft_s, *self.ttft_without_s.values()))
         return max(LIMIT_S, SLOWNESS * max(slowest))
 
