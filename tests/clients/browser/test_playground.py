@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 
 import pytest
+from playwright.sync_api import Browser
 
-from tests.support.account import EXPIRED, Account
+from tests.support.account import EXPIRED, EYES, Account
 from tests.support.hearth_page import HearthPage
 
-# Drops a picture of one pixel on the composer.
-DROP = """() => {
-  const data = "R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs=";
+DOT = "R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="  # a picture of one pixel
+# Drops it on the composer.
+DROP = """(data) => {
   const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt());
   const dataTransfer = new DataTransfer();
   dataTransfer.items.add(new File([bytes], "dot.gif", { type: "image/gif" }));
@@ -38,7 +40,7 @@ def test_answer_streams_with_its_figures(tab: HearthPage) -> None:
 
 def test_dropped_picture_goes_with_the_question(tab: HearthPage) -> None:
     tab.open()
-    tab.page.evaluate(DROP)
+    tab.page.evaluate(DROP, DOT)
     tab.page.locator(".composer img").wait_for()
     with tab.page.expect_request("**/v1/chat/completions") as sent:
         tab.ask("What is it?")
@@ -50,6 +52,28 @@ def test_dropped_picture_goes_with_the_question(tab: HearthPage) -> None:
     tab.page.click(".composer .picture")  # it came back with its question
     assert tab.page.locator(".composer img").count() == 0
     tab.problems.clear()  # the browser logs the 400
+
+
+def test_model_that_takes_images_offers_a_picture(
+    browser: Browser, tab: HearthPage, accounts: dict[str, Account]
+) -> None:
+    tab.open()
+    tab.wait_until("document.querySelector('#model').options.length > 0")
+    assert tab.page.locator("#picture").is_hidden()
+    context = browser.new_context()
+    seeing = HearthPage(context.new_page(), accounts[EYES])
+    seeing.open()
+    with seeing.page.expect_file_chooser() as chooser:
+        seeing.page.click("#picture")
+    dot = base64.b64decode(DOT)
+    chooser.value.set_files({"name": "dot.gif", "mimeType": "image/gif", "buffer": dot})
+    seeing.page.locator(".composer img").wait_for()
+    with seeing.page.expect_request("**/v1/chat/completions") as sent:
+        seeing.answer("What is it?")
+    image, _ = json.loads(sent.value.post_data or "")["messages"][0]["content"]
+    assert image["image_url"]["url"] == f"data:image/gif;base64,{DOT}"
+    context.close()
+    seeing.check_clean()
 
 
 def test_finished_sentences_are_spoken(tab: HearthPage) -> None:
@@ -187,12 +211,12 @@ def test_copied_program_has_no_key(tab: HearthPage) -> None:
     tab.open()
     tab.page.fill("#prompt", "It's a test")
     programs = {
-        "#copy-curl": "curl -N",
-        "#copy-python": "from openai import",
-        "#copy-javascript": 'from "openai"',
+        "curl": "curl -N",
+        "Python": "from openai import",
+        "JavaScript": 'from "openai"',
     }
-    for button, expected in programs.items():
-        tab.page.click(button)
+    for name, expected in programs.items():
+        tab.page.get_by_role("button", name=f"Copy as {name}").click()
         tab.wait_until("document.querySelector('#copied').textContent")
         tab.page.evaluate("document.querySelector('#copied').textContent = ''")
         program = tab.page.evaluate("navigator.clipboard.readText()")

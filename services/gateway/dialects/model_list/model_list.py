@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.models.gateway_models import GatewayModels
 from shared.messages import ModelCard
+from shared.pixels.pixel_frames import IMAGES_FEATURE
 from shared.tenancy.tenant import TenantRecord
 
 
@@ -36,6 +37,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The context in tokens."""
     revision: str
     """The revision of the weights that most live decode workers serve."""
+    input_modalities: list[str]
+    """What messages may hold: `text`, and `image` if the model takes images."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,4 +100,5 @@ class TenantModels:
             max_tokens=card.max_context_tokens,
             max_context=card.max_context_tokens,
             revision=card.revision,
+            input_modalities=["text", *(["image"] if IMAGES_FEATURE in card.features else [])],
         )

@@ -4,6 +4,7 @@ export const byId = (id) => document.getElementById(id);
 
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
+  if (tag === "button") element.type = tag; // sends no form
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value != null && value !== false) element.setAttribute(name, value === true ? "" : value);
@@ -11,6 +12,8 @@ export function make(tag, attributes = {}, ...children) {
   element.append(...children.filter((child) => child != null));
   return element;
 }
+
+export const button = (text, onclick, kind = "quiet") => make("button", { class: kind, onclick }, text);
 
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -1,7 +1,7 @@
 // Kills or freezes a worker that `hearth up` runs on this machine. Other gateways name none.
 
 import { request } from "./api.js";
-import { byId, make, setText } from "./dom.js";
+import { button, byId, make, setText } from "./dom.js";
 
 const PATH = "/v1/cluster/faults";
 let targets = new Set();
@@ -20,8 +20,8 @@ export const mayFail = (id) => targets.has(id);
 
 export function faultControls(id) {
   const fold = make("details", { class: "fault" }, make("summary", {}, "Test its loss"));
-  const button = (fault, text) => make("button", { type: "button", class: "quiet", onclick: () => inject(fold, id, fault) }, text);
-  fold.append(make("div", { class: "row" }, button("kill", `Kill ${id}`), button("freeze", `Freeze ${id} for ${freezeS} s`)));
+  const fail = (fault, text) => button(text, () => inject(fold, id, fault));
+  fold.append(make("div", { class: "row" }, fail("kill", `Kill ${id}`), fail("freeze", `Freeze ${id} for ${freezeS} s`)));
   return fold;
 }
 

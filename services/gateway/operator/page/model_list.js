@@ -1,7 +1,7 @@
 // The models of the key's tenant, and three questions to begin with.
 
 import { request } from "./api.js";
-import { byId, make } from "./dom.js";
+import { button, byId, make } from "./dom.js";
 
 const DEMO_MODEL = "hearth-demo";
 const QUESTIONS = {
@@ -10,9 +10,14 @@ const QUESTIONS = {
 };
 const MAX_TRIED = 8; // models, for one that can chat
 
+let models = [];
+
+export const takesImages = () => models.find(({ id }) => id === byId("model").value)?.input_modalities.includes("image");
+
 // `wanted`: the model to choose. Throws ApiError.
 export async function listModels(wanted) {
-  const ids = (await (await request("/v1/models")).json()).data.map(({ id }) => id);
+  models = (await (await request("/v1/models")).json()).data;
+  const ids = models.map(({ id }) => id);
   const chosen = [wanted, byId("model").value].find((each) => ids.includes(each));
   const options = () => ids.map((id) => make("option", { value: id }, id));
   list(byId("model"), options());
@@ -42,5 +47,5 @@ async function firstThatChats(ids) {
 export function drawQuestions(ask) {
   const questions = QUESTIONS[byId("model").value] ?? QUESTIONS[""];
   byId("questions").replaceChildren(...questions.map((text) => (
-    make("button", { type: "button", onclick: () => ask(text) }, text))));
+    button(text, () => ask(text), ""))));
 }

@@ -2,11 +2,11 @@
 
 import { ApiError, idOf, keyOf, readEvents, request } from "./api.js";
 import { Answer } from "./answer.js";
-import { byId, make, setText } from "./dom.js";
+import { button, byId, make, setText } from "./dom.js";
 import { clearDryRun, dryRun } from "./dry_run.js";
 import { timelineLink } from "./figures.js";
 import { askForKeys } from "./keys.js";
-import { drawQuestions, listModels } from "./model_list.js";
+import { drawQuestions, listModels, takesImages } from "./model_list.js";
 import { BadSettings, markRejected, readColumns, restoreSettings, saveSettings, setUpSettings } from "./settings.js";
 import { asCurl, asJavaScript, asPython } from "./snippets.js";
 import { addAnswers, addTool, addUser, dropFrom, holds, isLast, lastTurn, messagesOf, restore, save, userMessage } from "./turns.js";
@@ -18,7 +18,6 @@ let countdown = 0;
 let picture; // the data URL of the image of the next question
 
 const status = (...parts) => byId("play-status").replaceChildren(...parts);
-const button = (name, onclick, kind = "quiet") => make("button", { type: "button", class: kind, onclick }, name);
 
 export function setUpPlay() {
   setUpSettings();
@@ -44,11 +43,16 @@ export function setUpPlay() {
   });
   on("stop-answer", "click", () => running?.abort());
   on("clear", "click", clear);
-  on("copy-curl", "click", () => copy(asCurl, "curl"));
-  on("copy-python", "click", () => copy(asPython, "Python"));
-  on("copy-javascript", "click", () => copy(asJavaScript, "JavaScript"));
+  for (const [name, write] of Object.entries({ curl: asCurl, Python: asPython, JavaScript: asJavaScript })) {
+    const each = button(name, () => copy(write, name));
+    each.ariaLabel = `Copy as ${name}`;
+    byId("copies").append(each);
+  }
+  on("picture", "click", () => {
+    make("input", { type: "file", accept: "image/*", onchange: ({ target }) => readPicture(target.files[0]) }).click();
+  });
   on("try-run", "click", tryRun);
-  on("model", "change", offerQuestions);
+  on("model", "change", offer);
   if (matchMedia("(max-width: 900px)").matches) byId("settings-fold").open = false;
   restoreSettings();
   for (const turn of restore(edit)) if (turn.answers) offerMore(turn);
@@ -58,10 +62,13 @@ export function setUpPlay() {
   });
 }
 
-const offerQuestions = () => drawQuestions((text) => {
-  byId("prompt").value = text;
-  send();
-});
+function offer() {
+  byId("picture").hidden = !takesImages();
+  drawQuestions((text) => {
+    byId("prompt").value = text;
+    send();
+  });
+}
 
 function readPicture(file) {
   if (!file?.type.startsWith("image/")) return;
@@ -75,14 +82,14 @@ function attach(url) {
   const composer = byId("composer");
   composer.querySelector(".picture")?.remove();
   const remove = () => attach();
-  if (url) composer.prepend(make("button", { type: "button", class: "picture", title: "Remove", onclick: remove }, make("img", { src: url, alt: "Picture" })));
+  if (url) composer.prepend(make("button", { class: "picture", title: "Remove", onclick: remove }, make("img", { src: url, alt: "Picture" })));
 }
 
 export async function loadModels(wanted = "") {
   if (!keyOf("tenant")) return status("Enter an API key under Keys to begin.");
   try {
     await listModels(wanted);
-    offerQuestions();
+    offer();
     status();
   } catch (error) {
     show(error);
@@ -325,6 +332,6 @@ async function copy(write, name) {
     await navigator.clipboard.writeText(write(body));
     setText(byId("copied"), `Copied as ${name}; the key is $HEARTH_API_KEY.`);
   } catch {
-    setText(byId("copied"), "The browser gave no access to the clipboard.");
+    setText(byId("copied"), "No clipboard access.");
   }
 }

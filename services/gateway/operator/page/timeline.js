@@ -157,7 +157,7 @@ function summary(timeline) {
 // All phases in one row, and each in a row of its own below, if that is opened.
 function group(title, note, phases, total, isOpen, wait = () => "") {
   const rows = make("tbody", { hidden: !isOpen }, ...phases.map((phase) => row(phase, total, wait(phase.name))));
-  const toggle = make("button", { type: "button", class: "quiet", "aria-expanded": isOpen, onclick: () => {
+  const toggle = make("button", { class: "quiet", "aria-expanded": isOpen, onclick: () => {
     rows.hidden = !rows.hidden;
     toggle.setAttribute("aria-expanded", !rows.hidden);
   } }, title);

@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { store } from "./api.js";
-import { byId, make } from "./dom.js";
+import { button, byId, make } from "./dom.js";
 
 const KEY = "hearth.conversation";
 const MAX_CHARS = 500_000; // of what is stored: the oldest turns are left out
@@ -14,7 +14,7 @@ export const lastTurn = () => turns.at(-1);
 export const holds = (turn) => turns.includes(turn);
 
 export function addUser(text, onEdit, image) {
-  const edit = make("button", { type: "button", class: "quiet", onclick: () => onEdit(turn) }, "Edit");
+  const edit = button("Edit", () => onEdit(turn));
   const turn = { user: text, image, element: box("user", "You", text, edit) };
   if (image) turn.element.append(make("img", { src: image, alt: "Picture" }));
   return add(turn);

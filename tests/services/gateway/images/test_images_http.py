@@ -208,6 +208,11 @@ async def test_usage_and_tokenize_count_images(eyes: Eyes) -> None:
     assert count.json()["input_tokens"] == usage
 
 
+async def test_the_list_of_models_names_images(eyes: Eyes) -> None:
+    listed = (await eyes.http.get("/v1/models")).json()["data"]
+    assert {each["id"]: each["input_modalities"] for each in listed} == {MODEL: ["text", "image"]}
+
+
 async def test_dry_run_tells_pixels_apart(eyes: Eyes) -> None:
     body = {"request": chat(image_part()), "other": chat(image_part(data_url(picture(seed=2))))}
     report = (await eyes.http.post("/v1/prefixes/dry_run", json=body)).json()
