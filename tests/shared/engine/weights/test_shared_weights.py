@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from kernels.cache import cache_root
+from kernels.cpu.gemm.linear import library_packs
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.weights.load import open_checkpoint
@@ -134,7 +135,7 @@ def test_every_parameter_is_aligned_and_in_the_file(cache: Path, checkpoint: Pat
     parameters = list(model.parameters())
     assert len(parameters) > 4
     packed = [module.weight for module in model.modules() if hasattr(module, "pack")]
-    assert sum(each.is_mkldnn for each in packed) > 2
+    assert sum(each.is_mkldnn for each in packed) > 2 or not library_packs(torch.bfloat16)
     addresses = [each.data_ptr() for each in parameters]
     for each in packed:  # a weight that sums in lanes stays dense
         addresses.append(torch.ops.mkldnn.data_ptr(each) if each.is_mkldnn else each.data_ptr())
