@@ -172,6 +172,16 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def logging_left_alone() -> Iterator[None]:
+    """Finds the module that configures this process's logging: it fails here, instead of later
+    tests, which find nothing in their logs.
+    """
+    before = structlog.get_config()["logger_factory"]
+    yield
+    assert structlog.get_config()["logger_factory"] is before, "structlog.configure was called"
+
+
+@pytest.fixture(scope="module", autouse=True)
 def redis_left_empty() -> Iterator[None]:
     """Empties the shared Redis after each module: limits, counts and models that its tests have
     stored would change what the tests of the next one see, in whichever order modules run.

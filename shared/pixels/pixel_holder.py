@@ -8,7 +8,7 @@ that does not fit is rejected, and its request with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -178,21 +178,22 @@ class PixelHolder:
                     f"the image has the shape {held.shape}, not {command.shape}", param="shape"
                 )
             self._check_fetch(command, held.requests[command.request_id])
-            self._start(command, self._push(command, held))
+            self._count_push()
+            self._pushes.start_item(self._push(command, held), lambda _: None)
             return Done()
         stored = await self._find_stored(command)
         if stored is None:
             raise InvalidRequest("this gateway holds no such image", param="image_hash")
         self._check_fetch(command, stored.regions)
-        self._start(command, self._push_stored(command, stored))
+        self._count_push()
+        self._pushes.start_item(self._push_stored(command, stored), lambda _: None)
         return Done()
 
-    def _start(self, command: FetchPixels, push: Coroutine[object, object, None]) -> None:
+    def _count_push(self) -> None:
+        """Raises Overloaded."""
         if len(self._pushes) >= MAX_PUSHES:
-            push.close()
             raise Overloaded("this gateway pushes too many images", retry_after_s=RETRY_AFTER_S)
         self.num_fetches += 1
-        self._pushes.start_item(push, lambda _: None)
 
     async def _push_stored(self, command: FetchPixels, stored: StoredImage) -> None:
         """Holds the image while it is pushed. A worker gets nothing of one that cannot be read."""

@@ -62,7 +62,7 @@ SITES = {
     "shared/kv_wire/kv_server.py": {"_welcome": "connection of a push"},
     "shared/lifecycle/heartbeat.py": {"_request": "late peer", "_probe": "probe"},
     "shared/lifecycle/host_models.py": {"_request": GUARDED},
-    "shared/pixels/pixel_holder.py": {"_push": GUARDED},
+    "shared/pixels/pixel_holder.py": {"_push": GUARDED, "_push_stored": GUARDED},
     "shared/sites/linked_sites.py": {"_read_models": GUARDED},
     "shared/transport/bus.py": {"answer": "admission"},
 }

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from shared.engine.executors.loading.model_loading import resolve_dtype
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.transport.bus import NatsBus
@@ -17,10 +19,12 @@ from tests.support.cluster.process_template import ForkedProcess
 from tests.support.servers import NatsServer
 from tests.support.services.parked_worker import WorkerClient, cpu_s, memory_bytes, worker_process
 
-MIB = 1 << 20
+DTYPE = resolve_dtype("auto", torch.device("cpu"))
+ITEM_BYTES = getattr(torch, DTYPE).itemsize
+MIB = (1 << 20) * ITEM_BYTES // 2  # as many tokens in FP32
 START, CEILING = 32 * MIB, 64 * MIB
 PROMPTS = [[10 + (7 * index + 13 * each) % 1000 for index in range(900)] for each in range(6)]
-KV_BYTES_PER_TOKEN = 6 * 2 * 4 * 32 * 2
+KV_BYTES_PER_TOKEN = 6 * 2 * 4 * 32 * ITEM_BYTES
 BLOCK_BYTES = 16 * KV_BYTES_PER_TOKEN
 OPTIONS = ("--kv-cache-bytes", str(START), "--kv-ceiling-bytes", str(CEILING))
 CONTEXT = ("--kv-floor-bytes", str(8 * MIB), "--max-context-tokens", "2048")

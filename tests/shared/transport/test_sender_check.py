@@ -48,7 +48,7 @@ CACHE = {"model": "m", "revision": "r", "kv_format": "f", "epoch": 1, "sequence_
 GATEWAYS_MESSAGES = (
     *("CancelQueued", "SubmitRequest", "FleetRead", "SiteState", "SiteModels", "PrefixDigest"),
     *("ReadTenantCopies", "TenantCopies", "LeaseLimits", "LimitsLeased", "ReportUsage"),
-    *("WithdrawTenant", "ReadReceipt"),
+    *("WithdrawTenant", "ReadReceipt", "ReadTenantKv", "KvElsewhere"),
 )
 FAILURE = Failure(code="worker_busy", message="no")
 

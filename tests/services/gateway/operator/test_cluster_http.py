@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -30,19 +30,38 @@ async def operated_gateway(cluster: Cluster) -> AsyncIterator[Beside]:
         yield beside
 
 
+class SharedGateway:
+    """One gateway for the tests of this module; a test that needs its name closes it."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._opened: Beside | None = None
+
+    async def open(self, cluster: Cluster) -> Beside:
+        if self._opened is None:
+            self._opened = await self._stack.enter_async_context(operated_gateway(cluster))
+        return self._opened
+
+    async def close(self) -> None:
+        self._opened = None
+        await self._stack.aclose()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def operated(shared_cluster: SharedCluster) -> AsyncIterator[Beside]:
-    async with operated_gateway(await shared_cluster.open()) as found:
-        yield found
+async def operated(shared_cluster: SharedCluster) -> AsyncIterator[SharedGateway]:
+    found = SharedGateway()
+    yield found
+    await found.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def opened(cluster: Cluster, operated: Beside) -> Beside:
-    """A gateway of this module, which knows all processes of a cluster in its first state."""
-    fleet, shown = operated.gateway._health_monitor.fleet, operated.gateway._operator.feed.state
+async def opened(cluster: Cluster, operated: SharedGateway) -> Beside:
+    """The module's gateway, which knows all processes of a cluster in its first state."""
+    found = await operated.open(cluster)
+    fleet, shown = found.gateway._health_monitor.fleet, found.gateway._operator.feed.state
     names = {"gateway-1", "scheduler-1", *(each.worker_id for each in cluster.decodes)}
     await until(lambda: all(fleet.is_live(each) and each in shown._view for each in names))
-    return operated
+    return found
 
 
 async def read(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
@@ -176,7 +195,8 @@ async def test_next_gateway_has_the_history(opened: Beside) -> None:
     assert other.events.all == ()
 
 
-async def test_closed_feed_ends_its_streams(cluster: Cluster) -> None:
+async def test_closed_feed_ends_its_streams(cluster: Cluster, operated: SharedGateway) -> None:
+    await operated.close()
     async with (
         operated_gateway(cluster) as opened,
         opened.http.stream("GET", "/v1/cluster/events") as response,

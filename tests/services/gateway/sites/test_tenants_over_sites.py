@@ -8,10 +8,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 import pytest_asyncio
+import structlog
 
 from services.cli.tenants.tenant_where import show_where
 from services.gateway.sites.tenant_copies import TenantCopyReader
@@ -285,13 +287,6 @@ def pass_time_of_limits(site: LiveSite, tenant_id: str, seconds: float) -> None:
     account.closed = (0, 0, 0.0)
 
 
-async def where(site: LiveSite, tenant_id: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Returns what `hearth tenant show --where --json` prints."""
-    nats_url = site.common("operator")["nats_url"]
-    await asyncio.to_thread(show_where, tenant_id, site.redis_url, nats_url, is_json=True)
-    return json.loads(capsys.readouterr().out)
-
-
 async def test_operator_sees_kv_at_other_sites(
     sites: LinkedPair, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,7 +324,8 @@ async def until_where(
     nats_url = site.common("operator")["nats_url"]
 
     async def shown() -> Any:
-        await asyncio.to_thread(show_where, tenant_id, site.redis_url, nats_url, is_json=True)
+        with patch.object(structlog, "configure"):  # for a process of its own
+            await asyncio.to_thread(show_where, tenant_id, site.redis_url, nats_url, is_json=True)
         lines = capsys.readouterr().out.splitlines()  # of the log, too
         return json.loads(next(each for each in lines if each.startswith("{")))["sites"]
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from kernels.cpu.gemm.bf16_gemm import has_bf16_kernels
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.layers.moe import Experts, MoeMlp
@@ -136,12 +137,13 @@ def test_no_bit_depends_on_other_sequences(
 def test_equal_experts_are_chosen_by_id(checkpoint: Checkpoint) -> None:
     executor = load(checkpoint("qwen3 moe")[0])
     module = next(each for each in executor.computer.model.modules() if isinstance(each, MoeMlp))
-    weight = torch.zeros_like(module.gate.parameter)
+    weight = torch.zeros(module.gate.parameter.shape)
     module.gate.replace_weight(weight)
     choice = module.gate(torch.randn(3, 64))
     assert choice.ids.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
+@pytest.mark.skipif(not has_bf16_kernels(), reason="the library multiplies expert by expert")
 def test_python_calls_do_not_grow_with_experts(tmp_path: Path) -> None:
     counts = []
     for num_experts in (6, 8, 64):  # the first fills caches, whose keys are then compared
@@ -186,7 +188,7 @@ def test_compressed_experts_have_the_same_bits(
         for each in compressed.computer.model.modules()
         if isinstance(each, Experts)
     )
-    assert compressed.weights.num_compressed >= experts > 0
+    assert compressed.weights.num_compressed >= experts > 0 or not has_bf16_kernels()
     assert len(list((tmp_path / "weights").glob("*.packed"))) == 2
 
 
