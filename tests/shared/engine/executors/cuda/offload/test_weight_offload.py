@@ -81,7 +81,7 @@ class OtherMemory(FakeDriver):
         self.others: list[Tensor] = []
 
     def empty_cache(self) -> None:
-        sizes = (1 << 8, 1 << 11, 1 << 13, 1 << 15)
+        sizes = (1 << 8, 1 << 11, 1 << 13, *(1 << each for each in range(15, 20)))
         self.others += [torch.empty(size, dtype=torch.uint8) for size in sizes for _ in range(40)]
 
 
