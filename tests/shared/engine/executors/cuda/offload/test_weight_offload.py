@@ -73,6 +73,9 @@ def write(form: str, folder: Path) -> Path:
     return quantize(folder, folder / "copy", form) if form in ("int4", "fp8") else folder
 
 
+MAX_WAKES = 50  # one in ten finds the same addresses
+
+
 class OtherMemory(FakeDriver):
     """What a device frees is taken by others, so that weights come back to other addresses."""
 
@@ -81,7 +84,7 @@ class OtherMemory(FakeDriver):
         self.others: list[Tensor] = []
 
     def empty_cache(self) -> None:
-        sizes = (1 << 8, 1 << 11, 1 << 13, *(1 << each for each in range(15, 20)))
+        sizes = (1 << 8, 1 << 11, 1 << 13, 1 << 15)
         self.others += [torch.empty(size, dtype=torch.uint8) for size in sizes for _ in range(40)]
 
 
@@ -111,6 +114,16 @@ def load_parkable(folder: Path, graphs: Replays | None = None, **options: Any) -
     executor = load(folder, driver=OtherMemory(), **options)
     executor.computer.use_graphs(graphs or AddressedReplays(), max_rows=8, max_graphs=64)
     return executor
+
+
+async def wake_elsewhere(executor: CudaExecutor, num_blocks: int, before: list[int]) -> None:
+    """Parks again what came back to the addresses that it had left."""
+    for _ in range(MAX_WAKES):
+        await executor.resize_kv(num_blocks)
+        if addresses(executor.computer) != before:
+            return
+        await executor.resize_kv(0)
+    raise AssertionError("weights and cache come back to the addresses that they have left")
 
 
 async def tokens_of(executor: CudaExecutor, folder: Path, seed: int = 3) -> list[int]:
@@ -178,9 +191,8 @@ async def test_woken_weights_give_the_same_tokens_from_other_addresses(
         await executor.check()
         parked = await executor.expert_counts()
         assert parked is None or (counts is not None and (parked >= counts).all())
-        await executor.resize_kv(num_blocks)
+        await wake_elsewhere(executor, num_blocks, before)
         assert executor.offloaded_bytes == 0
-        assert addresses(executor.computer) != before
         assert await tokens_of(executor, folder) == expected
     await executor.close()
 
