@@ -12,7 +12,7 @@ const MAX_TRIED = 8; // models, for one that can chat
 
 let models = [];
 
-export const takesImages = () => models.find(({ id }) => id === byId("model").value)?.input_modalities.includes("image");
+export const takesImages = () => models.find(({ id }) => id === byId("model").value)?.input_modalities?.includes("image");
 
 // `wanted`: the model to choose. Throws ApiError.
 export async function listModels(wanted) {
