@@ -198,14 +198,16 @@ class PixelHolder:
     async def _push_stored(self, command: FetchPixels, stored: StoredImage) -> None:
         """Holds the image while it is pushed. A worker gets nothing of one that cannot be read."""
         push_id = f"push:{command.transfer_id.hex()}"
-        with _logged(command):
-            pixels = await stored.read()
-            self.put(
-                *(push_id, command.tenant_id, command.image_hash, pixels, command.shape),
-                regions=stored.regions,
-            )
-            await self._push(command, self._images[command.tenant_id, command.image_hash])
-        self.forget(push_id)
+        try:
+            with _logged(command):
+                pixels = await stored.read()
+                self.put(
+                    *(push_id, command.tenant_id, command.image_hash, pixels, command.shape),
+                    regions=stored.regions,
+                )
+                await self._push(command, self._images[command.tenant_id, command.image_hash])
+        finally:
+            self.forget(push_id)
 
     async def _push(self, command: FetchPixels, held: HeldImage) -> None:
         """Pushes the image until it is complete, forgotten or past the fetch's deadline: the worker
