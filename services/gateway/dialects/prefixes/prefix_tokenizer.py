@@ -35,8 +35,8 @@ PROBES = ("A", "0", "\u2026", " x")
 
 async def prefix_tokens(tokenize: TokenizeOfTenant, prompt: ChatPrompt) -> Tokens:
     """Returns the common prefix of the conversation's token ids with each of PROBES appended, and
-    its images. Templates write any text around a message, so the end of a
-    prefix is found by experiment. Raises the errors of `tokenize`.
+    its images. Templates write any text around a message, so the end of a prefix is found by
+    experiment. Raises the errors of `tokenize`.
     """
     role = "assistant" if prompt.messages[-1]["role"] == "user" else "user"
     prompts, images = list[list[int]](), list[ImagePart]()
