@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,10 @@ import pytest
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from tests.services.cli.in_process import call_hearth
 from tests.support.cluster.model_cluster import ModelCluster, run_model
+from tests.support.cluster.while_used import WhileUsed
 
 WORKERS = ("worker-1", "worker-2")
+SHARED = WhileUsed[ModelCluster]("bundled", Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")
@@ -23,11 +24,25 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def bundled(tmp_path_factory: pytest.TempPathFactory, bundle: Path) -> Iterator[ModelCluster]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    SHARED.gather_users(items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    SHARED.end_unless_used(nextitem)
+
+
+@pytest.fixture(scope="module")
+def bundled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bundle: Path
+) -> ModelCluster:
     """Two workers that run prefill and decode handlers over one engine, with the bundle. Neither
     hands a prompt to the other one.
     """
-    folder = tmp_path_factory.mktemp("bundled")
-    with run_model(folder, bundle, WORKERS, max_local_prefill_tokens=8192) as running:
-        yield running
+    return SHARED.value(
+        request,
+        lambda: run_model(
+            tmp_path_factory.mktemp("bundled"), bundle, WORKERS, max_local_prefill_tokens=8192
+        ),
+    )
