@@ -138,7 +138,7 @@ install_clients() {
   make_venv "$venv"
   [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]] && return
   echo "Installing ${requirements#"$ROOT/"}"
-  "$venv/bin/pip" install --quiet -r "$requirements"
+  "$venv/bin/pip" "${INSTALL[@]}" --quiet -r "$requirements"
   echo "$digest" >"$stamp"
 }
 
