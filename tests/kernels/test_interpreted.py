@@ -29,7 +29,7 @@ PARTS = {
     for path in GPU_TESTS.iterdir()
     if path.name.startswith("test_") or any(path.glob("test_*.py"))
 }
-# Two processes of 30 s each; imports take 5 s. The first has no source of the engine.
+# Two processes of 20 s each; imports take 5 s. The first has no source of the engine.
 WITH_ENGINE = {"moe", "rows", "sampling", "test_engine.py", "test_start_check.py"}
 RUNS = sorted(PARTS - WITH_ENGINE), sorted(WITH_ENGINE)
 

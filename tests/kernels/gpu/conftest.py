@@ -35,7 +35,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter takes seconds for a case: two of a grid, in FP32, in every run; FP16 and all
+    """The interpreter takes seconds for a case: one of a grid, in FP32, in every run; FP16 and all
     others in long runs.
     """
     for item in items:
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif call is not None and call.params.get("dtype") is torch.float16:
             item.add_marker(pytest.mark.long)
         elif item.get_closest_marker("each_value") is None:
-            item.add_marker(pytest.mark.each_value(2))
+            item.add_marker(pytest.mark.each_value(1))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

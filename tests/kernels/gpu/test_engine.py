@@ -57,13 +57,13 @@ def prompt_of(num_tokens: int) -> list[int]:
 
 @pytest.fixture(
     params=[
-        "Gemma2ForCausalLM",
         "DeepseekV3ForCausalLM",
         "MixtralForCausalLM",
         *(
             pytest.param(family, marks=pytest.mark.long)
             for family in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         ),
+        pytest.param("Gemma2ForCausalLM", marks=pytest.mark.long if IS_INTERPRETED else ()),
     ]
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[int]]:
@@ -143,7 +143,13 @@ def test_sampled_tokens(tmp_path: Path, device: torch.device) -> None:
     assert sampled == sample(executor.step_logits(inputs), *columns).tolist()
 
 
-@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "is_tied",
+    [
+        pytest.param(True, marks=pytest.mark.long if IS_INTERPRETED else ()),
+        pytest.param(False, marks=pytest.mark.long),
+    ],
+)
 def test_split_weights_give_the_same_logits(
     tmp_path: Path, is_tied: bool, device: torch.device
 ) -> None:
