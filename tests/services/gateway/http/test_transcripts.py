@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.surface.recording import check_record
 from tests.surface.transcript import answer_text
 
 Call = tuple[str, str, Any]  # method, path, JSON body or None
+ID = re.compile(r'"id": ?"((?:resp|chatcmpl)[^"]+)"')  # of a response, for later paths
 AI = "/client/v4/accounts/tenant-1/ai"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
@@ -94,6 +96,14 @@ TRANSCRIPTS: dict[str, list[Call]] = {
         ("DELETE", "/v1/prefixes/p", None),
         ("GET", "/v1/prefixes/p", None),
     ],
+    "requests": [
+        ("POST", "/v1/chat/completions", CHAT),
+        ("GET", "/v1/requests/{id}/timeline", None),
+        ("GET", "/v1/requests/{id}/receipt", None),
+        ("GET", "/v1/requests/none/timeline", None),
+        ("GET", "/v1/requests/none/receipt", None),
+        ("GET", "/v1/receipts/keys", None),
+    ],
     "state": [
         ("GET", "/health", None),
         ("HEAD", "/health", None),
@@ -108,8 +118,8 @@ async def test_surface_transcript(cluster: Cluster, name: str) -> None:
     exchanges, names, response_id = [], dict[str, str](), ""
     for method, path, body in TRANSCRIPTS[name]:
         response = await cluster.http.request(method, path.replace("{id}", response_id), json=body)
-        if '"object":"response"' in response.text and not response_id:
-            response_id = response.json()["id"]
+        if found := ID.search(response.text):
+            response_id = response_id or found[1]
         answer = answer_text(response.headers, response.text, names)
         sent = "" if body is None else "\n" + json.dumps(body)
         exchanges.append(f"──── {method} {path}{sent}\n\n{response.status_code}\n{answer}\n")
