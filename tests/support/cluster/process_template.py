@@ -33,6 +33,8 @@ from services.scheduler import cost_kernel
 from tests.support.cluster.service_processes import ROOT, process_environ
 
 MODULE = "tests.support.cluster.process_template"
+FORKED_RANKS = "tests.support.engine.forked_ranks"
+RANK = "rank"  # the first argument of a process that becomes a rank of a group
 POLL_S = 0.01
 MODULES = (
     "services.__main__",
@@ -144,8 +146,9 @@ def main() -> None:
     for module in MODULES:
         import_module(module)
     import_worker()
+    import_module(FORKED_RANKS).import_rank()
     dict(import_module("services.__main__")._command().commands)  # which each would build
-    serve(_become_monitored)
+    serve(_become)
 
 
 def serve(become: Callable[[Sequence[str]], None]) -> None:
@@ -191,6 +194,13 @@ def _enter(launch: Launch) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(launch.environ)
+
+
+def _become(arguments: Sequence[str]) -> None:
+    if arguments[0] == RANK:
+        import_module(FORKED_RANKS).become_rank(arguments[1:])
+    else:
+        _become_monitored(arguments)
 
 
 def _become_monitored(arguments: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.rank_messages import StartRank, encode
 from shared.engine.parallel.processes.ring import RingFiles, create_ring
-from shared.engine.parallel.processes.watchdog import RankHandle
+from shared.engine.parallel.processes.watchdog import RankHandle, RankProcess
 from shared.engine.parallel.transport.mesh_memory import create_mesh_memory
 from shared.lifecycle.child_process import engine_environ
 
@@ -73,21 +73,25 @@ def spawn_rank(
     first = encode(files.start(start))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "shared.engine.parallel.processes.rank_process",
-                str(theirs.fileno()),
-            ],
-            pass_fds=(*files.fds, *inherited, theirs.fileno()),
-            env={**engine_environ(os.environ), **environment},
-            stdin=subprocess.DEVNULL,
+        process = run_rank(
+            theirs.fileno(),
+            (*files.fds, *inherited, theirs.fileno()),
+            {**engine_environ(os.environ), **environment},
         )
     handle = RankHandle(start.rank, process, os.pidfd_open(process.pid), ours)
     with contextlib.suppress(OSError):  # it has ended already: the handshake says why
         ours.send(first)
     return handle
+
+
+def run_rank(control: int, fds: Sequence[int], environ: Mapping[str, str]) -> RankProcess:
+    """Starts a process in which the descriptors `fds` are open; `control` is its control socket."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "shared.engine.parallel.processes.rank_process", str(control)],
+        pass_fds=fds,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def rank_environment(num_threads: int, given: Mapping[str, str]) -> dict[str, str]:

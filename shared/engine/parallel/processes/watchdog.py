@@ -71,12 +71,22 @@ class Handle(Protocol):
     def close(self) -> None: ...
 
 
+class RankProcess(Protocol):
+    """The part of `subprocess.Popen` that a rank's handle uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises TimeoutExpired."""
+
+
 @dataclass(frozen=True)
 class RankHandle:
     """A rank process of this host. See Handle."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     pidfd: int
     control: socket.socket
 
