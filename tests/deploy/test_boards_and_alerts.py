@@ -20,7 +20,7 @@ from tests.deploy.rules import ALERTS, DEPLOY, METRIC, rules
 from tests.deploy.scenarios import SCENARIOS
 
 BOARDS = [DEPLOY / "grafana" / name for name in ("hearth.json", "hearth-fleet.json")]
-TESTS = Path(__file__).with_name("alert_tests.yml")
+TESTS = sorted(Path(__file__).parent.glob("alert_tests*.yml"))
 VLLM = Path(__file__).with_name("vllm_expressions.txt")
 # processes of one tree have one release, and its workers one format; a failed host, a full disk,
 # TLS, GPUs and other sites are not of this cluster
@@ -103,7 +103,8 @@ def test_each_alert_has_a_test_and_a_line_in_the_runbook() -> None:
     names = {each["alert"] for each in rules()}
     tested = {
         rule["alertname"]
-        for test in yaml.safe_load(TESTS.read_text())["tests"]
+        for path in TESTS
+        for test in yaml.safe_load(path.read_text())["tests"]
         for rule in test["alert_rule_test"]
         if rule.get("exp_alerts")
     }
@@ -121,9 +122,8 @@ def test_each_alert_has_a_test_and_a_line_in_the_runbook() -> None:
 @needs_promtool
 def test_prometheus_accepts_rules_and_their_tests() -> None:
     promtool("check", "rules", str(ALERTS))
-    promtool("test", "rules", str(TESTS))
-    for each in SCENARIOS:
-        promtool("test", "rules", str(RECORDED / f"{each.name}.yml"))
+    recorded = [RECORDED / f"{each.name}.yml" for each in SCENARIOS]
+    promtool("test", "rules", *map(str, (*TESTS, *recorded)))
     promtool("check", "config", "--syntax-only", str(DEPLOY / "prometheus.yml"))
 
 
