@@ -88,10 +88,14 @@ def test_trained_questions_are_answered_correctly(cluster, stride):
     assert share >= 0.95, wrong
 
 
-def test_held_out_paraphrases_are_answered_correctly(cluster):
+@pytest.mark.parametrize(
+    "stride",
+    [pytest.param(1, marks=pytest.mark.long, id="all"), pytest.param(3, id="every 3rd")],
+)
+def test_held_out_paraphrases_are_answered_correctly(cluster, stride):
     assert len(held_out()) == 100
-    share, wrong = share_correct(cluster, held_out())
-    print(f"{share:.1%} of 100 held-out paraphrases")
+    share, wrong = share_correct(cluster, held_out()[::stride])
+    print(f"{share:.1%} of the held-out paraphrases")
     assert share >= 0.70, wrong
 
 

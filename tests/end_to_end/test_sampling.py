@@ -120,14 +120,14 @@ def num_usual(cluster: Cluster, tokenizer: Tokenizer) -> int:
 
 def num_distinct(cluster: Cluster, tokenizer: Tokenizer, **options: Any) -> int:
     extra = {"ignore_eos": True, **options.pop("extra_body", {})}
-    text = chat(cluster, max_tokens=100, extra_body=extra, **options)
+    text = chat(cluster, max_tokens=60, extra_body=extra, **options)
     return len(set(tokenizer.encode(text, add_special_tokens=False).ids))
 
 
 def test_zero_penalties_are_off_and_streams_apply_penalties(cluster):
     none = {"frequency_penalty": 0, "presence_penalty": 0, "extra_body": {"repetition_penalty": 1}}
     assert chat(cluster, **none) == chat(cluster)
-    long_answer = {"max_tokens": 80, "seed": 3, "extra_body": {"ignore_eos": True}}
+    long_answer = {"max_tokens": 50, "seed": 3, "extra_body": {"ignore_eos": True}}
     options = {"frequency_penalty": 1.5, "temperature": 1, **long_answer}
     full = chat(cluster, **options)
     assert full != chat(cluster, temperature=1, **long_answer)

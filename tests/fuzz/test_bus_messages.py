@@ -49,7 +49,7 @@ def undisturbed() -> str:
     return run(main())
 
 
-@fuzz(10)
+@fuzz(6)
 @given(plans, st.data())
 def test_services_survive_wrong_messages(plan: Plan, data: st.DataObject) -> None:
     async def main() -> None:

@@ -357,7 +357,7 @@ def malformed_requests(draw: st.DrawFn) -> bytes:
     return draw(torn([good]) | anything)
 
 
-@fuzz(100)
+@fuzz(60)
 @given(json_requests())
 def test_bodies(data: bytes) -> None:
     patient = gateway_client(PATIENT_S)
@@ -367,7 +367,7 @@ def test_bodies(data: bytes) -> None:
         check(answer)
 
 
-@fuzz(50)
+@fuzz(30)
 @given(header_requests())
 def test_methods_paths_headers_and_sizes(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
@@ -442,7 +442,7 @@ async def longest_turn_s(work: Awaitable[bytes]) -> tuple[bytes, float]:
 
 
 @timed
-@fuzz(3)
+@fuzz(2)
 @given(large_bodies())
 def test_no_body_holds_the_event_loop(data: bytes) -> None:
     """CPU time, which a busy machine does not change."""

@@ -25,8 +25,8 @@ from tests.support.cluster.vision_cluster import (
 from tests.support.services.vision_dir import PATCH, TILE
 from tests.support.waiting import wait_until
 
-ANSWER = {"max_tokens": 48, "ignore_eos": True}
-LONG_ANSWER = {"max_tokens": 400, "ignore_eos": True, "seed": 7}
+ANSWER = {"max_tokens": 24, "ignore_eos": True}
+LONG_ANSWER = {"max_tokens": 250, "ignore_eos": True, "seed": 7}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.services.cli.in_process import call_hearth
 from tests.support.cluster.hearth_up import Cluster
 from tests.support.services.receipts import receipt_requests
 
-COUNT, AT_ONCE = 52, 16
+COUNT, AT_ONCE = 26, 16
 
 
 async def test_answers_of_receipts_are_computed_again(cluster: Cluster) -> None:

@@ -128,8 +128,8 @@ async def test_parking_waits_for_a_stream_and_refuses_other_requests(
     worker: WorkerClient,
 ) -> None:
     prompt = PROMPTS[2][:64]
-    expected = await worker.complete(prompt, 150)
-    placement_id = await worker.place(prompt, 150)
+    expected = await worker.complete(prompt, 80)
+    placement_id = await worker.place(prompt, 80)
     parking = asyncio.create_task(worker.park())
     await worker.until_state("draining")
     with pytest.raises(WorkerBusy, match="worker-1 is draining"):
@@ -142,12 +142,12 @@ async def test_parking_waits_for_a_stream_and_refuses_other_requests(
 
 async def test_stream_that_outlasts_the_drain_is_not_harmed(worker: WorkerClient) -> None:
     prompt = PROMPTS[2][:64]
-    expected = await worker.complete(prompt, 250)
-    placement_id = await worker.place(prompt, 250)
+    expected = await worker.complete(prompt, 120)
+    placement_id = await worker.place(prompt, 120)
     with pytest.raises(WorkerBusy, match=r"still has 1 requests after 0\.05 s"):
         await worker.park(drain_s=0.05)
     await worker.until_state("ready")
-    assert len(worker.tokens_of(placement_id)) < 250
+    assert len(worker.tokens_of(placement_id)) < 120
     assert (await worker.complete(PROMPTS[3][:64], 1)) is not None
     assert await worker.finished(placement_id) == expected
 
