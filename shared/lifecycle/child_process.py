@@ -89,8 +89,10 @@ class FreezeDetector:
         self._last = -1
 
     def can_watch(self) -> bool:
-        """Whether the process can be watched: not without /proc, nor after its end."""
-        return bool(_thread_stats(self._pid))
+        """Whether the process can be watched: not without /proc, nor after its end. Asked for
+        each request: it reads nothing.
+        """
+        return Path(f"/proc/{self._pid}/task").exists()
 
     def is_frozen(self) -> bool:
         """Whether no thread has run or wanted to since the last call. False for a process that
