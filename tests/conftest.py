@@ -107,7 +107,6 @@ def pytest_collection() -> Generator[None, object, object]:
         with _bytecode_written_once():
             return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 

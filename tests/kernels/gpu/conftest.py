@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The interpreter takes seconds for a case: one of a grid, in FP32, in every run; FP16 and all
     others in long runs.
     """
+    is_here = {path: HERE in path.parents for path in {item.path for item in items}}
     for item in items:
-        if HERE not in item.path.parents:
+        if not is_here[item.path]:
             continue
         call = getattr(item, "callspec", None)
         if not IS_INTERPRETED:

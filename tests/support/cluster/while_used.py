@@ -66,7 +66,7 @@ class WhileUsed(Generic[T]):
     def _uses(self, item: pytest.Item) -> bool:
         """Whether the item's module takes the fixture of its folder, not one of its own."""
         return (
-            self._folder in item.path.parents
-            and self._fixture_name in getattr(item, "fixturenames", ())
+            self._fixture_name in getattr(item, "fixturenames", ())
+            and self._folder in item.path.parents
             and not hasattr(getattr(item, "module", None), self._fixture_name)
         )
