@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.grids import thin
 from tests.support.servers import NatsServer, RedisServer
+from tests.support.services.forked_pools import forked_pools
 
 # Non-interactive shells start background jobs with SIGINT ignored, which children inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -152,6 +153,12 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(home))
         patch.delenv("HEARTH_CACHE_DIR", raising=False)
         yield home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_pools() -> Iterator[None]:
+    with forked_pools():
+        yield
 
 
 @pytest.fixture(scope="session")

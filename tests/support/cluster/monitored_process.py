@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from tests.support.services.forked_pools import use_forked_pools
+
 PR_SET_PDEATHSIG = 1
 STEP_VARIABLE = "HEARTH_CHAOS_STEP_S"
 
@@ -27,6 +29,7 @@ STEP_VARIABLE = "HEARTH_CHAOS_STEP_S"
 def main() -> None:
     _die_with_parent()
     folder = Path(sys.argv.pop(1))
+    use_forked_pools()
     _watch(folder)
     step_s, command = os.environ.get(STEP_VARIABLE), sys.argv[1]
     if step_s is not None and command in ("prefill", "decode", "worker"):

@@ -31,6 +31,7 @@ import msgspec
 from services.host.workers.worker_template import import_worker
 from services.scheduler import cost_kernel
 from tests.support.cluster.service_processes import ROOT, process_environ
+from tests.support.services.forked_pools import VARIABLE, server_path
 
 MODULE = "tests.support.cluster.process_template"
 FORKED_RANKS = "tests.support.engine.forked_ranks"
@@ -82,6 +83,8 @@ class ProcessTemplate:
         """Forks a process with `environ` as its whole environment. Its log is appended to
         `log_path`.
         """
+        if [*arguments[1:2]] == ["gateway"]:
+            environ = {**environ, VARIABLE: server_path()}
         pid = self._request(Launch([*arguments], {**environ}, str(log_path)))
         assert pid is not None
         return ForkedProcess(self, pid)
