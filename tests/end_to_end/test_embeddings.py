@@ -59,6 +59,7 @@ def test_poolings_differ_except_for_one_token(cluster):
     assert last[2] == mean[2]
 
 
+@pytest.mark.each_value(1)
 @BOTH_POOLINGS
 def test_embeddings_and_a_concurrent_stream_do_not_change(cluster, pooling):
     alone = embed(cluster, TEXTS, pooling=pooling)

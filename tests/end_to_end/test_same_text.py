@@ -14,7 +14,7 @@ import pytest
 from services.client.hearth_nats import HearthClient
 from tests.support.cluster.hearth_up import Cluster
 
-SOME, MANY = 24, 200
+SOME, MANY = 12, 200
 AT_ONCE = 16
 TENANT = "default"
 WORDS = ("cache", "token", "prefix", "worker", "block", "gateway", "queue", "model", "stream")

@@ -118,6 +118,7 @@ def test_workers_of_unlike_shapes_hand_off(
         until_handed_off(cluster, "prefill-1", "decode-1")
 
 
+@pytest.mark.long  # short: a killed rank ends its group, and a lost device ends its worker
 def test_lost_rank_is_one_lost_worker(cluster: ModelCluster) -> None:
     """All its ranks end, and its stream goes on elsewhere, where prompts are computed from then on:
     there is no successor.
