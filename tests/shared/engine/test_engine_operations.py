@@ -321,7 +321,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 class LongEngineMachine(EngineMachine):

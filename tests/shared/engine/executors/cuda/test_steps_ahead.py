@@ -140,7 +140,7 @@ SCHEDULES = given(
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=25, **SLOW)  # type: ignore[arg-type]
+@settings(max_examples=12, **SLOW)  # type: ignore[arg-type]
 @SCHEDULES
 def test_tokens_are_those_of_one_step_at_a_time(
     executors: Ahead, requests: list[Request], budget: int, is_late: bool

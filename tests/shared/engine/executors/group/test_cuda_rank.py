@@ -106,7 +106,7 @@ SCHEDULES = given(
 )
 
 
-@settings(max_examples=12, **SLOW)  # type: ignore[arg-type]
+@settings(max_examples=6, **SLOW)  # type: ignore[arg-type]
 @SCHEDULES
 def test_tokens_are_those_of_one_process(
     ranks: Ranks, requests: list[Request], budget: int
