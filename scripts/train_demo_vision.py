@@ -4,12 +4,13 @@ The pictures show shapes, colours, counts, digits and places; every picture foll
 The model is trained with transformers and written in the Hugging Face layout, in BF16, at most
 8 MB. The modules are in ``scripts/demo_vision_training``.
 
-    python scripts/train_demo_vision.py --out DIR              # 50 minutes on two CPU cores
+    python scripts/train_demo_vision.py --out DIR              # an hour and a half on one CPU core
+    python scripts/train_demo_vision.py --out DIR --start DIR --seed 2 --rate 1.5e-3 --more where
     python scripts/train_demo_vision.py --out DIR --evaluate   # on pictures it has not seen
-    python scripts/train_demo_vision.py --out DIR --start DIR --seed 2 --rate 5e-4 --more where
 
-After 10,000 steps 85% of the answers to held-out pictures are right, after 5,000 more 92%: the
-place of a thing is learned last.
+The committed weights saw 2,500 steps of the first command, after which 85% of the answers to
+held-out pictures were right, then 1,700 of the second in 29 minutes; now 97.4% are (966 of 992):
+the place of a thing is learned last.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import math
 import time
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, SmolVLMConfig, SmolVLMForConditionalGeneration
 
 from demo_vision_training.batches import NUM_FIRST, Batch, batch_of, training_batches
+from demo_vision_training.muon import Muon
 from demo_vision_training.questions import HELD_OUT, KINDS, case
 from demo_vision_training.text import (
     BOS,
@@ -40,18 +43,19 @@ from demo_vision_training.text import (
 
 MAX_BYTES = 8_000_000
 CONTEXT = 2048
-WARM_UP = 300  # steps
+WARM_UP = 150  # steps
 
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Train the demo model that sees.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=50.0, help="end after this time")
-    parser.add_argument("--steps", type=int, default=12_000, help="steps of the whole schedule")
+    parser.add_argument("--minutes", type=float, default=90.0, help="end after this time")
+    parser.add_argument("--steps", type=int, default=5_000, help="steps of the whole schedule")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=1.5e-3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--bfloat16", action="store_true", help="faster on CPUs with AVX-512 BF16")
     parser.add_argument("--seed", type=int, default=1, help="other pictures, other weights")
     parser.add_argument("--start", type=Path, help="train this checkpoint further")
     parser.add_argument("--more", choices=list(KINDS), help="each second batch of this kind")
@@ -81,7 +85,7 @@ def new_model(tokenizer: Tokenizer) -> SmolVLMForConditionalGeneration:
             "vocab_size": tokenizer.get_vocab_size(),
             "hidden_size": 192,
             "intermediate_size": 512,
-            "num_hidden_layers": 5,
+            "num_hidden_layers": 4,
             "num_attention_heads": 6,
             "num_key_value_heads": 3,
             "max_position_embeddings": CONTEXT,
@@ -103,13 +107,31 @@ def loaded(folder: Path) -> SmolVLMForConditionalGeneration:
     return model
 
 
-def rate_at(step: int, elapsed: float, arguments: argparse.Namespace) -> float:
-    """Returns the learning rate: it rises, then falls with the steps or the time, whichever is
-    further.
+def optimizers_of(model: PreTrainedModel, rate: float) -> list[torch.optim.Optimizer]:
+    """Returns Muon for the matrices of the layers, which learns in a third of the steps, and AdamW
+    for the rest, each group with its `full_rate`.
+    """
+    matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if is_matrix else others).append(parameter)
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon(matrices, rate, weight_decay=0.05),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["full_rate"] = rate
+    return optimizers
+
+
+def share_at(step: int, elapsed: float, arguments: argparse.Namespace) -> float:
+    """Returns the share of the full rate: it rises, then falls with the steps or the time,
+    whichever is further.
     """
     done = min(1.0, max(step / arguments.steps, elapsed / (60 * arguments.minutes)))
     warm = min(1.0, (step + 1) / WARM_UP)
-    return arguments.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def loss_of(model: SmolVLMForConditionalGeneration, batch: Batch) -> torch.Tensor:
@@ -129,9 +151,7 @@ def train(arguments: argparse.Namespace) -> None:
     model = (loaded(arguments.start) if arguments.start else new_model(tokenizer)).train()
     model.set_attn_implementation("eager")  # of so few tokens: 1.6 times the speed of a step
     print(f"{model.num_parameters() / 1e6:.2f} million parameters", flush=True)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), arguments.rate, (0.9, 0.98), weight_decay=0.05
-    )
+    optimizers = optimizers_of(model, arguments.rate)
     start, mean = time.monotonic(), math.nan
     num_first = 0 if arguments.start else NUM_FIRST
     batches = training_batches(
@@ -141,17 +161,20 @@ def train(arguments: argparse.Namespace) -> None:
         elapsed = time.monotonic() - start
         if elapsed > 60 * arguments.minutes:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, elapsed, arguments)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=arguments.bfloat16):
             loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["full_rate"] * share_at(step, elapsed, arguments)
+            optimizer.step()
         mean = loss.item() if math.isnan(mean) else 0.98 * mean + 0.02 * loss.item()
         if step % 200 == 0:
             print(f"step {step}, {elapsed / 60:.1f} minutes, loss {mean:.4f}", flush=True)
+        if step % 500 == 499:
+            save(arguments.out, deepcopy(model), tokenizer)
     batches.close()
     save(arguments.out, model, tokenizer)
 

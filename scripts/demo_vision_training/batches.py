@@ -15,12 +15,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from demo_vision_training.questions import Case, case
-from demo_vision_training.text import END, PAD, TILE, prompt_of
+from demo_vision_training.text import PAD, TILE, parts_of, prompt_of
 
 IGNORED = -100
 # One thing a picture first: the encoder learns colours and shapes in some hundred steps, and with
 # all kinds mixed from the start it learns none in two thousand.
-FIRST_KIND, NUM_FIRST = "what", 600  # batches
+FIRST_KIND, NUM_FIRST = "what", 300  # batches
+MAX_TURNS = 2  # learned of a case
 
 
 class Batch(NamedTuple):
@@ -36,23 +37,34 @@ def pixels_of(image: Image.Image) -> NDArray[np.float32]:
     return np.asarray(resized, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
 
 
+def tokens_of(
+    each: Case, tokenizer: Tokenizer, *, has_answers: bool
+) -> tuple[list[int], list[int]]:
+    """Returns the tokens of a case and their labels: of MAX_TURNS with their answers, or of the
+    first question alone.
+    """
+    if not has_answers:
+        prompt = tokenizer.encode(prompt_of(each)).ids
+        return prompt, [IGNORED] * len(prompt)
+    token_ids, labels = list[int](), list[int]()
+    for prompt_text, answer_text in parts_of(each)[:MAX_TURNS]:
+        prompt, answer = (tokenizer.encode(text).ids for text in (prompt_text, answer_text))
+        token_ids += prompt + answer
+        labels += [IGNORED] * len(prompt) + answer
+    return token_ids, labels
+
+
 def batch_of(cases: list[Case], tokenizer: Tokenizer, *, has_answers: bool = True) -> Batch:
-    end, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
-    prompts = [tokenizer.encode(prompt_of(each)).ids for each in cases]
-    answers = [
-        [*tokenizer.encode(f" {each.answer}").ids, end] if has_answers else [] for each in cases
-    ]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    token_ids = torch.full((len(cases), width), pad)
+    rows = [tokens_of(each, tokenizer, has_answers=has_answers) for each in cases]
+    width = max(len(ids) for ids, _ in rows)
+    token_ids = torch.full((len(cases), width), tokenizer.token_to_id(PAD))
     labels = torch.full((len(cases), width), IGNORED)
     attended = torch.zeros(len(cases), width, dtype=torch.long)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+    for row, (ids, wanted) in enumerate(rows):
         # padding on the left, so that answers to be generated follow all prompts
-        first = width - len(prompt) - len(answer)
-        token_ids[row, first:] = torch.tensor([*prompt, *answer])
-        attended[row, first:] = 1
-        if answer:
-            labels[row, -len(answer) :] = torch.tensor(answer)
+        token_ids[row, width - len(ids) :] = torch.tensor(ids)
+        labels[row, width - len(ids) :] = torch.tensor(wanted)
+        attended[row, width - len(ids) :] = 1
     most = max(len(each.images) for each in cases)
     pixels = np.zeros((len(cases), most, 3, TILE, TILE), dtype=np.float32)
     for row, each in enumerate(cases):

@@ -24,10 +24,19 @@ HELD_OUT = 1 << 40  # numbers of pictures that are never trained on begin here
 
 @dataclass(frozen=True)
 class Case:
+    """Pictures, and questions about them with their answers; tests ask the first one."""
+
     kind: str
     images: list[Image.Image]
-    question: str
-    answer: str
+    turns: list[tuple[str, str]]
+
+    @property
+    def question(self) -> str:
+        return self.turns[0][0]
+
+    @property
+    def answer(self) -> str:
+        return self.turns[0][1]
 
 
 def case(number: int, kind: str | None = None) -> Case:
@@ -36,33 +45,36 @@ def case(number: int, kind: str | None = None) -> Case:
     return KINDS[kind or chance.choices(list(KINDS), weights=WEIGHTS)[0]](chance)
 
 
+def _case(
+    chance: random.Random, kind: str, images: list[Image.Image], asked: list[tuple[list[str], str]]
+) -> Case:
+    """Returns a case with one question for each of `asked`: one of its wordings, and the answer."""
+    turns = [(chance.choice(wordings), answer) for wordings, answer in asked]
+    return Case(kind, images, chance.sample(turns, len(turns)))
+
+
 def _what(chance: random.Random) -> Case:
     thing = random_thing(chance)
-    question, answer = chance.choice(
-        [
-            ("What is in this picture?", f"A {thing.named}."),
-            ("What do you see?", f"A {thing.named}."),
-            ("What shape is this?", f"A {thing.shape}."),
-            ("Which shape is in the picture?", f"A {thing.shape}."),
-            ("What colour is the shape?", f"{thing.colour.capitalize()}."),
-            ("What colour is this?", f"{thing.colour.capitalize()}."),
-        ]
-    )
+    asked = [
+        (["What is in this picture?", "What do you see?"], _a(thing.named)),
+        (["What shape is this?", "Which shape is in the picture?"], _a(thing.shape)),
+        (["What colour is the shape?", "What colour is this?"], f"{thing.colour.capitalize()}."),
+    ]
     image = draw_things(chance, [thing], chance.uniform(0.2, 0.38))
-    return Case("what", [image], question, answer.replace("A orange", "An orange"))
+    return _case(chance, "what", [image], asked)
 
 
 def _how_many(chance: random.Random) -> Case:
     thing, number = random_thing(chance), chance.randint(1, 6)
-    question = chance.choice([f"How many {_many(thing.shape)} are there?", "How many shapes?"])
-    answer = f"{NUMBERS[number - 1].capitalize()}."
-    return Case("how many", [draw_count(chance, thing, number)], question, answer)
+    wordings = [f"How many {_many(thing.shape)} are there?", "How many shapes?"]
+    asked = [(wordings, f"{NUMBERS[number - 1].capitalize()}.")]
+    return _case(chance, "how many", [draw_count(chance, thing, number)], asked)
 
 
 def _digit(chance: random.Random) -> Case:
     digit, colour = chance.randint(0, 9), chance.choice(list(COLOURS))
-    question = chance.choice(["Which digit is this?", "What number do you see?", "Read the digit."])
-    return Case("digit", [draw_digit(chance, digit, colour)], question, f"{digit}.")
+    wordings = ["Which digit is this?", "What number do you see?", "Read the digit."]
+    return _case(chance, "digit", [draw_digit(chance, digit, colour)], [(wordings, f"{digit}.")])
 
 
 def _where(chance: random.Random) -> Case:
@@ -70,13 +82,9 @@ def _where(chance: random.Random) -> Case:
     things = [random_thing(chance, place=each) for each in places]
     if things[0].named == things[1].named:
         return _where(chance)
-    asked = things[0]
-    image = draw_things(chance, things)
-    if chance.random() < 0.5:
-        question, answer = f"Where is the {asked.named}?", f"At the {asked.place}."
-    else:
-        question, answer = f"What is at the {asked.place}?", f"A {asked.named}."
-    return Case("where", [image], question, answer.replace("A orange", "An orange"))
+    asked = [([f"Where is the {each.named}?"], f"At the {each.place}.") for each in things]
+    asked += [([f"What is at the {each.place}?"], _a(each.named)) for each in things]
+    return _case(chance, "where", [draw_things(chance, things)], asked)
 
 
 def _two_pictures(chance: random.Random) -> Case:
@@ -84,14 +92,16 @@ def _two_pictures(chance: random.Random) -> Case:
     if chance.random() < 0.5:
         second = Thing(first.shape, second.colour)
     images = [draw_things(chance, [each], chance.uniform(0.2, 0.38)) for each in (first, second)]
-    question, answer = chance.choice(
-        [
-            ("Do both pictures show the same shape?", _yes(first.shape == second.shape)),
-            ("What is in the second picture?", f"A {second.named}."),
-            ("What is in the first picture?", f"A {first.named}."),
-        ]
-    )
-    return Case("two pictures", images, question, answer.replace("A orange", "An orange"))
+    asked = [
+        (["Do both pictures show the same shape?"], _yes(first.shape == second.shape)),
+        (["What is in the second picture?"], _a(second.named)),
+        (["What is in the first picture?"], _a(first.named)),
+    ]
+    return _case(chance, "two pictures", images, asked)
+
+
+def _a(named: str) -> str:
+    return f"An {named}." if named.startswith("orange") else f"A {named}."
 
 
 def _yes(holds: bool) -> str:

@@ -33,7 +33,8 @@ def train_tokenizer(num_cases: int = 3000) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = [f"User:{c.question}\nAssistant: {c.answer}" for c in map(case, range(num_cases))]
+    turns = [turn for number in range(num_cases) for turn in case(number).turns]
+    texts = [f"User:{question}\nAssistant: {answer}" for question, answer in turns]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(each, normalized=False) for each in SPECIALS],
@@ -45,8 +46,19 @@ def train_tokenizer(num_cases: int = 3000) -> Tokenizer:
 
 
 def prompt_of(each: Case) -> str:
+    """Returns the prompt of the first question."""
     pictures = PLACEHOLDER * len(each.images)
     return f"{BOS}User:{pictures}{each.question}{END}\nAssistant:"
+
+
+def parts_of(each: Case) -> list[tuple[str, str]]:
+    """Returns a conversation with all questions as prompts and the answers that follow them."""
+    first, *later = each.turns
+    prompts = [prompt_of(each), *(f"\nUser: {asked}{END}\nAssistant:" for asked, _ in later)]
+    return [
+        (prompt, f" {answer}{END}")
+        for prompt, (_, answer) in zip(prompts, [first, *later], strict=True)
+    ]
 
 
 def write_text_files(folder: Path, tokenizer: Tokenizer, context: int) -> None:

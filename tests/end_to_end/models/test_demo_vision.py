@@ -49,8 +49,9 @@ def answer_to(cluster: ModelCluster, asked: Case) -> str:
 def test_held_out_pictures_are_answered_right(cluster: ModelCluster) -> None:
     cases = [case(number) for number in range(HELD_OUT, HELD_OUT + NUM_CASES)]
     assert {each.kind for each in cases} == KINDS.keys()  # two pictures in a prompt among them
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda each: answer_to(cluster, each), cases))
+    answers = [answer_to(cluster, cases[0])]  # processes start: others would wait too long
+    with ThreadPoolExecutor(2) as threads:
+        answers += threads.map(lambda each: answer_to(cluster, each), cases[1:])
     wrong = Counter(
         each.kind for each, answer in zip(cases, answers, strict=True) if answer != each.answer
     )
