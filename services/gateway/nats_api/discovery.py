@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from services.gateway.nats_api.endpoint_counts import EndpointCounts
+from services.gateway.schemas.struct_schemas import schema_components
 from shared.errors import HearthError
 from shared.subjects import SERVICES
 from shared.transport.decoding.untyped_messages import UntypedMessages
@@ -178,6 +179,6 @@ def _stats_of(endpoint: EndpointInfo, counts: EndpointCounts) -> EndpointStats:
 @cache
 def schema_of(types: tuple[Any, ...]) -> str:
     """Returns the JSON Schema, as text, of a value of any of the types."""
-    schemas, definitions = msgspec.json.schema_components(types)
+    schemas, definitions = schema_components(types)
     whole = {"anyOf": list(schemas)} if len(schemas) > 1 else dict(schemas[0])
     return _encode({**whole, "$defs": definitions}).decode()
