@@ -25,7 +25,7 @@ DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 DEMO_VISION_DIR = DEMO_MODEL_DIR.with_name("demo_vision_model")
 WITH_WEIGHTS = (EncodeConfig, RankConfig)
 DEMO_MODEL_NAME = "hearth-demo"
-# Models that come with Hearth, where their folders do.
+# Models that come with Hearth.
 DEMO_MODELS = {DEMO_MODEL_NAME: DEMO_MODEL_DIR, "hearth-demo-vision": DEMO_VISION_DIR}
 
 REPEATABLE = {

@@ -344,7 +344,7 @@ def given_models(texts: Sequence[str] | None, name: str) -> GivenModels:
 def _with_folder(text: str) -> str:
     """Returns NAME=DIR for the name of a model that comes with Hearth, unless a folder has it."""
     folder = DEMO_MODELS.get(text)
-    if folder is None or not folder.is_dir() or Path(text).exists():
+    if folder is None or Path(text).exists():
         return text
     return f"{text}={folder}"
 

@@ -19,10 +19,6 @@ NUM_CASES = 100
 MIN_RIGHT = 0.95
 WORKERS = ("prefill-1", "decode-1")
 
-pytestmark = pytest.mark.skipif(
-    not DEMO_VISION_DIR.is_dir(), reason="the repository has no demo model that sees yet"
-)
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
