@@ -108,6 +108,8 @@ class KvDropper:
             number: known.get(number) or _Order(each.drop, reported=each.progress)
             for number, each in found.items()
         }
+        dropped = (each.drop.tenant_id for each in self._orders.values())
+        self._registry.dropped = frozenset(name for each in dropped for name in names_of(each))
         for number in found.keys() - known.keys():
             await self._forget(found[number].drop)
         self._last = last

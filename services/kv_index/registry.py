@@ -13,6 +13,9 @@ bound are dropped, and counted. A count of 0 is not written.
 Several replicas write the same records. Each holder is a separate field, hits are increments, and
 `trim` reads the oldest records from Redis, so no replica overwrites another's data. `recover` reads
 records from before the start of a replica, once for each tenant that the replica meets.
+
+The record of a dropped tenant is deleted with its last holder: a worker that follows the order late
+has reported what it held before.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class PrefixRecord:
     holders: set[str] = field(default_factory=set)
     pin: str = ""
     extends: bool = False  # the run continues another record's tip
+    is_over: bool = False  # to be deleted
     written_at: float = 0.0
     # not yet in Redis: whether it was used, holders added (True) or removed (False), increments
     is_used: bool = False
@@ -107,6 +111,7 @@ class PrefixRegistry:
         self._pending: OrderedDict[bytes, PrefixRecord] = OrderedDict()
         self._to_recover: OrderedDict[str, None] = OrderedDict()
         self._to_trim: dict[str, None] = {}
+        self.dropped: frozenset[str] = frozenset()  # tenants whose KV workers have to drop
 
     @property
     def num_pending(self) -> int:
@@ -265,6 +270,11 @@ class PrefixRegistry:
 
     def _record_commands(self, delta: _Delta) -> Iterable[Command]:
         record, key = delta.record, record_key(delta.record.tenant_id, delta.record.block_hash)
+        member, all_records = record.block_hash.hex(), prefix_records_of(record.tenant_id)
+        if record.is_over:
+            yield ("DEL", key)
+            yield ("ZREM", all_records, member)
+            return
         release = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
         for names in _in_chunks(release, MAX_PARTS):
             yield ("HDEL", key, *names)
@@ -285,8 +295,7 @@ class PrefixRegistry:
             yield ("HINCRBY", key, "hits", delta.hits)
             yield ("HINCRBY", key, "saved_tokens", delta.saved_tokens)
         yield ("EXPIRE", key, self._ttl_s)
-        member = record.block_hash.hex()
-        yield ("ZADD", prefix_records_of(record.tenant_id), "GT", record.last_use, member)
+        yield ("ZADD", all_records, "GT", record.last_use, member)
 
     def _restore(self, batch: Sequence[_Delta]) -> None:
         """Returns an unsent batch to the pending changes, before all newer changes."""
@@ -386,9 +395,14 @@ class PrefixRegistry:
 
     def _release(self, worker_id: str, block_hash: bytes) -> None:
         record = self._records.get(block_hash)
-        if record is not None:
-            record.hold(worker_id, is_held=False)
-            self._change(record)
+        if record is None:
+            return
+        record.hold(worker_id, is_held=False)
+        if record.tenant_id in self.dropped and not (record.holders or record.pin):
+            record.is_over = True
+            self._by_tenant.get(record.tenant_id, OrderedDict()).pop(block_hash, None)
+            self._forget(record)
+        self._change(record)
 
     def _forget(self, record: PrefixRecord) -> None:
         """Removes the record from memory; in Redis it stays until it is trimmed or expires."""

@@ -244,7 +244,7 @@ class Batcher:
             self._copy_block(sequence, group)
         for table, count in zip(sequence.block_tables, missing, strict=True):
             if count:
-                table.extend(self.pool.allocate(count, is_private=sequence.is_zero_retention))
+                table.extend(self._allocate(count, sequence))
         num_blocks = min(map(len, sequence.block_tables))
         sequence.num_writable_tokens = num_blocks * self.pool.block_size
         return victims
@@ -273,9 +273,14 @@ class Batcher:
         """
         block_index = sequence.next_position // self.pool.block_size
         table = sequence.block_tables[group]
-        (destination,) = self.pool.allocate(1, is_private=sequence.is_zero_retention)
+        (destination,) = self._allocate(1, sequence)
         self._block_copies.setdefault(sequence, []).append((table[block_index], destination))
         table[block_index] = destination
+
+    def _allocate(self, count: int, sequence: Sequence) -> list[int]:
+        return self.pool.allocate(
+            count, tenant_id=sequence.tenant_id, is_private=sequence.is_zero_retention
+        )
 
     def give_back(self, sequence: Sequence) -> None:
         """Releases all its blocks."""
@@ -358,9 +363,8 @@ class Batcher:
         for block_ids in held:
             self.pool.hold(block_ids)
         self.pool.limit(sequence.tenant_id, sequence.kv_quota_tokens)
-        is_private = sequence.is_zero_retention
         sequence.block_tables = [
-            array("q", [0] * first + block_ids + self.pool.allocate(count, is_private=is_private))
+            array("q", [0] * first + block_ids + self._allocate(count, sequence))
             for (first, _), block_ids, count in zip(spans, held, counts, strict=True)
         ]
         sequence.first_blocks = [first for first, _ in spans]

@@ -21,7 +21,8 @@ recently used cached blocks, pinned ones last, even if other blocks are empty. B
 hold are evicted when they are released, if the tenant is then still over its quota.
 
 Blocks of a request with zero retention never get a hash, and are cleared once they are free: see
-`allocate` and `drop_tenant`.
+`allocate`. Others keep what was written after they are free: the pool knows of which tenants that
+is, also of a part that the next holder has not overwritten, and `drop_tenant` has it cleared.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class BlockPool:
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: list[dict[bytes, int]] = [{} for _ in reaches]
         self._shares: dict[str, TenantQuota] = {}
+        # Of each block: tenants that it may have KV of, the one of its last holder last.
+        self._tenants: list[tuple[str, ...]] = [()] * num_blocks
         self._freed: set[int] = set()
         self._private: set[int] = set()  # blocks to be cleared once they are free
         self._has_retired = False
@@ -161,15 +164,19 @@ class BlockPool:
                 del self._share_of(block_id).evictable[block_id]
             self.ref_counts[block_id] += 1
 
-    def allocate(self, count: int, *, is_private: bool = False) -> list[int]:
-        """Allocates blocks; private ones are cleared once they are free. Raises ValueError if fewer
-        are free: callers check `num_free_blocks` first.
+    def allocate(self, count: int, *, tenant_id: str = "", is_private: bool = False) -> list[int]:
+        """Allocates blocks for KV of a tenant; private ones are cleared once they are free. Raises
+        ValueError if fewer are free: callers check `num_free_blocks` first.
         """
         if count > self.num_free_blocks:
             raise ValueError(f"{count} blocks requested, {self.num_free_blocks} free")
         block_ids = [self._take() for _ in range(count)]
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
+            before = self._tenants[block_id]
+            if before[-1:] != (tenant_id,):  # the holder is the last one
+                others = tuple(each for each in before if each != tenant_id)
+                self._tenants[block_id] = (*others, tenant_id)
         if is_private:
             self._private.update(block_ids)
         return block_ids
@@ -226,6 +233,7 @@ class BlockPool:
                     tenant_id, parent_hash, block_index, block_hash, group, region_class
                 )
                 self._known[block_id] = block
+                self._tenants[block_id] = (tenant_id,)  # it is full: nothing else is left in it
                 ids_of[block_hash] = block_id
                 new.append(block)
             parent_hash = block_hash
@@ -267,6 +275,7 @@ class BlockPool:
         num_missing = num_blocks - len(self.ref_counts)
         self.ref_counts += [0] * num_missing
         self._known += [None] * num_missing
+        self._tenants += [()] * num_missing
         added = range(num_blocks - 1, before - 1, -1)
         # the lowest are allocated first, so that few are held above a later, smaller number
         self._empty[:0] = [each for each in added if self.ref_counts[each] == 0]
@@ -303,7 +312,9 @@ class BlockPool:
             return []
         self._has_retired = False
         above = range(self.num_blocks, len(self.ref_counts))
-        return [block_id for block_id in above if self.ref_counts[block_id] == 0]
+        retired = [block_id for block_id in above if self.ref_counts[block_id] == 0]
+        self._note_cleared(retired)
+        return retired
 
     @property
     def event_classes(self) -> list[str]:
@@ -319,17 +330,25 @@ class BlockPool:
         return events
 
     def drop_tenant(self, tenant_id: str) -> int:
-        """Makes all blocks of a tenant unfindable; they are cleared once they are free. Returns
-        their number.
+        """Makes all blocks of a tenant unfindable, and has all that may have KV of it cleared once
+        they are free. Returns the number of those that were findable.
         """
         known = enumerate(self._known)
         own = [each for each, block in known if block and block.tenant_id == tenant_id]
         for block_id in own:
-            self._private.add(block_id)
             self._evict(block_id)
             if self.ref_counts[block_id] == 0:
                 self._empty.append(block_id)
+        for block_id, tenants in enumerate(self._tenants):
+            if tenant_id in tenants:
+                self._clear_once_free(block_id)
         return len(own)
+
+    def _clear_once_free(self, block_id: int) -> None:
+        if self.ref_counts[block_id] > 0:
+            self._private.add(block_id)
+        elif block_id < self.num_blocks:  # the memory of others is given back
+            self._freed.add(block_id)
 
     def make_private(self, block_ids: Iterable[int]) -> None:
         """Has these blocks cleared once they are free."""
@@ -350,7 +369,13 @@ class BlockPool:
         blocks are cleared.
         """
         freed, self._freed = sorted(self._freed), set()
+        self._note_cleared(freed)
         return freed
+
+    def _note_cleared(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            is_held = self.ref_counts[block_id] > 0
+            self._tenants[block_id] = self._tenants[block_id][-1:] if is_held else ()
 
     def cached_blocks(self) -> list[CachedBlock]:
         """Returns all findable blocks, parents before children."""

@@ -213,6 +213,29 @@ def test_worker_that_was_silent_drops_the_kv_when_it_is_back() -> None:
     scenario(test)
 
 
+def test_records_of_a_worker_that_follows_late_are_deleted() -> None:
+    """It reports what it holds before it gets the order."""
+
+    async def test(rig: DropRig) -> None:
+        worker = await rig.engine("decode-0")
+        await rig.cache(worker, "acme", "other")
+        worker.process.freeze()
+        await asyncio.sleep(5)
+        await kv_drops.order(rig.store, "acme", "regions", 1_000.0)
+        await rig.finished(FIRST)
+        assert not rig.store.data.get("hearth:acme:prefixes")
+        worker.process.thaw()
+        async with asyncio.timeout(5):
+            while cached(worker, "acme"):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(2)  # what was reported is written
+        assert not [each for each in rig.store.data if each.startswith("hearth:acme:prefix:")]
+        assert not rig.store.data["hearth:acme:prefixes"]
+        assert rig.store.data["hearth:other:prefixes"]
+
+    scenario(test)
+
+
 def test_an_order_outlives_a_redis_that_is_emptied() -> None:
     """Who gave it takes it as given; the worker is silent all the while."""
 

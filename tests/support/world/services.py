@@ -88,7 +88,7 @@ class SimulatedIndex:
             ProcessStore(store, self.process),
             clock,
             SeededRandomness(seed),
-            wall_clock=lambda: 1_000.0 + clock.now(),
+            wall_clock=store.now,  # that of those who order, too
         )
 
     async def start(self) -> None:

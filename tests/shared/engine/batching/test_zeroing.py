@@ -158,6 +158,59 @@ async def test_zero_retention_is_zeroed_on_any_worker(model_dir: Path) -> None:
         assert it.filled_blocks() == it.findable_blocks() == set()
 
 
+async def test_dropped_tenant_leaves_nothing_in_free_blocks(model_dir: Path) -> None:
+    """The parts of blocks that never got a hash, and a block that was computed twice."""
+    async with bench(model_dir, zeroes_freed_blocks=False) as it:
+        for start, length in ((10, 57), (10, 48), (60, 20)):
+            sequence = new_sequence(prompt(length, start=start), greedy(4), tenant_id="acme")
+            await it.complete(sequence)
+        assert it.filled_blocks() - it.findable_blocks()
+        it.engine.drop_tenant("acme")
+        await it.loop.zero_freed_blocks()
+        assert it.filled_blocks() == set()
+
+
+def test_dropping_a_tenant_clears_what_the_next_holder_has_not_overwritten() -> None:
+    pool = BlockPool(2, 4)
+    pool.release(pool.allocate(2, tenant_id="acme"))
+    (held,) = pool.allocate(1, tenant_id="other")
+    assert pool.drop_tenant("acme") == 0
+    free = 1 - held
+    assert pool.take_freed() == [free]
+    pool.release([held])
+    assert pool.take_freed() == [held]
+    assert (pool.drop_tenant("acme"), pool.take_freed()) == (0, [])
+
+
+def test_full_block_has_kv_of_its_own_tenant_alone() -> None:
+    pool = BlockPool(1, 4)
+    pool.release(pool.allocate(1, tenant_id="acme"))
+    cached(pool, "other", "p", 0)
+    assert (pool.drop_tenant("acme"), pool.take_freed()) == (0, [])
+    assert (pool.drop_tenant("other"), pool.take_freed()) == (1, [0])
+
+
+def test_block_that_was_cleared_for_a_new_holder_has_its_kv() -> None:
+    pool = BlockPool(1, 4, notes_freed=True)
+    for tenant_id in ("other", "acme"):
+        pool.release(pool.allocate(1, tenant_id=tenant_id))
+    held = pool.allocate(1, tenant_id="other")  # written after it is cleared
+    assert pool.take_freed() == [0]
+    assert (pool.drop_tenant("acme"), pool.drop_tenant("other")) == (0, 0)
+    pool.release(held)
+    assert pool.take_freed() == [0]
+
+
+def test_dropping_a_tenant_does_not_clear_memory_that_was_given_back() -> None:
+    pool = BlockPool(4, 4)
+    held = pool.allocate(4, tenant_id="acme")
+    pool.resize(2)
+    pool.release(held)
+    pool.drop_tenant("acme")
+    assert pool.take_freed() == [0, 1]
+    assert pool.take_retired() == [2, 3]
+
+
 def test_pool_records_freed_blocks_only_if_enabled() -> None:
     pool = BlockPool(8, 4, notes_freed=True)
     cached(pool, "a", "pq", 0)
