@@ -296,6 +296,7 @@ class _ConnectionEvents:
         self._files = files
         self.last_error: Exception | None = None
         self.rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.reconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_losses = 0  # of the connection
         self.denials: deque[str] = deque(maxlen=MAX_DENIALS)  # in the server's words
         self.on_denied: Callable[[str, str], None] = lambda verb, subject: None
@@ -347,7 +348,21 @@ class _ConnectionEvents:
             log.info("nats_files_read")
 
     async def on_reconnect(self) -> None:
+        if not self.reconnected.done():
+            self.reconnected.set_result(None)
         log.info("nats_reconnected")
+
+
+async def _accepted(
+    connecting: asyncio.Task[None], client: DirectClient, events: _ConnectionEvents
+) -> None:
+    """Returns once a server has accepted the connection or will not. One that reads its
+    configuration again may end at once what it has accepted; nats-py then reconnects.
+    """
+    first = asyncio.FIRST_COMPLETED
+    await asyncio.wait({connecting, events.rejected}, return_when=first)
+    if client.is_reconnecting:
+        await asyncio.wait({events.reconnected, events.rejected}, return_when=first)
 
 
 class NatsBus:
@@ -430,9 +445,9 @@ class NatsBus:
                 tls_handshake_first=tls_first and requires_tls,
             )
         )
-        await asyncio.wait(
-            {connecting, events.rejected}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await _accepted(connecting, client, events)
         if client.is_connected:
             return cls(client, process_id, events, RegionCheck() if regions is None else regions)
         while not connecting.done():  # a cancellation that coincides with a timeout can be lost
@@ -440,6 +455,7 @@ class NatsBus:
             await asyncio.wait({connecting}, timeout=0.1)
         (ended,) = await asyncio.gather(connecting, return_exceptions=True)
         ending = ended if isinstance(ended, Exception) else None
+        await client.end()  # it may be reconnecting
         reason = str(events.last_error or ending or "") or "no answer"  # a timeout has no text
         kind = NatsRejected if events.rejected.done() else DependencyUnavailable
         raise kind(f"cannot reach NATS at {without_password(url)}: {reason}")

@@ -418,6 +418,48 @@ async def test_second_server_of_a_cluster_serves_when_the_first_is_down(tmp_path
             assert await inbox.next() == ABORT
 
 
+@asynccontextmanager
+async def ending_first(server: NatsServer) -> AsyncIterator[int]:
+    """Yields a port of the server that ends its first connection as soon as it is accepted, like a
+    server that reads its configuration again.
+    """
+    ended = list[str]()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", server.port)
+
+        async def forth() -> None:
+            while data := await reader.read(65_536):
+                far_writer.write(data)
+
+        forwarding = asyncio.create_task(forth())
+        while data := await far_reader.read(65_536):
+            writer.write(data)
+            if not ended and b"PONG" in data:
+                ended.append("first")
+                break
+        writer.close()
+        far_writer.close()
+        forwarding.cancel()
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as relaying:
+        yield relaying.sockets[0].getsockname()[1]
+        assert ended
+
+
+async def test_connects_again_when_the_server_ends_the_connection_at_once(
+    nats_server: NatsServer,
+) -> None:
+    async with ending_first(nats_server) as port:
+        url = nats_server.url("decode-1").replace(str(nats_server.port), str(port))
+        bus = await NatsBus.connect(url, process_id="decode-1", timeout_s=LIMIT_S)
+        try:
+            await until(lambda: bus.is_connected)
+            await bus.flush()
+        finally:
+            await bus.close()
+
+
 async def test_reply_to_a_request_of_an_earlier_connection_is_not_sent(connect: Connect) -> None:
     """The server lets nobody send it, and logs a violation. The end in order is no warning."""
     gateway, decode = await connect("gateway-1"), await connect("decode-1")
