@@ -17,6 +17,7 @@ from services.local.credentials import process_id_for
 from shared.errors import ConfigError, HearthError
 from shared.fleet.kv_elsewhere import KvElsewhere, ReadKvElsewhere, SiteKv
 from shared.messages import CountTenantKv, Heartbeat, TenantKvCounted
+from shared.sites.tenant_names import names_of
 from shared.store import Store
 from shared.subjects import HEARTBEATS, READ_KV_ELSEWHERE, tenant_kv
 from shared.telemetry.log import configure_logging
@@ -31,21 +32,21 @@ SITES_TIMEOUT_S = 5.0  # of a gateway, which asks all linked sites
 
 
 class WorkerKv(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tokens of a tenant's KV on a worker: cached ones, and those of requests that run. `problem`
-    says why they are not known.
+    """Tokens of a tenant's KV on a worker: cached ones, and those of requests that run.
+    `shared_tokens` are under a name that a tenant of another site may share with others of that
+    site. `problem` says why they are not known.
     """
 
     worker: str
     region: str = ""
     cached_tokens: int = 0
     held_tokens: int = 0
+    shared_tokens: int = 0
     problem: str = ""
 
 
 class KvAtSite(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The same, of all workers of a linked site. `shared_tokens` are under a name that the tenant
-    may share with others of this site.
-    """
+    """The same, of all workers of a linked site."""
 
     site: str
     region: str = ""
@@ -114,16 +115,22 @@ async def count_kv(bus: Bus, tenant_id: str) -> list[WorkerKv]:
 async def _count(bus: Bus, worker: Heartbeat, tenant_id: str) -> WorkerKv:
     name, region = worker.process_id, worker.region
     subject = tenant_kv(worker.roles[0], name)
-    command = CountTenantKv(tenant_id=tenant_id)
+    counting = (
+        bus.request(
+            subject, CountTenantKv(tenant_id=each), TenantKvCounted, timeout_s=COUNT_TIMEOUT_S
+        )
+        for each in names_of(tenant_id)
+    )
     try:
-        found = await bus.request(subject, command, TenantKvCounted, timeout_s=COUNT_TIMEOUT_S)
+        own, *shared = await asyncio.gather(*counting)
     except HearthError as error:
         return WorkerKv(worker=name, region=region, problem=error.message)
     return WorkerKv(
         worker=name,
         region=region,
-        cached_tokens=found.num_cached_tokens,
-        held_tokens=found.num_held_tokens,
+        cached_tokens=own.num_cached_tokens,
+        held_tokens=own.num_held_tokens,
+        shared_tokens=sum(each.num_cached_tokens + each.num_held_tokens for each in shared),
     )
 
 
@@ -166,10 +173,12 @@ def _tables(
     records = plain_table(f"{tenant_id}: in Redis", "records")
     for kind, count in found.records.items():
         records.add_row(kind, f"{count:,}")
-    on_workers = plain_table("worker", "region", "cached tokens", "tokens of running requests")
+    on_workers = plain_table(
+        "worker", "region", "cached tokens", "of running requests", "not known"
+    )
     for each in workers:
-        counts = (f"{each.cached_tokens:,}", f"{each.held_tokens:,}")
-        on_workers.add_row(each.worker, each.region, *((each.problem,) if each.problem else counts))
+        counts = ("", "") if each.problem else (f"{each.cached_tokens:,}", f"{each.held_tokens:,}")
+        on_workers.add_row(each.worker, each.region, *counts, _unknown(each))
     at_sites = plain_table("site", "region", "cached tokens", "of running requests", "not known")
     for at in sites:
         is_known = at.workers or not at.problem
@@ -191,6 +200,6 @@ def _tables(
     return parts
 
 
-def _unknown(at: KvAtSite) -> str:
+def _unknown(at: WorkerKv | KvAtSite) -> str:
     shared = f"{at.shared_tokens:,} tokens of this or other tenants" if at.shared_tokens else ""
     return "; ".join(filter(None, (at.problem, shared)))
