@@ -25,7 +25,7 @@ PATH = re.compile(
     r"|[\w/]+/|LICENSE|Dockerfile)`"
 )
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)[^)]*\)")
-PICTURE = re.compile(r'<img src="([^"]+)"')
+PICTURE = re.compile(r"!\[[^]]+\]\(([^)]+)\)")
 MAX_PICTURE_BYTES = 200_000
 HEARTH = re.compile(r"(?:^|`)(?:HEARTH_\S+ )?hearth (\w[\w-]*)([^#\n`]*)", re.MULTILINE)
 SCRIPT = re.compile(r"(?:^|`)(scripts/[\w.]+)", re.MULTILINE)

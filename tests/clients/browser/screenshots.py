@@ -10,10 +10,12 @@ from typing import Any
 
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.support.account import BROWSER, Account, read_accounts
+from tests.support.account import BROWSER, EYES, Account, read_accounts
 from tests.support.hearth_page import HearthPage, find_chromium, launch
 
-FOLDER = Path(__file__).parents[3] / "services" / "gateway" / "operator" / "page" / "screenshots"
+SERVICES = Path(__file__).parents[3] / "services"
+FOLDER = SERVICES / "gateway" / "operator" / "page" / "screenshots"
+STAR = SERVICES / "guides" / "examples" / "star.png"
 MAX_BYTES = 200_000
 DESKTOP = {"viewport": {"width": 1280, "height": 800}}
 README = {"viewport": {"width": 1000, "height": 560}, "device_scale_factor": 1.6}
@@ -43,6 +45,17 @@ def take_playground(browser: Browser, account: Account) -> None:
     tab.page.locator(".workers a").last.wait_for()
     tab.page.evaluate("document.querySelector('#settings').scrollTo(0, 0)")
     save(tab, "playground")
+
+
+def take_picture(browser: Browser, account: Account) -> None:
+    tab = open_tab(browser, account, "", **DESKTOP)
+    with tab.page.expect_file_chooser() as chooser:
+        tab.page.click("#picture")
+    chooser.value.set_files(STAR)
+    tab.page.locator(".composer img").wait_for()
+    tab.answer("What is in this picture?")
+    tab.page.locator(".workers a").last.wait_for()
+    save(tab, "picture")
 
 
 def take_compare(browser: Browser, account: Account) -> None:
@@ -116,10 +129,12 @@ def main() -> None:
     chromium = find_chromium()
     if chromium is None:
         sys.exit("screenshots: no chromium on the PATH, and $HEARTH_CHROMIUM is not set")
-    account = read_accounts()[BROWSER]
+    accounts = read_accounts()
+    account = accounts[BROWSER]
     FOLDER.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = launch(playwright, chromium)
+        take_picture(browser, accounts[EYES])
         take_playground(browser, account)
         take_compare(browser, account)
         take_phone(browser, account)
