@@ -83,12 +83,14 @@ class Renderer:
         assert isinstance(reply, PreparedBody), "the reply to a BodyJob"
         return reply
 
-    async def prepare_image_chat(self, job: ImageChatJob, *, tenant_id: str) -> TokenizedPrompt:
-        """Renders and tokenizes a conversation with images. Raises as `prepare_body` does."""
+    async def prepare_image_chat(
+        self, job: ImageChatJob, *, tenant_id: str
+    ) -> list[TokenizedPrompt]:
+        """Renders and tokenizes conversations with images. Raises as `prepare_body` does."""
         reply = await self._pool.run(tenant_id, self._setup, job)
         _check(reply)
         assert isinstance(reply, PreparedBody), "the reply to an ImageChatJob"
-        return reply.prompts[0]
+        return reply.prompts
 
     async def encode(
         self,

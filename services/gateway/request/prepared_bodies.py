@@ -19,6 +19,7 @@ from services.gateway.request.generation_request import (
     prompt_too_long,
 )
 from services.gateway.request.images.image_prompts import (
+    Tokenized,
     check_images,
     check_text_bytes,
     tokenized_with_images,
@@ -41,7 +42,6 @@ from services.gateway.text.process_jobs import (
     BodyJob,
     ImageChatJob,
     PreparedBody,
-    TokenizedImage,
     TokenizedPrompt,
     template_values,
 )
@@ -141,13 +141,17 @@ def _tokenized(
     )
 
 
-def _encoded(
-    prompt: Prompt, files: ModelFiles, job: BodyJob
-) -> tuple[list[int], list[TokenizedImage]]:
+def _encoded(prompt: Prompt, files: ModelFiles, job: BodyJob) -> Tokenized:
     if not isinstance(prompt, ChatPrompt) or not prompt.images:
         return encoded_prompt(prompt, files), []
+    return _with_images([prompt], files, job)[0]
+
+
+def _with_images(
+    prompts: Sequence[ChatPrompt], files: ModelFiles, job: BodyJob | ImageChatJob
+) -> list[Tokenized]:
     return tokenized_with_images(
-        prompt,
+        prompts,
         files,
         job.images,
         max_context_tokens=job.max_context_tokens,
@@ -174,11 +178,28 @@ def tokens_of_chat(
 def prepare_image_chat(
     job: ImageChatJob, files: ModelFiles, template: ChatTemplate | None
 ) -> PreparedBody:
-    """Renders and tokenizes a conversation with images. Returns its prompt, without a body. Raises
-    InvalidRequest and its subclasses.
+    """Renders and tokenizes conversations with images. Returns their prompts, without a body.
+    Raises InvalidRequest and its subclasses.
     """
     check_images(job.given, files, job.images.max_images)
-    given = template_values(job.values)
+    prompts = [_rendered_values(each, job, template) for each in job.conversations]
+    found = [
+        TokenizedPrompt(
+            job.param,
+            pack_token_ids(token_ids),
+            is_chat=True,
+            num_calls=prompt.num_calls,
+            images=images,
+        )
+        for prompt, (token_ids, images) in zip(
+            prompts, _with_images(prompts, files, job), strict=True
+        )
+    ]
+    return PreparedBody(b"", found)
+
+
+def _rendered_values(values: bytes, job: ImageChatJob, template: ChatTemplate | None) -> ChatPrompt:
+    given = template_values(values)
     prompt = ChatPrompt(
         tuple(given.messages),
         tools=tuple(given.tools),
@@ -186,17 +207,7 @@ def prepare_image_chat(
         images=tuple(job.given),
         param=job.param,
     )
-    rendered = _rendered(prompt, template, add_generation_prompt=given.add_generation_prompt)
-    token_ids, images = tokenized_with_images(
-        rendered,
-        files,
-        job.images,
-        max_context_tokens=job.max_context_tokens,
-        has_pixels=job.has_pixels,
-    )
-    packed, calls = pack_token_ids(token_ids), prompt.num_calls
-    found = TokenizedPrompt(job.param, packed, is_chat=True, num_calls=calls, images=images)
-    return PreparedBody(b"", [found])
+    return _rendered(prompt, template, add_generation_prompt=given.add_generation_prompt)
 
 
 def _rendered_prompt(prompt: Prompt, template: ChatTemplate | None) -> Prompt:

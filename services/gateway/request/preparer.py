@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Self
@@ -219,29 +219,29 @@ class Preparer:
                 add_generation_prompt=add_generation_prompt,
                 variables=prompt.variables,
             )
-        found = await self.prompt_with_images(
-            *(model, tenant_id, prompt),
+        (found,) = await self.prompts_with_images(
+            *(model, tenant_id, [prompt]),
             add_generation_prompt=add_generation_prompt,
             has_pixels=False,
         )
         return unpack_token_ids(found.token_ids)
 
-    async def prompt_with_images(
+    async def prompts_with_images(
         self,
         model: ServedModel,
         tenant_id: str,
-        prompt: ChatPrompt,
+        prompts: Sequence[ChatPrompt],
         *,
         add_generation_prompt: bool = True,
         has_pixels: bool = True,
-    ) -> TokenizedPrompt:
-        """Renders and tokenizes a conversation with images, and reads them. Raises as `tokenize`
-        does.
+    ) -> list[TokenizedPrompt]:
+        """Renders and tokenizes conversations with the same images, and reads these once. Raises
+        as `tokenize` does.
         """
-        self._images.check(prompt, model.text)
+        self._images.check(prompts[0], model.text)
         async with self._preparing(tenant_id):
             return await self._images.tokenized(
-                *(prompt, tenant_id, model),
+                *(prompts, tenant_id, model),
                 add_generation_prompt=add_generation_prompt,
                 has_pixels=has_pixels,
             )
@@ -312,7 +312,7 @@ class Preparer:
         if not isinstance(prompt, ChatPrompt):
             return generation
         if prompt.images:
-            found = await self._images.tokenized(prompt, tenant_id, model)
+            (found,) = await self._images.tokenized([prompt], tenant_id, model)
             self.capacity.check_draining()
             return msgspec.structs.replace(generation, prompt=packed_prompt(found))
         with naming_field_of(prompt):

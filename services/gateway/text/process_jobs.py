@@ -102,11 +102,11 @@ class BodyJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ImageChatJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A conversation with images, to render and tokenize. `values`: as of a RenderJob; the other
-    fields as of a BodyJob.
+    """Conversations with the same images, to render and tokenize. `conversations`: the `values` of
+    a RenderJob for each; the other fields as of a BodyJob.
     """
 
-    values: bytes
+    conversations: list[bytes]
     given: list[InputImage]
     images: ImageContext
     max_context_tokens: int | None = None
@@ -115,7 +115,7 @@ class ImageChatJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.values) + sum(len(each.data) for each in self.given)
+        return sum(map(len, self.conversations)) + sum(len(each.data) for each in self.given)
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, tag=True):

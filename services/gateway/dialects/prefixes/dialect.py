@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,13 +77,16 @@ def _open(parts: DialectParts) -> OpenDialect:
 
 
 async def _tokens(
-    preparer: Preparer, model: ServedModel, tenant_id: str, prompt: ChatPrompt
+    preparer: Preparer, model: ServedModel, tenant_id: str, prompts: Sequence[ChatPrompt]
 ) -> Tokens:
-    """Returns the tokens of a conversation, and its images. Raises as `Preparer` does."""
-    if not prompt.images:
-        return await preparer.tokenize_chat(model, tenant_id, prompt), ()
-    found = await preparer.prompt_with_images(model, tenant_id, prompt, has_pixels=False)
-    return unpack_token_ids(found.token_ids), [each.part for each in found.images]
+    """Returns the tokens of conversations that begin alike, and their images. Raises as `Preparer`
+    does.
+    """
+    if not prompts[0].images:
+        return [await preparer.tokenize_chat(model, tenant_id, each) for each in prompts], ()
+    found = await preparer.prompts_with_images(model, tenant_id, prompts, has_pixels=False)
+    images = [each.part for each in found[0].images]
+    return [unpack_token_ids(each.token_ids) for each in found], images
 
 
 DIALECT = Dialect(

@@ -66,7 +66,7 @@ class PrefixPixels:
         """Raises InvalidRequest if the weights that are served now take another image."""
         given = InputImage("image", image.content, image.media_type, image.detail, is_decoded=True)
         prompt = ChatPrompt(_ALONE, images=(given,))
-        prepared = await self._preparer.prompt_with_images(model, tenant_id, prompt)
+        (prepared,) = await self._preparer.prompts_with_images(model, tenant_id, [prompt])
         (found,) = prepared.images
         if found.part.image_hash != image.part.image_hash:
             raise InvalidRequest("the image of the prefix is of another revision of the model")

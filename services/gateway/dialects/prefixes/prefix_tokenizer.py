@@ -19,9 +19,10 @@ from shared.messages import ImagePart, ModelCard
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix, PrefixImage
 
-Tokens = tuple[list[int], Sequence[ImagePart]]
-Tokenize = Callable[[str, ChatPrompt], Awaitable[Tokens]]  # the first is the tenant
-TokenizeOfTenant = Callable[[ChatPrompt], Awaitable[Tokens]]
+# of conversations that begin alike, with the images that all of them begin with
+Tokens = tuple[list[list[int]], Sequence[ImagePart]]
+Tokenize = Callable[[str, Sequence[ChatPrompt]], Awaitable[Tokens]]  # the first is the tenant
+TokenizeOfTenant = Callable[[Sequence[ChatPrompt]], Awaitable[Tokens]]
 
 ENVELOPE_BYTES = 4096  # bytes of the pin message besides tokens and hashes
 STORED_BYTES_PER_TOKEN = 16  # in a prefix's record in Redis: the token's id takes four
@@ -33,18 +34,18 @@ STORED_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_con
 PROBES = ("A", "0", "\u2026", " x")
 
 
-async def prefix_tokens(tokenize: TokenizeOfTenant, prompt: ChatPrompt) -> Tokens:
+async def prefix_tokens(
+    tokenize: TokenizeOfTenant, prompt: ChatPrompt
+) -> tuple[list[int], Sequence[ImagePart]]:
     """Returns the common prefix of the conversation's token ids with each of PROBES appended, and
     its images. Templates write any text around a message, so the end of a prefix is found by
     experiment. Raises the errors of `tokenize`.
     """
     role = "assistant" if prompt.messages[-1]["role"] == "user" else "user"
-    prompts, images = list[list[int]](), list[ImagePart]()
-    for probe in PROBES:
-        messages = (*prompt.messages, {"role": role, "content": probe})
-        token_ids, parts = await tokenize(msgspec.structs.replace(prompt, messages=messages))
-        prompts.append(token_ids)
-        images = [*parts]
+    messages = [(*prompt.messages, {"role": role, "content": probe}) for probe in PROBES]
+    prompts, images = await tokenize(
+        [msgspec.structs.replace(prompt, messages=each) for each in messages]
+    )
     first, last = min(prompts), max(prompts)  # the others have all that these two share
     num_tokens = sum(takewhile(bool, map(eq, first, last)))
     return first[:num_tokens], images

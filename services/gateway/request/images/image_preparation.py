@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import msgspec
@@ -62,26 +63,30 @@ class ImagePreparation:
 
     async def tokenized(
         self,
-        prompt: ChatPrompt,
+        prompts: Sequence[ChatPrompt],
         tenant_id: str,
         model: ServedModel,
         *,
         add_generation_prompt: bool = True,
         has_pixels: bool = True,
-    ) -> TokenizedPrompt:
-        """Fetches what has an address, renders and tokenizes a conversation with images. Raises as
-        `ImageFetcher` and `Renderer` do.
+    ) -> list[TokenizedPrompt]:
+        """Fetches what has an address, renders and tokenizes conversations with the same images,
+        which are read once. Raises as `ImageFetcher` and `Renderer` do.
         """
-        values = (prompt.messages, prompt.tools, add_generation_prompt, prompt.variables)
+        conversations = [
+            encoded_values(each.messages, each.tools, add_generation_prompt, each.variables)
+            for each in prompts
+        ]
+        first = prompts[0]
         counted = self._fetcher.bytes_of(tenant_id)
         try:
             job = ImageChatJob(
-                encoded_values(*values),
-                [*await self._fetcher.fetched(prompt.images, counted)],
+                conversations,
+                [*await self._fetcher.fetched(first.images, counted)],
                 self._of_model(model),
                 max_context_tokens=model.card.max_context_tokens,
                 has_pixels=has_pixels,
-                param=prompt.param,
+                param=first.param,
             )
             return await model.text.renderer.prepare_image_chat(job, tenant_id=tenant_id)
         finally:

@@ -5,6 +5,7 @@ replaced by the tokens of its pixels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from services.gateway.images.config import ImageConfig
 from services.gateway.images.input_image import NO_IMAGES, ImageContext, InputImage, bad_image
@@ -15,6 +16,11 @@ from services.gateway.text.model_files import ModelFiles, ModelText
 from services.gateway.text.process_jobs import TokenizedImage
 from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.messages import ImagePart
+
+if TYPE_CHECKING:  # it loads numpy
+    from services.gateway.images.processed import ProcessedImage
+
+Tokenized = tuple[list[int], list[TokenizedImage]]
 
 
 def check_images(images: Sequence[InputImage], files: ModelText, max_images: int) -> None:
@@ -36,15 +42,16 @@ def check_text_bytes(body: bytes, images: Sequence[InputImage], context: ImageCo
 
 
 def tokenized_with_images(
-    prompt: ChatPrompt,
+    prompts: Sequence[ChatPrompt],
     files: ModelFiles,
     context: ImageContext,
     *,
     max_context_tokens: int | None,
     has_pixels: bool,
-) -> tuple[list[int], list[TokenizedImage]]:
-    """Returns the tokens of a rendered prompt, and its images. Raises InvalidRequest, also for a
-    template that leaves an image out, and PromptTooLong.
+) -> list[Tokenized]:
+    """Returns the tokens of rendered prompts that show the same images, and their images, each of
+    which is decoded once. Raises InvalidRequest, also for a template that leaves an image out, and
+    PromptTooLong.
     """
     # Pillow and numpy, which the gateway's own process does not load
     from services.gateway.images.processed import processed
@@ -52,18 +59,32 @@ def tokenized_with_images(
 
     config = files.images
     assert config is not None, "checked before"
-    processor = processor_of(config)
-    _check_places(prompt, processor.place)
+    processor, first = processor_of(config), prompts[0]
+    for each in prompts:
+        _check_places(each, processor.place)
 
     def check(num_tokens: int) -> None:
         if max_context_tokens is not None and num_tokens >= max_context_tokens:
             length = f"at least {num_tokens} tokens of images"
-            raise prompt_too_long(prompt.param, length, max_context_tokens)
+            raise prompt_too_long(first.param, length, max_context_tokens)
 
-    found = [*processed(prompt.images, config, processor, context, check)]
-    texts = iter([processor.placeholder(each.grid) for each in found])
-    token_ids = files.tokenizer.encode([*_expanded(prompt.parts, texts, processor.place)])
-    spans = _spans(token_ids, config, [config.num_tokens(each.grid) for each in found])
+    found = [*processed(first.images, config, processor, context, check)]
+    texts = [processor.placeholder(each.grid) for each in found]
+    counts = [config.num_tokens(each.grid) for each in found]
+
+    def tokenized(prompt: ChatPrompt) -> Tokenized:
+        parts = _expanded(prompt.parts, iter(texts), processor.place)
+        token_ids = files.tokenizer.encode([*parts])
+        spans = _spans(token_ids, config, counts)
+        return token_ids, _tokenized_images(found, spans, has_pixels=has_pixels)
+
+    return [*map(tokenized, prompts)]
+
+
+def _tokenized_images(
+    found: Sequence[ProcessedImage], spans: Sequence[tuple[int, int]], *, has_pixels: bool
+) -> list[TokenizedImage]:
+    """Returns the images at their tokens: the pixels of equal ones with the first of them."""
     images, sent = [], set[bytes]()
     for each, (first, count) in zip(found, spans, strict=True):
         is_sent = has_pixels and each.image_hash not in sent
@@ -73,7 +94,7 @@ def tokenized_with_images(
         )
         pixels = each.pixels if is_sent else bytearray()
         images.append(TokenizedImage(part, len(pixels), pixels))
-    return token_ids, images
+    return images
 
 
 def _check_places(prompt: ChatPrompt, place_text: str) -> None:

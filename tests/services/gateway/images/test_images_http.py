@@ -7,6 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.dialects.preparation_process import make_body_handler
+from services.gateway.images import processed
+from services.gateway.images.input_image import InputImage
+from services.gateway.text.process_jobs import BodyJob, ImageChatJob, Job, ProcessSetup, Reply
 from services.kv_index.pins import expected_pin
 from shared.block_hash import image_extras, prompt_chain, root_key
 from shared.messages import DataPlaneAddress, FetchPixels, Request
@@ -407,6 +411,33 @@ async def test_a_named_prefix_has_the_tokens_of_its_images(eyes: Eyes) -> None:
     assert (await eyes.http.get("/v1/prefixes")).json()["data"][0]["name"] == "p"
     assert (await eyes.http.delete(PREFIX)).status_code == 200
     assert await stored_image(eyes, part.image_hash) is None
+
+
+async def test_an_image_of_a_prefix_is_decoded_once(
+    eyes: Eyes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many continuations are tokenized, to find where the prefix ends."""
+    jobs, pool = list[tuple[ProcessSetup, Job]](), eyes.gateway.preparer._pool
+    run, decode, opened = pool.run, processed.decoded, list[bytes]()
+
+    async def recorded(tenant_id: str, setup: ProcessSetup, job: Job) -> Reply:
+        jobs.append((setup, job))
+        return await run(tenant_id, setup, job)
+
+    def counted(image: InputImage, *, max_pixels: int) -> Any:
+        opened.append(image.content)
+        return decode(image, max_pixels=max_pixels)
+
+    monkeypatch.setattr(pool, "run", recorded)
+    other = picture(seed=2)
+    shown = chat(image_part(), text_part(), image_part(data_url(other)))
+    assert (await eyes.http.put(PREFIX, json=shown)).status_code == 200
+    await eyes.http.delete(PREFIX)
+    monkeypatch.setattr(processed, "decoded", counted)
+    for setup, job in jobs:  # the same work once more, where decodings are seen
+        if setup.template is not None and isinstance(job, BodyJob | ImageChatJob):
+            make_body_handler(setup, setup.template.compiled())(job)
+    assert opened == [PICTURE, other]
 
 
 @pytest.mark.parametrize(

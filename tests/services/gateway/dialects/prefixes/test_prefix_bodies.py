@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -47,8 +48,8 @@ def test_bad_tools_are_rejected() -> None:
 async def test_stored_prefix_can_be_rendered_again() -> None:
     """Public prefixes are tokenized again from what is stored."""
 
-    async def tokenize(tenant_id: str, prompt: ChatPrompt) -> Tokens:
-        return list(range(100)), ()
+    async def tokenize(tenant_id: str, prompts: Sequence[ChatPrompt]) -> Tokens:
+        return [list(range(100)) for _ in prompts], ()
 
     prompt = prefix_prompt(messages=HISTORY, tools=TOOLS)
     prefix = PinnedPrefix(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -263,9 +263,9 @@ async def test_invalid_prefixes_are_rejected(
 
 
 async def test_prefix_too_short_or_too_long_is_rejected(model_files: ModelFiles) -> None:
-    async def tokenize(tenant_id: str, prompt: ChatPrompt) -> Tokens:
-        texts = [str(each["content"]) for each in prompt.messages]
-        return model_files.tokenizer.encode(texts), ()
+    async def tokenize(tenant_id: str, prompts: Sequence[ChatPrompt]) -> Tokens:
+        texts = [[str(each["content"]) for each in prompt.messages] for prompt in prompts]
+        return [*map(model_files.tokenizer.encode, texts)], ()
 
     reader = PrefixTokenizer(tokenize, lambda: 1 << 20)
     prefix = PinnedPrefix(
@@ -320,9 +320,9 @@ async def test_roles_and_contents_alone_are_stored(cluster: Cluster, store: Redi
 
 
 async def test_text_that_is_not_rendered_is_rejected(model_files: ModelFiles) -> None:
-    async def tokenize(tenant_id: str, prompt: ChatPrompt) -> Tokens:
-        texts = [str(each["content"]).strip() for each in prompt.messages]
-        return model_files.tokenizer.encode(texts), ()
+    async def tokenize(tenant_id: str, prompts: Sequence[ChatPrompt]) -> Tokens:
+        texts = [[str(each["content"]).strip() for each in prompt.messages] for prompt in prompts]
+        return [*map(model_files.tokenizer.encode, texts)], ()
 
     reader = PrefixTokenizer(tokenize, lambda: 1 << 20)
     prefix = PinnedPrefix(
