@@ -14,8 +14,8 @@ Several replicas write the same records. Each holder is a separate field, hits a
 `trim` reads the oldest records from Redis, so no replica overwrites another's data. `recover` reads
 records from before the start of a replica, once for each tenant that the replica meets.
 
-The record of a dropped tenant is deleted with its last holder: a worker that follows the order late
-has reported what it held before.
+The record of a dropped tenant is deleted with its last holder or pin: a worker that follows the
+order late has reported what it held before.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class PrefixRegistry:
         record = self._pinned.pop(block_hash, None)
         if record is not None:
             record.pin = ""
-            self._use(record)
+            if not self._end_if_dropped(record):
+                self._use(record)
 
     def drop_tenant(self, tenant_id: str) -> None:
         """Forgets all records of a tenant, and their changes; `tenant_data` deletes those in
@@ -301,6 +302,8 @@ class PrefixRegistry:
         """Returns an unsent batch to the pending changes, before all newer changes."""
         for delta in reversed(batch):
             record = delta.record
+            if self._is_dropped(record):
+                continue
             record.is_used |= delta.is_used
             record.new_hits += delta.hits
             record.new_saved_tokens += delta.saved_tokens
@@ -309,6 +312,11 @@ class PrefixRegistry:
                 self._pending[record.block_hash] = record
                 self._pending.move_to_end(record.block_hash, last=False)
         self._bound_pending()
+
+    def _is_dropped(self, record: PrefixRecord) -> bool:
+        """Whether the tenant was dropped while the batch was on its way."""
+        is_known = record.is_over or record.block_hash in self._records
+        return record.tenant_id in self.dropped and not is_known
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────
 
@@ -398,11 +406,20 @@ class PrefixRegistry:
         if record is None:
             return
         record.hold(worker_id, is_held=False)
-        if record.tenant_id in self.dropped and not (record.holders or record.pin):
-            record.is_over = True
-            self._by_tenant.get(record.tenant_id, OrderedDict()).pop(block_hash, None)
-            self._forget(record)
+        if not self._end_if_dropped(record):
+            self._change(record)
+
+    def _end_if_dropped(self, record: PrefixRecord) -> bool:
+        """Deletes the record of a dropped tenant that nobody holds or pins. Returns whether it
+        did.
+        """
+        if record.tenant_id not in self.dropped or record.holders or record.pin:
+            return False
+        record.is_over = True
+        self._by_tenant.get(record.tenant_id, OrderedDict()).pop(record.block_hash, None)
+        self._forget(record)
         self._change(record)
+        return True
 
     def _forget(self, record: PrefixRecord) -> None:
         """Removes the record from memory; in Redis it stays until it is trimmed or expires."""

@@ -33,8 +33,9 @@ class UnretainedTenants:
 
     def current(self, request: AnyRequest) -> AnyRequest:
         """Returns the request with the retention that its tenant has now."""
-        if request.is_zero_retention or not self._until:
-            return request
-        if self._until.get(request.tenant_id, 0.0) <= self._clock.now():
+        if request.is_zero_retention or request.tenant_id not in self:
             return request
         return msgspec.structs.replace(request, is_zero_retention=True)
+
+    def __contains__(self, tenant_id: str) -> bool:
+        return self._until.get(tenant_id, 0.0) > self._clock.now()

@@ -338,6 +338,8 @@ class EngineWorker:
         if isinstance(command, KeepPins):
             return self.pins.renew(command)
         self.check_accepting()
+        if command.tenant_id in self.tenant_kv.unretained:  # the index has not heard of it
+            raise WorkerUnfit(f"{self.worker_id} had to drop the KV of {command.tenant_id!r}")
         self.refusals.require("pin", command)
         self.check_model(command.model, command.revision)
         sequence = sequence_of(command, self.served.card.block_size)

@@ -140,6 +140,20 @@ record_change(KEYS[4], KEYS[5], ARGV[2])
 """
 )
 
+# KEYS: the tenant's reasons, its entries. ARGV: seconds to live, then names, each followed by its
+# reason. One of a prefix that was deleted meanwhile is not written.
+EXPLAIN_LUA = """
+for place = 2, #ARGV, 2 do
+  local name, reason = ARGV[place], ARGV[place + 1]
+  if reason ~= '' and redis.call('HEXISTS', KEYS[2], name) == 1 then
+    redis.call('HSET', KEYS[1], name, reason)
+  else
+    redis.call('HDEL', KEYS[1], name)
+  end
+end
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+"""
+
 # KEYS: the version, the changes. ARGV: a tenant.
 TOUCH_LUA = _RECORD_CHANGE + "record_change(KEYS[1], KEYS[2], ARGV[1])"
 
@@ -362,14 +376,9 @@ async def explain(store: Store, tenant_id: str, reasons: Mapping[str, str]) -> N
     """Records why prefixes are not warm, by name; empty for one that is. Raises
     StoreUnavailable.
     """
-    key = _reasons_key(tenant_id)
-    await store.write(
-        [
-            *(("HSET", key, name, reason) for name, reason in reasons.items() if reason),
-            *(("HDEL", key, name) for name, reason in reasons.items() if not reason),
-            ("EXPIRE", key, REASONS_S),
-        ]
-    )
+    keys = [_reasons_key(tenant_id), entries_key(tenant_id)]
+    pairs = (part for each in reasons.items() for part in each)
+    await store.evaluate(EXPLAIN_LUA, keys, [REASONS_S, *pairs])
 
 
 async def reasons(store: Store, tenant_id: str) -> Mapping[str, str]:

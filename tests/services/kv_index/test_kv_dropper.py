@@ -10,10 +10,12 @@ import msgspec
 from shared.messages import MAX_DROPPED_TENANTS, CountTenantKv, Role, TenantKvCounted
 from shared.sites.tenant_names import names_of
 from shared.subjects import tenant_kv
+from shared.tenancy import pinned_prefix
 from shared.tenancy.deletion import kv_drops, tenant_data
 from shared.tenancy.deletion.kv_drops import KvDrop, OrderedDrop
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.services.kv_index.rig import Rig
+from tests.services.kv_index.rig import Rig, eventually
+from tests.services.kv_index.test_pin_keeper import NUM_BLOCKS, new_prefix
 from tests.support.world.clock import run
 from tests.support.world.kv_link import DataPlane
 from tests.support.world.workers import Peer, SimulatedWorker, request_of
@@ -232,6 +234,28 @@ def test_records_of_a_worker_that_follows_late_are_deleted() -> None:
         assert not [each for each in rig.store.data if each.startswith("hearth:acme:prefix:")]
         assert not rig.store.data["hearth:acme:prefixes"]
         assert rig.store.data["hearth:other:prefixes"]
+
+    scenario(test)
+
+
+def test_prefix_that_is_deleted_after_the_order_is_not_pinned_again() -> None:
+    """A removal orders first. Until it has deleted the prefixes the index has them pinned."""
+
+    async def test(rig: DropRig) -> None:
+        worker = await rig.engine("decode-0")
+        prefix = new_prefix("rules", tenant_id="acme")
+        await pinned_prefix.save(rig.store, prefix, 1_000.0)
+        await eventually(lambda: cached(worker, "acme") == NUM_BLOCKS)
+        await kv_drops.order(rig.store, "acme", "removed", 1_000.0)
+        await rig.finished(FIRST)
+        await asyncio.sleep(3)
+        assert cached(worker, "acme") == 0
+        assert "had to drop" in (await pinned_prefix.reasons(rig.store, "acme"))["rules"]
+        await tenant_data.delete(rig.store, "acme", 1_000.0, with_usage=False)
+        await asyncio.sleep(3)
+        assert cached(worker, "acme") == 0
+        left = {name for name, each in rig.store.data.items() if "acme:" in name and each}
+        assert left == set()
 
     scenario(test)
 

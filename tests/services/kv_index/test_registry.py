@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from services.kv_index.registry import MAX_PER_FLUSH, PrefixRecord, PrefixRegistry
@@ -9,6 +10,14 @@ from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S
 from tests.support.world.clock import run
 from tests.support.world.store import MemoryStore
+
+WRITE_S = 0.25
+
+
+class SlowStore(MemoryStore):
+    async def write(self, commands: Sequence[Command]) -> None:
+        await asyncio.sleep(WRITE_S)
+        await super().write(commands)
 
 
 class WallClock:
@@ -284,6 +293,32 @@ def test_restarted_replica_continues_the_counts() -> None:
     after.removed("w0", block(1))
     run(after.flush())
     assert holders(store, 1) == set()
+
+
+def test_records_of_a_dropped_tenant_do_not_return() -> None:
+    """Those of a batch that Redis did not take before, and of a prefix that was still pinned."""
+    store = SlowStore()
+    registry = registry_on(store)
+    store_run(registry, 4)
+    store_run(registry, 5, tenant="u")
+
+    async def drop_during_a_flush() -> None:
+        store.is_away = True
+        flushing = asyncio.ensure_future(registry.flush())
+        await asyncio.sleep(WRITE_S / 2)
+        registry.dropped = frozenset({"t"})
+        registry.drop_tenant("t")
+        assert not await flushing
+        store.is_away = False
+        registry.pin(PrefixRecord("t", block(6), "m", "r1", 96, 9600, 0, pin="rules"))
+        assert await registry.flush()
+        assert {key(5, "u"), key(6)} <= store.data.keys()
+        registry.unpin(block(6))
+        assert await registry.flush()
+
+    run(drop_during_a_flush())
+    assert not [each for each in store.data if each.startswith("hearth:t:prefix:")]
+    assert not store.data["hearth:t:prefixes"]
 
 
 def test_recovery_does_not_override_newer_events() -> None:

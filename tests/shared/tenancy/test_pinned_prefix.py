@@ -65,6 +65,10 @@ async def check_life_cycle(store: Store) -> None:
     )
     assert await pinned_prefix.changes(store, before + 6) == pinned_prefix.Changes(before + 6, [])
     assert (await pinned_prefix.changes(store, before + 7)).tenants is None  # Redis is another one
+    await pinned_prefix.explain(store, "t", {"life": "full"})
+    assert await pinned_prefix.reasons(store, "t") == {}, "of a prefix that is no more"
+    for name in ("life", "other"):
+        await pinned_prefix.save(store, make_prefix(name), NOW)
     await pinned_prefix.explain(store, "t", {"life": "full", "more": ""})
     assert await pinned_prefix.reason_of(store, "t", "life") == "full"
     await pinned_prefix.explain(store, "t", {"life": ""})

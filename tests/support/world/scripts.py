@@ -25,6 +25,7 @@ from shared.tenancy.leases.rates import RATES
 from shared.tenancy.pinned_prefix import (
     CHANGES_LUA,
     DELETE_LUA,
+    EXPLAIN_LUA,
     NEW,
     RECORD_BYTES,
     SAVE_LUA,
@@ -267,6 +268,15 @@ def _delete_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments
     _record_change(store, keys[3:5], tenant_id)
 
 
+def _explain_prefixes(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> None:
+    for name, reason in zip(arguments[1::2], arguments[2::2], strict=True):
+        if reason and name.encode() in store.data.get(keys[1], {}):
+            store.apply([("HSET", keys[0], name, reason)])
+        else:
+            store.apply([("HDEL", keys[0], name)])
+    store.apply([("EXPIRE", keys[0], arguments[0])])
+
+
 def _set_prefix_size(
     store: MemoryStore, keys: Sequence[str], key: str, size: int, ends_at: int
 ) -> None:
@@ -389,6 +399,7 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     ADD_UP: _add_up,
     SAVE_LUA: _save_prefix,
     DELETE_LUA: _delete_prefix,
+    EXPLAIN_LUA: _explain_prefixes,
     TOUCH_LUA: lambda store, keys, arguments: _record_change(store, keys, arguments[0]),
     CHANGES_LUA: _changes,
     CLAIM_LUA: _claim_refusals,
