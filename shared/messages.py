@@ -1189,6 +1189,7 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_moved: Count = 0  # streams of a gateway that left the site before their end
     num_served: Count = 0  # requests of the site that a gateway took
     kv_bytes_per_s: TotalWork | None = None  # rate of KV pushed here, as a scheduler estimates it
+    problem: Name = ""  # why states of the site are refused
 
 
 class SignedCopy(msgspec.Struct, frozen=True, array_like=True):

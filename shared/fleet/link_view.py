@@ -36,11 +36,14 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_served: int = 0  # its requests that were taken here
     num_refused_states: int = 0
     models: tuple[str, ...] = ()
+    problem: str = ""  # why states of the site are refused
 
     @property
     def loss(self) -> str:
-        """Returns a line on a link that is cut; empty for others."""
-        return f"link to site {self.site}: cut for {self.for_s} s" if self.is_cut else ""
+        """Returns a line on a link that is cut, or whose states are refused; empty for others."""
+        cut = f"cut for {self.for_s} s" if self.is_cut else ""
+        found = ": ".join(filter(None, (cut, self.problem)))
+        return f"link to site {self.site}: {found}" if found else ""
 
 
 class LinkViews:
@@ -137,4 +140,5 @@ def _view(
         num_served=sum(each.num_served for each in loads),
         num_refused_states=sum(each.num_refused_states for each in loads),
         models=tuple(models)[:MAX_MODELS],
+        problem=next((each.problem for each in loads if each.problem), ""),
     )

@@ -2,7 +2,8 @@
 
     expected ──state──▶ connected ──no state for CUT_S──▶ cut ──state──▶ connected
 
-A gateway of the other site sends a state each second. While this process has no connection to its
+A gateway of the other site sends a state each second. One that is refused is none, and leaves its
+reason. While this process has no connection to its
 own server, or its loop hangs, it judges no link.
 """
 
@@ -10,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 import structlog
 
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, SITE_INTERVAL_S
 from shared.messages import MAX_LINKS, LinkLoad
+from shared.sites.site_states import printable
 from shared.subjects import ANY, at_site
 from shared.transport.site_bytes import SiteBytes
 
 log = structlog.get_logger(__name__)
 
 CUT_S = SILENCE_LIMIT_S * SITE_INTERVAL_S / HEARTBEAT_INTERVAL_S
+MAX_PROBLEM = 200  # characters
 FORGET_CUT_S = 86_400.0  # a site that was removed is not lost for ever
 
 
@@ -30,8 +34,14 @@ class _Link:
     changed_at: float
     region: str = ""
     is_cut: bool = False
+    problem: str = ""
+    refused_at: float = -inf  # the last state that was
     counts: dict[str, int] = field(default_factory=dict)  # by field of LinkLoad
     bytes_to_all: int = 0  # part of what was sent to every site
+
+    def problem_at(self, now: float) -> str:
+        """Returns "" once no state is refused any more."""
+        return self.problem if now - self.refused_at <= CUT_S else ""
 
 
 class LinkLoads:
@@ -60,6 +70,11 @@ class LinkLoads:
         link.heard_at, link.region = now, region
         self.count(site, "num_states")
 
+    def refused(self, site: str, problem: str, now: float) -> None:
+        """Takes in why a state was refused."""
+        link = self._links.setdefault(site, _Link(now, now))
+        link.problem, link.refused_at = printable(problem)[:MAX_PROBLEM], now
+
     def count(self, site: str, name: str) -> None:
         """Adds 1 to a count of LinkLoad."""
         link = self._links.get(site)
@@ -83,7 +98,8 @@ class LinkLoads:
             del self._links[site]
         elif not link.is_cut and now - max(link.heard_at, self._judged_from) > CUT_S:
             link.is_cut, link.changed_at = True, link.heard_at
-            log.warning("link_cut", site=site, region=link.region, since_s=round(CUT_S))
+            why = {"reason": problem} if (problem := link.problem_at(now)) else {}
+            log.warning("link_cut", site=site, region=link.region, since_s=round(CUT_S), **why)
 
     def _count_sent_to_all(self) -> None:
         """What went to all sites crossed the links that are connected."""
@@ -104,5 +120,6 @@ class LinkLoads:
             round_trip_s=None if link.is_cut else round_trip_s(at_site(site, "")),
             sent_bytes=self._site_bytes.sent[site] + link.bytes_to_all,
             received_bytes=self._site_bytes.received[site],
+            problem=link.problem_at(now),
             **link.counts,
         )

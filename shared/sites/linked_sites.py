@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 DOUBLED = "its gateways have different secrets or NATS servers: two sites have its name and its key"
 OWN_DOUBLED = "another site has the name of this one, and connects with its key"
+GATEWAY_DOUBLED = "two of its gateways have one name: two sites have its name and its key"
 OWN_NAME = (
     "it has the name of this site: HEARTH_SITE and --site of nats-config differ, here or there"
 )
@@ -46,6 +47,7 @@ class LinkedSites:
         self._states: dict[str, Allowance] = {}
         self._reads: dict[str, Allowance] = {}
         self._links = LinkLoads(expected, bus.site_bytes, clock.now())
+        self._refused = bus.refused_sites
         self._lines = LogLimit(clock.now)
         self._health_monitor: HealthMonitor | None = None
         self._asked: set[str] = set()  # gateways that have not replied yet
@@ -59,6 +61,7 @@ class LinkedSites:
     ) -> None:
         """`on_state` is called with every state."""
         self._health_monitor, self._on_state = health_monitor, on_state
+        self._refused.on_state = self._state_refused
         await self._bus.subscribe(STATES_OF_SITES, SiteState, self._take)
 
     async def stop(self) -> None:
@@ -90,12 +93,23 @@ class LinkedSites:
         assert self._health_monitor is not None, "not started"
         return self._health_monitor
 
+    def _state_refused(self, site: str, reason: str) -> None:
+        """Takes in that a state has named another sender, or another region."""
+        self._links.refused(site, reason, self._clock.now())
+
     def _take(self, state: SiteState) -> None:
         now, gateway_id = self._clock.now(), state.gateway_id
         site = site_in(gateway_id) or ""
         if site == self._own:
-            self._lines.write(log.warning, "site_has_own_name", site, site=site, reason=OWN_NAME)
+            self._refuse(site, "site_has_own_name", OWN_NAME, site=site)
             return
+        if self._instances.is_doubled(site, state.instance, now):
+            self._refuse(site, "site_doubled", DOUBLED, site=site)
+            return
+        if self._own in state.doubled:
+            self._refuse(site, "own_site_doubled", OWN_DOUBLED, site=self._own, seen_by=site)
+            return
+        self._refused.reasons.pop(site, None)
         allowed = self._states.setdefault(site, Allowance(MAX_MODELS_PER_S, 1.0, now))
         if not allowed.takes(1 + len(state.loads), now):
             self._links.count(site, "num_refused_states")
@@ -103,19 +117,9 @@ class LinkedSites:
             return
         self._links.heard(site, state.region, now)
         self._monitor.requests.round_trips.use(gateway_id, now)
-        if self._instances.is_doubled(site, state.instance, now):
-            self._lines.write(log.warning, "site_doubled", site, site=site, reason=DOUBLED)
-        if self._own in state.doubled:
-            self._lines.write(
-                log.warning,
-                "own_site_doubled",
-                site,
-                site=self._own,
-                seen_by=site,
-                reason=OWN_DOUBLED,
-            )
         if self._epochs.is_doubled(gateway_id, state.epoch, now):
             self._lines.write(log.warning, "site_gateway_doubled", gateway_id, gateway=gateway_id)
+            self._links.refused(site, GATEWAY_DOUBLED, now)
             return
         self._on_state(state)
         if self._workers.knows_models(state):
@@ -123,6 +127,12 @@ class LinkedSites:
         elif self._may_read(site, gateway_id, now):
             self._asked.add(gateway_id)
             self._background.start_item(self._read_models(state), is_logged)
+
+    def _refuse(self, peer: str, event: str, reason: str, **fields: str) -> None:
+        """Takes nothing from a site that cannot be told from another one, until it is alone."""
+        self._refused.reasons[peer] = reason
+        self._links.refused(peer, reason, self._clock.now())
+        self._lines.write(log.warning, event, peer, **fields, reason=reason)
 
     def _may_read(self, site: str, gateway_id: str, now: float) -> bool:
         allowed = self._reads.setdefault(site, Allowance(MAX_READS, READS_S, now))

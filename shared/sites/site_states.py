@@ -126,13 +126,13 @@ def models_of_sites(fleet: Fleet) -> dict[str, list[str]]:
     for each in fleet.live("decode"):
         site = site_in(each.process_id)
         if site is not None and each.model is not None:
-            found.setdefault(site, set()).add(_printable(each.model.name))
+            found.setdefault(site, set()).add(printable(each.model.name))
     return {site: sorted(names) for site, names in found.items()}
 
 
-def _printable(name: str) -> str:
-    """Returns a name of another site without what a terminal would obey."""
-    return "".join(each if each.isprintable() else "?" for each in name)
+def printable(text: str) -> str:
+    """Returns a text of another site without what a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _workers(fleet: Fleet, role: WorkerRole) -> Iterator[Heartbeat]:

@@ -51,7 +51,7 @@ from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient, PublishDenied, Take
 from shared.transport.sender_check import SenderCheck
-from shared.transport.site_bytes import SiteBytes
+from shared.transport.site_bytes import RefusedSites, SiteBytes
 from shared.transport.wire_errors import INVALID, OUTSIDE_REGIONS, UNREADABLE, RejectedMessages
 
 log = structlog.get_logger(__name__)
@@ -92,6 +92,9 @@ class Bus(Protocol):
 
     @property
     def site_bytes(self) -> SiteBytes: ...
+
+    @property
+    def refused_sites(self) -> RefusedSites: ...
 
     @property
     def server_name(self) -> str:
@@ -509,6 +512,10 @@ class NatsBus:
     @property
     def site_bytes(self) -> SiteBytes:
         return self._sender_check.site_bytes
+
+    @property
+    def refused_sites(self) -> RefusedSites:
+        return self._sender_check.refused_sites
 
     @property
     def server_name(self) -> str:

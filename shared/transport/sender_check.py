@@ -24,7 +24,7 @@ from shared.subjects import (
     sender_of,
     site_of,
 )
-from shared.transport.site_bytes import SiteBytes
+from shared.transport.site_bytes import RefusedSites, SiteBytes
 
 Decode = Callable[[bytes], Any]
 # Of one site: more than the states of four gateways with 1024 models take. To decode these bytes
@@ -43,6 +43,7 @@ class SenderCheck:
         self.num_sender_mismatches = 0
         self._regions = RegionCheck() if regions is None else regions
         self.site_bytes = SiteBytes()
+        self.refused_sites = RefusedSites()
         self._now = now
         self._state_bytes: dict[str, Allowance] = {}  # by site: those of the configuration
 
@@ -58,12 +59,19 @@ class SenderCheck:
                 self.site_bytes.received[site] += len(data)
                 if is_site_state(wire_subject):
                     self._check_state_bytes(site, len(data))
+                else:
+                    self.refused_sites.check(site)
             message = decode(data)
-            self._check(message, sender_of(wire_subject))
-            if isinstance(message, Heartbeat):
-                self._check_announcement(message, wire_subject)
-            elif site is not None:
-                self._check_site(message, site, wire_subject)
+            try:
+                self._check(message, sender_of(wire_subject))
+                if isinstance(message, Heartbeat):
+                    self._check_announcement(message, wire_subject)
+                elif site is not None:
+                    self._check_site(message, site, wire_subject)
+            except SenderMismatch as error:
+                if site is not None and isinstance(message, SiteState):
+                    self.refused_sites.on_state(site, error.message)
+                raise
             self._regions.check_received(message, wire_subject)
             return message
 

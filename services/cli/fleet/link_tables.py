@@ -35,8 +35,8 @@ def tables_of_links(links: Sequence[LinkView], width: int, wall_s: float) -> lis
         Column("from there", lambda each: f"{each.num_served:,}", 4, is_number=True),
         Column("link", lambda each: _state(each, wall_s)),
     )
-    cut = [Text(each.loss, style="red") for each in links if each.is_cut]
-    return [Group(fitted_table(columns, links, width), *cut)]
+    losses = [Text(each.loss, style="red") for each in links if each.loss]
+    return [Group(fitted_table(columns, links, width), *losses)]
 
 
 def tables_of_tenants(

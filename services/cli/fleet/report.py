@@ -94,11 +94,11 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is lost or cut, no model failed, and nothing is unavailable. Who stopped
-        in order is not lost.
+        """Whether nothing is lost, cut or refused, no model failed, and nothing is unavailable. Who
+        stopped in order is not lost.
         """
         has_loss = any(each.is_lost and not each.has_stopped for each in self.rows)
-        has_loss = has_loss or any(each.is_cut for each in self.links)
+        has_loss = has_loss or any(each.loss for each in self.links)
         has_loss = has_loss or any(each.has_failed for each in self.models)
         is_served = self.gateway_id is not None and not self.unready
         return is_served and not has_loss and self.redis.is_sound and self.nats.is_sound

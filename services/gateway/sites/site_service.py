@@ -167,7 +167,7 @@ class SiteService:
         models = () if is_last else self._models()
         digest, before = models_id(each.model for each in models), self._models_id
         has_counters = digest != before or self._num_states % COUNTERS_EVERY == 0
-        self._models_id, key = digest, self._keys.current
+        self._models_id, keys = digest, (each.public for each in self._keys.accepted)
         state = SiteState(
             gateway_id=self._name,
             epoch=self._health_monitor.epoch,
@@ -177,7 +177,7 @@ class SiteService:
             loads=tuple(each.load for each in models),
             counters=tuple(each.counters for each in models) if has_counters else (),
             is_draining=self._health_monitor.state == "draining",
-            instance=site_instance(b"" if key is None else key.public, self._bus.server_name),
+            instance=site_instance(keys, self._bus.server_name),
             doubled=self._linked.doubled()[:MAX_DOUBLED],
         )
         try:

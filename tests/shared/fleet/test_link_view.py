@@ -43,6 +43,10 @@ def test_counts_and_speeds_are_sums_and_one_cut_is_a_cut() -> None:
     view.observe(beat("gateway-2", 3, cut, epoch=2), 2.2)
     (link,) = view.links()
     assert link.loss == "link to site b: cut for 12 s"
+    refused = LinkLoad(site="b", is_cut=True, changed_s=13.0, problem="it has two names")
+    view.observe(beat("gateway-2", 4, refused, epoch=2), 2.4)
+    (link,) = view.links()
+    assert link.loss == "link to site b: cut for 13 s: it has two names"
 
 
 def test_kv_of_a_link_is_what_workers_have_received() -> None:

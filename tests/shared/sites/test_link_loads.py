@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from shared.messages import MAX_LINKS, LinkLoad
-from shared.sites.link_loads import CUT_S, FORGET_CUT_S, LinkLoads
+from shared.sites.link_loads import CUT_S, FORGET_CUT_S, MAX_PROBLEM, LinkLoads
 from shared.subjects import ANY
 from shared.transport.site_bytes import SiteBytes
 
@@ -77,6 +77,20 @@ def test_links_that_are_cut_are_reported_first() -> None:
     links = seen.at(6.0)
     assert len(links) == MAX_LINKS
     assert [each.site for each in links if each.is_cut] == [links[0].site] == [f"s{MAX_LINKS:03}"]
+
+
+def test_the_reason_for_refused_states_stays_as_long_as_they_come() -> None:
+    """A site may send good states as well, as when another one has its key."""
+    seen = Seen()
+    seen.states("b", 0.0)
+    seen.links.refused("b", "a\x1b[2Jreason" + "." * 1000, 0.5)
+    (link,) = seen.at(1.0)
+    assert (link.is_cut, link.problem[:11], len(link.problem)) == (
+        False,
+        "a?[2Jreason",
+        MAX_PROBLEM,
+    )
+    assert seen.at(0.6 + CUT_S)[0].problem == ""
 
 
 def test_counts_are_of_links_that_are_known() -> None:

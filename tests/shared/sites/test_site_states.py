@@ -198,6 +198,11 @@ def test_a_site_speaks_only_for_itself() -> None:
         checked(state(gateway_id="c/gw"), STATE)
     with pytest.raises(SenderMismatch, match="site b claims the region us; that of its link is eu"):
         checked(state(region="us"), STATE)
+    check, reasons = SenderCheck(), list[tuple[str, str]]()
+    check.refused_sites.on_state = lambda *reason: reasons.append(reason)
+    with pytest.raises(SenderMismatch, match="that of its link is eu"):
+        check.checked(lambda _: state(region=""), STATE)(b"")
+    assert reasons == [("b", "site b claims the region none; that of its link is eu")]
     request = submit_of("r").request
     start = "hearth.v1.linked.b.decode.gw.-.start.sch.-"
     for owner in ("a/gw", "gw", "bb/gw", "b/", "b/.gw", "b/gw.", "b/gw/00ff"):

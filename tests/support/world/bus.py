@@ -39,7 +39,7 @@ from shared.subjects import sender_of, sent_by
 from shared.transport.bus import Unsubscribe, error_of, hand_over, late_reply, reply_to
 from shared.transport.nats_client import LATE_REPLY_S
 from shared.transport.sender_check import SenderCheck
-from shared.transport.site_bytes import SiteBytes
+from shared.transport.site_bytes import RefusedSites, SiteBytes
 from shared.transport.wire_errors import UNREADABLE, RejectedMessages
 from tests.support.world.process import SimulatedProcess
 
@@ -486,6 +486,10 @@ class SimulatedBus:
     @property
     def site_bytes(self) -> SiteBytes:
         return self._sender_check.site_bytes
+
+    @property
+    def refused_sites(self) -> RefusedSites:
+        return self._sender_check.refused_sites
 
     @property
     def server_name(self) -> str:

@@ -17,12 +17,14 @@ import structlog
 
 from services.scheduler.throughput import Speed
 from shared.engine.executors.timing_executor import STATE_BYTES, StepCost
+from shared.errors import SenderMismatch
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.messages import LinkLoad, WorkerLoad
+from shared.messages import LinkLoad, ReadTenantCopies, TenantCopies, WorkerLoad
 from shared.receipts.jws import parsed_jws
 from shared.receipts.receipt import AnswerReceipt, IssuedReceipt, PlacedProcess, receipt_of
+from shared.sites.linked_sites import DOUBLED
 from shared.sites.tenant_names import SiteTenantNames, shared_name
-from shared.subjects import at_site, is_at_site
+from shared.subjects import at_site, is_at_site, tenants
 from shared.tenancy.declared_classes import declared_classes
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.support.nats_clients import connect_ordered
@@ -36,7 +38,7 @@ from tests.support.services.linked_sites import (
     linked_pair,
 )
 from tests.support.services.model_dir import write_model_dir
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = 100  # tokens: 1 s
@@ -403,12 +405,14 @@ async def _read(sites: LinkedPair, content: str, all_pieces: list[str]) -> str:
 
 
 @pytest.mark.long
-async def test_two_sites_of_one_name_and_one_key_are_named_at_each_of_them(
+async def test_two_sites_of_one_name_and_one_key_are_refused_and_named_at_each_of_them(
     sites: LinkedPair,
 ) -> None:
     """Their secrets are equal, as if they had none; their NATS servers are not."""
 
-    def lines() -> set[tuple[str, str]]:
+    gateway = sites.a.gateway._health_monitor
+
+    def lines() -> set[tuple[str, str, str]]:
         """Returns the events with the sites that they name and that have sent the state."""
         found = {(e["event"], e.get("site", ""), e.get("seen_by", "")) for e in logs}
         return {each for each in found if each[0].endswith("site_doubled")}
@@ -418,6 +422,17 @@ async def test_two_sites_of_one_name_and_one_key_are_named_at_each_of_them(
             await until(
                 lambda: lines() == {("site_doubled", "b", ""), ("own_site_doubled", "b", "a")}
             )
+            (link,) = await until(lambda: [e for e in to_b(gateway) if e.is_cut])
+            assert link.problem == DOUBLED
+            await until(lambda: not any(map(is_at_site, sites.a.scheduler._workers._known)))
+            reads = ReadTenantCopies(gateway_id=at_site("b", "gateway"))
+            with pytest.raises(SenderMismatch, match="nothing is taken from site b: "):
+                await sites.b.gateway._bus.request(
+                    tenants(at_site("a", "gateway")), reads, TenantCopies, timeout_s=LIMIT_S
+                )
+    await until(lambda: not to_b(gateway)[0].is_cut)
+    await until(lambda: any(map(is_at_site, sites.a.scheduler._workers._known)))
+    assert await text_of(sites.a, "one", 4)
 
 
 @pytest.mark.long
