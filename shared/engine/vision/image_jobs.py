@@ -134,7 +134,9 @@ class ImageJobs:
             self._join(wanted)
 
     def drop(self, wanted: WantedImage) -> None:
-        """Ends a claim. The last user of an image that is not retained zeroes it."""
+        """Ends a claim. The last user of an image that is not retained zeroes it, also one that an
+        earlier request has left in the cache.
+        """
         job = self._jobs.get(_job_key(wanted))
         if job is not None and wanted in job.waiting:
             job.waiting.remove(wanted)
@@ -147,6 +149,7 @@ class ImageJobs:
         if users.num == 0:
             del self._users[wanted.key]
             if not wanted.is_retained:
+                self._cache.drop(wanted.key)
                 _zero(users.vectors)
         wanted.vectors = None
 
@@ -200,6 +203,9 @@ class ImageJobs:
                 self._encode_here(job)
         if vectors is None:  # failed, or left to another job, or nobody waits any more
             return
+        if not job.waiting:  # they have left meanwhile
+            _zero(vectors)
+            return
         if all(each.is_retained for each in job.waiting):
             self._cache.put(image, vectors)
         for each in job.waiting:
@@ -229,10 +235,7 @@ class ImageJobs:
         finally:
             job.fetching.cancel()
             job.fetching = None
-        if vectors is not None:
-            self.counts.num_fetched += 1
-            if not job.waiting and not first.is_retained:
-                _zero(vectors)
+        self.counts.num_fetched += vectors is not None
         return vectors
 
     async def _of_pixels(self, first: WantedImage, job: _Job) -> bytearray | None:

@@ -38,12 +38,16 @@ class VectorCache:
             _, removed = self._vectors.popitem(last=False)
             self.num_bytes -= len(removed)
 
+    def drop(self, key: ImageKey) -> bytearray:
+        """Forgets the vectors of an image, if it has them, and returns them."""
+        found = self._vectors.pop(key, bytearray())
+        self.num_bytes -= len(found)
+        return found
+
     def drop_tenant(self, tenant_id: str) -> list[tuple[ImageKey, bytearray]]:
         """Forgets the vectors of a tenant's images, and returns them."""
         keys = [each for each in self._vectors if each.tenant_id == tenant_id]
-        found = [(key, self._vectors.pop(key)) for key in keys]
-        self.num_bytes -= sum(len(vectors) for _, vectors in found)
-        return found
+        return [(key, self.drop(key)) for key in keys]
 
     def clear(self) -> None:
         self._vectors.clear()
