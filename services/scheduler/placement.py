@@ -117,9 +117,11 @@ def place(
     prefers_holders: bool = True,
 ) -> Target | None:
     """Returns the best worker with room and time for the request, or None. Workers in `excluded`
-    do not decode. Without `prefers_holders` it is the one with the least cost, whatever it holds.
+    do not decode, and prefill nothing of a move: its prompt would wait for room there as well.
+    Without `prefers_holders` it is the one with the least cost, whatever it holds.
     """
-    decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, random_below)
+    full = excluded if needs.num_room_tokens else ()
+    decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, random_below, full)
     return decision.target(excluded, prefers_holders=prefers_holders)
 
 
@@ -152,13 +154,15 @@ class Decision:
         local_prefill: LocalPrefill,
         now: float,
         random_below: RandomBelow,
+        full: Collection[str] = (),
     ) -> None:
+        """Workers in `full` prefill nothing."""
         self._needs, self._random_below = needs, random_below
         self._decodes, self._prefills = workers.decodes, workers.prefills
         limits = needs.allowed_regions, needs.features
         seen_by = num_cached_blocks, needs.num_prompt_tokens - 1, *limits
         self._decode_side = workers.decodes.side(*seen_by)
-        self._prefill_side = workers.prefills.side(*seen_by, is_local=needs.is_from_site)
+        self._prefill_side = workers.prefills.side(*seen_by, is_local=needs.is_from_site, but=full)
         self._terms = RequestTerms(
             num_tokens_to_compute=float(
                 needs.num_tokens - 1

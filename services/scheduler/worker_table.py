@@ -152,11 +152,16 @@ class WorkerTable:
         features: tuple[str, ...] = (),
         *,
         is_local: bool = False,
+        but: Collection[str] = (),
     ) -> RoleWorkers:
         """Returns the table with the cached tokens of each holder, at most `max_cached_tokens`.
-        `is_local`: workers of other sites are not allowed.
+        `is_local`: workers of other sites are not allowed. Nor are those in `but`.
         """
         is_allowed = self.allowed(allowed_regions, features)
+        rows = self.rows_of(but)
+        if len(rows):
+            is_allowed = is_allowed.copy() if len(is_allowed) else np.ones(len(self), np.bool_)
+            is_allowed[rows] = False
         if is_local and self._num_at_sites:
             is_here = np.array([not is_at_site(each) for each in self.ids], dtype=np.bool_)
             is_allowed = is_here & is_allowed if len(is_allowed) else is_here

@@ -160,6 +160,19 @@ def test_fully_cached_prompt_needs_no_prefill_worker() -> None:
     assert (target.prefill_candidates, target.num_uncached_tokens) == ((), 0)
 
 
+def test_a_move_prefills_nowhere_without_room() -> None:
+    """Its worker, which has both roles, holds its prefix, and has no room for its prompt."""
+    moved = replace(LONG, num_room_tokens=2000)
+    cached, both = {"d1": 100}, [D1, D2]
+    at_first = placed(LONG, both, both, cached, excluded=frozenset({"d1"}))
+    assert at_first is not None and at_first.prefill_candidates == ("d1",)
+    for prefills, candidates in ((both, ()), ([*both, P1], ("p1",))):
+        target = placed(moved, both, prefills, cached, excluded=frozenset({"d1"}))
+        assert target is not None
+        assert (target.decode_id, target.prefill_candidates) == ("d2", candidates)
+        assert target.num_uncached_tokens == 1599
+
+
 def test_received_outputs_need_blocks_too() -> None:
     resumed = RequestSize(num_prompt_tokens=1600, num_tokens=1632)
     assert placed(resumed, [replace(D1, num_free_blocks=102)], []) is None

@@ -13,7 +13,7 @@ import pytest
 from services.gateway.streams import moves
 from shared.engine.executors.timing_executor import FIRST_TOKEN_ID, StepCost
 from shared.messages import TokenLogprobs
-from tests.simulation.plan import Plan
+from tests.simulation.plan import Plan, RequestPlan
 from tests.simulation.scenarios import fleets
 from tests.simulation.scenarios.fleets import patient_request
 from tests.simulation.sites.plan import LinkFault, SitesPlan
@@ -27,10 +27,14 @@ CUT = LinkFault(at_s=0.0, kind="cut", first="a", second="b", duration_s=CUT_S)
 FLEET = replace(
     fleets.FLEET, num_decode=0, num_both=1, num_blocks=16, cost=StepCost(base_s=0.1, per_token_s=0)
 )
-REQUESTS = tuple(
-    patient_request(n, range(FIRST_TOKEN_ID + n, FIRST_TOKEN_ID + n + 40), at_s=1.0, max_tokens=150)
-    for n in range(4)
-)
+
+
+def request(number: int, *, at_s: float, max_tokens: int) -> RequestPlan:
+    first = FIRST_TOKEN_ID + number
+    return patient_request(number, range(first, first + 40), at_s=at_s, max_tokens=max_tokens)
+
+
+REQUESTS = tuple(request(n, at_s=1.0, max_tokens=150) for n in range(4))
 
 
 def plan_with(*faults: LinkFault) -> SitesPlan:
@@ -40,6 +44,16 @@ def plan_with(*faults: LinkFault) -> SitesPlan:
     return SitesPlan(
         seed=1, sites={"a": home, "b": far}, regions=regions, delay_s=0.05, faults=faults
     )
+
+
+def plan_of_two_workers() -> SitesPlan:
+    """Two long answers at one worker at home, and two short ones at the other one."""
+    alone = plan_with()
+    fleet = replace(FLEET, num_both=2, num_blocks=32, cost=StepCost(base_s=0.05, per_token_s=0))
+    lengths = enumerate((400, 60, 400, 60))
+    requests = tuple(request(n, at_s=1.0 + n / 20, max_tokens=num) for n, num in lengths)
+    home = replace(alone.sites["a"], fleet=fleet, requests=requests)
+    return replace(alone, sites={**alone.sites, "a": home}, faults=())
 
 
 def longest_pause_s(plan: SitesPlan, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -71,3 +85,10 @@ def test_stream_goes_on_where_there_is_room(
         before_s = longest_pause_s(plan_with(*faults), patch)
     assert before_s > 15.0
     assert pause_s < max(most_s, moves.MIN_PAUSE_S) + moves.MAX_RETRY_S
+
+
+def test_stream_goes_on_at_another_worker_of_its_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full one, which has both roles, computes no prompt for it."""
+    plan = plan_of_two_workers()
+    pause_s = longest_pause_s(plan, monkeypatch)
+    assert pause_s < moves.MIN_PAUSE_S + 1.0
