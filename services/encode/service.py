@@ -242,7 +242,7 @@ class EncodeService:
                 byte_header(request.transfer_id, number, first, len(part), VECTOR_FORMAT),
                 fill,
                 request.tenant_id,
-                is_private=request.is_zero_retention,
+                is_private=not encoding.wanted.is_retained,
             )
 
     def _on_ready(self) -> None:

@@ -225,8 +225,16 @@ async def build_encode_worker(config: EncodeConfig) -> Service:
         await bus.close()
         raise
     cache = VectorCache(config.image_cache_bytes)
-    jobs = ImageJobs(loaded.encoder, port.fetcher.fetch, cache, clock.now, lambda: None)
-    load, outbox, unretained = EncoderLoad(jobs), Outbox(bus), UnretainedTenants(clock)
+    outbox, unretained = Outbox(bus), UnretainedTenants(clock)
+    jobs = ImageJobs(
+        loaded.encoder,
+        port.fetcher.fetch,
+        cache,
+        clock.now,
+        lambda: None,
+        unretained=unretained,
+    )
+    load = EncoderLoad(jobs)
     service = EncodeService(
         bus,
         outbox,

@@ -124,6 +124,7 @@ async def open_images(
         clock.now,
         worker.loop.wake,
         remote.fetch,
+        worker.tenant_kv.unretained,
     )
     worker.use_images(
         WorkerImages(encoder.config, jobs, port.fetcher, encoder.vector_bytes, remote)

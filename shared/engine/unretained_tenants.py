@@ -37,5 +37,6 @@ class UnretainedTenants:
             return request
         return msgspec.structs.replace(request, is_zero_retention=True)
 
-    def __contains__(self, tenant_id: str) -> bool:
-        return self._until.get(tenant_id, 0.0) > self._clock.now()
+    def __contains__(self, tenant_id: object) -> bool:
+        until = self._until.get(tenant_id, 0.0) if isinstance(tenant_id, str) else 0.0
+        return until > self._clock.now()

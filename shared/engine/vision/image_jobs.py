@@ -13,7 +13,7 @@ them, and in the cache unless nothing of the tenant may be retained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass, field
 
 import msgspec
@@ -63,8 +63,11 @@ _JobKey = tuple[ImageKey, bool]  # whether it is encoded here: that job never wa
 
 @dataclass(slots=True)
 class _SharedVectors:
+    """`num` claims use the vectors. `is_retained`: none of them has said otherwise."""
+
     vectors: bytearray
     num: int = 0
+    is_retained: bool = True
 
 
 @dataclass(slots=True)
@@ -103,10 +106,13 @@ class ImageJobs:
         now: Callable[[], float],
         on_ready: Callable[[], None],
         fetch_vectors: FetchVectors | None = None,
+        unretained: Container[str] = (),
     ) -> None:
         """`fetch(request, deadline_s)` returns pixels; `on_ready` is called when an image is ready
         or has failed; `now` is in seconds. Without `fetch_vectors` all images are encoded here.
+        Nothing is retained of the tenants in `unretained`.
         """
+        self._unretained = unretained
         self._encoder = encoder
         self._fetch = fetch
         self._cache = cache
@@ -127,6 +133,7 @@ class ImageJobs:
 
     def want(self, wanted: WantedImage) -> None:
         """Sets the image's vectors, now or later. `drop` ends the claim."""
+        wanted.is_retained &= wanted.key.tenant_id not in self._unretained
         if self._fetch_vectors is None:
             wanted.is_encoded_here = True
         self.counts.num_reused += self._give_known(wanted) or _job_key(wanted) in self._jobs
@@ -148,18 +155,23 @@ class ImageJobs:
         users.num -= 1
         if users.num == 0:
             del self._users[wanted.key]
-            if not wanted.is_retained:
+            if not users.is_retained:
                 self._cache.drop(wanted.key)
                 _zero(users.vectors)
         wanted.vectors = None
 
     def drop_tenant(self, tenant_id: str) -> None:
-        """Forgets and zeroes cached images of a tenant. Those that requests use are only
-        forgotten.
+        """Forgets and zeroes cached images of a tenant. Those that requests use, or wait for, are
+        zeroed with the last claim.
         """
         for key, vectors in self._cache.drop_tenant(tenant_id):
             if key not in self._users:
                 _zero(vectors)
+        for key, users in self._users.items():
+            users.is_retained &= key.tenant_id != tenant_id
+        for (key, _), job in self._jobs.items():
+            for each in job.waiting:
+                each.is_retained &= key.tenant_id != tenant_id
 
     def clear_cache(self) -> None:
         self._cache.clear()
@@ -285,7 +297,9 @@ class ImageJobs:
         return vectors
 
     def _give(self, wanted: WantedImage, vectors: bytearray) -> None:
-        self._users.setdefault(wanted.key, _SharedVectors(vectors)).num += 1
+        users = self._users.setdefault(wanted.key, _SharedVectors(vectors))
+        users.num += 1
+        users.is_retained &= wanted.is_retained
         wanted.vectors = vectors
 
     def _fail(self, job: _Job, failed: list[WantedImage], error: HearthError) -> None:

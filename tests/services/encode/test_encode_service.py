@@ -162,8 +162,11 @@ class Server:
         self.is_held = True  # the gateway has the pixels
         clock = MonotonicClock()
         self.cache = VectorCache(1 << 20)
-        self.jobs = ImageJobs(self.encoder, self.fetch, self.cache, clock.now, lambda: None)
         self.unretained = UnretainedTenants(clock)
+        self.jobs = ImageJobs(
+            *(self.encoder, self.fetch, self.cache, clock.now, lambda: None),
+            unretained=self.unretained,
+        )
         self.service = EncodeService(
             self.bus,
             self.bus,
@@ -395,6 +398,32 @@ async def test_nothing_stays_of_a_tenant_with_zero_retention(world: World) -> No
     world.server.unretained.add(DropTenantKv(tenant_ids=("a",), unretained_s=60.0))
     assert await world.fetch() == VECTORS  # of a tenant that had another retention when it asked
     assert world.server.cache.num_bytes == 0
+
+
+async def test_nothing_stays_of_requests_that_run_when_their_tenant_is_dropped(
+    world: World,
+) -> None:
+    """Of one that uses an image, one that waits for it, and one that wants it later."""
+    server, cache = world.server, world.server.cache
+    jobs, used, waiting, later = server.jobs, wanted(), wanted(b"i" * 16), wanted(b"j" * 16)
+    jobs.want(used)
+    await until(lambda: used.vectors is not None)
+    server.encoder.gate.clear()
+    jobs.want(waiting)
+    await until(lambda: jobs.is_encoding)
+    assert cache.num_bytes == len(VECTORS)
+    server.unretained.add(DropTenantKv(tenant_ids=("a",), unretained_s=60.0))
+    jobs.drop_tenant("a")
+    assert (cache.num_bytes, used.vectors) == (0, VECTORS)
+    jobs.want(later)
+    server.encoder.gate.set()
+    for each in (used, waiting, later):
+        await until(lambda each=each: each.vectors is not None)
+        vectors = each.vectors
+        assert vectors == VECTORS
+        jobs.drop(each)
+        assert vectors == bytes(len(VECTORS))
+    assert cache.num_bytes == 0
 
 
 @pytest.mark.parametrize(
