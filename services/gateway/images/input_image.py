@@ -17,6 +17,7 @@ NOT_FETCHED = "images are not fetched from addresses: send the image as a data U
 _OTHER_NAMES = {"image/jpg": "image/jpeg"}
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,128})(?P<options>(?:;[^;,]{0,128}){0,8}),", re.I)
 _SPACES = re.compile(rb"\s")
+_SHORTER = (b"", bytes(range(10)), bytes(range(100)))  # than one, two and three digits
 _NUMBERS = "an array of numbers from 0 to 255"
 
 
@@ -47,6 +48,16 @@ class InputImage(msgspec.Struct, frozen=True, array_like=True):
             return binascii.a2b_base64(text, strict_mode=True)
         except ValueError as error:
             raise bad_image(self.place, f"the data is not base64: {error}") from None
+
+    def num_sent_bytes(self, num_spaced: int) -> int:
+        """Returns the bytes that the image takes in the body that it came in: one sent as numbers
+        takes up to three digits and a comma for each. `num_spaced`: commas of the body that a space
+        follows.
+        """
+        if not self.is_decoded:
+            return len(self.data)
+        num_digits = sum(len(self.data.translate(None, each)) for each in _SHORTER)
+        return num_digits + len(self.data) + min(num_spaced, len(self.data))
 
 
 class ImageContext(msgspec.Struct, frozen=True, array_like=True):

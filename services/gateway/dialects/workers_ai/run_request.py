@@ -296,7 +296,7 @@ def _with_image(image: str | list[int] | None, turns: Sequence[Turn]) -> tuple[T
         raise InvalidRequest("image: there is no message of the user", param="image")
     if isinstance(image, list):
         part = image_of_numbers("image", image)
-    elif image.startswith("data:"):
+    elif ":" in image[:8]:  # a URL, of whatever scheme
         part = image_of_url("image", image)
     else:
         part = image_of_base64("image", image)

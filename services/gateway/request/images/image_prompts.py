@@ -35,7 +35,8 @@ def check_images(images: Sequence[InputImage], files: ModelText, max_images: int
 def check_text_bytes(body: bytes, images: Sequence[InputImage], context: ImageContext) -> None:
     """Raises PayloadTooLarge for a body that is too large without its images."""
     limit = context.max_text_bytes
-    num_bytes = len(body) - sum(len(each.data) for each in images)
+    num_spaced = body.count(b", ") if images else 0
+    num_bytes = len(body) - sum(each.num_sent_bytes(num_spaced) for each in images)
     if limit is not None and num_bytes > limit:
         beside = " without its images" if images else ""
         raise PayloadTooLarge(f"the request body is larger than {limit} bytes{beside}")

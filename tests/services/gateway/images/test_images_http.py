@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -366,6 +368,22 @@ async def test_sizes_of_bodies(eyes: Eyes) -> None:
     assert response.status_code == 413
     response = await eyes.http.post("/v1/completions", json={"prompt": padding, "model": MODEL})
     assert response.status_code == 413
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+async def test_an_image_of_numbers_is_no_text(eyes: Eyes, separators: tuple[str, str]) -> None:
+    """In JSON a number takes several times its byte."""
+    path, body = f"{ACCOUNT}/{MODEL}", {"prompt": TEXT, "image": [*picture(300, 300)]}
+
+    async def answer(prompt: str) -> httpx.Response:
+        data = json.dumps(body | {"prompt": prompt}, separators=separators)
+        assert len(data) > 3 * eyes.gateway._config.max_body_bytes
+        return await eyes.http.post(path, content=data)
+
+    assert (await answer(TEXT)).status_code == 200
+    response = await answer(TEXT + " " * eyes.gateway._config.max_body_bytes)
+    assert response.status_code == 413 and "without its images" in response.text
+    await eyes.ended()
 
 
 PREFIX = "/v1/prefixes/p"

@@ -39,6 +39,21 @@ def generations(**fields: Any) -> list[GenerationRequest]:
     return to_generation_requests(decoded(**fields), "tiny")
 
 
+@pytest.mark.parametrize(
+    ("image", "data", "address"),
+    [
+        ("YQ==", b"YQ==", ""),
+        ("DATA:image/png;base64,YQ==", b"YQ==", ""),
+        ("https://example.com/a.png", b"", "https://example.com/a.png"),
+    ],
+)
+def test_an_image_is_base64_or_a_url(image: str, data: bytes, address: str) -> None:
+    (generation,) = generations(prompt="x", image=image)
+    assert isinstance(generation.prompt, ChatPrompt)
+    (found,) = generation.prompt.images
+    assert (found.data, found.address) == (data, address)
+
+
 def test_conversation() -> None:
     messages = [
         {"role": "developer", "content": "be short"},
