@@ -244,16 +244,20 @@ class Engine:
         self.batcher.fork(parent, children)
         self._finish(parent)
 
-    def drop_tenant(self, tenant_id: str) -> int:
-        """Makes the KV of a tenant unfindable, and has it zeroed: now, or for sequences that still
+    def drop_tenants(self, tenant_ids: frozenset[str]) -> int:
+        """Makes the KV of tenants unfindable, and has it zeroed: now, or for sequences that still
         run at their ends. Returns the number of blocks that were findable.
         """
         for sequence in self._sequences():
-            if sequence.tenant_id == tenant_id:
+            if sequence.tenant_id in tenant_ids:
                 sequence.is_zero_retention = True
                 for held in sequence.held_blocks:
                     self.pool.make_private(held)
-        return self.pool.drop_tenant(tenant_id)
+        return sum(map(self.pool.drop_tenant, sorted(tenant_ids)))
+
+    @property
+    def tenants_with_held_blocks(self) -> set[str]:
+        return {each.tenant_id for each in self._sequences() if each.num_held_blocks}
 
     def num_held_blocks_of(self, tenant_id: str) -> int:
         """Returns the blocks that sequences of a tenant hold; shared ones count more than once."""

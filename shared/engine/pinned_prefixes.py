@@ -100,12 +100,12 @@ class PinnedPrefixes:
         for tip in list(self._pins):
             self._release(tip)
 
-    def drop(self, tenant_id: str) -> None:
-        """Releases the pins of a tenant, and ends the prefills that compute one."""
+    def drop(self, tenant_ids: frozenset[str]) -> None:
+        """Releases the pins of tenants, and ends the prefills that compute one."""
         for sequence_id, sequence in list(self._computing.items()):
-            if sequence.tenant_id == tenant_id:
+            if sequence.tenant_id in tenant_ids:
                 self._abort(sequence_id)
-        for tip in [each for each, pin in self._pins.items() if pin.tenant_id == tenant_id]:
+        for tip in [each for each, pin in self._pins.items() if pin.tenant_id in tenant_ids]:
             self._release(tip)
 
     def stop(self) -> None:

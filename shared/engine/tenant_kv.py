@@ -18,12 +18,11 @@ class TenantKv:
     def drop(self, command: DropTenantKv) -> TenantKvDropped:
         """Makes the KV of tenants unfindable. What running requests hold goes with their end."""
         self.unretained.add(command)
-        num_blocks = 0
-        for tenant_id in command.tenant_ids:
-            self._pins.drop(tenant_id)
-            num_blocks += self._engine.drop_tenant(tenant_id)
-        busy = [each for each in command.tenant_ids if self._engine.num_held_blocks_of(each)]
-        return TenantKvDropped(num_blocks=num_blocks, busy_tenant_ids=tuple(busy))
+        tenant_ids = frozenset(command.tenant_ids)  # of a day's orders: sequences are read once
+        self._pins.drop(tenant_ids)
+        num_blocks = self._engine.drop_tenants(tenant_ids)
+        busy = self._engine.tenants_with_held_blocks & tenant_ids
+        return TenantKvDropped(num_blocks=num_blocks, busy_tenant_ids=tuple(sorted(busy)))
 
     def count(self, command: CountTenantKv) -> TenantKvCounted:
         pool, tenant_id = self._engine.pool, command.tenant_id

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from shared.engine.batching.block_tenants import BlockTenants
 from shared.engine.batching.cached_block import CachedBlock, runs_of
 from shared.engine.batching.prefix_match import CachedPrefix, match_prefix
 from shared.engine.batching.tenant_quota import TenantQuota
@@ -65,8 +66,7 @@ class BlockPool:
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: list[dict[bytes, int]] = [{} for _ in reaches]
         self._shares: dict[str, TenantQuota] = {}
-        # Of each block: tenants that it may have KV of, the one of its last holder last.
-        self._tenants: list[tuple[str, ...]] = [()] * num_blocks
+        self._tenants = BlockTenants()
         self._freed: set[int] = set()
         self._private: set[int] = set()  # blocks to be cleared once they are free
         self._has_retired = False
@@ -173,12 +173,8 @@ class BlockPool:
         block_ids = [self._take() for _ in range(count)]
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
-            before = self._tenants[block_id]
-            if before[-1:] != (tenant_id,):  # the holder is the last one
-                others = tuple(each for each in before if each != tenant_id)
-                self._tenants[block_id] = (*others, tenant_id)
-        if is_private:
-            self._private.update(block_ids)
+        crowded = self._tenants.allocated(block_ids, tenant_id)
+        self._private.update(block_ids if is_private else crowded)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -233,7 +229,7 @@ class BlockPool:
                     tenant_id, parent_hash, block_index, block_hash, group, region_class
                 )
                 self._known[block_id] = block
-                self._tenants[block_id] = (tenant_id,)  # it is full: nothing else is left in it
+                self._tenants.filled(block_id, tenant_id)
                 ids_of[block_hash] = block_id
                 new.append(block)
             parent_hash = block_hash
@@ -275,7 +271,6 @@ class BlockPool:
         num_missing = num_blocks - len(self.ref_counts)
         self.ref_counts += [0] * num_missing
         self._known += [None] * num_missing
-        self._tenants += [()] * num_missing
         added = range(num_blocks - 1, before - 1, -1)
         # the lowest are allocated first, so that few are held above a later, smaller number
         self._empty[:0] = [each for each in added if self.ref_counts[each] == 0]
@@ -333,16 +328,15 @@ class BlockPool:
         """Makes all blocks of a tenant unfindable, and has all that may have KV of it cleared once
         they are free. Returns the number of those that were findable.
         """
-        known = enumerate(self._known)
-        own = [each for each, block in known if block and block.tenant_id == tenant_id]
-        for block_id in own:
+        own = sorted(self._tenants.of(tenant_id))
+        findable = [each for each in own if self._known[each] is not None]
+        for block_id in findable:
             self._evict(block_id)
             if self.ref_counts[block_id] == 0:
                 self._empty.append(block_id)
-        for block_id, tenants in enumerate(self._tenants):
-            if tenant_id in tenants:
-                self._clear_once_free(block_id)
-        return len(own)
+        for block_id in own:
+            self._clear_once_free(block_id)
+        return len(findable)
 
     def _clear_once_free(self, block_id: int) -> None:
         if self.ref_counts[block_id] > 0:
@@ -374,8 +368,8 @@ class BlockPool:
 
     def _note_cleared(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            is_held = self.ref_counts[block_id] > 0
-            self._tenants[block_id] = self._tenants[block_id][-1:] if is_held else ()
+            if self._known[block_id] is None:  # else it is full again
+                self._tenants.cleared(block_id, is_held=self.ref_counts[block_id] > 0)
 
     def cached_blocks(self) -> list[CachedBlock]:
         """Returns all findable blocks, parents before children."""

@@ -160,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(tenant_id=st.sampled_from(["tenant-a", "tenant-b"]))
     def drop_tenant(self, tenant_id: str) -> None:
         """Its requests go on, and leave nothing."""
-        self.rig.engine.drop_tenant(tenant_id)
+        self.rig.engine.drop_tenants(frozenset((tenant_id,)))
         assert self.rig.engine.pool.num_blocks_of(tenant_id) == 0
 
     @states(SequenceState.RESERVED)

@@ -11,6 +11,7 @@ import pytest
 
 from shared.clock import MonotonicClock
 from shared.engine.batching.block_pool import BlockPool
+from shared.engine.batching.block_tenants import MAX_TENANTS
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.load import load_executor
@@ -153,7 +154,7 @@ async def test_zero_retention_is_zeroed_on_any_worker(model_dir: Path) -> None:
         await it.loop.zero_freed_blocks()
         assert it.engine.pool.num_blocks_of("quiet") == 0
         assert it.filled_blocks() == it.findable_blocks() != set()
-        it.engine.drop_tenant("other")
+        it.engine.drop_tenants(frozenset(("other",)))
         await it.loop.zero_freed_blocks()
         assert it.filled_blocks() == it.findable_blocks() == set()
 
@@ -165,7 +166,7 @@ async def test_dropped_tenant_leaves_nothing_in_free_blocks(model_dir: Path) -> 
             sequence = new_sequence(prompt(length, start=start), greedy(4), tenant_id="acme")
             await it.complete(sequence)
         assert it.filled_blocks() - it.findable_blocks()
-        it.engine.drop_tenant("acme")
+        it.engine.drop_tenants(frozenset(("acme",)))
         await it.loop.zero_freed_blocks()
         assert it.filled_blocks() == set()
 
@@ -199,6 +200,28 @@ def test_block_that_was_cleared_for_a_new_holder_has_its_kv() -> None:
     assert (pool.drop_tenant("acme"), pool.drop_tenant("other")) == (0, 0)
     pool.release(held)
     assert pool.take_freed() == [0]
+
+
+def test_block_of_many_tenants_is_cleared_once_it_is_free() -> None:
+    pool = BlockPool(1, 4)
+    for number in range(MAX_TENANTS):
+        pool.release(pool.allocate(1, tenant_id=f"tenant-{number}"))
+        assert pool.take_freed() == []
+    pool.release(pool.allocate(1, tenant_id="one-more"))
+    assert pool.take_freed() == [0]
+    assert pool.drop_tenant("tenant-0") == 0
+    assert pool.take_freed() == []
+
+
+def test_pool_forgets_tenants_of_whom_it_has_no_kv() -> None:
+    pool = BlockPool(2, 4)
+    for number in range(100):
+        cached(pool, f"tenant-{number}", "pq", 0)
+    pool.allocate(0, tenant_id="nothing")
+    assert len(pool._tenants._of_tenant) == 1
+    pool.drop_tenant("tenant-99")
+    assert len(pool.take_freed()) == 2
+    assert not pool._tenants._of_tenant
 
 
 def test_dropping_a_tenant_does_not_clear_memory_that_was_given_back() -> None:
