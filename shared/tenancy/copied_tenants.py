@@ -17,7 +17,7 @@ from math import inf
 from msgspec import structs
 
 from shared.messages import MAX_COPIES, SignedCopy, TenantCopies
-from shared.subjects import SITE_SEPARATOR, at_site
+from shared.subjects import SITE_SEPARATOR, at_site, is_at_site
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_copy import CopyRejected, TenantCopy, opened_copy
 
@@ -66,6 +66,15 @@ class CopiedTenants:
         """Returns the tenant whose name here is `{home}/{tenant}`."""
         home, _, tenant_id = name.partition(SITE_SEPARATOR)
         return self._by_home.get(home, {}).get(tenant_id)
+
+    def latest(self, tenant: TenantRecord) -> TenantRecord | None:
+        """Returns the record that a tenant of another site has by now; None: it is not here any
+        more. That of a tenant of this site is in Redis, and is returned as it is given.
+        """
+        if not is_at_site(tenant.tenant_id):
+            return tenant
+        found = self.named(tenant.tenant_id)
+        return None if found is None else found.tenant
 
     def versions(self, home: str) -> tuple[tuple[str, int], ...]:
         """Returns the tenants of a site, and the versions of their copies."""

@@ -35,6 +35,10 @@ def may_store(tenant: TenantRecord, region: str) -> bool:
     return not tenant.is_zero_retention and (regions is None or region in regions)
 
 
+# Returns the record that a tenant has by now, and None for a tenant that is not here any more.
+Latest = Callable[[TenantRecord], TenantRecord | None]
+
+
 # Called with a tenant's id, the feature that would store its text, and why it may not.
 OnRefused = Callable[[str, str, PermissionDenied], None]
 

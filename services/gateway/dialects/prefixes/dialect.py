@@ -24,6 +24,7 @@ from shared.secrets.root_key import root_key_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPrefixDialect(OpenDialect):
+    store: PrefixStore
     watcher: PublicPrefixWatcher
 
 
@@ -49,6 +50,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         region_classes=parts.config.own_classes,
         root_key=root_key_of(parts.config.secret("cluster_secret")),
         on_refused=parts.tenancy.refusal_audit.refused,
+        latest=parts.tenancy.copied.latest,
     )
     pixels = PrefixPixels(
         store,
@@ -68,6 +70,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         wall_clock=parts.wall_clock,
     )
     return OpenPrefixDialect(
+        store=prefixes,
         watcher=watcher,
         handlers=lambda http: PrefixRoutes(
             http, preparer, prefixes, models.default_name

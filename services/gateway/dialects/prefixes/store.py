@@ -21,6 +21,7 @@ from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.tenancy.errors import PermissionDenied
 from services.gateway.tenancy.permissions import (
+    Latest,
     OnRefused,
     check_may_store,
     ignore_refusal,
@@ -67,12 +68,14 @@ class PrefixStore:
         region_classes: Sequence[str] = (),
         root_key: Callable[[], bytes] = bytes,
         on_refused: OnRefused = ignore_refusal,
+        latest: Latest = lambda tenant: tenant,
     ) -> None:
         """`max_all_bytes`: returns the bytes that the prefixes of all tenants may take in Redis.
         `region`: this gateway's region, in `region_classes`. `wall_clock`: returns unix seconds,
         which stay valid across restarts. `root_key`: returns that of now, see
-        `block_hash.root_key`.
+        `block_hash.root_key`. `latest`: of a tenant of another site.
         """
+        self._latest = latest
         self._root_key = root_key
         self._region = region
         self._classes = region_classes
@@ -130,13 +133,14 @@ class PrefixStore:
             prefix, card, images=prompt.images, max_input_tokens=tenant.input_tokens_per_min
         )
         await charge(len(prefix.token_ids) // TOKEN_ID_BYTES)
-        is_saved = await pinned_prefix.save(
+        latest = self._latest(tenant)
+        is_allowed = latest is not None and may_store(latest, self._region)
+        if not is_allowed or not await pinned_prefix.save(
             *(self._store, prefix, now),
             max_all_bytes=self._max_all_bytes(),
             region=self._region,
             region_classes=self._classes,
-        )
-        if not is_saved:
+        ):
             raise PermissionDenied("a prefix: its text is stored; this tenant no longer allows it")
         return await self._stored(tenant, prefix, card)
 

@@ -33,6 +33,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         max_all_bytes=lambda: memory.max_response_bytes,
         bulk=stores.bulk,
         on_refused=parts.tenancy.refusal_audit.refused,
+        latest=parts.tenancy.copied.latest,
     )
     secret = config.secret("cluster_secret")
     seal = Seal(secret, parts.randomness.bytes) if secret.current else None

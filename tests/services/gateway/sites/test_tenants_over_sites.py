@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import httpx
 import pytest
@@ -16,7 +16,12 @@ import pytest_asyncio
 import structlog
 
 from services.cli.tenants.tenant_where import show_where
+from services.gateway.dialects.prefixes.bodies import PrefixRequest
+from services.gateway.dialects.prefixes.dialect import OpenPrefixDialect
+from services.gateway.dialects.responses.dialect import OpenResponsesDialect
+from services.gateway.dialects.responses.storage.record import ResponseRecord
 from services.gateway.sites.tenant_copies import TenantCopyReader
+from services.gateway.tenancy.errors import PermissionDenied
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
@@ -28,7 +33,8 @@ from shared.tenancy.deletion import kv_drops
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.site_admin import copied_tenant, copied_tenants, forget_site_key
-from shared.tenancy.tenant import digest_of
+from shared.tenancy.stored_responses import response_keys
+from shared.tenancy.tenant import TenantRecord, digest_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.services.linked_sites import API_KEY, LinkedPair, LiveSite, linked_pair
 from tests.support.services.model_dir import write_model_dir
@@ -160,12 +166,32 @@ async def test_tenant_that_a_site_may_not_serve_any_more_leaves_nothing_there(
     async with store_of(sites.b) as store, admin_of(sites.a) as admin:
         prefix = PinnedPrefix(**record, created_at=1)
         await pinned_prefix.save(store, prefix, time.time())
+        began = sites.b.gateway.tenancy.copied.named("a/leaving")
+        assert began is not None
         await admin.change("leaving", {"is_zero_retention": True})
         await until(lambda: has_order(store, "zero_retention"))
         await until(lambda: has_no_prefixes(store, "a/leaving"))
+        await check_late_text_is_not_stored(sites.b, store, began.tenant)
         await admin.change("leaving", {"sites": ()})
         await until(lambda: has_order(store, "removed"))
+        await check_late_text_is_not_stored(sites.b, store, began.tenant)
     await until_status(sites.b, "key of leaving", 401)
+
+
+async def check_late_text_is_not_stored(
+    site: LiveSite, store: RedisStore, began: TenantRecord
+) -> None:
+    """Of requests that began while the tenant had the record `began`."""
+    opened = site.gateway.dialects.opened
+    (prefixes,) = (each.store for each in opened if isinstance(each, OpenPrefixDialect))
+    (responses,) = (each.store for each in opened if isinstance(each, OpenResponsesDialect))
+    body = PrefixRequest(system="Be kind.")
+    with pytest.raises(PermissionDenied, match="no longer allows"):
+        await prefixes.put(began, "late", body, charge=AsyncMock())
+    assert await has_no_prefixes(store, began.tenant_id)
+    responses.save(began, ResponseRecord(id="resp_late", response=b'{"output": []}'))
+    await responses.stop()
+    assert not await store.sorted_set_size(response_keys(began.tenant_id)[1])
 
 
 async def has_no_prefixes(store: RedisStore, tenant_id: str) -> bool:

@@ -25,6 +25,7 @@ from services.gateway.dialects.responses.storage.record import (
     decoded_record,
 )
 from services.gateway.tenancy.permissions import (
+    Latest,
     OnRefused,
     check_may_store,
     ignore_refusal,
@@ -61,7 +62,8 @@ class ResponseStore:
     breaker of others (default: `store`). `region`: this gateway's region, in `region_classes`.
     `now`: returns unix seconds. `count`: is called with the outcome of a record: stored, evicted,
     too_large, forbidden, failed. `max_bytes`: of a tenant's records. `max_all_bytes`: returns the
-    bytes that the records of all tenants may take in Redis.
+    bytes that the records of all tenants may take in Redis. `latest`: of a tenant of another site,
+    whose record Redis cannot tell.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class ResponseStore:
         max_all_bytes: Callable[[], int],
         bulk: Store | None = None,
         on_refused: OnRefused = ignore_refusal,
+        latest: Latest = lambda tenant: tenant,
     ) -> None:
+        self._latest = latest
         self._store = store
         self._bulk = store if bulk is None else bulk
         self._clock = clock
@@ -107,7 +111,10 @@ class ResponseStore:
 
     def save(self, tenant: TenantRecord, record: ResponseRecord) -> None:
         """Returns at once; a failure is counted."""
-        size = record.num_bytes
+        size, latest = record.num_bytes, self._latest(tenant)
+        if latest is None or not self.may_store(latest):  # since the response began
+            self._count("forbidden")
+            return
         if size > MAX_RECORD_BYTES:
             self._count("too_large")
             return
