@@ -18,7 +18,7 @@ from shared.subjects import site_in
 
 STEP_BUDGET_S = 4 * SITE_INTERVAL_S
 MAX_MODELS_PER_S = 4096  # of one site, in all states: those of four gateways with 1024 models
-MAX_SITE_MODELS = 2048  # of all gateways of one site
+MAX_SITE_MODELS = 2048  # of all gateways of one site, which have one each at least
 GONE_S = 10.0  # without a state
 CHANGES_S = 60.0
 
@@ -29,6 +29,11 @@ class _HeardGateway:
     models: SiteModels
     counters: tuple[SiteCounters, ...] = ()  # in the models' order
     workers: dict[str, Heartbeat] = field(default_factory=dict)
+
+    @property
+    def num_places(self) -> int:
+        """Returns its places among those of its site: a gateway without models takes one."""
+        return max(1, len(self.models.models))
 
     def states(self, state: SiteState) -> Iterator[ModelState]:
         if len(state.counters) == len(state.loads):
@@ -45,13 +50,13 @@ class _HeardSite:
     def has_room(self, models: SiteModels, now: float) -> bool:
         """Forgets gateways that have gone if their places are needed."""
         others = {name: each for name, each in self.gateways.items() if name != models.gateway_id}
-        num_models = sum(len(each.models.models) for each in others.values())
-        if num_models + len(models.models) <= MAX_SITE_MODELS:
+        num_wanted = max(1, len(models.models))
+        num_free = MAX_SITE_MODELS - sum(each.num_places for each in others.values())
+        if num_wanted <= num_free:
             return True
         gone = [name for name, each in others.items() if now - each.heard_at > GONE_S]
-        for each in gone:
-            num_models -= len(self.gateways.pop(each).models.models)
-        return num_models + len(models.models) <= MAX_SITE_MODELS
+        num_free += sum(self.gateways.pop(each).num_places for each in gone)
+        return num_wanted <= num_free
 
 
 class SiteWorkers:

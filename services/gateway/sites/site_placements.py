@@ -82,11 +82,9 @@ class SitePlacements:
         on_computed: Callable[[], None] = lambda: None,
     ) -> SiteReceiver:
         """Opens the outputs of `command`, which `request` is here. Returns their receiver, which
-        calls `on_computed` once a worker has computed the prompt. Raises WorkerBusy if there are as
-        many as may be.
+        calls `on_computed` once a worker has computed the prompt. Raises as `check_room` does.
         """
-        if len(self._placements) >= self._max_held:
-            raise WorkerBusy("this gateway serves as many requests of other sites as it may")
+        self.check_room()
         placement_id, owner = command.placement_id, command.request.gateway_id
         placement = SitePlacement(placement_id, owner, worker_id, request.request_id, now)
         for choice in request.choices:
@@ -97,6 +95,11 @@ class SitePlacements:
             )
         self._placements[placement_id] = placement
         return SiteReceiver(placement, self._buffer, self._on_update, on_computed)
+
+    def check_room(self) -> None:
+        """Raises WorkerBusy if there are as many requests as may be."""
+        if len(self._placements) >= self._max_held:
+            raise WorkerBusy("this gateway serves as many requests of other sites as it may")
 
     def close(self, placement_id: bytes) -> str | None:
         """Forgets a placement. Returns its request, or None if it is unknown."""

@@ -224,6 +224,7 @@ class SiteService:
         if placement_id not in self._placements:
             self._check_regions(asked)
             self._check_capacity()
+            self._placements.check_room()  # before the prompt is hashed
             now, request = self._clock.now(), self._request(command)
             worker_id = worker_at_site(self._name, asked.model, asked.revision, asked.block_size)
             self._heard_at[asked.gateway_id] = now

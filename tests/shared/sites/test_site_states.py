@@ -295,6 +295,17 @@ def test_a_site_has_no_more_models_than_its_share() -> None:
     assert workers.learn(told(*more, gateway_id="b/gw3"), GONE_S + 1.5)
 
 
+def test_a_site_has_no_more_gateways_than_its_share() -> None:
+    """Also of those that serve nothing: each is remembered."""
+    workers, now = SiteWorkers(), 0.0
+    for number in range(3 * MAX_SITE_MODELS):
+        assert workers.learn(told(gateway_id=f"b/gw{number}"), now)
+        now += 2 * GONE_S / MAX_SITE_MODELS
+    assert len(workers._sites["b"].gateways) <= MAX_SITE_MODELS
+    one, *others = SiteWorkers(), *many(MAX_SITE_MODELS)
+    assert one.learn(told(*others), 0.0) and not one.learn(told(gateway_id="b/gw2"), 1.0)
+
+
 def test_a_site_whose_models_change_all_the_time_is_heard_in_part() -> None:
     """What changes is costly for gateways and schedulers; what stays is heard all the while."""
     (found,) = site(heartbeat("d1"))

@@ -9,6 +9,9 @@ from services.gateway.sites.site_placements import SitePlacements
 from shared.errors import WorkerBusy
 from shared.messages import Choice, StartDecode, TokenLogprobs
 from tests.services.scheduler.literals import submit_of
+from tests.support.world.bus import SimulatedNetwork
+from tests.support.world.clock import run
+from tests.support.world.gateway import StreamGateway
 
 
 def test_prompt_logprobs_are_sent_once() -> None:
@@ -38,3 +41,20 @@ def test_other_sites_leave_room_for_the_requests_of_this_one() -> None:
         placements.open(more, request, "a/gw/00ff", 0.0)
     placements.close(bytes(16))
     placements.open(more, request, "a/gw/00ff", 0.0)
+
+
+def test_a_gateway_with_enough_of_other_sites_hashes_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        sites = StreamGateway(SimulatedNetwork(), "gw", seed=1, site="b").sites
+        monkeypatch.setattr(sites, "_check_capacity", lambda: None)
+        monkeypatch.setattr(sites._placements, "_max_held", 0)
+        hashed: list[StartDecode] = []
+        monkeypatch.setattr(sites, "_request", hashed.append)
+        command = StartDecode(placement_id=bytes(16), request=submit_of("r").request)
+        with pytest.raises(WorkerBusy, match="as many requests of other sites"):
+            sites._start_decode(command)
+        assert hashed == []
+
+    run(test())
