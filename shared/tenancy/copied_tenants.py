@@ -150,6 +150,6 @@ class CopiedTenants:
 
     def _remove(self, home: str, name: str) -> CopiedTenant:
         removed = self._by_home[home].pop(name)
-        for digest in removed.copy.key_digests:
+        for digest in set(removed.copy.key_digests):
             del self._by_digest[digest]
         return removed

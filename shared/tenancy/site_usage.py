@@ -84,7 +84,7 @@ async def record_totals(
             "reported too late, or the clocks of the two sites are apart"
         )
     for field, _ in totals:
-        if field.partition(":")[0] not in USAGE_KINDS:
+        if field.partition(":")[0] not in USAGE_KINDS or not field.isprintable():
             raise InvalidRequest(f"usage has no count {field[:64]!r}")
     keys = [usage_at(tenant_id, day, site), TENANT_SITES]
     pairs = [part for each in totals for part in each]
@@ -98,6 +98,8 @@ def _is_recent(day: str, now: float) -> bool:
     try:
         found = date.fromisoformat(day)
     except ValueError:
+        return False
+    if found.isoformat() != day:  # another form of it would be another record
         return False
     today = datetime.fromtimestamp(now, UTC).date()
     return timedelta(days=-2) <= today - found <= timedelta(days=MAX_DAYS_LATE)

@@ -13,6 +13,7 @@ The key of a site comes from its cluster secret, so that all its gateways sign a
 from __future__ import annotations
 
 from hashlib import blake2b
+from itertools import chain
 from typing import Annotated
 
 import msgspec
@@ -78,12 +79,20 @@ class SigningKey:
         return self._private.sign(data)
 
 
+def _check_names(record: TenantRecord) -> None:
+    """Raises CopyRejected for names that a terminal would obey."""
+    lists = (record.allowed_models or (), record.allowed_regions or (), record.sites)
+    if not all(map(str.isprintable, (record.region_class, *chain.from_iterable(lists)))):
+        raise CopyRejected(f"the record of {record.tenant_id!r} has names that are not printable")
+
+
 def opened_copy(signed: SignedCopy, key: bytes) -> TenantCopy:
     """Returns the copy, whose signature is that of the public `key`. Raises CopyRejected."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signed.signature, _PURPOSE + signed.body)
         copy = msgspec.msgpack.decode(signed.body, type=TenantCopy)
         check_tenant_id(copy.record.tenant_id)
+        _check_names(copy.record)
     except InvalidSignature:
         raise CopyRejected("a copy is not signed by the key of its home site") from None
     except UNREADABLE as error:

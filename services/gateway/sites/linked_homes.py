@@ -7,9 +7,10 @@ from math import inf
 from typing import TypeVar
 
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable
+from shared.errors import ConfigError, DependencyUnavailable, InvalidRequest
 from shared.messages import Message, SiteState
-from shared.subjects import SITE_SEPARATOR, tenants
+from shared.subjects import SITE_SEPARATOR, at_site, tenants
+from shared.tenancy.tenant import check_tenant_id
 from shared.transport.bus import Bus
 
 MAX_GATEWAYS = 16  # of a site, remembered to be asked
@@ -21,6 +22,16 @@ M = TypeVar("M", bound=Message)
 def site_of(name: str) -> str:
     """Returns the site of `{site}/{gateway}` or `{site}/{tenant}`."""
     return name.partition(SITE_SEPARATOR)[0]
+
+
+def tenant_of(gateway_id: str, tenant_id: str) -> str:
+    """Returns what a tenant of the site of `gateway_id`, which may send any name, is called here.
+    Raises InvalidRequest for a name that no tenant has.
+    """
+    try:
+        return at_site(site_of(gateway_id), check_tenant_id(tenant_id))
+    except ConfigError as error:
+        raise InvalidRequest(error.message) from None
 
 
 class LinkedHome:

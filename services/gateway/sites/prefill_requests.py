@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import structs
 
-from services.gateway.sites.site_requests import MAX_NAME, is_restricted
+from services.gateway.sites.site_requests import MAX_NAME, check_names, is_restricted
 from shared.block_hash import extend_packed, root_hash
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import Heartbeat, ModelCard, RunPrefill
@@ -25,6 +25,7 @@ def num_tokens_of(command: RunPrefill) -> int:
 
 def check_prefill(command: RunPrefill, networks: Sequence[Network]) -> None:
     """Checks what another site asks for. Raises InvalidRequest."""
+    check_names(command)
     check_targets_of_site(command)
     check_networks(command.targets, networks)
     if len(command.token_ids) % TOKEN_ID_BYTES:

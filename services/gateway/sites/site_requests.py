@@ -26,6 +26,7 @@ def narrowed(request: Request, workers: Iterable[Heartbeat], regions: Iterable[s
     with other conditions have a queue of their own, and a turn. Raises WorkerBusy for a request
     that no worker here may decode, and InvalidRequest.
     """
+    check_names(request)
     if request.images:
         raise WorkerBusy("pixels do not cross links: no site computes images of another")
     asked = request.model, request.revision, request.block_size
@@ -47,6 +48,12 @@ def narrowed(request: Request, workers: Iterable[Heartbeat], regions: Iterable[s
         needs=needs,
         numerics=request.numerics if is_alike else None,
     )
+
+
+def check_names(message: Request | RunPrefill) -> None:
+    """Raises InvalidRequest for names that a terminal would obey."""
+    if not f"{message.tenant_id}{message.request_id}".isprintable():
+        raise InvalidRequest("the names of tenant and request must be printable")
 
 
 def _served(card: ModelCard) -> tuple[str, str, int]:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import structlog
 
-from services.gateway.sites.linked_homes import LinkedHomes, site_of
+from services.gateway.sites.linked_homes import LinkedHomes, site_of, tenant_of
 from shared.allowance import Allowance
 from shared.background import failing_alone
 from shared.clock import Clock
-from shared.errors import HearthError, Overloaded
+from shared.errors import HearthError, InvalidRequest, Overloaded
 from shared.messages import Done, WithdrawTenant
 from shared.regions.region_classes import RegionClasses
 from shared.store import Store, StoreUnavailable
-from shared.subjects import at_site, is_at_site
+from shared.subjects import is_at_site
 from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import KvDrop
 from shared.tenancy.deletion.site_drops import SiteDrop
@@ -33,6 +33,7 @@ ROUND_S = 0.25
 TIMEOUT_S = 1.0
 MAX_AT_ONCE = 16  # to one site
 MAX_PER_S = 64.0  # of one site
+MAX_KEPT_CHARS = 32_768  # of one order: a site may have a thousand in Redis
 
 # Called with a tenant `{site}/{tenant}`, and whether this gateway's region still may have its data.
 OnWithdrawn = Callable[[str, bool], None]
@@ -175,13 +176,16 @@ class SiteWithdrawals:
 
     def answer(self, command: WithdrawTenant) -> Coroutine[object, object, Done]:
         """Returns the work that replies to another site, about a tenant of its own. Raises
-        Overloaded.
+        Overloaded and InvalidRequest.
         """
         site, now = site_of(command.gateway_id), self._clock.now()
         allowed = self._allowed.setdefault(site, Allowance(MAX_PER_S, 1.0, now))
         if not allowed.takes(1.0, now):
             raise Overloaded("this site withdraws too many tenants", retry_after_s=1.0)
-        return self._withdraw(at_site(site, command.tenant_id), command.kept_regions)
+        if sum(map(len, command.kept_regions)) > MAX_KEPT_CHARS:
+            raise InvalidRequest("the names of the kept regions are too long")
+        name = tenant_of(command.gateway_id, command.tenant_id)
+        return self._withdraw(name, command.kept_regions)
 
     async def _withdraw(self, tenant_id: str, kept_regions: tuple[str, ...]) -> Done:
         is_kept = self._region in kept_regions

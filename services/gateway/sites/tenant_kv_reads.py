@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 
-from services.gateway.sites.linked_homes import LinkedHomes, site_of
+from services.gateway.sites.linked_homes import LinkedHomes, site_of, tenant_of
 from shared.allowance import Allowance
 from shared.clock import Clock
 from shared.errors import HearthError, Overloaded
@@ -20,16 +20,17 @@ from shared.sites.tenant_names import names_of
 from shared.subjects import (
     READ_KV_ELSEWHERE,
     READ_KV_ELSEWHERE_GROUP,
-    at_site,
     is_at_site,
     tenant_kv,
 )
 from shared.transport.bus import Bus
+from shared.transport.wire_errors import printable_line
 
 WORKER_TIMEOUT_S = 0.5  # plus the round trip
 SITE_TIMEOUT_S = 3.0
 MAX_AT_ONCE = 64  # workers
 MAX_PER_S = 2.0  # of one site: each is a request to every worker
+MAX_PROBLEM = 200  # characters of what another site says
 
 
 class TenantKvReads:
@@ -69,20 +70,21 @@ class TenantKvReads:
         try:
             kv = await self._homes.request(site, command, SiteTenantKv, timeout_s=SITE_TIMEOUT_S)
         except HearthError as error:
-            return SiteKv(site=site, region=region, problem=error.message)
+            problem = printable_line(error.message, MAX_PROBLEM)
+            return SiteKv(site=site, region=region, problem=problem)
         return SiteKv(site=site, region=region, kv=kv)
 
     # ── of other sites ───────────────────────────────────────────────────────────────────────────
 
     def answer(self, command: ReadTenantKv) -> Coroutine[object, object, SiteTenantKv]:
         """Returns the work that replies to another site, about a tenant of its own. Raises
-        Overloaded.
+        Overloaded and InvalidRequest.
         """
         site, now = site_of(command.gateway_id), self._clock.now()
         allowed = self._allowed.setdefault(site, Allowance(MAX_PER_S, 1.0, now))
         if not allowed.takes(1.0, now):
             raise Overloaded("this site asks for the KV of tenants too often", retry_after_s=1.0)
-        return self._count(at_site(site, command.tenant_id))
+        return self._count(tenant_of(command.gateway_id, command.tenant_id))
 
     async def _count(self, tenant_id: str) -> SiteTenantKv:
         """Returns the sums of all workers of this site, also of those that drain."""

@@ -70,6 +70,14 @@ def test_tenant_and_key_that_are_gone_go_at_once() -> None:
     assert kept is not None and kept.copy.version == 2
 
 
+def test_key_that_a_home_names_twice_goes_with_its_tenant() -> None:
+    copied = holding(copy_of("one", 1, "twice", "twice", "once"), copy_of("two"))
+    for kept in (copy_of("one", 2, "once"), copy_of("two")):
+        copied.take("a", reply(kept), 101.0)
+        assert copied.find(digest_of("twice")) is None
+    assert copied.find(digest_of("once")) is None
+
+
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
@@ -77,6 +85,10 @@ def test_tenant_and_key_that_are_gone_go_at_once() -> None:
         (reply(copy_of(version=6, home="b")), "a copy of a tenant of site 'b'"),
         (reply(copy_of(version=6, home="c")), "a copy of a tenant of site 'c'"),
         (reply(copy_of(version=6, site="c")), "a copy of 'team' for site 'c'"),
+        (
+            reply(copy_of(version=6, record=TenantRecord(tenant_id="team", sites=("\x1b[2J",)))),
+            "the record of 'team' has names that are not printable",
+        ),
         (
             reply(copy_of("x"), versions=(("team", 5),)),
             "site a sent a copy that it does not name",

@@ -114,7 +114,9 @@ async def test_site_reports_only_what_it_may(store: RedisStore, admin: TenantAdm
         ("team", "b", "2020-01-01", many, "'2020-01-01' is not of the last 31 days"),
         ("team", "b", "2100-01-01", many, "the clocks of the two sites are apart"),
         ("team", "b", "never", many, "'never' is not of the last 31 days"),
+        ("team", "b", today.replace("-", ""), many, "is not of the last 31 days"),
         ("team", "b", today, [("x:m", 1)], "usage has no count 'x:m'"),
+        ("team", "b", today, [("requests:\x1b[2J", 1)], "usage has no count"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
             await record_totals(store, tenant, site, day, totals, now)

@@ -185,7 +185,8 @@ def test_tenants_over_sites(hearth: Hearth, redis_server: RedisServer) -> None:
         client.hset(SITES, "b", "")
         client.hset(TENANT_COPIES, mapping={"b/team-b": signed, "b/broken": b"-"})
         client.hset(SITE_KEYS, "b", b"key")
-        client.hset(usage_at("team-a", last_days(1, time.time())[0], "b"), "requests:m", 5)
+        of_b = usage_at("team-a", last_days(1, time.time())[0], "b")
+        client.hset(of_b, mapping={"requests:m": 5, "requests:[/red]m": 7})
         text(hearth("tenant", "add", "team-a", "--sites", "b"))
         assert tenant_info(hearth, "team-a")["tenant"]["sites"] == ["b"]
         listed = text(hearth("tenant", "list"))
@@ -196,7 +197,7 @@ def test_tenants_over_sites(hearth: Hearth, redis_server: RedisServer) -> None:
         assert edited.returncode == 2
         assert "'b/team-b' has its home at site 'b': change it there" in edited.stderr
         table = text(hearth("usage", "--tenant", "team-a"))
-        assert "site" in table and " b " in table
+        assert "site" in table and " b " in table and "[/red]m" in table
         text(hearth("tenant", "limits", "team-a", "--sites", "none"))
         assert "sites" not in tenant_info(hearth, "team-a")["tenant"]
         text(hearth("tenant", "trust", "b"))

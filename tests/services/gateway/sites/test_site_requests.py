@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from services.gateway.sites.prefill_requests import check_prefill
 from services.gateway.sites.site_requests import (
     MAX_CHOICES,
     may_retain_class,
@@ -17,6 +18,7 @@ from shared.messages import Choice, Heartbeat, ModelCard, Request
 from shared.regions.region_classes import region_classes
 from tests.services.scheduler.literals import submit_of
 from tests.support.records import model_card
+from tests.support.world.site_prefills import run_prefill_of_site
 
 CARD = model_card(max_context_tokens=20, features=("f/1",))
 
@@ -53,6 +55,14 @@ def test_what_this_site_could_not_serve_is_refused() -> None:
     ):
         with pytest.raises(WorkerBusy, match=reason):
             narrowed(request(**unserved), workers, ("eu",))
+
+
+def test_names_that_a_terminal_would_obey_are_refused() -> None:
+    for named in ({"tenant_id": "t\x1b[2J"}, {"request_id": "r\n"}):
+        with pytest.raises(InvalidRequest, match="must be printable"):
+            narrowed(request(**named), [worker(CARD)], ("eu",))
+        with pytest.raises(InvalidRequest, match="must be printable"):
+            check_prefill(msgspec.structs.replace(run_prefill_of_site("b"), **named), ())
 
 
 def test_conditions_that_make_no_difference_here_make_no_queue() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from services.gateway.sites.linked_homes import LinkedHomes
 from services.gateway.sites.site_withdrawals import MAX_PER_S, SiteWithdrawals
+from shared.errors import InvalidRequest
 from shared.messages import Done, SiteState, WithdrawTenant
 from shared.regions.region_classes import region_classes
 from shared.subjects import STATES_OF_SITES, at_site, from_sites, state_to_sites
@@ -328,5 +329,22 @@ def test_a_site_withdraws_only_so_many_at_once() -> None:
         with pytest.raises(Exception, match="too many tenants"):
             for _ in range(int(MAX_PER_S) + 1):
                 answer(command).close()
+
+    scenario(test)
+
+
+def test_an_order_that_no_home_gives_leaves_nothing() -> None:
+    """One that Redis took and nobody could read again would stay for ever."""
+
+    async def test(sites: Sites) -> None:
+        answer, before = sites.gateways["b"][0].withdrawals.answer, dict(sites.stores["b"].data)
+        long = ("x" * 256,) * 256
+        for name, kept in (("t" * 256, ()), ("t\n", ()), ("c/t", ()), ("", ()), ("t", long)):
+            command = WithdrawTenant(gateway_id="a/gw", tenant_id=name, kept_regions=kept)
+            with pytest.raises(InvalidRequest):
+                await answer(command)
+        assert sites.stores["b"].data == before
+        await answer(WithdrawTenant(gateway_id="a/gw", tenant_id="t" * 128, kept_regions=()))
+        assert set(await sites.ordered("b")) == {"a/" + "t" * 128}
 
     scenario(test)
