@@ -16,7 +16,7 @@ import structlog
 
 from shared.background import Background, item_error
 from shared.clock import Clock
-from shared.errors import HearthError, InvalidRequest, LinkLost, Overloaded
+from shared.errors import HearthError, InvalidRequest, LinkLost, Overloaded, PayloadTooLarge
 from shared.kv_wire.link import KvDialer, PushLink
 from shared.messages import Done, FetchPixels
 from shared.pixels.pixel_frames import MAX_IMAGE_BYTES, byte_header, image_bytes
@@ -113,11 +113,13 @@ class PixelHolder:
         `regions` may fetch it. The holder owns `pixels` from now on.
 
         With `is_zeroed_at_end` its memory is then zeroed. Raises Overloaded if all images would
-        take more than the limit, InvalidRequest for one that is too large for any worker.
+        take more than the limit, PayloadTooLarge if those of this request alone would,
+        InvalidRequest for one that is too large for any worker.
         """
         key = tenant_id, image_hash
         held = self._images.get(key)
         if held is None:
+            self._check_request(request_id, len(pixels))
             held = self._hold(key, pixels, shape)
         elif is_zeroed_at_end:
             pixels[:] = bytes(len(pixels))  # those of an earlier request are held
@@ -134,6 +136,17 @@ class PixelHolder:
             held.requests.pop(request_id, None)
             if not held.requests:
                 self._release(key, held)
+
+    def _check_request(self, request_id: str, num_bytes: int) -> None:
+        """Raises PayloadTooLarge for a request that never fits, however often it is sent."""
+        own = self._of_request.get(request_id, ())
+        num_bytes += sum(len(self._images[each].pixels) for each in own)
+        limit = min(self._max_bytes, self._max_tenant_bytes)
+        if num_bytes > limit:
+            raise PayloadTooLarge(
+                f"the images of the request have more than {limit} bytes of pixels, the limit: "
+                "send fewer, or some in low detail"
+            )
 
     def _hold(self, key: tuple[str, bytes], pixels: bytearray, shape: tuple[int, ...]) -> HeldImage:
         num_bytes = len(pixels)

@@ -20,6 +20,7 @@ from shared.errors import (
     InvalidRequest,
     NoResponders,
     Overloaded,
+    PayloadTooLarge,
 )
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
@@ -211,7 +212,9 @@ async def test_memory_is_bounded(pair: Pair) -> None:
     hold(pair)
     hold(pair, image_hash=b"another image...")
     with pytest.raises(Overloaded, match="limit"):
-        hold(pair, tenant_id="tenant-b")
+        hold(pair, tenant_id="tenant-b", request_id="request-2")
+    with pytest.raises(PayloadTooLarge, match="of the request have more than"):
+        hold(pair, image_hash=b"the third image.")  # sent again it does not fit either
 
 
 async def test_pixels_of_a_zero_retention_tenant_are_zeroed(pair: Pair) -> None:
