@@ -185,9 +185,10 @@ class LimitShare:
         self._expire(now)
         if step.lease_id != self._lease_id or self._since is None:
             return False
+        pool = _given(step, state)
         for name in RATES:
-            self._pool[name] = max(0, state.pool.get(name, 0) - self._since[name])
-        self._num_slots = step.num_open + state.pool.get("concurrency", 0)
+            self._pool[name] = max(0, pool[name] - self._since[name])
+        self._num_slots = step.num_open + pool["concurrency"]
         self._ends_at = self._sent_at + self._term_s
         if state.is_contended:
             self._contended_until = now + CONTENDED_S
@@ -244,3 +245,13 @@ class LimitShare:
         """Drops a share whose term is over: the home counts it as spent."""
         if now >= self._ends_at:
             self._reset()
+
+
+def _given(step: LeaseStep, state: LeaseState) -> Counter[str]:
+    """Returns what the share holds after `step`: at most what it has reported and asked for. What a
+    contended home gives beyond that would be given back, without an end.
+    """
+    most = Counter(step.pool)
+    for costs in (step.ahead, *step.asked):
+        most.update(costs)
+    return Counter({name: min(num, most[name]) for name, num in state.pool.items()})

@@ -136,6 +136,17 @@ def test_home_believes_no_holder_that_claims_more_than_it_has() -> None:
     assert again.pool[NAME] == 0 and again.used[NAME] == 50
 
 
+def test_holder_takes_no_more_than_it_has_reported_and_asked_for() -> None:
+    """A contended share is given back step by step: one that the home fills again has no end."""
+    share = LimitShare("b0", TERM_S)
+    lie = LeaseState(pool={NAME: 10**6, "concurrency": 99}, used={}, num_open=0, is_contended=True)
+    for asked, num_held in (([{NAME: 5, "concurrency": 1}], 5 + LIMIT // 16), ([], 0)):
+        step = share.step(asked, LIMITS, 0.0)
+        assert share.take(step, lie, 0.0)
+        assert share._pools()[NAME] == num_held
+        assert share.has_excess(LIMITS, 0.0) == bool(num_held)
+
+
 def test_more_holders_than_a_tenant_may_have_get_nothing() -> None:
     home = RateLimitCounter()
     for number in range(MAX_HOLDERS):
