@@ -16,7 +16,8 @@ NO_IMAGES = "this model takes no images"  # in all dialects
 NOT_FETCHED = "images are not fetched from addresses: send the image as a data URL"
 _OTHER_NAMES = {"image/jpg": "image/jpeg"}
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,128})(?P<options>(?:;[^;,]{0,128}){0,8}),", re.I)
-_SPACES = re.compile(rb"\s")
+_SPACES = b" \t\n\r\v\f"
+_PIECE_CHARS = 1 << 16  # decoded at once, in 0.3 ms: other threads run in between
 _SHORTER = (b"", bytes(range(10)), bytes(range(100)))  # than one, two and three digits
 _NUMBERS = "an array of numbers from 0 to 255"
 
@@ -43,9 +44,8 @@ class InputImage(msgspec.Struct, frozen=True, array_like=True):
             raise bad_image(self.place, NOT_FETCHED)
         if self.is_decoded:
             return self.data
-        text = _SPACES.sub(b"", self.data)  # some clients write lines
         try:
-            return binascii.a2b_base64(text, strict_mode=True)
+            return _decoded(self.data.translate(None, _SPACES))  # some clients write lines
         except ValueError as error:
             raise bad_image(self.place, f"the data is not base64: {error}") from None
 
@@ -70,6 +70,17 @@ class ImageContext(msgspec.Struct, frozen=True, array_like=True):
     max_images: int = 0
     max_pixels: int = 0
     max_text_bytes: int | None = None
+
+
+def _decoded(text: bytes) -> bytes:
+    """Raises ValueError for what is not base64."""
+    found = bytearray()
+    for start in range(0, len(text), _PIECE_CHARS):
+        piece = text[start : start + _PIECE_CHARS]
+        found += binascii.a2b_base64(piece, strict_mode=True)
+        if piece.endswith(b"=") and start + len(piece) < len(text):
+            raise ValueError("Excess data after padding")
+    return bytes(found)
 
 
 def bad_image(place: str, reason: str) -> InvalidRequest:

@@ -194,7 +194,14 @@ def test_an_address_has_no_bytes_until_it_is_fetched(url: str) -> None:
         _ = found.content
 
 
-@pytest.mark.parametrize("text", ["!!!!", "YQ", "YQ==YQ==", "Ā"])
+@pytest.mark.parametrize("num_bytes", [0, 1, 49_151, 49_152, 49_153, 200_000])
+def test_base64_of_several_pieces(num_bytes: int) -> None:
+    data = np.random.default_rng(1).bytes(num_bytes)
+    text = base64.encodebytes(data).decode()  # in lines
+    assert image_of_base64(PLACE, text).content == data
+
+
+@pytest.mark.parametrize("text", ["!!!!", "YQ", "YQ==YQ==", "Ā", f"{'A' * 65_534}==YWJj"])
 def test_junk_is_not_base64(text: str) -> None:
     with pytest.raises(InvalidRequest, match="not base64"):
         _ = image_of_base64(PLACE, text).content

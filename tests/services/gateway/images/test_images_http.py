@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -429,6 +430,21 @@ async def test_a_named_prefix_has_the_tokens_of_its_images(eyes: Eyes) -> None:
     assert (await eyes.http.get("/v1/prefixes")).json()["data"][0]["name"] == "p"
     assert (await eyes.http.delete(PREFIX)).status_code == 200
     assert await stored_image(eyes, part.image_hash) is None
+
+
+async def test_the_files_of_a_prefix_are_read_beside_the_event_loop(
+    eyes: Eyes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, threads = InputImage.content.fget, list[threading.Thread]()  # type: ignore[attr-defined]
+
+    def content(image: InputImage) -> bytes:
+        threads.append(threading.current_thread())
+        return read(image)
+
+    monkeypatch.setattr(InputImage, "content", property(content))
+    assert (await eyes.http.put(PREFIX, json=chat(image_part()))).status_code == 200
+    await eyes.http.delete(PREFIX)
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
 async def test_an_image_of_a_prefix_is_decoded_once(
