@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from services.kv_index.block_masks import BlockMasks
 from shared.kv_layout import Reach, first_seen
 
 
 def match_groups(
-    holders: Sequence[Mapping[bytes, int]],
+    holders: Sequence[BlockMasks],
     reaches: Sequence[Reach],
     block_hashes: Sequence[bytes],
     block_size: int,
@@ -22,7 +23,7 @@ def match_groups(
     num_blocks = len(block_hashes)
     lacking = [0] * (num_blocks + 1)  # workers that cannot continue a prefix, by its length
     for of_group, reach in zip(holders, reaches, strict=True):
-        absent = [workers & ~of_group.get(each, 0) for each in block_hashes]
+        absent = [workers & ~of_group.get(each) for each in block_hashes]
         firsts = [first_seen(reach, n * block_size) // block_size for n in range(num_blocks + 1)]
         for length, mask in enumerate(_unions(absent, firsts)):
             lacking[length] |= mask

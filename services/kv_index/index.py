@@ -8,9 +8,9 @@ A cache of the workers' state: a wrong or empty index costs time, never correctn
                                         │   announced, missing   │
                                         └── pages of two epochs ─┘
 
-For each group of layers, a dictionary maps a block's 16-byte hash to a bit mask of the holders'
+For each group of layers, `BlockMasks` maps a block's 16-byte hash to a bit mask of the holders'
 slots; a slot is one incarnation of one worker's cache. Losing a worker clears its slot's bit in the
-mask of live slots, at once; `sweep` removes the dead bits from the dictionaries later, in steps,
+mask of live slots, at once; `sweep` removes the dead bits from the masks later, in steps,
 before the slot is used again.
 """
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from services.kv_index.block_masks import BlockMasks
 from services.kv_index.group_match import match_groups
 from shared.kv_layout import MAX_GROUPS, Reach
 from shared.messages import (
@@ -94,8 +95,7 @@ class _Serving(NamedTuple):
 class PrefixIndex:
     def __init__(self, *, max_queued_blocks: int = MAX_QUEUED_BLOCKS) -> None:
         self._max_queued_blocks = max_queued_blocks
-        # a set for each group
-        self._holders: list[dict[bytes, int]] = [{} for _ in range(MAX_GROUPS)]
+        self._holders = [BlockMasks() for _ in range(MAX_GROUPS)]
         self._masks: dict[int, int] = {}  # interned: many blocks share few masks
         self._workers: dict[str, _Worker] = {}
         self._worker_of_slot: dict[int, str] = {}
@@ -160,7 +160,7 @@ class PrefixIndex:
     def holds(self, worker_id: str, block_hash: bytes) -> bool:
         """Whether it holds the block for the first group of layers."""
         worker = self._workers.get(worker_id)
-        return worker is not None and bool(self._holders[0].get(block_hash, 0) >> worker.slot & 1)
+        return worker is not None and bool(self._holders[0].get(block_hash) >> worker.slot & 1)
 
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(self._workers)
@@ -276,9 +276,9 @@ class PrefixIndex:
     def _match_leading(self, block_hashes: Sequence[bytes], mask: int) -> list[PrefixMatch]:
         """Returns the matches of workers with one group of layers that sees all keys."""
         matches: list[PrefixMatch] = []
-        holders = self._holders[0]
+        parts = self._holders[0].parts
         for num_blocks, block_hash in enumerate(block_hashes):
-            holding = mask & holders.get(block_hash, 0)
+            holding = mask & parts[block_hash[0]].get(block_hash, 0)
             if holding != mask:
                 if num_blocks:
                     matches += self._matches(mask & ~holding, num_blocks)
@@ -297,8 +297,10 @@ class PrefixIndex:
             if not self._dead_mask:
                 return
             self._sweeping_mask, self._dead_mask = self._dead_mask, 0
-            self._sweep_keys = iter(
-                [(group, key) for group, of_group in enumerate(self._holders) for key in of_group]
+            self._sweep_keys = (
+                (group, key)
+                for group, of_group in enumerate(self._holders)
+                for key in of_group.hashes()
             )
         retained = ~self._sweeping_mask
         for _ in range(max_blocks):
@@ -307,7 +309,7 @@ class PrefixIndex:
                 self._free_swept()
                 return
             group, block_hash = key
-            mask = self._holders[group].get(block_hash, 0)
+            mask = self._holders[group].get(block_hash)
             if mask & ~retained:
                 self._put(group, block_hash, mask & retained)
 
@@ -337,27 +339,29 @@ class PrefixIndex:
         worker.sequence_number = events.sequence_number
 
     def _store(self, slot: int, group: int, block_hashes: Sequence[bytes]) -> None:
-        bit, holders, masks = 1 << slot, self._holders[group], self._masks
+        bit, parts, masks = 1 << slot, self._holders[group].parts, self._masks
         if len(masks) > MAX_INTERNED_MASKS:
             masks.clear()
         for block_hash in block_hashes:
-            mask = holders.get(block_hash, 0) | bit
-            holders[block_hash] = masks.setdefault(mask, mask)
+            part = parts[block_hash[0]]
+            mask = part.get(block_hash, 0) | bit
+            part[block_hash] = masks.setdefault(mask, mask)
 
     def _remove(self, slot: int, group: int, block_hashes: Sequence[bytes]) -> None:
         retained = ~(1 << slot)
         for block_hash in block_hashes:
             mask = self._holders[group].get(block_hash)
-            if mask is not None:
+            if mask:
                 self._put(group, block_hash, mask & retained)
 
     def _put(self, group: int, block_hash: bytes, mask: int) -> None:
+        part = self._holders[group].part_of(block_hash)
         if mask:
             if len(self._masks) > MAX_INTERNED_MASKS:
                 self._masks.clear()
-            self._holders[group][block_hash] = self._masks.setdefault(mask, mask)
+            part[block_hash] = self._masks.setdefault(mask, mask)
         else:
-            self._holders[group].pop(block_hash, None)
+            part.pop(block_hash, None)
 
     def _serving(self, model: str, revision: str) -> _Serving:
         known = self._serving_of.get((model, revision))

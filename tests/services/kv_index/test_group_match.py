@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from services.kv_index.block_masks import BlockMasks
 from services.kv_index.group_match import match_groups
 from services.kv_index.index import PrefixIndex
 from shared.kv_layout import Chunk, Reach, Window
@@ -66,13 +67,11 @@ def check_promises(reaches: tuple[Reach, ...], seed: int) -> None:
         ]
         for _ in range(5)
     ]
-    holders = [
-        {
-            each: sum((each in held[group]) << slot for slot, held in enumerate(workers))
-            for each in HASHES
-        }
-        for group in range(len(reaches))
-    ]
+    holders = [BlockMasks() for _ in reaches]
+    for group, masks in enumerate(holders):
+        for each in HASHES:
+            mask = sum((each in held[group]) << slot for slot, held in enumerate(workers))
+            masks.part_of(each)[each] = mask
     found = dict.fromkeys(range(5), 0)
     for length, mask in match_groups(holders, reaches, HASHES, BLOCK_SIZE, 0b11111):
         for slot in range(5):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -198,6 +199,20 @@ def test_slot_of_a_lost_worker_is_swept_and_reused() -> None:
     index.add_worker("w2", "m", "r1", FORMAT)
     assert found(index, 0, 1) == {"w1": 1}  # w2 has none of w0's blocks
     assert index._num_slots <= 4
+
+
+def test_a_step_of_a_sweep_lists_few_of_many_blocks() -> None:
+    """All of an index of 20 million blocks would hold the event loop for seconds."""
+    index = synced("w0", "w1")
+    index.apply(events("w0", 1, stored(*range(20_000))))
+    index.remove_worker("w0")
+    tracemalloc.start()
+    try:
+        index.sweep(1)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 20_000
 
 
 def test_worker_with_a_changed_model_starts_empty() -> None:

@@ -99,7 +99,8 @@ def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
             continue
         bit = 1 << index._workers[worker.worker_id].slot
         for group, ids_of in enumerate(worker.engine.pool._block_ids):
-            known = {each for each, mask in index._holders[group].items() if mask & bit}
+            masks = index._holders[group]
+            known = {each for each in masks.hashes() if masks.get(each) & bit}
             held = ids_of.keys()
             if known != held:
                 found.append(
