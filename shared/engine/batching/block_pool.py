@@ -107,7 +107,7 @@ class BlockPool:
         for group, part in enumerate(self._resumable(block_hashes)):
             for block_hash in reversed(part):
                 self._pins[group][block_hash] += 1
-                self._move(group, block_hash, self._evictable, self._last_evictable)
+                self._move(group, block_hash, is_pinned=True)
 
     def unpin(self, block_hashes: Sequence[bytes]) -> None:
         """Reverses one `pin`; cached blocks become the most recently used."""
@@ -117,7 +117,7 @@ class BlockPool:
                 pins[block_hash] -= 1
                 if pins[block_hash] <= 0:
                     del pins[block_hash]
-                    self._move(group, block_hash, self._last_evictable, self._evictable)
+                    self._move(group, block_hash, is_pinned=False)
 
     def _resumable(self, block_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
         """[G] the blocks of each group that the token after the prefix sees."""
@@ -126,20 +126,18 @@ class BlockPool:
             block_hashes[first_seen(reach, position) // self.block_size :] for reach in self.reaches
         ]
 
-    def _move(
-        self,
-        group: int,
-        block_hash: bytes,
-        source: OrderedDict[int, None],
-        target: OrderedDict[int, None],
-    ) -> None:
+    def _move(self, group: int, block_hash: bytes, *, is_pinned: bool) -> None:
+        """Moves a block that is pinned now, or no longer, in the orders of eviction."""
         block_id = self._block_ids[group].get(block_hash)
-        if block_id is not None and block_id in source:
-            del source[block_id]
-            target[block_id] = None
-            share = self._share_of(block_id)
-            del share.evictable[block_id]
-            share.evictable[block_id] = None
+        if block_id is None:
+            return
+        share = self._share_of(block_id)
+        first = self._evictable, share.evictable
+        last = self._last_evictable, share.last_evictable
+        for source, target in zip(*((first, last) if is_pinned else (last, first)), strict=True):
+            if block_id in source:
+                del source[block_id]
+                target[block_id] = None
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -160,8 +158,8 @@ class BlockPool:
     def hold(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
-                del self._evictable_with(self._known[block_id])[block_id]
-                del self._share_of(block_id).evictable[block_id]
+                for order in self._orders_of(self._known[block_id]):
+                    del order[block_id]
             self.ref_counts[block_id] += 1
 
     def allocate(self, count: int, *, tenant_id: str = "", is_private: bool = False) -> list[int]:
@@ -193,16 +191,17 @@ class BlockPool:
                 else:
                     self._has_retired = True
             else:
-                share = self._share_of(block_id)
-                self._evictable_with(known)[block_id] = share.evictable[block_id] = None
-                self._trim(share)
+                for order in self._orders_of(known):
+                    order[block_id] = None
+                self._trim(self._shares[known.tenant_id])
 
-    def _evictable_with(self, block: CachedBlock | None) -> OrderedDict[int, None]:
+    def _orders_of(self, block: CachedBlock | None) -> tuple[OrderedDict[int, None], ...]:
+        """Returns the orders in which a block is evicted: the pool's, and its tenant's."""
         assert block is not None, "an empty block is not evicted"
-        return self._last_evictable if self._is_pinned(block) else self._evictable
-
-    def _is_pinned(self, block: CachedBlock) -> bool:
-        return block.block_hash in self._pins[block.group]
+        share = self._shares[block.tenant_id]
+        if block.block_hash in self._pins[block.group]:
+            return self._last_evictable, share.last_evictable
+        return self._evictable, share.evictable
 
     def commit(
         self,
@@ -405,10 +404,12 @@ class BlockPool:
         num_blocks = Counter(block.tenant_id for block in self._known if block is not None)
         assert num_blocks == {each: share.num_blocks for each, share in self._shares.items()}
         for tenant_id, share in self._shares.items():
-            for order in (self._evictable, self._last_evictable):
+            for order, of_share in (
+                (self._evictable, share.evictable),
+                (self._last_evictable, share.last_evictable),
+            ):
                 own = [each for each in order if self._tenant_of(each) == tenant_id]
-                same = [each for each in share.evictable if each in order]
-                assert own == same, "pool and tenant have different orders of eviction"
+                assert own == [*of_share], "pool and tenant have different orders of eviction"
             assert not share.has_to_give, "a tenant over its quota has cached blocks"
 
     def _tenant_of(self, block_id: int) -> str:
@@ -428,10 +429,7 @@ class BlockPool:
 
     def _trim(self, share: TenantQuota) -> None:
         while share.has_to_give:
-            others = (each for each in share.evictable if each in self._evictable)
-            block_id = next(others, None)
-            if block_id is None:
-                block_id = next(iter(share.evictable))
+            block_id = next(iter(share.evictable or share.last_evictable))
             self._evict(block_id)
             self._empty.append(block_id)
 
@@ -440,8 +438,8 @@ class BlockPool:
         assert block is not None
         share = self._shares[block.tenant_id]
         if self.ref_counts[block_id] == 0:
-            del self._evictable_with(block)[block_id]
-            del share.evictable[block_id]
+            for order in self._orders_of(block):
+                del order[block_id]
             self._note_freed(block_id)
         del self._block_ids[block.group][block.block_hash]
         self._known[block_id] = None
