@@ -27,16 +27,16 @@ class AnnouncedBlocks:
         self._bound[tenant_id] = regions
         if len(self._bound) > MAX_BOUND:
             del self._bound[next(iter(self._bound))]
-        return "" if self._reach_none_outside(regions) else WITHHELD
+        return "" if self._index_regions().issubset(regions) else WITHHELD
 
-    def may_list(self, tenant_id: str) -> bool:
-        """Whether blocks without a class may be listed to an index that asks: it may have joined
-        since they were announced.
+    def unlisted(self) -> frozenset[str]:
+        """Returns the tenants whose blocks without a class may not be listed to an index that asks:
+        one may have joined since they were announced.
         """
-        regions = self._bound.get(tenant_id)
-        return regions is None or self._reach_none_outside(regions)
+        found = self._index_regions()
+        return frozenset(each for each, own in self._bound.items() if not found.issubset(own))
 
-    def _reach_none_outside(self, regions: tuple[str, ...]) -> bool:
+    def _index_regions(self) -> set[str]:
         """An index that starts, or is silent, counts as well: it may hear the worker."""
         peers = (each for each in self._fleet.everyone() if each.state != "stopped")
-        return all(each.region in regions for each in peers if "kv_index" in each.roles)
+        return {each.region for each in peers if "kv_index" in each.roles}

@@ -429,9 +429,10 @@ class EngineWorker:
             self._post_kv_events()
             cached = self.loop.engine.pool.cached_blocks()
             own = (each for each in cached if each.region_class == region_class)
+            unlisted = frozenset[str]() if region_class else self.announced.unlisted()
             self._snapshots[region_class] = (
                 self._event_numbers[region_class],
-                [each for each in own if region_class or self.announced.may_list(each.tenant_id)],
+                [each for each in own if each.tenant_id not in unlisted],
             )
         sequence_number, blocks = self._snapshots.get(region_class, (0, []))
         end = request.cursor + BLOCKS_PER_PAGE

@@ -6,7 +6,7 @@ Whatever is left refuses before a byte of KV, and the prompt is computed by the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +16,8 @@ from shared.engine.kv.kv_sender import KvSender
 from shared.errors import OutsideRegions
 from shared.kv_wire.link import PushLink
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.messages import BlockPage, KvEvents, ListBlocks, ResidencyRefusals
+from shared.messages import BlockPage, Heartbeat, KvEvents, ListBlocks, ResidencyRefusals
+from shared.packing import BLOCK_HASH_BYTES
 from shared.subjects import KV_EVENTS, list_blocks
 from tests.services.decode.test_handoff import PROMPT
 from tests.support.world.bus import SimulatedNetwork
@@ -165,6 +166,36 @@ def test_hashes_reach_no_index_elsewhere(index_region: str | None, is_announced:
         assert page.stored == ()  # neither may an index have them that joins later
         for each in (decode, peer, *indexes, late):
             await each.stop()
+
+    run(main())
+
+
+def test_a_list_of_many_blocks_reads_the_fleet_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 65,536 blocks of such tenants and 300 workers it was read for seconds."""
+
+    async def main() -> None:
+        network, plane = SimulatedNetwork(), DataPlane()
+        decode = SimulatedWorker(network, plane, "decode-1", ("decode",), region="fr")
+        peer = Peer(network)
+        for each in (peer, decode):
+            await each.start()
+        await asyncio.sleep(2)  # virtual: heartbeats have arrived
+        request = msgspec.structs.replace(request_of(PROMPT), allowed_regions=EU)
+        await peer.finished(await peer.place("decode-1", request))
+        fleet, num_read = decode.worker.health_monitor.fleet, 0
+        everyone = fleet.everyone
+
+        def counted() -> Iterator[Heartbeat]:
+            nonlocal num_read
+            num_read += 1
+            return everyone()
+
+        monkeypatch.setattr(fleet, "everyone", counted)
+        page = decode.worker._block_page(ListBlocks())
+        assert sum(len(each.block_hashes) for each in page.stored) > BLOCK_HASH_BYTES
+        assert num_read == 1
+        for process in (decode, peer):
+            await process.stop()
 
     run(main())
 
