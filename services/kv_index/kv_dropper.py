@@ -43,6 +43,7 @@ class _Order:
     drop: KvDrop
     waiting: set[Incarnation] = field(default_factory=set)
     dropped: dict[Incarnation, int] = field(default_factory=dict)  # blocks
+    compared: frozenset[Incarnation] | None = None  # the workers that `waiting` is of
     is_lost: bool = False  # Redis has it no more: it was emptied
     reported: DropProgress | None = None
 
@@ -82,6 +83,7 @@ class KvDropper:
         self._wall_clock = wall_clock
         self._last = 0
         self._orders: dict[int, _Order] = {}
+        self._incarnations = frozenset[Incarnation]()  # another object once they change
 
     async def round(self) -> None:
         with failing_alone("kv_drops_not_followed"):
@@ -136,13 +138,15 @@ class KvDropper:
 
     async def _follow(self) -> None:
         workers = self._workers()
+        if workers.keys() != self._incarnations:
+            self._incarnations = frozenset(workers)
         for order in self._orders.values():
-            order.waiting = {
-                incarnation
-                for incarnation, each in workers.items()
-                if incarnation not in order.dropped and self._concerns(order.drop, each)
-            }
-        asked = [each for each in workers if any(each in o.waiting for o in self._orders.values())]
+            if order.waiting or order.compared is not self._incarnations:
+                new = self._incarnations - order.dropped.keys()
+                order.waiting = {each for each in new if self._concerns(order.drop, workers[each])}
+                order.compared = self._incarnations
+        waiting = set[Incarnation]().union(*(each.waiting for each in self._orders.values()))
+        asked = [each for each in workers if each in waiting]
         for first in range(0, len(asked), MAX_AT_ONCE):
             some = asked[first : first + MAX_AT_ONCE]
             await asyncio.gather(*(self._drop_alone(workers[each]) for each in some))

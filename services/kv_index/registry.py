@@ -206,12 +206,16 @@ class PrefixRegistry:
         """Forgets all records of a tenant, and their changes; `tenant_data` deletes those in
         Redis.
         """
-        self._by_tenant.pop(tenant_id, None)
+        own = dict(self._by_tenant.pop(tenant_id, {}))
+        own |= {key: each for key, each in self._pinned.items() if each.tenant_id == tenant_id}
         self._to_recover.pop(tenant_id, None)
-        for record in [each for each in self._records.values() if each.tenant_id == tenant_id]:
+        for record in own.values():
             self._pinned.pop(record.block_hash, None)
-            self._pending.pop(record.block_hash, None)
             self._forget(record)
+        # also of those that had to leave memory; deletions are still to be sent
+        changed = (each for each in self._pending.values() if each.tenant_id == tenant_id)
+        for record in [each for each in changed if not each.is_over]:
+            del self._pending[record.block_hash]
 
     # ── write-behind ─────────────────────────────────────────────────────────────────────────────
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from services.kv_index.registry import MAX_PER_FLUSH, PrefixRecord, PrefixRegistry
@@ -319,6 +320,27 @@ def test_records_of_a_dropped_tenant_do_not_return() -> None:
     run(drop_during_a_flush())
     assert not [each for each in store.data if each.startswith("hearth:t:prefix:")]
     assert not store.data["hearth:t:prefixes"]
+
+
+def test_changes_of_records_that_left_memory_are_dropped_with_their_tenant() -> None:
+    store = MemoryStore()
+    registry = registry_on(store, max_per_tenant=1)
+    for number in (1, 2, 3):
+        store_run(registry, number)
+    registry.drop_tenant("t")
+    assert registry.num_pending == 0
+    run(registry.flush())
+    assert not store.data
+
+
+def test_dropping_a_tenant_reads_no_records_of_others() -> None:
+    registry = registry_on(MemoryStore(), max_per_tenant=20_000, max_pending=10)
+    for number in range(20_000):
+        store_run(registry, number)
+    began_s = time.process_time()
+    for number in range(1_000):
+        registry.drop_tenant(f"other-{number}")
+    assert time.process_time() - began_s < 0.2  # all records each time: 2 s
 
 
 def test_recovery_does_not_override_newer_events() -> None:
