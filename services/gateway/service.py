@@ -33,6 +33,7 @@ from services.gateway.request.submission import Submission
 from services.gateway.sites.site_service import SiteService
 from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.actions import Report, ReportResubmission
+from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.tenancy import Tenancy
@@ -320,13 +321,13 @@ class GatewayService:
         self._background.start_own(self._models.registry.run())
         self._background.start_own(self.tenancy.redis_memory.run())
         self._background.start_own(self.tenancy.declare_regions())
-        removed = self.tenancy.removed.run(self._driver.close_tenant, self.receipts.remove_tenant)
+        removed = self.tenancy.removed.run(self._driver.close_tenant, self._forget_tenant)
         self._background.start_own(removed)
         self._background.start_own(self._rejection_log.run())
         self._background.start_own(self.receipts.run())
         self._background.start_own(self.tenancy.refusal_audit.run())
         changed = self.tenancy.watch_regions(
-            self._driver.change_regions, self.receipts.change_regions
+            self._driver.change_regions, self.receipts.change_regions, self._change_regions
         )
         self._background.start_own(changed)
         self._background.start_own(self._operator.servers.watch())
@@ -342,6 +343,14 @@ class GatewayService:
         if self._sites is not None:
             await self._sites.start()
         log.info("listening", http_address=self.http_address)
+
+    def _forget_tenant(self, tenant_id: str) -> None:
+        self.receipts.remove_tenant(tenant_id)
+        self._models.checks.forget(tenant_id)
+
+    def _change_regions(self, changed: ChangedRegions) -> None:
+        if changed.error is not None:  # data of the tenant may no longer be here
+            self._models.checks.forget(changed.tenant_id)
 
     async def drain(self) -> None:
         """Serves for `lame_duck_s`, while /ready sends balancers away. Then rejects new requests,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from services.gateway.receipts.draft import ReceiptDraft
 from services.gateway.receipts.options import ReceiptOptions
@@ -23,6 +24,8 @@ from shared.tenancy.tenant_copy import SigningKey
 
 ZERO_RETENTION_S = 600.0
 SWEEP_S = 10.0
+STALE_S = 2.0  # a request may begin with a record that was changed before
+MAX_REMOVED = 10_000  # tenants
 
 
 class Receipts:
@@ -46,6 +49,7 @@ class Receipts:
         self._standard = ReceiptStore(ttl_s, config.max_receipt_bytes)
         zero_s = min(ttl_s, ZERO_RETENTION_S)
         self._zero = ReceiptStore(zero_s, config.max_receipt_bytes // 4, is_read_once=True)
+        self._removed_at: dict[str, float] = {}  # by tenant, the last removal
 
     @property
     def public_keys(self) -> tuple[PublicJwk, ...]:
@@ -70,7 +74,11 @@ class Receipts:
     def store(
         self, draft: ReceiptDraft, request_id: str, model: ServedWeights, received_at: float
     ) -> None:
-        """Stores the receipt of a response whose outputs have ended, and sets the draft's hash."""
+        """Stores the receipt of a response whose outputs have ended, and sets the draft's hash. Of
+        a request from before the removal of its tenant's receipts it stores none.
+        """
+        if self._is_removed(draft.tenant, received_at):
+            return
         now = self._clock.now()
         offset_s = self._wall_clock() - now
         receipt = draft.receipt(
@@ -112,8 +120,18 @@ class Receipts:
             self.remove_tenant(changed.tenant_id)
 
     def remove_tenant(self, tenant_id: str) -> int:
-        """Removes all receipts of a tenant. Returns how many."""
+        """Removes all receipts of a tenant, also those of its running requests. Returns how many
+        there were.
+        """
+        self._removed_at.pop(tenant_id, None)
+        self._removed_at[tenant_id] = self._clock.now()
+        for each in list(self._removed_at)[:-MAX_REMOVED]:
+            del self._removed_at[each]
         return sum(each.remove_tenant(tenant_id) for each in (self._standard, self._zero))
+
+    def _is_removed(self, tenant: TenantRecord, received_at: float) -> bool:
+        removed_at = self._removed_at.get(tenant.tenant_id, -inf)
+        return received_at < removed_at + (0.0 if tenant.is_zero_retention else STALE_S)
 
     async def run(self) -> None:
         """Removes receipts when their time has come, also without any request."""

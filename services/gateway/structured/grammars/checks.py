@@ -35,6 +35,7 @@ class GrammarChecks:
     ) -> None:
         """`bounds` limit the retained verdicts, `of_tenant` those of one tenant."""
         self._pool = pool
+        self._num_forgotten = 0
         self._running: dict[Place, asyncio.Task[Verdict]] = {}
         self._verdicts: TenantCache[Verdict] = TenantCache(bounds, of_tenant=of_tenant)
 
@@ -45,6 +46,8 @@ class GrammarChecks:
         One that is not retained is forgotten then: it has the client's schema. Raises NoCapacity,
         and Overloaded if no process becomes free in time.
         """
+        if not is_retained:
+            self._verdicts.remove_tenant(tenant_id)  # those before it was switched on
         key = blake2b(request, digest_size=16, key=setup.key.encode()).digest()
         known = self._verdicts.get(tenant_id, key) if is_retained else None
         if known is not None:
@@ -60,15 +63,21 @@ class GrammarChecks:
         # A client that disconnects does not end the check: that would end its process too.
         return await asyncio.shield(running)
 
+    def forget(self, tenant_id: str) -> None:
+        """Forgets the verdicts of a tenant, also of checks that run."""
+        self._num_forgotten += 1
+        self._verdicts.remove_tenant(tenant_id)
+
     async def close(self) -> None:
         await self._pool.close()  # fails the running checks
 
     async def _run(
         self, tenant_id: str, setup: ProcessSetup, key: bytes, request: bytes, *, is_retained: bool
     ) -> Verdict:
+        before = self._num_forgotten
         reply = await self._pool.run(tenant_id, setup, CheckJob(request))
         assert isinstance(reply, Checked | JobRejected), "the reply to a CheckJob"
         num_bytes = len(reply.plan) if isinstance(reply, Checked) else len(reply.reason)
-        if is_retained:
+        if is_retained and self._num_forgotten == before:
             self._verdicts.put(tenant_id, key, reply, num_bytes)
         return reply

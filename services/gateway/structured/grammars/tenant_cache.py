@@ -64,6 +64,9 @@ class TenantCache(Generic[Value]):
         while _exceeds(self._bounds, *self._totals()):
             self._drop(next(iter(self._tenants)))
 
+    def remove_tenant(self, tenant_id: str) -> None:
+        self._tenants.pop(tenant_id, None)
+
     def _totals(self) -> tuple[int, int]:
         tenants = self._tenants.values()
         return sum(len(each.entries) for each in tenants), sum(each.num_bytes for each in tenants)

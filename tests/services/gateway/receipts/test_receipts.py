@@ -6,7 +6,7 @@ from typing import Any
 
 from services.gateway.receipts.options import NO_OPTIONS, ReceiptOptions
 from services.gateway.receipts.places import Places
-from services.gateway.receipts.receipts import ZERO_RETENTION_S, Receipts
+from services.gateway.receipts.receipts import STALE_S, ZERO_RETENTION_S, Receipts
 from services.gateway.streams.changed_regions import ChangedRegions
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity
@@ -34,13 +34,14 @@ class Held:
     def is_drawn(self, tenant: TenantRecord, options: ReceiptOptions = NO_OPTIONS) -> bool:
         return self.receipts.draft(tenant, "chat", options) is not None
 
-    def store(self, tenant: TenantRecord, request_id: str) -> None:
+    def store(self, tenant: TenantRecord, request_id: str, received_at: float | None = None) -> str:
         draft = self.receipts.draft(tenant, "chat", ON)
         assert draft is not None
         end = end_of(attempt("decode-1", num_tokens=1), outputs=([4],))
         Drawn(draft).ended(0, Ended(end, [ChoiceEnd(1, "stop")]))
-        self.receipts.store(draft, request_id, WEIGHTS, 0.0)
-        assert len(draft.hash) == 43
+        received_at = self.clock.time if received_at is None else received_at
+        self.receipts.store(draft, request_id, WEIGHTS, received_at)
+        return draft.hash
 
     def has(self, tenant: TenantRecord, request_id: str) -> bool:
         return self.receipts.read(tenant, request_id) is not None
@@ -64,7 +65,7 @@ def test_keys_of_all_accepted_secrets_are_shown() -> None:
 
 def test_receipts_end() -> None:
     held = Held()
-    held.store(OPEN, "open")
+    assert len(held.store(OPEN, "open")) == 43
     held.store(TenantRecord(tenant_id="z", is_zero_retention=True), "zero")
     held.clock.time += ZERO_RETENTION_S
     assert not held.has(TenantRecord(tenant_id="z", is_zero_retention=True), "zero")
@@ -80,6 +81,23 @@ def test_switch_to_zero_retention_removes_what_is_there() -> None:
     held.store(OPEN, "asked")
     held.is_drawn(ZERO)
     assert not held.has(OPEN, "asked")
+
+
+def test_running_requests_leave_no_receipt_once_their_tenant_may_have_none() -> None:
+    """Zero retention was switched on, or the tenant was removed, since they began."""
+    held = Held()
+    began_at = held.clock.time
+    held.clock.time += 60
+    held.receipts.remove_tenant("t")
+    held.clock.time += 60
+    held.store(OPEN, "running", received_at=began_at)
+    held.store(OPEN, "stale", received_at=began_at + 60 + STALE_S / 2)
+    held.store(ZERO, "zero", received_at=began_at)
+    assert len(held.receipts._standard) == len(held.receipts._zero) == 0
+    held.store(OPEN, "new", received_at=began_at + 60 + STALE_S)
+    assert held.has(OPEN, "new")
+    held.store(ZERO, "asked", received_at=began_at + 60)
+    assert held.has(ZERO, "asked")
 
 
 def test_tenant_that_leaves_the_region_has_no_receipts_there() -> None:

@@ -277,6 +277,30 @@ async def test_no_schema_is_read_in_the_gateway(
     await checks.close()
 
 
+async def test_nothing_stays_of_a_tenant_that_is_forgotten(
+    checks: PooledChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a check that runs meanwhile, nor after a request of zero retention."""
+    grammars = RequestGrammars(checks, checks.setup)
+    output = OutputConstraint(kind="json_schema", source=json.dumps(TREE))
+
+    async def check(*, is_retained: bool = True) -> None:
+        assert await grammars.checked_plan(output, None, "gone", is_retained=is_retained)
+
+    await check()
+    assert "gone" in checks._verdicts._tenants
+    checks.forget("gone")
+    assert "gone" not in checks._verdicts._tenants
+    with monkeypatch.context() as patched:
+        run = checks.pool.run
+        patched.setattr(checks.pool, "run", lambda *args: checks.forget("gone") or run(*args))
+        await check()
+    assert "gone" not in checks._verdicts._tenants
+    await check()
+    await check(is_retained=False)
+    assert "gone" not in checks._verdicts._tenants
+
+
 async def test_errors_name_the_tool(directory: Path) -> None:
     checks = PooledChecks(directory, FAMILIES["hermes"])
     grammars = RequestGrammars(checks, checks.setup)
