@@ -33,7 +33,6 @@ from services.gateway.request.submission import Submission
 from services.gateway.sites.site_service import SiteService
 from services.gateway.sites.site_tenants import SiteTenants
 from services.gateway.streams.actions import Report, ReportResubmission
-from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.stores import GatewayStores
 from services.gateway.tenancy.tenancy import Tenancy
@@ -327,7 +326,8 @@ class GatewayService:
         self._background.start_own(self.receipts.run())
         self._background.start_own(self.tenancy.refusal_audit.run())
         changed = self.tenancy.watch_regions(
-            self._driver.change_regions, self.receipts.change_regions, self._change_regions
+            *(self._driver.change_regions, self.receipts.change_regions),
+            forget=self._models.checks.forget,
         )
         self._background.start_own(changed)
         self._background.start_own(self._operator.servers.watch())
@@ -347,10 +347,6 @@ class GatewayService:
     def _forget_tenant(self, tenant_id: str) -> None:
         self.receipts.remove_tenant(tenant_id)
         self._models.checks.forget(tenant_id)
-
-    def _change_regions(self, changed: ChangedRegions) -> None:
-        if changed.error is not None:  # data of the tenant may no longer be here
-            self._models.checks.forget(changed.tenant_id)
 
     async def drain(self) -> None:
         """Serves for `lame_duck_s`, while /ready sends balancers away. Then rejects new requests,

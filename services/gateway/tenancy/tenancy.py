@@ -72,14 +72,20 @@ class Tenancy:
             max_prefix_bytes=config.max_stored_prefix_bytes,
         )
 
-    async def watch_regions(self, *follow: Callable[[ChangedRegions], None]) -> None:
-        """Calls each of `follow` for each tenant whose regions change, from then on."""
+    async def watch_regions(
+        self, *follow: Callable[[ChangedRegions], None], forget: Callable[[str], None]
+    ) -> None:
+        """Calls each of `follow` for each tenant whose regions change, from then on, and `forget`
+        for one whose data may no longer be here.
+        """
 
         def on_change(tenant_id: str, record: TenantRecord | None) -> None:
             self.api_keys.forget(tenant_id, record)
             changed = changed_regions(tenant_id, record, self._rule)
             for each in follow:
                 each(changed)
+            if changed.error is not None:
+                forget(tenant_id)
 
         await RegionChanges(self.stores.slow, self._clock, on_change).run()
 
