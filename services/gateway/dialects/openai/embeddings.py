@@ -18,7 +18,7 @@ from services.gateway.request.sampling import MAX_INT, SamplingFields
 from services.gateway.request.supported_fields import SupportedFields
 from shared.messages import Pooling
 
-MAX_INPUTS = 1000  # clients send so many by default
+MAX_INPUTS = 2048  # as at OpenAI: clients make batches of so many
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):

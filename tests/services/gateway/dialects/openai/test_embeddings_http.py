@@ -15,7 +15,7 @@ from services.gateway.output.embedding_vector import normalized
 from services.gateway.request import submission
 from services.gateway.request.generation_request import check_dimensions
 from services.gateway.streams.queued_openings import MAX_OPEN, MAX_TENANT_OPEN
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.messages import Finish, Request, Served
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import Cluster
@@ -73,6 +73,13 @@ async def test_input_forms(cluster: Cluster, inputs: Any, num_inputs: int) -> No
     assert [entry["index"] for entry in body["data"]] == list(range(num_inputs))
     assert all(entry["embedding"] == UNIT for entry in body["data"])
     assert cluster.scheduler.submits.qsize() == num_inputs
+
+
+def test_as_many_inputs_as_at_openai() -> None:
+    body = EmbeddingRequest(input=["x"] * 2048)
+    assert len(to_generation_requests(body, "tiny")) == 2048
+    with pytest.raises(PayloadTooLarge, match="limit of 2048"):
+        to_generation_requests(EmbeddingRequest(input=["x"] * 2049), "tiny")
 
 
 @pytest.mark.parametrize(
