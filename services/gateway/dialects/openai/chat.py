@@ -226,5 +226,6 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     model: str
     choices: Sequence[ChunkChoice]
     """Parts of the answers; empty in the chunk of the usage."""
-    usage: OpenAIUsage | None = None
+    usage: OpenAIUsage | msgspec.UnsetType | None = msgspec.UNSET
+    """Null before the last chunk; missing if it was not asked for."""
     hearth: HearthInfo | None = None

@@ -24,7 +24,12 @@ from services.gateway.dialects.openai.logprobs import (
     chat_logprobs_parts,
 )
 from services.gateway.dialects.openai.tool_calls import ToolCallDeltas, message_tool_call
-from services.gateway.dialects.openai.usage import ending, hearth_info_of, to_usage
+from services.gateway.dialects.openai.usage import (
+    ending,
+    hearth_info_of,
+    to_usage,
+    usage_so_far,
+)
 from services.gateway.http.json_parts import with_list, with_value
 from services.gateway.output.events import (
     Event,
@@ -190,7 +195,9 @@ class ChatEncoder(OpenAIEncoder):
             created=self.context.created,
             model=self.context.model,
             choices=choices,
-            usage=to_usage(self.context.merger.usage) if self.has_running_usage else None,
+            usage=usage_so_far(
+                self.context, is_asked=self.has_usage, is_running=self.has_running_usage
+            ),
         )
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> ChatLogprobs | None:

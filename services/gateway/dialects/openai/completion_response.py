@@ -25,7 +25,12 @@ from services.gateway.dialects.openai.logprobs import (
     output_tokens,
     prompt_tokens,
 )
-from services.gateway.dialects.openai.usage import ending, hearth_info_of, to_usage
+from services.gateway.dialects.openai.usage import (
+    ending,
+    hearth_info_of,
+    to_usage,
+    usage_so_far,
+)
 from services.gateway.http.json_parts import with_list, with_value
 from services.gateway.output.events import Event, Finished, TextDelta, Usage, with_ends
 from services.gateway.output.framing import TextEvent
@@ -221,7 +226,9 @@ class CompletionEncoder(OpenAIEncoder):
             created=self.context.created,
             model=self.context.model,
             choices=choices,
-            usage=to_usage(self.context.merger.usage) if self.has_running_usage else None,
+            usage=usage_so_far(
+                self.context, is_asked=self.has_usage, is_running=self.has_running_usage
+            ),
         )
 
     @property

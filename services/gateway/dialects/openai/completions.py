@@ -143,5 +143,6 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     model: str
     choices: Sequence[CompletionChoice]
     """Parts of the texts; empty in the chunk of the usage."""
-    usage: OpenAIUsage | None = None
+    usage: OpenAIUsage | msgspec.UnsetType | None = msgspec.UNSET
+    """Null before the last chunk; missing if it was not asked for."""
     hearth: HearthInfo | None = None

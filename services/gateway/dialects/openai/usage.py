@@ -69,6 +69,17 @@ def to_usage(usage: events.Usage) -> OpenAIUsage:
     )
 
 
+def usage_so_far(
+    context: ResponseContext, *, is_asked: bool, is_running: bool
+) -> OpenAIUsage | msgspec.UnsetType | None:
+    """Returns the usage of a chunk before the last one: null if the client asks for usage, or with
+    `is_running` the usage so far.
+    """
+    if is_running:
+        return to_usage(context.merger.usage)
+    return None if is_asked else msgspec.UNSET
+
+
 def hearth_info_of(context: ResponseContext) -> HearthInfo:
     outputs = context.merger.outputs
     ends = [each.end for each in outputs]

@@ -120,6 +120,7 @@ async def test_stream(cluster: Cluster) -> None:
     assert "\ufffd" not in text_of(events)
     assert events[-3]["choices"][0]["finish_reason"] == "stop"
     assert events[-2]["choices"] == []
+    assert all(event["usage"] is None for event in events[:-2])
     assert events[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     assert events[-2]["hearth"]["decode_worker"] == "decode-1"
     assert len({event["id"] for event in events[:-1]}) == 1

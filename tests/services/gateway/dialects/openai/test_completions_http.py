@@ -74,6 +74,7 @@ async def test_stream(cluster: Cluster) -> None:
     assert {each["object"] for each in events} == {"text_completion"}
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] > 16
+    assert all(each["usage"] is None for each in chunks)
     running = {"include_usage": True, "continuous_usage_stats": True}
     for echo in (False, True):
         *chunks, last = await events_of(cluster, stream_options=running, echo=echo)
