@@ -120,6 +120,7 @@ class KvSender:
         self._changed = asyncio.Event()
         self._is_cancelled = False
         self._sends: list[asyncio.Task[None]] = []  # unacknowledged frames, in order
+        self._offer: asyncio.Task[None] | None = None  # the last one
 
     @property
     def num_bytes(self) -> int:
@@ -139,6 +140,8 @@ class KvSender:
         self._changed.set()
         for send in self._sends:
             send.cancel()
+        if self._offer is not None:
+            self._offer.cancel()
 
     async def run(self) -> bool:
         """Runs the push. Raises LinkLost, FrameRefused, or OutsideRegions. No copy reads the blocks
@@ -179,8 +182,14 @@ class KvSender:
         own, peer = link.regions
         if not self._bounds.allow(own, peer):
             raise OutsideRegions(f"KV from {own!r} to {peer!r}: not between the tenant's regions")
-        await link.offer(self._placement_id)
-        self._open_link = link
+        self._offer = start_awaited(link.offer(self._placement_id))
+        try:
+            await asyncio.wait((self._offer,))  # a receiver that hangs never answers it
+        finally:
+            self._offer.cancel()
+        if not self._is_cancelled:
+            self._offer.result()
+            self._open_link = link
 
     async def _send(self, link: PushLink, header: FrameHeader) -> None:
         every = (self._counts, self._own)

@@ -14,6 +14,7 @@ from shared.engine.kv.kv_sender import KvSender, PushCounts
 from shared.errors import LinkLost, OutsideRegions
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushBounds
 from tests.support.records import PlannedLink
+from tests.support.waiting import LIMIT_S
 from tests.support.world.clock import VirtualClock, run
 
 BLOCK_SIZE = 16
@@ -119,6 +120,19 @@ async def test_a_push_with_bounds_is_offered_first() -> None:
     with pytest.raises(LinkLost):
         await sender.run()
     assert link.offered == b"p"
+
+
+async def test_cancelled_push_does_not_wait_for_a_receiver_that_hangs() -> None:
+    class Silent(FailingLink):
+        async def offer(self, placement_id: bytes) -> None:
+            await self.is_lost.wait()
+
+    sender = _sender_over(Silent(), PushBounds(frozenset({"fr", "de"}), "de"))
+    sender.computed(3 * BLOCK_SIZE)
+    running = asyncio.ensure_future(sender.run())
+    await asyncio.sleep(0)
+    sender.cancel()
+    assert await asyncio.wait_for(running, LIMIT_S) is False
 
 
 @pytest.mark.parametrize(
