@@ -38,6 +38,9 @@ PIN_TIMEOUT_S = 0.5  # plus the round trip
 MAX_AT_ONCE = 32  # concurrent requests to workers
 MAX_PINS = 4_096  # pins of all tenants
 
+WorkerKind = tuple[str, str, int, int, str]
+PinsByClass = dict[str, dict[bytes, ExpectedPin]]
+
 
 @dataclass(frozen=True, slots=True)
 class _TenantPins:
@@ -99,9 +102,12 @@ class PinKeeper:
         if classes:
             live = {each.process_id for each in workers}
             self._pinned_workers = {each for each in self._pinned_workers if each[0] in live}
+            pins = self._pins_by_kind(workers)
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
-                await asyncio.gather(*(self._retain_alone(worker, classes) for worker in some))
+                await asyncio.gather(
+                    *(self._retain_alone(each, classes, pins[_kind_of(each)]) for each in some)
+                )
             await self._reasons.write()
         else:
             self._reasons.distrust()
@@ -223,13 +229,24 @@ class PinKeeper:
         }
         return [found[process_id] for process_id in sorted(found)]
 
-    async def _retain_alone(self, worker: Heartbeat, classes: Sequence[str]) -> None:
-        assert worker.model is not None
-        pins = self.pins.expected_of(worker.model, worker.region)
+    def _pins_by_kind(self, workers: list[Heartbeat]) -> dict[WorkerKind, PinsByClass]:
+        """Returns the pins of each kind of worker, which are many more than the kinds."""
+        found: dict[WorkerKind, PinsByClass] = {}
+        for worker in workers:
+            kind = _kind_of(worker)
+            if kind in found or worker.model is None:
+                continue
+            by_class = found[kind] = PinsByClass()
+            for tip, pin in self.pins.expected_of(worker.model, worker.region).items():
+                by_class.setdefault(self.pins.class_of(pin), {})[tip] = pin
+        return found
+
+    async def _retain_alone(
+        self, worker: Heartbeat, classes: Sequence[str], pins: PinsByClass
+    ) -> None:
         for region_class in classes:
-            own = {tip: p for tip, p in pins.items() if self.pins.class_of(p) == region_class}
             with failing_alone("pin_failed", worker=worker.process_id):
-                await self._retain(worker, region_class, own)
+                await self._retain(worker, region_class, pins.get(region_class, {}))
 
     async def _retain(
         self, worker: Heartbeat, region_class: str, expected: dict[bytes, ExpectedPin]
@@ -293,6 +310,13 @@ class PinKeeper:
             for tip_hash, pin in expected.items()
             if tip_hash in missing or not self._holds(worker_id, tip_hash)
         ]
+
+
+def _kind_of(worker: Heartbeat) -> WorkerKind:
+    """Returns what the pins of a worker depend on."""
+    card = worker.model
+    assert card is not None
+    return card.name, card.revision, card.block_size, card.max_context_tokens, worker.region
 
 
 def _record(tip_hash: bytes, pin: ExpectedPin, cards: dict[str, ModelCard]) -> PrefixRecord:

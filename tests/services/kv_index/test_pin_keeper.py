@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.kv_index import pin_keeper
-from services.kv_index.pins import PIN_LEASE_S, Pins, expected_pin
+from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins, expected_pin
 from shared.block_hash import PUBLIC_TENANT_ID, public_root, root_hash
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -101,6 +101,26 @@ def scenario(test: Callable[[PinRig], Awaitable[None]]) -> None:
         await rig.service.stop()
 
     run(play())
+
+
+def test_a_round_finds_the_pins_of_equal_workers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4,096 pins and 300 workers it took longer than a round."""
+    asked: list[str] = []
+    expected_of = Pins.expected_of
+
+    def noted(pins: Pins, card: ModelCard, region: str) -> dict[bytes, ExpectedPin]:
+        asked.append(region)
+        return expected_of(pins, card, region)
+
+    async def test(rig: PinRig) -> None:
+        workers = [await rig.engine(f"prefill-{n}", region="de" if n else "fr") for n in range(5)]
+        await rig.save(prefix := new_prefix())
+        await rig.warm(prefix, *workers)
+        monkeypatch.setattr(Pins, "expected_of", noted)
+        await rig.service._keeper.round()
+        assert asked == ["fr", "de"]
+
+    scenario(test)
 
 
 def test_images_of_a_prefix_are_read_by_a_gateway_of_its_regions() -> None:
