@@ -439,8 +439,8 @@ class SchedulerService:
         now = self._clock.now()
         if not self._candidates.has_any(ticket, now):
             knows_all = self.health_monitor.fleet.can_judge(now)
-            self._unserved.add(ticket, now, knows_all_workers=knows_all)
-            self._decide_residency(now)
+            if self._unserved.add(ticket, now, knows_all_workers=knows_all):
+                self._decide_residency(now)  # it reads all requests: others wait for the tick
             return None
         excluded = self._excluded(ticket, now) | tried
         target = None

@@ -42,9 +42,9 @@ class UnservedRequests:
     def waiting_for_hosts(self) -> list[QueuedRequest]:
         return [each for each in self._waiting if each.waits_for_host and not each.is_removed]
 
-    def add(self, ticket: QueuedRequest, now: float, *, knows_all_workers: bool) -> None:
-        """Adds a ticket. Raises NoCapacity for one that must not wait, or is too long
-        for every worker.
+    def add(self, ticket: QueuedRequest, now: float, *, knows_all_workers: bool) -> bool:
+        """Adds a ticket. Returns whether it is the first that waits for its model. Raises
+        NoCapacity for one that must not wait, or is too long for every worker.
         """
         can_be_served = self._is_hosted(ticket)
         if not ticket.is_queueable:
@@ -55,7 +55,10 @@ class UnservedRequests:
         if is_too_long and not can_be_served:
             raise self._candidates.error(ticket, now)
         ticket.unservable_since, ticket.waits_for_host = now, can_be_served
+        served = ticket.queue.served
+        is_first = not any(e.queue.served == served and not e.is_removed for e in self._waiting)
         self._waiting[ticket] = None
+        return is_first
 
     def retry(self, now: float, served: ModelKey | None = None) -> None:
         """Retries the waiting requests: all, or those for the model `served`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from services.scheduler.residency.keeper import ResidencyKeeper
 from services.scheduler.residency.wake_orders import PATIENCE, SLACK_S
 from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from shared.errors import NoCapacity
@@ -42,6 +44,27 @@ def test_request_of_a_model_in_standby_waits_until_it_is_woken() -> None:
         assert isinstance(placed, Placed) and placed.worker_id == "host-0-a"
         assert now() - began < host.wake_s + 0.05
         assert host.woken == ["a"]
+
+    scenario(test)
+
+
+def test_a_burst_of_requests_is_not_read_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 requests of a model in standby took seconds of the scheduler."""
+    num_decided, decide = 0, ResidencyKeeper.decide
+
+    def counted(keeper: ResidencyKeeper, *arguments: Any) -> None:
+        nonlocal num_decided
+        num_decided += 1
+        decide(keeper, *arguments)
+
+    async def test(rig: Rig) -> None:
+        host = await host_of(rig)
+        monkeypatch.setattr(ResidencyKeeper, "decide", counted)
+        for number in range(50):
+            await rig.submit(submit_of(f"r{number}", model="a"))
+        await eventually(lambda: host.woken == ["a"])
+        assert num_decided <= 2  # at once for the first, and perhaps with a tick
+        assert isinstance(await rig.result(num=50), Placed)
 
     scenario(test)
 
