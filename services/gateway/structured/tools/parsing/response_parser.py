@@ -258,10 +258,10 @@ class ResponseParser:
         stripped = self._buffer.lstrip()
         if not stripped and not self._is_ended:
             return False
-        found, is_pending = region.close.match(stripped, is_ended=self._is_ended)
-        if is_pending:
+        found, is_pending = region.close.match(stripped, is_ended=False)
+        if is_pending and not self._is_ended:
             return False
-        if found is not None:
+        if found is not None:  # at the end of the text also the first part of a closing
             self._buffer = stripped[found.end() :]
         self._leave()
         return True

@@ -208,6 +208,15 @@ def test_nothing_is_lost_of_a_malformed_output(name: str) -> None:
                 assert isinstance(json.loads(whole.arguments[index]), dict)
 
 
+def test_part_of_a_closing_at_the_end_is_no_content() -> None:
+    """An answer is cut after any token, and the closing may have several."""
+    text = wire_text("hermes", Message("", [Call("clock", {"n": 1})]))
+    for cut in range(text.index("}}") + 2, len(text) + 1):
+        for pieces in ([text[:cut]], list(text[:cut])):
+            found = parse(family_of("hermes"), pieces)
+            assert (found.content, found.ended) == ("", [0]), text[:cut]
+
+
 def bare(text: str) -> str:
     """Spaces beside markers are not shown, nor is the end of a section of calls."""
     for end in ("<|tool_calls_section_end|>", "<｜tool▁calls▁end｜>"):  # noqa: RUF001
