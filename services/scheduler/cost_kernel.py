@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 BLOCK_SIZE, FREE_TOKENS, TOTAL_TOKENS, LOAD_S, STEP_S = range(5)
 BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S, CONTEXT_TOKENS = range(5, 11)
 PUSH_FREE_AT = 11  # when the link to another site has sent what was assigned to it
-NUM_FLOATS, NUM_CODES = 12, 4
+PROMPT_TOKENS = 12  # free ones of a worker that decodes, too; of others infinite: theirs pass on
+NUM_FLOATS, NUM_CODES = 13, 4
 FORMAT, REGION, NAME, NUMERICS = range(NUM_CODES)  # FORMAT: equal for workers that may share KV
 
 CLOSED_S = 1e6  # added to the cost of workers with enough work, to rank others first
+FULL_S = 10.0  # added where a prompt waits for blocks that running answers hold
 MAX_FORMATS = 4  # formats per model; with more, a kind of decode worker may be computed twice
 
 
@@ -176,6 +178,8 @@ def _nearest(
         pushed_s = max(queued_s, floats[PUSH_FREE_AT, row] - now)
         pushed_s += num_missing_tokens * floats[PUSH_TOKEN_S, row]
         each_s = floats[STEP_S, row] + max(computed_s, pushed_s)
+        if floats[PROMPT_TOKENS, row] < uncached[row]:
+            each_s += FULL_S
         if floats[CLOSED_UNTIL, row] > now:
             each_s += CLOSED_S
         place = num

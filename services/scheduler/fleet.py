@@ -348,6 +348,7 @@ def _worker_of(
         max_context_tokens=card.max_context_tokens,
         numerics=str(card.numerics),
         features=frozenset(card.features),
+        also_decodes="decode" in heartbeat.roles and not is_at_site(heartbeat.process_id),
     )
 
 

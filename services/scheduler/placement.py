@@ -12,7 +12,8 @@ All costs are in seconds, from the measured speeds of the workers:
 A local prefill delays the requests that decode on the worker, and a push overlaps with computing
 unless the link is slower. A p at another site is behind a link that its pushes share: link(p) is
 the time until what is assigned to it has crossed, and step(p) has the round trip. A prefill worker
-must compute a prefix that only decode holds, so each side is credited with its own cache. The
+must compute a prefix that only decode holds, so each side is credited with its own cache. One that
+also decodes costs more while it has no room for the prompt: running answers hold its blocks. The
 worker with the longest prefix, or the one that the affinity key names, is preferred unless it costs
 more than twice the best: affinity must not create a queue. A worker whose context does not hold the
 request to its end, with all tokens that it may generate, is no candidate; neither is a worker, of

@@ -73,6 +73,7 @@ class WorkerRow:
     num_engines: int = 1
     round_trip_s: float = 0.0  # to another site
     max_ahead_s: float = MAX_AHEAD_S
+    also_decodes: bool = False  # a prefill worker whose blocks running answers hold
 
     @property
     def closed_until(self) -> float:
@@ -81,6 +82,11 @@ class WorkerRow:
         """
         ahead_s = self.max_ahead_s + self.round_trip_s
         return self.busy_until - ahead_s if self.speed.is_measured else -inf
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Too few for any request, -1, if it is avoided."""
+        return -1 if self.is_avoided else self.num_free_blocks * self.block_size
 
     @property
     def load_s(self) -> float:
@@ -189,7 +195,7 @@ class WorkerTable:
         block_size = worker.block_size
         self._floats[:, row] = (  # values in the order of the columns
             block_size,
-            -1 if worker.is_avoided else worker.num_free_blocks * block_size,
+            worker.num_free_tokens,
             worker.num_total_blocks * block_size,
             worker.load_s,
             worker.speed.step_s,
@@ -200,6 +206,7 @@ class WorkerTable:
             worker.speed.push_token_s,
             min(worker.max_context_tokens, worker.num_total_blocks * block_size),
             worker.push_free_at,
+            worker.num_free_tokens if worker.also_decodes else inf,
         )
 
     def opens_at(self, regions: Collection[str] = (), features: tuple[str, ...] = ()) -> float:
@@ -324,7 +331,6 @@ class WorkerTable:
 
     def _use(self, size: int) -> None:
         self.columns = WorkerColumns(self._floats, self._codes, size)
-        # An avoided worker has -1 free tokens: too few for any request.
         self.block_sizes = self._floats[BLOCK_SIZE, :size]
         self.free_tokens = self._floats[FREE_TOKENS, :size]
         self.context_tokens = self._floats[CONTEXT_TOKENS, :size]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from services.scheduler.cost_kernel import FULL_S
 from services.scheduler.placement import MAX_COST_RATIO, NEAR_DEEPEST, LocalPrefill, RequestSize
 from services.scheduler.worker_table import MAX_AHEAD_S, WorkerRow
 
@@ -62,6 +63,9 @@ class PlainScan:
                     + prefill.speed.step_s
                     + max(computed_s, max(queued_s, link_s) + push_s)
                 )
+                has_room = prefill.num_free_tokens >= self.uncached(prefill)
+                if prefill.also_decodes and not has_room:
+                    seconds += FULL_S
                 found.append((not self.has_time(prefill), seconds, prefill.worker_id))
         return sorted(found)
 

@@ -286,6 +286,21 @@ def test_worker_with_enough_work_gets_no_request() -> None:
     assert placed(LONG, [crowded], [unmeasured]).prefill_candidates == ("p1",)
 
 
+def test_no_prompt_waits_for_blocks_that_answers_hold() -> None:
+    """The worker that holds its prefix has no room for the rest, and another is idle."""
+    full, idle = replace(D1, num_free_blocks=0), D2
+    cached = {"d1": 90}
+    passing = placed(LONG, [full, idle], [full, idle], cached)
+    assert passing is not None
+    assert (passing.decode_id, passing.prefill_candidates) == ("d2", ("d1",))
+    held = [replace(each, also_decodes=True) for each in (full, idle)]
+    target = placed(LONG, held, held, cached)
+    assert target is not None
+    assert (target.decode_id, target.prefill_candidates) == ("d2", ())
+    alone = placed(LONG, held, held, cached, local_prefill=LocalPrefill(0, 0))
+    assert alone is not None and alone.prefill_candidates == ("d1",)  # it may compute no more
+
+
 names = [f"w{number}" for number in range(7)]
 speeds = st.builds(
     Speed,
@@ -317,6 +332,7 @@ def workers(draw: st.DrawFn) -> list[WorkerRow]:
             is_avoided=draw(st.integers(0, 9)) == 0,
             features=draw(st.sampled_from([frozenset(), frozenset("a"), frozenset("ab")])),
             push_free_at=NOW + draw(st.sampled_from([-10.0, 0.0, 0.02, 0.5])),
+            also_decodes=draw(st.booleans()),
         )
         for name in chosen
     ]
