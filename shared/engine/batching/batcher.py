@@ -33,9 +33,8 @@ stays short, so that one of the next steps can preempt it.
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from itertools import chain
 
 import msgspec
 
@@ -84,6 +83,7 @@ class Batcher:
         self._watermark = watermark
         # Copies of the step being scheduled: (source, destination) blocks.
         self._block_copies: dict[Sequence, list[tuple[int, int]]] = {}
+        self._num_copies = Counter[int]()  # of each source
         self._awaited: Sequence | None = None  # its steps in flight hold needed blocks
 
     @property
@@ -167,6 +167,7 @@ class Batcher:
         is_short = num_preempted or self._awaited is not None
         found = [] if is_short else self._admit(rows, budget)
         self._block_copies.clear()
+        self._num_copies.clear()
         self._awaited = None
         if len(rows) > len(scheduled) or budget < self.limit.tokens - len(rows):
             rows.sort(key=_has_several_tokens)
@@ -261,11 +262,8 @@ class Batcher:
         ]
 
     def _is_shared(self, block_id: int) -> bool:
-        num_holders = self.pool.ref_count(block_id)
-        if num_holders > 1:  # rows that copy the block also hold it, but write elsewhere
-            copies = chain.from_iterable(self._block_copies.values())
-            num_holders -= sum(source == block_id for source, _ in copies)
-        return num_holders > 1
+        # rows that copy the block also hold it, but write elsewhere
+        return self.pool.ref_count(block_id) - self._num_copies[block_id] > 1
 
     def _copy_block(self, sequence: Sequence, group: int) -> None:
         """Replaces the shared block by a new one. The row takes over the reference to the source,
@@ -275,6 +273,7 @@ class Batcher:
         table = sequence.block_tables[group]
         (destination,) = self._allocate(1, sequence)
         self._block_copies.setdefault(sequence, []).append((table[block_index], destination))
+        self._num_copies[table[block_index]] += 1
         table[block_index] = destination
 
     def _allocate(self, count: int, sequence: Sequence) -> list[int]:
@@ -295,6 +294,7 @@ class Batcher:
         sequence.transition_to(SequenceState.WAITING)
         for source, _ in self._block_copies.pop(sequence, ()):
             self.pool.release([source])
+            self._num_copies[source] -= 1
         self.restart(sequence)
 
     def restart(self, sequence: Sequence) -> None:
