@@ -19,8 +19,9 @@ from shared.background import Background, failing_alone
 from shared.block_hash import image_extras, prompt_chain
 from shared.clock import Clock
 from shared.engine.announced_blocks import WITHHELD, AnnouncedBlocks
+from shared.engine.batching.block_lists import BlockList, BlockLists
 from shared.engine.batching.block_pool import KvEvent
-from shared.engine.batching.cached_block import CachedBlock, runs_of
+from shared.engine.batching.cached_block import runs_of
 from shared.engine.batching.sequence import Sequence
 from shared.engine.loop import EngineLoop
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
@@ -63,7 +64,6 @@ from shared.transport.outbox import Outbox
 
 EXPIRE_PINS_S = 1.0
 KV_EVENTS_INTERVAL_S = 0.05  # interval of messages
-BLOCKS_PER_PAGE = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,7 @@ class EngineWorker:
         self._event_numbers = Counter[str]()  # by region class
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
-        # The pages of a resync, by region class
-        self._snapshots: dict[str, tuple[int, list[CachedBlock]]] = {}
+        self._block_lists = BlockLists()
         self.pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
         self.tenant_kv = TenantKv(loop.engine, self.pins, clock)
         self._background = Background()
@@ -424,26 +423,25 @@ class EngineWorker:
         """All pages show the state at the first request. Pending events are sent before it, so that
         its sequence number covers its content.
         """
-        region_class = request.region_class
-        if request.cursor == 0:
-            self._post_kv_events()
-            cached = self.loop.engine.pool.cached_blocks()
-            own = (each for each in cached if each.region_class == region_class)
-            unlisted = frozenset[str]() if region_class else self.announced.unlisted()
-            self._snapshots[region_class] = (
-                self._event_numbers[region_class],
-                [each for each in own if each.tenant_id not in unlisted],
-            )
-        sequence_number, blocks = self._snapshots.get(region_class, (0, []))
-        end = request.cursor + BLOCKS_PER_PAGE
+        cursor = request.cursor or self._block_lists.add(self._listed(request.region_class))
+        page, next_cursor = self._block_lists.page(cursor)
         card = self.served.card
         return BlockPage(
             worker_id=self.worker_id,
             epoch=self.health_monitor.epoch,
-            sequence_number=sequence_number,
+            sequence_number=page.sequence_number,
             model=card.name,
             revision=card.revision,
             kv_format=card.kv_format,
-            stored=tuple(runs_of(blocks[request.cursor : end])),
-            next_cursor=end if end < len(blocks) else None,
+            stored=tuple(runs_of(page.blocks)),
+            next_cursor=next_cursor,
+        )
+
+    def _listed(self, region_class: str) -> BlockList:
+        self._post_kv_events()
+        cached = self.loop.engine.pool.cached_blocks(region_class)
+        unlisted = frozenset[str]() if region_class else self.announced.unlisted()
+        return BlockList(
+            self._event_numbers[region_class],
+            [each for each in cached if each.tenant_id not in unlisted],
         )

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from shared.engine.batching.block_tenants import BlockTenants
 from shared.engine.batching.cached_block import CachedBlock, runs_of
@@ -370,10 +371,13 @@ class BlockPool:
             if self._known[block_id] is None:  # else it is full again
                 self._tenants.cleared(block_id, is_held=self.ref_counts[block_id] > 0)
 
-    def cached_blocks(self) -> list[CachedBlock]:
-        """Returns all findable blocks, parents before children."""
-        known = [block for block in self._known if block is not None]
-        return sorted(known, key=lambda block: (block.tenant_id, block.group, block.block_index))
+    def cached_blocks(self, region_class: str = "") -> list[CachedBlock]:
+        """Returns the findable blocks of a region class, or those without, parents before
+        children.
+        """
+        known = (each for each in self._known if each is not None)
+        own = [each for each in known if each.region_class == region_class]
+        return sorted(own, key=attrgetter("tenant_id", "group", "block_index"))
 
     def check(self) -> None:
         """Raises AssertionError unless each block is in exactly one of the three sets."""
