@@ -267,7 +267,7 @@ class SchedulerService:
         self._queues.cancel(message)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        now = self._clock.now()
+        now, was_known = self._clock.now(), self._workers.knows(heartbeat.process_id)
         self._workers.on_heartbeat(heartbeat, now)
         self._sites.seen(heartbeat.process_id)
         if not subjects.is_at_site(heartbeat.process_id):
@@ -279,7 +279,8 @@ class SchedulerService:
         if self._on_first_worker is not None:
             self._background.start_item(self._on_first_worker(), is_logged)
             self._on_first_worker = None
-        self._unserved.retry(now, served=model_key(heartbeat.model))
+        if not was_known:  # another one may serve them; changes of one wait for the tick
+            self._unserved.retry(now, served=model_key(heartbeat.model))
         self._wake.set()
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:

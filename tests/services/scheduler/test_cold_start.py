@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from services.scheduler.backlog import QueuedRequest
+from services.scheduler.candidates import Candidates
 from services.scheduler.waiting_for_host import NO_WORKER_GRACE_S
 from shared import subjects
 from shared.errors import Overloaded
@@ -44,6 +46,28 @@ def test_request_is_served_by_the_first_worker() -> None:
         assert isinstance(placed, Placed)
         assert placed.worker_id == "decode-0"
         await eventually(lambda: wanted(rig) == {"prefill": 0, "decode": 0}, within_s=5.0)
+
+    scenario(test)
+
+
+def test_heartbeats_of_known_workers_do_not_retry_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 requests that none of 300 workers may serve took more than a core."""
+    num_asked, has_any = 0, Candidates.has_any
+
+    def counted(candidates: Candidates, ticket: QueuedRequest, now: float) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return has_any(candidates, ticket, now)
+
+    async def test(rig: Rig) -> None:
+        workers = tuple(f"decode-{number}" for number in range(10))
+        for each in workers:
+            await rig.worker(each)
+        await rig.submit(submit_of("r0", excluded_workers=workers))
+        await eventually(lambda: len(rig.service._unserved) == 1)
+        monkeypatch.setattr(Candidates, "has_any", counted)
+        await asyncio.sleep(1.0)
+        assert num_asked <= 11  # one for each tick
 
     scenario(test)
 
