@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 
@@ -45,12 +44,13 @@ from services.gateway.dialects.anthropic.tools import warnings_of
 from services.gateway.dialects.anthropic.turns import external_id
 from services.gateway.output import events as output
 from services.gateway.output.framing import Framing, TextEvent
-from services.gateway.output.results import ChoiceResult, Results, ToolCallResult
+from services.gateway.output.results import ChoiceResult, Results
 from services.gateway.request.endpoint import ResponseContext
+from services.gateway.structured.tools.parsing.json_value import json_object
 from shared.errors import HearthError
-from shared.transport.wire_errors import UNREADABLE
 
 _encode = msgspec.json.Encoder().encode
+NO_INPUT = msgspec.Raw(b"{}")  # of a call that begins
 STOP_REASONS: dict[str, StopReason] = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -112,7 +112,9 @@ class MessageEncoder:
             case output.ReasoningDelta():
                 return self._thinking("".join(event.texts))
             case output.ToolCallStart():
-                return self._end() + self._begin(ToolUse(external_id(event.id), event.name, {}))
+                return self._end() + self._begin(
+                    ToolUse(external_id(event.id), event.name, NO_INPUT)
+                )
             case output.ToolArgumentsDelta():
                 return self._delta(InputJsonDelta(event.text)) if event.text else b""
             case output.ToolCallEnd():
@@ -189,7 +191,7 @@ class MessageEncoder:
         if choice.reasoning:
             self._signature.add(choice.reasoning)
             content.append(AnthropicThinking(choice.reasoning, self._signature.take()))
-        calls = [(each, _input(each)) for each in choice.tool_calls]
+        calls = [(each, json_object(each.arguments or "{}")) for each in choice.tool_calls]
         if choice.finish_reason != "length":  # else the last call is cut
             text += "".join(each.arguments for each, found in calls if found is None)
         if text:
@@ -227,15 +229,6 @@ def _stop(reason: str, sequence: str | None) -> AnthropicStop:
     if reason == "stop" and sequence is not None:
         return AnthropicStop("stop_sequence", sequence)
     return AnthropicStop(STOP_REASONS.get(reason, "end_turn"), None)
-
-
-def _input(call: ToolCallResult) -> dict[str, Any] | None:
-    """Returns None for arguments that are not a JSON object."""
-    try:
-        values = msgspec.json.decode(call.arguments or "{}")
-    except UNREADABLE:
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def _event(framing: Framing, event: StreamEvent) -> bytes:

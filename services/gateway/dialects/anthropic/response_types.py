@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -37,7 +38,7 @@ class ToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     """The id that the block with the result repeats."""
     name: str
     """The name of the tool."""
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
     """The arguments."""
 
 

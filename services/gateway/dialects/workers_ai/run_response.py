@@ -28,6 +28,7 @@ from services.gateway.output.events import (
 )
 from services.gateway.output.framing import Framing
 from services.gateway.output.results import ChoiceResult, Results, ToolCallResult
+from services.gateway.structured.tools.parsing.json_value import json_object
 from shared.transport.wire_errors import UNREADABLE
 
 _encode = msgspec.json.Encoder().encode
@@ -159,7 +160,8 @@ def _tool_calls(calls: Sequence[ToolCallResult], finish_reason: str) -> list[Run
 
 
 def _arguments(text: str) -> Any:
-    return _value(text) if text else {}
+    found = json_object(text or "{}")
+    return text if found is None else found
 
 
 def _value(text: str) -> Any:

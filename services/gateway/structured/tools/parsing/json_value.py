@@ -7,14 +7,33 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
+from shared.transport.wire_errors import UNREADABLE
+
 SPACE = " \t\n\r"
 MAX_DEPTH = 128
 _STRING_STOP = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
+_LINE_END = re.compile(r"[\r\n]")  # between values: strings have it escaped
 _LITERAL_END = re.compile(r"[^0-9a-zA-Z+\-.]")
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _ESCAPES = '"\\/bfnrt'
 _HEX = "0123456789abcdefABCDEF"
 MAX_LITERAL_CHARS = 1024
+
+
+def json_object(text: str) -> msgspec.Raw | None:
+    """Returns the JSON object that the text is, on one line, or None for another text. An object
+    that has what JSON allows and Python's types do not, such as 1e400 or half of a surrogate pair,
+    is returned as it is written.
+    """
+    try:
+        values = msgspec.json.decode(text)
+    except UNREADABLE:
+        bare, value = text.strip(SPACE), JsonValue()
+        is_object = bare.startswith("{") and value.feed(bare) == len(bare) and value.is_complete
+        return msgspec.Raw(_LINE_END.sub(" ", bare).encode()) if is_object else None
+    return msgspec.Raw(msgspec.json.encode(values)) if isinstance(values, dict) else None
 
 
 class JsonValue:

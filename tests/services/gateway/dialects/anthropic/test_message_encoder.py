@@ -113,3 +113,10 @@ def test_lines_over_nats() -> None:
     encoded = b"".join(b"".join(own.events(each)) for each in RECORDED)
     kinds = [json.loads(each)["type"] for each in encoded.splitlines()]
     assert (kinds[:2], kinds[-1]) == (["message_start", "ping"], "message_stop")
+
+
+def test_input_that_a_float_or_utf8_cannot_hold() -> None:
+    written = '{"a": 1e400,\n "b": "\\ud800"}'
+    called = [ToolCallStart(0, 0, "call_1", "f"), ToolArgumentsDelta(0, 0, written)]
+    message = collected([[*called, ToolCallEnd(0, 0), Finished(0, "tool_calls"), Usage(1, 0, 1)]])
+    assert [each.get("input") for each in message["content"]] == [json.loads(written)]

@@ -130,6 +130,14 @@ def test_arguments_that_are_no_json() -> None:
     assert streamed(ended)[0]["tool_calls"][0]["arguments"] == '{"x": '
 
 
+def test_arguments_that_a_float_or_utf8_cannot_hold() -> None:
+    written = '{"a": 1e400,\n "b": "\\ud800"}'
+    start = [ToolCallStart(0, 0, "a", "f"), ToolArgumentsDelta(0, 0, written), ToolCallEnd(0, 0)]
+    ended = [[*start, Finished(0, "tool_calls"), Usage(1, 1, 1)]]
+    for frame in (streamed(ended)[0], collected(ended)["result"]):
+        assert frame["tool_calls"][0]["arguments"] == json.loads(written)
+
+
 def test_errors() -> None:
     error = NoCapacity("no worker")
     own = encoder()
