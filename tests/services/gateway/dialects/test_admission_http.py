@@ -194,7 +194,7 @@ BOUNDS: list[tuple[str, dict[str, Any], int, str, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
      413, "", "messages[0].content"),
     (COMPLETIONS, {"prompt": ["a"] * 257}, 413, "", "prompt"),
-    (EMBEDDINGS, {"input": ["a"] * 1001}, 413, "", "input"),
+    (EMBEDDINGS, {"input": ["a"] * 2049}, 413, "", "input"),
 ]  # fmt: skip
 
 

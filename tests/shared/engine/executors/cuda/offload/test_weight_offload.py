@@ -76,16 +76,19 @@ def write(form: str, folder: Path) -> Path:
 MAX_WAKES = 50  # one in ten finds the same addresses
 
 
+MAX_OTHER_BYTES = 1 << 20  # tests that count memory have larger weights
+
+
 class OtherMemory(FakeDriver):
     """What a device frees is taken by others, so that weights come back to other addresses."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.sizes: list[int] = []  # bytes of what the device frees
         self.others: list[Tensor] = []
 
     def empty_cache(self) -> None:
-        sizes = (1 << 8, 1 << 11, 1 << 13, 1 << 15)
-        self.others += [torch.empty(size, dtype=torch.uint8) for size in sizes for _ in range(40)]
+        self.others += [torch.empty(size, dtype=torch.uint8) for size in 2 * self.sizes]
 
 
 class AddressedReplays(Replays):
@@ -105,13 +108,20 @@ class AddressedReplays(Replays):
         return checked, output
 
 
+def on_device(computer: GraphComputer) -> list[Tensor]:
+    return [computer.kv_cache, *computer.model.parameters()]
+
+
 def addresses(computer: GraphComputer) -> list[int]:
-    return [each.data_ptr() for each in (computer.kv_cache, *computer.model.parameters())]
+    return [each.data_ptr() for each in on_device(computer)]
 
 
 def load_parkable(folder: Path, graphs: Replays | None = None, **options: Any) -> CudaExecutor:
     options = {"parked_weights": "host", "kv_cache_bytes": 1 << 19} | options
-    executor = load(folder, driver=OtherMemory(), **options)
+    driver = OtherMemory()
+    executor = load(folder, driver=driver, **options)
+    sizes = [each.nbytes for each in on_device(executor.computer)]
+    driver.sizes = [each for each in sizes if each <= MAX_OTHER_BYTES]
     executor.computer.use_graphs(graphs or AddressedReplays(), max_rows=8, max_graphs=64)
     return executor
 
