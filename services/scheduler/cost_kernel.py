@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 BLOCK_SIZE, FREE_TOKENS, TOTAL_TOKENS, LOAD_S, STEP_S = range(5)
 BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S, CONTEXT_TOKENS = range(5, 11)
 PUSH_FREE_AT = 11  # when the link to another site has sent what was assigned to it
-PROMPT_TOKENS = 12  # free ones of a worker that decodes, too; of others infinite: theirs pass on
+PROMPT_ROOM = 12  # free tokens where answers hold blocks, too; else infinite: prefill passes on
 NUM_FLOATS, NUM_CODES = 13, 4
 FORMAT, REGION, NAME, NUMERICS = range(NUM_CODES)  # FORMAT: equal for workers that may share KV
 
@@ -178,7 +178,7 @@ def _nearest(
         pushed_s = max(queued_s, floats[PUSH_FREE_AT, row] - now)
         pushed_s += num_missing_tokens * floats[PUSH_TOKEN_S, row]
         each_s = floats[STEP_S, row] + max(computed_s, pushed_s)
-        if floats[PROMPT_TOKENS, row] < uncached[row]:
+        if floats[PROMPT_ROOM, row] < uncached[row]:
             each_s += FULL_S
         if floats[CLOSED_UNTIL, row] > now:
             each_s += CLOSED_S

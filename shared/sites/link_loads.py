@@ -3,8 +3,8 @@
     expected ──state──▶ connected ──no state for CUT_S──▶ cut ──state──▶ connected
 
 A gateway of the other site sends a state each second. One that is refused is none, and leaves its
-reason. While this process has no connection to its
-own server, or its loop hangs, it judges no link.
+reason. While this process has no connection to its own server, or its loop hangs, it judges no
+link.
 """
 
 from __future__ import annotations
