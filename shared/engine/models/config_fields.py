@@ -65,6 +65,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     attn_logit_softcapping: PositiveFloat | None = None
     final_logit_softcapping: PositiveFloat | None = None
     use_bidirectional_attention: bool | None = None
+    is_causal: bool | None = None
 
 
 def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
@@ -77,6 +78,8 @@ def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
         raise CheckpointError(str(error)) from None
     if fields.use_bidirectional_attention:
         raise CheckpointError("use_bidirectional_attention is not supported")
+    if fields.is_causal is False:  # models of embeddings, such as gte-Qwen2
+        raise CheckpointError("is_causal false is not supported: each token would see later ones")
     return fields
 
 

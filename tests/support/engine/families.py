@@ -349,7 +349,7 @@ FAMILIES = {
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3 moe, plain weights, each second layer": Family(
+    "qwen3 moe, plain weights, each second layer, window": Family(
         "Qwen3MoeForCausalLM",
         {
             "num_experts": 8,
@@ -357,6 +357,8 @@ FAMILIES = {
             "moe_intermediate_size": 40,
             "norm_topk_prob": False,
             "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 21,
         },
     ),
     "glm4 moe": Family("Glm4MoeForCausalLM", GLM4_MOE),

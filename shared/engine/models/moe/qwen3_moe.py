@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in some layers."""
+"""Qwen3-MoE: Qwen3 with experts in some layers. Its window, if used, is that of all layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models import qwen3
 from shared.engine.models.config_fields import NumLayers, Width
 from shared.engine.models.moe.fields import Count, NumExperts, moe_fields, with_experts
+
+EVERY_LAYER = {"max_window_layers": 0, "layer_types": None}  # transformers reads neither
 
 
 class _Qwen3Fields(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +36,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
     )
     dense = fields.mlp_only_layers or ()
     return with_experts(
-        qwen3.configure({"head_dim": None, **given}),
+        qwen3.configure({"head_dim": None, **given, **EVERY_LAYER}),
         moe,
         lambda layer: layer not in dense and (layer + 1) % fields.decoder_sparse_step == 0,
     )

@@ -223,6 +223,11 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention is not supported",
     ),
+    "not causal": (
+        "Qwen2ForCausalLM",
+        {"is_causal": False},
+        "is_causal false is not supported",
+    ),
     "rope type": (
         "Qwen2ForCausalLM",
         {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}},
