@@ -73,7 +73,7 @@ def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
     checkpoints may omit.
     """
     try:
-        fields = msgspec.convert({**defaults, **given}, ConfigFields)
+        fields = msgspec.convert(with_defaults(given, defaults), ConfigFields)
     except msgspec.ValidationError as error:
         raise CheckpointError(str(error)) from None
     if fields.use_bidirectional_attention:
@@ -81,6 +81,16 @@ def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
     if fields.is_causal is False:  # models of embeddings, such as gte-Qwen2
         raise CheckpointError("is_causal false is not supported: each token would see later ones")
     return fields
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of config.json with a family's values for those that it omits. A base of
+    the rope that is null counts as omitted, as in transformers; other nulls have a meaning.
+    """
+    written = dict(given)
+    if written.get("rope_theta") is None:
+        written.pop("rope_theta", None)
+    return {**defaults, **written}
 
 
 def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class LatentFields(msgspec.Struct, frozen=True, kw_only=True):
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
     latent = _latent_fields(given)
-    fields = config_fields(given, rope_theta=10_000.0)
+    fields = config_fields(given, max_position_embeddings=4096)
     _expect_own_keys(fields)
     rotated = replace(fields, head_dim=latent.qk_rope_head_dim, num_key_value_heads=None)
     head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim

@@ -76,7 +76,8 @@ class _Llama4Fields(msgspec.Struct, frozen=True, kw_only=True):
 def configure(given: Mapping[str, Any]) -> ModelConfig:
     own: _Llama4Fields = moe_fields(given, _Llama4Fields)
     shared = {name: value for name, value in given.items() if name != "layer_types"}
-    fields = config_fields({**DEFAULTS, **shared, "intermediate_size": own.intermediate_size_mlp})
+    shared["intermediate_size"] = own.intermediate_size_mlp
+    fields = config_fields(shared, **DEFAULTS)
     config = decoder_config(fields)
     config = replace(
         config,

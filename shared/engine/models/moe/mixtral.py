@@ -12,6 +12,7 @@ from shared.engine.model_config.checkpoint_form import CheckpointForm
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.model_config.moe_config import MoeConfig, Routing
 from shared.engine.models import mistral
+from shared.engine.models.config_fields import with_defaults
 from shared.engine.models.moe.fields import NumExperts, moe_fields, with_experts
 
 DEFAULTS = {"sliding_window": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
@@ -32,7 +33,7 @@ class _MixtralFields(msgspec.Struct, frozen=True, kw_only=True):
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:
     fields: _MixtralFields = moe_fields(given, _MixtralFields)
-    config = mistral.configure({**DEFAULTS, **given})
+    config = mistral.configure(with_defaults(given, DEFAULTS))
     moe = MoeConfig(
         num_experts=fields.num_local_experts,
         experts_per_token=fields.num_experts_per_tok,

@@ -123,6 +123,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "num_nextn_predict_layers": 1,
     },
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 1024,
+        },
+    },
     "Gemma3ForConditionalGeneration": {
         "eos_token_id": [1, 106],
         "text_config": {
@@ -158,6 +170,13 @@ def test_published_config_equals_its_rewrite_by_transformers(tmp_path: Path, kin
     assert "rope_scaling" not in newer
     newer["eos_token_id"] = written.get("eos_token_id")
     assert _read(tmp_path / "older", written) == _read(tmp_path / "newer", newer)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_base_of_null_is_that_of_the_family(tmp_path: Path, kind: str) -> None:
+    written = _written(kind)
+    given = {name: value for name, value in written.items() if name != "rope_theta"}
+    assert _read(tmp_path, {**given, "rope_theta": None}) == _read(tmp_path, given)
 
 
 def test_windows_apply_to_the_right_layers(tmp_path: Path) -> None:
