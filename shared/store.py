@@ -7,8 +7,9 @@ a burst of requests must not make Redis look away. After a failure the circuit b
 call immediately for `BREAKER_S`, so that requests do not wait; until Redis answers again, the next
 ones wait for a time that follows the measured round trip, from STORE_TIMEOUT_S. A call that takes
 longer goes on without its caller: a new connection to a distant Redis is established by then, and
-its round trip is measured. An error reply of Redis does not open the breaker: one bad record must
-not make Redis unavailable to all requests.
+its round trip is measured. MAX_AT_ONCE calls wait for Redis; the others wait for one of these to
+end, without a connection of their own: a burst would spend seconds on opening them. An error reply
+of Redis does not open the breaker: one bad record must not make Redis unavailable to all requests.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ NUM_SLICES = 10
 # Round trips of a call on a new connection: TCP, HELLO, CLIENT SETINFO, the command
 NUM_ROUND_TRIPS = 4
 BREAKER_S = 0.5
+MAX_AT_ONCE = 64  # calls that wait: 3,200 a second at a round trip of 20 ms
+MAX_CONNECTIONS = 16 * MAX_AT_ONCE  # more than those of calls that wait, or were given up
 # Redis takes reads alone: it cannot save, has no memory, is a replica, or lacks replicas. Scripts
 # return these codes within other text.
 WRITE_REJECTIONS = ("MISCONF", "OOM", "READONLY", "NOREPLICAS")
@@ -142,6 +145,7 @@ class RedisStore:
         self._timeout_s = timeout_s
         self._round_trip = RoundTrip()
         self._calls: set[asyncio.Future[object]] = set()  # includes those given up
+        self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._closed_until = 0.0
         self._rejects_writes_until = 0.0
         self._is_away = False
@@ -154,6 +158,7 @@ class RedisStore:
             socket_connect_timeout=longest_s,
             retry=None,
             health_check_interval=0,
+            max_connections=MAX_CONNECTIONS,
             **(tls_options(tls or TlsFiles()) if url.startswith("rediss://") else {}),
         )
 
@@ -207,8 +212,16 @@ class RedisStore:
         return min(STORE_TIMEOUT_S + measured_s, MAX_STORE_TIMEOUT_S)
 
     async def _guard(self, call: Callable[[], Awaitable[object]]) -> object:
+        self._check_breaker()
+        async with self._room:
+            self._check_breaker()  # a call before this one may have opened it
+            return await self._answer(call)
+
+    def _check_breaker(self) -> None:
         if self._clock.now() < self._closed_until:
             raise StoreUnavailable("Redis is unavailable")
+
+    async def _answer(self, call: Callable[[], Awaitable[object]]) -> object:
         wait_s = self.wait_s
         task = self._started(call)
         try:

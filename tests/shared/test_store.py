@@ -10,7 +10,14 @@ import pytest
 
 from shared.clock import MonotonicClock
 from shared.messages import StoreLoad
-from shared.store import BREAKER_S, REJECTION_SHOWN_S, RedisStore, StoreRejected, StoreUnavailable
+from shared.store import (
+    BREAKER_S,
+    MAX_AT_ONCE,
+    REJECTION_SHOWN_S,
+    RedisStore,
+    StoreRejected,
+    StoreUnavailable,
+)
 from tests.support.servers import RedisServer, free_port
 from tests.support.waiting import LIMIT_S
 from tests.support.world.store import MemoryStore
@@ -142,6 +149,30 @@ async def test_call_to_hanging_redis_ends_at_timeout() -> None:
         assert (store.load().is_away, store.load().num_reconnects) == (False, 1)
     finally:
         await store.close()
+        server.stop()
+
+
+async def test_burst_of_calls_shares_few_connections(store: RedisStore) -> None:
+    calls = (store.get("key") for _ in range(4 * MAX_AT_ONCE))
+    async with asyncio.timeout(LIMIT_S):
+        assert set(await asyncio.gather(*calls)) == {None}
+    assert store.load() == StoreLoad()
+    assert len(store._redis.connection_pool._available_connections) <= MAX_AT_ONCE
+
+
+async def test_calls_behind_others_do_not_wait_for_a_hanging_redis() -> None:
+    server = RedisServer()
+    store = RedisStore(server.url, ManualClock(), timeout_s=0.05)
+    try:
+        os.kill(server.pid, signal.SIGSTOP)
+        calls = (store.get("key") for _ in range(4 * MAX_AT_ONCE))
+        async with asyncio.timeout(LIMIT_S):
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(each) for each in ended} == {StoreUnavailable}
+        assert store.load().num_failures <= MAX_AT_ONCE
+    finally:
+        await store.close()
+        os.kill(server.pid, signal.SIGCONT)
         server.stop()
 
 
