@@ -26,7 +26,7 @@ from redis.commands.core import AsyncScript
 
 from shared.background import start_awaited
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable
+from shared.errors import ConfigError, DependencyUnavailable
 from shared.messages import StoreLoad
 from shared.tls import TlsFiles
 from shared.transport.round_trips import RoundTrip
@@ -118,14 +118,31 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
-def tls_options(tls: TlsFiles) -> dict[str, Any]:
-    return {
-        "ssl_cert_reqs": "required",
-        "ssl_check_hostname": True,
-        "ssl_ca_certs": tls.ca or None,
-        "ssl_certfile": tls.cert or None,
-        "ssl_keyfile": tls.key or None,
-    }
+class TlsConnection(redis.asyncio.SSLConnection):
+    """Reads the files of TLS each time it connects: redis-py does so once for each place in its
+    pool, and trusts the authorities of the system beside a named one.
+    """
+
+    def __init__(self, *, tls: TlsFiles, **options: Any) -> None:
+        super().__init__(**options)
+        self._tls = tls
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        try:
+            return {**super()._connection_arguments(), "ssl": self._tls.context()}
+        except ConfigError as error:  # half replaced
+            raise OSError(error.message) from None
+
+
+def redis_client(url: str, tls: TlsFiles | None, **options: Any) -> redis.asyncio.Redis:
+    """Returns a client that connects when it is used. A rediss:// URL sends its password only to a
+    server whose certificate and name are verified.
+    """
+    if not url.startswith("rediss://"):
+        return redis.asyncio.Redis.from_url(url, **options)
+    client = redis.asyncio.Redis.from_url(url, tls=tls or TlsFiles(), **options)
+    client.connection_pool.connection_class = TlsConnection
+    return client
 
 
 class RedisStore:
@@ -138,8 +155,7 @@ class RedisStore:
         tls: TlsFiles | None = None,
     ) -> None:
         """Connects lazily: a missing Redis fails the first call, not the start. Without a
-        `timeout_s`, in seconds, calls wait as the module says. A rediss:// URL
-        sends its password only to a server whose certificate and name are verified.
+        `timeout_s`, in seconds, calls wait as the module says.
         """
         self._clock = clock
         self._timeout_s = timeout_s
@@ -152,14 +168,13 @@ class RedisStore:
         self._num_failures = self._num_reconnects = 0
         self._scripts: dict[str, AsyncScript] = {}
         longest_s = max(ABANDONED_S, timeout_s or 0.0)
-        self._redis = redis.asyncio.Redis.from_url(
-            url,
+        self._redis = redis_client(
+            *(url, tls),
             socket_timeout=longest_s,
             socket_connect_timeout=longest_s,
             retry=None,
             health_check_interval=0,
             max_connections=MAX_CONNECTIONS,
-            **(tls_options(tls or TlsFiles()) if url.startswith("rediss://") else {}),
         )
 
     async def get(self, key: str) -> bytes | None:

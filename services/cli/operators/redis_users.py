@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 
-import redis
+import redis.exceptions
 
 from services.cli.output import TIMEOUT_S, find_redis
 from shared.errors import DependencyUnavailable
-from shared.store import tls_options
+from shared.store import redis_client
 from shared.tls import TlsFiles
 
 
@@ -17,14 +18,16 @@ def set_users(redis_url: str | None, rules: Mapping[str, Sequence[str]]) -> None
     """Sets users by rules of ACL SETUSER. Raises ConfigError, and DependencyUnavailable if Redis
     does not take one, as from a user that may not.
     """
-    url = find_redis(redis_url)
-    is_encrypted = url.startswith("rediss://")
-    options = tls_options(TlsFiles.of_environ("REDIS", os.environ)) if is_encrypted else {}
-    client = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, **options)
+    asyncio.run(_set_users(find_redis(redis_url), rules))
+
+
+async def _set_users(url: str, rules: Mapping[str, Sequence[str]]) -> None:
+    tls = TlsFiles.of_environ("REDIS", os.environ)
+    client = redis_client(url, tls, socket_timeout=TIMEOUT_S)
     try:
         for user, each in rules.items():
-            client.execute_command("ACL", "SETUSER", user, *each)
+            await client.execute_command("ACL", "SETUSER", user, *each)
     except (redis.exceptions.RedisError, OSError) as error:
         raise DependencyUnavailable(f"Redis takes no users: {error}") from None
     finally:
-        client.close()
+        await client.aclose()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import astuple
 
 from services.local.credentials import tls_block
 from shared.clock import MonotonicClock
@@ -179,6 +182,53 @@ async def test_redis_with_mutual_tls(redis_server: RedisServer, authority: Autho
     async with relay_to(redis_server.port, tls=tls) as (_, port):
         store = store_of(port, authority.issue("gateway-1"))
         assert await store.get("hearth:nothing") is None
+        await store.close()
+
+
+async def test_redis_is_connected_to_again_with_the_files_of_now(
+    redis_server: RedisServer, authority: Authority, tmp_path: Path
+) -> None:
+    before, now = authority.issue("gateway-1"), Authority(tmp_path / "new").issue("gateway-1")
+    named = TlsFiles(
+        ca=str(tmp_path / "ca"), cert=str(tmp_path / "cert"), key=str(tmp_path / "key")
+    )
+    copy_files(before, named)
+    tls = server_context(before)
+    async with relay_to(redis_server.port, tls=tls) as (_, port):
+        store = store_of(port, named)
+        assert await store.get("hearth:nothing") is None
+        tls.load_cert_chain(now.cert, now.key)
+        tls.load_verify_locations(now.ca)
+        copy_files(now, named)
+        await store._redis.connection_pool.disconnect()  # as a restart of Redis does
+        assert await store.get("hearth:nothing") is None
+        await store.close()
+
+
+def copy_files(source: TlsFiles, target: TlsFiles) -> None:
+    for each, path in zip(astuple(source), astuple(target), strict=True):
+        shutil.copy(each, path)
+
+
+@pytest.mark.parametrize("has_authority", [True, False])
+async def test_authorities_of_the_system_sign_for_redis_only_without_a_named_one(
+    redis_server: RedisServer,
+    authority: Authority,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_authority: bool,
+) -> None:
+    public = Authority(tmp_path / "public")
+    monkeypatch.setenv("SSL_CERT_FILE", public.ca)
+    client = public.issue("gateway-1")
+    client = msgspec.structs.replace(client, ca=authority.ca if has_authority else "")
+    async with relay_to(redis_server.port, tls=server_context(public.issue("server"))) as (_, port):
+        store = store_of(port, client)
+        if has_authority:
+            with pytest.raises(StoreUnavailable):
+                await store.get("hearth:nothing")
+        else:
+            assert await store.get("hearth:nothing") is None
         await store.close()
 
 
