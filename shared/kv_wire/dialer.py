@@ -42,6 +42,10 @@ CONNECT_TIMEOUT_S = 1.0
 # A process on this host replies immediately or hangs; the rest of the timeout is for TCP.
 UNIX_SHARE = 0.25
 
+# A receiver may claim the instance of another one, or its address, but has not both its address
+# and its key.
+Route = tuple[DataPlaneAddress, LinkKey | None]
+
 
 class Dialer:
     """A `KvDialer`. With a codec, links on which it is faster carry compressed frames."""
@@ -70,8 +74,8 @@ class Dialer:
         self._end = link_end("" if page_lock is None else page_lock.device)
         self._clock = clock or MonotonicClock()
         self.compressed = CompressionCounts()
-        self._links: dict[bytes, StagedLink] = {}
-        self._dials: dict[bytes, asyncio.Task[StagedLink]] = {}
+        self._links: dict[Route, StagedLink] = {}
+        self._dials: dict[Route, asyncio.Task[StagedLink]] = {}
 
     @property
     def plans(self) -> list[PushPlan]:
@@ -81,14 +85,15 @@ class Dialer:
         """Returns the link to a worker. Raises LinkLost. `link_key` seals the link if it is over
         TCP. Concurrent callers share one link.
         """
-        link = self._links.get(target.instance_id)
+        route = target, link_key
+        link = self._links.get(route)
         if link is not None and not link.is_lost:
             return link
-        dial = self._dials.get(target.instance_id)
+        dial = self._dials.get(route)
         if dial is None:
-            dial = start_awaited(self._dial(target, link_key))
-            self._dials[target.instance_id] = dial
-            dial.add_done_callback(lambda _: self._dials.pop(target.instance_id))
+            dial = start_awaited(self._dial(route))
+            self._dials[route] = dial
+            dial.add_done_callback(lambda _: self._dials.pop(route))
         return await asyncio.shield(dial)
 
     async def close(self) -> None:
@@ -101,10 +106,12 @@ class Dialer:
         if self._nixl is not None:
             self._nixl.close()
 
-    async def _dial(self, target: DataPlaneAddress, link_key: LinkKey | None) -> StagedLink:
+    async def _dial(self, route: Route) -> StagedLink:
+        target, link_key = route
+
         def forget(ended: StagedLink) -> None:
-            if self._links.get(target.instance_id) is ended:
-                del self._links[target.instance_id]
+            if self._links.get(route) is ended:
+                del self._links[route]
 
         try:
             opening_s = OPEN_S + PROBE_S if self._nixl is not None else 0.0
@@ -118,7 +125,11 @@ class Dialer:
             raise LinkLost(f"{target.host}:{target.port}: {error}") from error
         if link.is_lost:
             raise LinkLost(f"{target.host}:{target.port} closed the connection after its handshake")
-        self._links[target.instance_id] = link
+        replaced = [each for at, each in self._links.items() if at[0] == target]
+        self._links[route] = link
+        for each in replaced:  # the receiver has forgotten their keys
+            if not each.num_unacked:
+                await each.close()
         return link
 
     async def _reach(

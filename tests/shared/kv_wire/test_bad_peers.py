@@ -16,6 +16,7 @@ import pytest
 from shared.errors import LinkLost
 from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.kv_wire.frames import (
     MAGIC,
     MAX_FRAME_BYTES,
@@ -35,7 +36,9 @@ from shared.kv_wire.frames import (
 )
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress
+from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import (
     DEADLINE_S,
     INSTANCE,
@@ -251,6 +254,39 @@ async def test_server_rejects_hello_to_another_instance(server: KvServer, dialer
         await dialer.link(target)
     await eventually(lambda: server.counts.num_bad_peers == 2)
     assert open_files() == before
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_receiver_that_claims_the_instance_of_another_gets_none_of_its_frames(
+    server: KvServer, dialer: Dialer, is_first: bool
+) -> None:
+    """Whoever has been sent the other's address knows its instance."""
+    impostor = await KvServer.start(instance_id=INSTANCE)
+    order = (impostor, server) if is_first else (server, impostor)
+    links = {each: await dialer.link(each.address) for each in order}
+    sink = RecordingSink()
+    server.expect(b"placement-a", sink)
+    await links[server].send(header(3), fill_with(b"abc"))
+    assert len(sink.frames) == 1 and impostor.counts == ReceiverCounts()
+    await impostor.close()
+
+
+async def test_link_of_another_key_is_not_shared(dialer: Dialer) -> None:
+    """The receiver knows the end of a link by its key, and takes KV for the key's owner alone."""
+    keys = LinkKeys("aead", SystemRandomness())
+    server = await KvServer.start(instance_id=INSTANCE, link_keys=keys)
+    address = msgspec.structs.replace(server.address, unix_path="")
+    first = await dialer.link(address, keys.key_for("prefill-1"))
+    unknown = LinkKeys("aead", SystemRandomness()).key_for("prefill-1")
+    with pytest.raises(LinkLost, match="unknown"):
+        await dialer.link(address, unknown)
+    assert await dialer.link(address, keys.key_for("prefill-1")) is first
+    keys.forget("prefill-1")
+    async with asyncio.timeout(DEADLINE_S):
+        second = await dialer.link(address, keys.key_for("prefill-1"))
+        assert second is not first and first.is_lost
+        await eventually(lambda: server.num_connections == 1)
+        await server.close()
 
 
 async def test_dial_of_silent_receiver_ends_at_timeout(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ async def push(
     """Sends frames one after the other. Asserts that each arrives unchanged."""
     sink = RecordingSink()
     pair.server.expect(b"placement-a", sink)
-    link = await pair.dialer.link(address or pair.address)
+    link = await pair.dialer.link(address or pair.address, pair.link_key)
     async with asyncio.timeout(DEADLINE_S):
         for number in range(num_frames):
             data = payload(FRAME_BYTES, number)

@@ -19,7 +19,7 @@ from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.sealing.link_keys import LinkKeys
-from shared.messages import DataPlaneAddress, LinkSecurity
+from shared.messages import DataPlaneAddress, LinkKey, LinkSecurity
 from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import DEADLINE_S, INSTANCE
 
@@ -111,6 +111,7 @@ class ThrottledPair:
     dialer: Dialer
     throttle: Throttle
     address: DataPlaneAddress  # of the throttle; `server.address` bypasses it
+    link_key: LinkKey | None
 
 
 @asynccontextmanager
@@ -136,9 +137,8 @@ async def throttled_pair(
     address = msgspec.structs.replace(server.address, port=port, unix_path="")
     dialer = Dialer(5.0, codec=codec if sender_has_codec else None, clock=clock)
     try:
-        if link_keys is not None:  # later links to this receiver share this one
-            await dialer.link(address, link_keys.key_for("prefill-1"))
-        yield ThrottledPair(clock, codec, server, dialer, throttle, address)
+        link_key = None if link_keys is None else link_keys.key_for("prefill-1")
+        yield ThrottledPair(clock, codec, server, dialer, throttle, address, link_key)
     finally:
         await dialer.close()
         await server.close()
