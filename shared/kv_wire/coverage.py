@@ -19,7 +19,8 @@ class Coverage:
         self._first_token = first_token if shard.num_cells else end
         self._end = end
         self._taken: dict[KvShard, int] = {}  # tokens by part, with those that are being written
-        self._held: dict[KvShard, int] = {}
+        # by part, the first ones of the latter, and of those that could not be written
+        self._written_from: dict[KvShard, set[int]] = {}
         self._num_free_cells = shard.num_cells
         self.num_held_tokens = self._first_token
 
@@ -33,18 +34,26 @@ class Coverage:
         overlaps = any(part.crossing(each).num_cells for each in self._taken)
         return self._first_token if is_inside and not overlaps else None
 
-    def take(self, part: KvShard, num_tokens: int) -> None:
-        """Records that the next tokens of a part are being written."""
+    def take(self, part: KvShard, num_tokens: int) -> int:
+        """Records that the next tokens of a part are being written. Returns the first one."""
         if part not in self._taken:
-            self._taken[part] = self._held[part] = self._first_token
+            self._taken[part], self._written_from[part] = self._first_token, set()
             self._num_free_cells -= part.num_cells
+        first = self._taken[part]
         self._taken[part] += num_tokens
+        self._written_from[part].add(first)
+        return first
 
-    def hold(self, part: KvShard, num_tokens: int) -> None:
-        """Records that the tokens taken first are written."""
-        self._held[part] += num_tokens
+    def hold(self, part: KvShard, first_token: int) -> None:
+        """Records that the tokens that were taken from this one on are written. No later ones are
+        held until then.
+        """
+        self._written_from[part].remove(first_token)
         if not self._num_free_cells:
-            self.num_held_tokens = min(self._held.values())
+            self.num_held_tokens = min(map(self._held, self._taken))
+
+    def _held(self, part: KvShard) -> int:
+        return min(self._written_from[part], default=self._taken[part])
 
     @property
     def is_complete(self) -> bool:

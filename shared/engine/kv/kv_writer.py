@@ -77,12 +77,12 @@ class KvWriter:
         self._check(header, part)
         group, num_tokens = header.group, header.num_tokens
         coverage = self._coverages[group]
-        coverage.take(part, num_tokens)
+        first_token = coverage.take(part, num_tokens)
         table = self._sequence.block_tables[group]
         shard = None if part == self._wholes[group] else part
         run = KvRun(table, header.first_token, num_tokens, group, shard)
         await self._memory.write_kv(run, payload)
-        coverage.hold(part, num_tokens)
+        coverage.hold(part, first_token)
         self.num_cached_tokens = header.num_cached_tokens
         if self.is_complete:
             self._end(None)

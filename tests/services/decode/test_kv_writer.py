@@ -10,7 +10,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.executors.timing_executor import STATE_BYTES, TimingExecutor
 from shared.engine.kv.kv_writer import KvWriter
 from shared.engine.step import KvRun
-from shared.errors import FrameRefused
+from shared.errors import FrameRefused, OutOfMemory
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.link import FrameHeader
 from tests.support.records import frame_header
@@ -52,6 +52,38 @@ def test_concurrent_duplicate_frame_is_counted_once() -> None:
         assert [type(each) for each in results] == [type(None), FrameRefused]
         assert kv_writer.num_held_tokens == 16
         assert not kv_writer.is_complete
+
+    run(main())
+
+
+class FailingExecutor(TimingExecutor):
+    """Fails to write the first frame, once the second one is written."""
+
+    async def write_kv(self, run: KvRun, payload: memoryview) -> None:
+        if run.first_token == 0:
+            await asyncio.sleep(0.1)  # virtual
+            raise OutOfMemory("no memory for the copy")
+        await super().write_kv(run, payload)
+
+
+def test_tokens_after_those_that_could_not_be_written_are_not_held() -> None:
+    """The next prefill continues the tokens that are held, and the blocks are found by others."""
+
+    async def main() -> None:
+        kv_writer, header = writer_of(FailingExecutor(VirtualClock(), num_blocks=3))
+        later = msgspec.structs.replace(header, first_token=16, sequence_number=1)
+        payload = memoryview(bytes(header.payload_bytes))
+        first = asyncio.ensure_future(kv_writer.frame(header, payload))
+        await asyncio.sleep(0)
+        await kv_writer.frame(later, payload)
+        assert kv_writer.num_held_tokens == 0
+        with pytest.raises(OutOfMemory):
+            await first
+        assert kv_writer.num_held_tokens == 0
+        last = msgspec.structs.replace(later, first_token=32, num_tokens=1)
+        last = msgspec.structs.replace(last, payload_bytes=STATE_BYTES)
+        await kv_writer.frame(last, payload[:STATE_BYTES])
+        assert kv_writer.num_held_tokens == 0 and not kv_writer.is_complete
 
     run(main())
 

@@ -90,9 +90,9 @@ def test_tokens_are_held_once_all_parts_have_them(
         part = data.draw(st.sampled_from([each for each in parts if held[each] < num_tokens]))
         size = data.draw(st.integers(1, num_tokens - held[part]))
         assert coverage.next_token(part) == held[part]
-        coverage.take(part, size)
+        assert coverage.take(part, size) == held[part]
         assert coverage.num_held_tokens == min(held.values())
-        coverage.hold(part, size)
+        coverage.hold(part, held[part])
         held[part] += size
         assert coverage.num_held_tokens == min(held.values())
     assert coverage.is_complete
