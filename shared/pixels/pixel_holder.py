@@ -259,4 +259,4 @@ async def _send(
         slot[:] = part
 
     header = byte_header(command.transfer_id, number, first, len(part))
-    await link.send(header, fill, command.tenant_id)
+    await link.send(header, fill, command.tenant_id, is_private=True)

@@ -30,6 +30,7 @@ from shared.pixels.pixel_fetcher import PixelFetcher, PixelRequest
 from shared.pixels.pixel_frames import byte_header
 from shared.pixels.pixel_holder import PixelHolder, Regions, StoredImage
 from shared.randomness import SystemRandomness
+from tests.support.canaries.memory import data_of
 from tests.support.waiting import until
 
 IMAGE_HASH = b"an image of test"
@@ -222,3 +223,16 @@ async def test_pixels_of_a_zero_retention_tenant_are_zeroed(pair: Pair) -> None:
     hold(pair, pixels=own, is_zeroed_at_end=True)
     pair.holder.forget("request-1")
     assert not any(own)
+
+
+async def test_pushes_leave_no_pixels_in_slots_and_buffers(pair: Pair) -> None:
+    """A fetch does not say whether anything of its tenant may be retained."""
+    own = bytearray(PIXELS)
+    hold(pair, pixels=own)
+    found = await pair.fetcher.fetch(REQUEST, 10.0)
+    assert found == PIXELS
+    await until(lambda: len(pair.holder._pushes) == 0)
+    ends = pair.holder._dialer, pair.fetcher._receiver
+    pieces = [piece for _, piece in data_of(ends, without=(own, PIXELS, found.obj))]
+    starts = range(0, len(PIXELS), 1 << 20)
+    assert not any(PIXELS[at : at + 64] in piece for at in starts for piece in pieces)
