@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from shared.background import Background, failing_alone, is_logged, item_error
+from shared.background import Background, failing_alone, is_logged, item_error, start_awaited
 from shared.clock import Clock
 from shared.engine.model_config.vision_config import VisionConfig
 from shared.engine.unretained_tenants import UnretainedTenants
@@ -54,10 +54,13 @@ class Encoding:
     deadline_at: float
     has_ended: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    pushing: asyncio.Task[None] | None = None
 
     def end(self) -> None:
         self.has_ended = True
         self.changed.set()
+        if self.pushing is not None:  # a worker that hangs acknowledges nothing
+            self.pushing.cancel()
 
     async def encoded(self) -> bytearray | None:
         """Returns the vectors, or None if they are not wanted any more. Raises the HearthError of
@@ -205,7 +208,10 @@ class EncodeService:
         try:
             vectors = await encoding.encoded()
             if vectors is not None:
-                await self._push(encoding, vectors)
+                encoding.pushing = start_awaited(self._push(encoding, vectors))
+                await asyncio.wait((encoding.pushing,))
+                if not encoding.pushing.cancelled():
+                    encoding.pushing.result()
         except HearthError as error:
             if isinstance(error, OutsideRegions):
                 self._monitor.refusals.count("kv_push", request.tenant_id, "")
@@ -220,9 +226,7 @@ class EncodeService:
             self._jobs.drop(encoding.wanted)
 
     async def _push(self, encoding: Encoding, vectors: bytearray) -> None:
-        """Pushes the vectors until they are complete or not wanted any more. Raises LinkLost,
-        FrameRefused, OutsideRegions.
-        """
+        """Pushes the vectors. Raises LinkLost, FrameRefused, OutsideRegions."""
         request, bounds, source = encoding.request, encoding.bounds, memoryview(vectors)
         link = await self._dialer.link(request.target, request.link_key)
         if bounds is not None:
@@ -231,8 +235,6 @@ class EncodeService:
                 raise OutsideRegions(f"vectors from {own!r} to {peer!r}: outside the regions")
             await link.offer(request.transfer_id)
         for number, first in enumerate(range(0, len(source), link.frame_bytes)):
-            if encoding.has_ended:
-                return
             part = source[first : first + link.frame_bytes]
 
             async def fill(slot: memoryview, part: memoryview = part) -> None:

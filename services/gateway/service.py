@@ -85,7 +85,7 @@ class GatewayService:
         linked = LinkedSites(bus, clock, config.site, expected) if config.site else None
         self._rejection_log = RejectionLog(metrics.rejections, clock)
         self._health_monitor = self._new_health_monitor(stores, linked)
-        self.pixels = open_pixel_holder(config, bus, self._health_monitor, clock)
+        self.pixels = open_pixel_holder(config, bus, self._health_monitor)
         self.tenancy = self._new_tenancy(stores)
         self.api_keys, self._limits = self.tenancy.api_keys, self.tenancy.limits
         self._usage = self.tenancy.usage

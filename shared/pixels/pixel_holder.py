@@ -7,6 +7,7 @@ that does not fit is rejected, and its request with it.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 import structlog
 
 from shared.background import Background, item_error
-from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest, LinkLost, Overloaded, PayloadTooLarge
 from shared.kv_wire.link import KvDialer, PushLink
 from shared.messages import Done, FetchPixels
@@ -63,7 +63,6 @@ class PixelHolder:
         self,
         bus: Bus,
         dialer: KvDialer,
-        clock: Clock,
         check_fetch: CheckFetch,
         *,
         max_bytes: int = MAX_HELD_BYTES,
@@ -74,7 +73,6 @@ class PixelHolder:
         """
         self._bus = bus
         self._dialer = dialer
-        self._clock = clock
         self._check_fetch = check_fetch
         self._find_stored: FindStored = _nothing_stored
         self._max_bytes = max_bytes
@@ -223,20 +221,23 @@ class PixelHolder:
             self.forget(push_id)
 
     async def _push(self, command: FetchPixels, held: HeldImage) -> None:
-        """Pushes the image until it is complete, forgotten or past the fetch's deadline: the worker
-        sees the end of each.
+        """Pushes the image until it is complete, forgotten or past the fetch's deadline, also to a
+        worker that acknowledges nothing: it sees the end of each.
         """
-        until = self._clock.now() + command.deadline_s
-        key = command.tenant_id, command.image_hash
         with _logged(command):
-            link = await self._dialer.link(command.target, command.link_key)
-            source = memoryview(held.pixels)
-            for number, first in enumerate(range(0, len(source), link.frame_bytes)):
-                if self._images.get(key) is not held or self._clock.now() > until:
-                    return
-                part = source[first : first + link.frame_bytes]
-                await _send(link, command, number, first, part)
-                self.num_pushed_bytes += len(part)
+            async with asyncio.timeout(command.deadline_s):
+                await self._send_parts(command, held)
+
+    async def _send_parts(self, command: FetchPixels, held: HeldImage) -> None:
+        key = command.tenant_id, command.image_hash
+        link = await self._dialer.link(command.target, command.link_key)
+        source = memoryview(held.pixels)
+        for number, first in enumerate(range(0, len(source), link.frame_bytes)):
+            if self._images.get(key) is not held:
+                return
+            part = source[first : first + link.frame_bytes]
+            await _send(link, command, number, first, part)
+            self.num_pushed_bytes += len(part)
 
 
 @contextmanager
@@ -247,6 +248,8 @@ def _logged(command: FetchPixels) -> Iterator[None]:
     except HearthError as error:
         event = "pixel_link_lost" if isinstance(error, LinkLost) else "pixels_refused"
         log.info(event, worker=command.worker_id, reason=error.message)
+    except TimeoutError:
+        log.info("pixels_late", worker=command.worker_id, deadline_s=command.deadline_s)
     except BaseException as raised:  # outermost handler
         item_error(raised)
         log.exception("pixel_push_failed", worker=command.worker_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
-from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
@@ -20,13 +19,12 @@ WORKERS = frozenset({"encode", "prefill", "decode"})
 
 
 def open_pixel_holder(
-    config: GatewayConfig, bus: Bus, health_monitor: HealthMonitor, clock: Clock
+    config: GatewayConfig, bus: Bus, health_monitor: HealthMonitor
 ) -> PixelHolder:
     security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
     return PixelHolder(
         bus,
         Dialer(security=security),
-        clock,
         partial(check_fetch, health_monitor.fleet, health_monitor.refusals),
         max_bytes=config.max_pixel_bytes,
         max_tenant_bytes=config.max_tenant_pixel_bytes,

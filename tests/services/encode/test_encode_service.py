@@ -25,9 +25,11 @@ from shared.engine.vision.vector_cache import ImageKey, VectorCache
 from shared.errors import HearthError, InvalidRequest, StepFailed
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
+from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import DropTenantKv, EncoderCard, Heartbeat, Message, RenewLease, Role
+from shared.pixels.byte_transfer import ByteTransfer
 from shared.pixels.pixel_fetcher import PixelRequest
 from shared.randomness import SystemRandomness
 from shared.regions.region_classes import region_classes
@@ -361,6 +363,25 @@ async def test_an_abandoned_fetch_ends_there(world: World) -> None:
     world.server.encoder.gate.set()
     await until(lambda: not world.server.jobs.is_encoding)
     assert world.server.encoder.num_tiles == 1 < len(PIXELS)
+
+
+async def test_a_worker_that_hangs_is_not_pushed_to_beyond_its_lease(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_hanging = asyncio.Event()
+
+    async def hang(transfer: ByteTransfer, header: FrameHeader, payload: memoryview) -> None:
+        is_hanging.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ByteTransfer, "frame", hang)
+    fetching = world.fetch()
+    await is_hanging.wait()
+    (encoding,) = world.server.service._encodings.values()
+    world.server.service._expire(encoding.lease_until + 1.0)
+    await until(lambda: not world.server.service.num_unfinished)
+    await world.client.receiver.close()
+    assert await fetching is None
 
 
 async def test_leases_are_renewed_and_expire(world: World) -> None:

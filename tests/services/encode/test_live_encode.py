@@ -167,7 +167,7 @@ async def live(server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> 
         gateway, scheduler = await connected(GATEWAY), await connected("scheduler-1")
         monitor = HealthMonitor(gateway, clock, randomness, roles=("gateway",))
         check = partial(check_fetch, monitor.fleet, monitor.refusals)
-        holder = PixelHolder(gateway, Dialer(5.0), clock, check)
+        holder = PixelHolder(gateway, Dialer(5.0), check)
         it = Live(gateway, scheduler, holder, {}, {})
         await gateway.subscribe(tokens(GATEWAY), TokenBatch, it.take)
         await monitor.start()

@@ -25,11 +25,12 @@ from shared.errors import (
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.sealing.link_keys import LinkKeys
-from shared.messages import FetchPixels
+from shared.messages import Done, FetchPixels
 from shared.pixels.pixel_fetcher import PixelFetcher, PixelRequest
 from shared.pixels.pixel_frames import byte_header
 from shared.pixels.pixel_holder import PixelHolder, Regions, StoredImage
 from shared.randomness import SystemRandomness
+from tests.shared.kv_wire.support import RecordingSink
 from tests.support.canaries.memory import data_of
 from tests.support.waiting import until
 
@@ -85,7 +86,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
             raise InvalidRequest(f"worker-1 is not in {sorted(regions)}")
 
     dialer = Dialer(5.0, security="aead" if is_sealed else "none")
-    holder = PixelHolder(bus, dialer, clock, check, max_bytes=2 * len(PIXELS))
+    holder = PixelHolder(bus, dialer, check, max_bytes=2 * len(PIXELS))
     fetcher = PixelFetcher(bus, "worker-1", server, keys, clock, SystemRandomness())
     await holder.start()
     yield Pair(holder, fetcher, bus)
@@ -207,6 +208,16 @@ async def test_a_cancelled_fetch_ends_the_push(pair: Pair) -> None:
     await asyncio.gather(fetch, return_exceptions=True)
     await until(lambda: len(pair.holder._pushes) == 0)
     assert await pair.fetcher.fetch(REQUEST, 10.0) == PIXELS
+
+
+async def test_a_worker_that_hangs_is_not_pushed_to_beyond_the_deadline(pair: Pair) -> None:
+    hold(pair)
+    await pair.fetcher.fetch(REQUEST, 10.0)
+    (command,) = pair.bus.commands
+    command = msgspec.structs.replace(command, deadline_s=0.05)
+    pair.fetcher._receiver.expect(command.transfer_id, RecordingSink(asyncio.Event()))
+    await pair.bus.request("", "", command, Done, base_s=1.0)
+    await until(lambda: len(pair.holder._pushes) == 0)
 
 
 async def test_memory_is_bounded(pair: Pair) -> None:
