@@ -34,7 +34,7 @@ class HostedRevision:
 
     `worker_id` and `pid` are those of its process, which began at `started_at`, or None and 0
     without one. If `is_admitted`, its worker has been checked. `search` looks for its source, which
-    may be a download.
+    may be a download. If `is_gone`, the registry has it no longer, and its worker ends.
     """
 
     key: ModelKey
@@ -48,6 +48,7 @@ class HostedRevision:
     pid: int = 0
     started_at: float = 0.0
     is_admitted: bool = False
+    is_gone: bool = False
     silent_since: float | None = None
     load: WorkerLoad | None = None
     parking: asyncio.Future[None] | None = None
@@ -91,17 +92,19 @@ class HostedRevisions:
     def update(
         self, models: Mapping[str, RegisteredModel]
     ) -> tuple[list[HostedRevision], list[HostedRevision]]:
-        """Returns the revisions that changed beyond their digests, and those that have gone, or
-        come from another source now: call again once their workers have ended.
+        """Returns the revisions that changed beyond their digests or are back, and those that have
+        gone, or come from another source now: call again once their workers have ended.
         """
         wanted = {ModelKey(model.name, each.name): (model, each) for model, each in _all(models)}
         changed, gone = [], []
         for key, hosted in self.revisions.items():
             model, revision = wanted.get(key, (hosted.model, None))
-            if revision is None or _is_another(hosted, model, revision):
+            was_gone = hosted.is_gone
+            hosted.is_gone = revision is None or _is_another(hosted, model, revision)
+            if revision is None or hosted.is_gone:
                 gone.append(hosted)
                 continue
-            if _without_digests(hosted.model) != _without_digests(model):
+            if was_gone or _without_digests(hosted.model) != _without_digests(model):
                 changed.append(hosted)
             hosted.model, hosted.revision = model, revision
         for key, (model, revision) in wanted.items():

@@ -367,6 +367,8 @@ class HostService:
         else:
             hosted.pid = worker.pid
             log.info("worker_started", worker=worker_id, model=str(hosted.key), kv_bytes=kv_bytes)
+            if self._is_leaving or state.state == "stopping":  # since before it had a process
+                self._workers.signal(worker_id, signal.SIGTERM)
 
     async def _wake(self, hosted: HostedRevision, kv_bytes: int) -> None:
         began_at, worker_id = self._clock.now(), hosted.worker_id

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.host.budget import ModelKey
+from services.host.hosted_model import StartAction, StopAction
 from services.host.hosted_revisions import HostedRevision
 from services.host.records import Records
 from services.host.service import HostService
 from services.host.sources import ModelSource
 from services.host.workers import workers as module
+from services.host.workers.workers import Worker
 from shared.clock import MonotonicClock
-from shared.config import HostConfig
+from shared.config import HostConfig, WorkerConfig
 from shared.errors import ConfigError
 from shared.messages import Heartbeat
 from shared.model_registry.record import RegisteredModel, RegisteredRevision
 from shared.randomness import SystemRandomness
 from shared.regions.region_check import RegionCheck
 from tests.services.faults.test_item_faults import ERRORS
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 from tests.support.world.store import MemoryStore
 
 SOURCE = ModelSource(
@@ -196,3 +200,65 @@ async def test_admission_that_raises_kills_its_worker(
     )
     await host._background.idle()
     assert killed == ["worker-1.a"]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+async def test_model_that_is_changed_back_while_its_worker_ends_is_served_again(
+    host: HostService, *, is_removed: bool
+) -> None:
+    hosted = add_model(host, "a")
+    state = host.states.find(hosted.key)
+    assert state is not None
+    state.enter("starting", host._clock.now())
+    hosted.worker_id = "worker-1.a"
+    host._by_worker[hosted.worker_id] = hosted
+    as_before = {"a": hosted.model}
+    host._reader.models = {} if is_removed else {"a": replace(hosted.model, kv_dtype="fp8")}
+    host._on_registry()
+    (stop,) = host.states.next_actions(host._clock.now())
+    assert isinstance(stop, StopAction)
+    host._reader.models = as_before
+    host._on_registry()
+    host._on_end(Worker(worker_id="worker-1.a", pid=0, log_path=Path()), 0, "")
+    (start,) = host.states.next_actions(host._clock.now())
+    assert start == StartAction(hosted.key, "cpu", None)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_worker_that_is_unwanted_before_it_has_started_ends(
+    host: HostService, monkeypatch: pytest.MonkeyPatch, *, leaves: bool
+) -> None:
+    launching, signals = asyncio.Event(), []
+
+    async def launch(config: WorkerConfig, *, log_name: str) -> Worker:
+        await launching.wait()
+        return Worker(worker_id=config.process_id, pid=1, log_path=Path())
+
+    def end(worker_id: str, number: signal.Signals) -> None:
+        if launching.is_set():  # before, there is no process
+            signals.append(number)
+            host._on_end(Worker(worker_id=worker_id, pid=1, log_path=Path()), -number, "")
+
+    async def announce(state: str) -> None:
+        pass
+
+    monkeypatch.setattr(host._workers, "launch", launch)
+    monkeypatch.setattr(host._workers, "signal", end)
+    monkeypatch.setattr(host.health_monitor, "transition_to", announce)
+    hosted = add_model(host, "a")
+    for action in host.states.next_actions(host._clock.now()):
+        host._carry_out(action)
+    await until(lambda: host._by_worker)
+    if leaves:
+        leaving = asyncio.create_task(host.drain())
+        await until(lambda: host._is_leaving)
+    else:
+        host.states.remove(hosted.key)
+        for action in host.states.next_actions(host._clock.now()):
+            host._carry_out(action)
+    launching.set()
+    await until(lambda: signals == [signal.SIGTERM])
+    if leaves:
+        async with asyncio.timeout(LIMIT_S):
+            await leaving
+    assert (host._by_worker, hosted.worker_id) == ({}, None)
