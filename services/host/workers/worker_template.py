@@ -5,6 +5,7 @@ that are forked. This process has one thread, never computes and never touches a
 is nothing that a fork could break. Lines on standard input and output:
 
     ◀── WorkerSpec          ──▶ {"pid": …}, then once it has ended {"pid": …, "status": …}
+                            ──▶ or {"pid": 0, "failure": …}
 
 It ends with its host: on the end of its input, or by the kernel. Its workers end with it.
 
@@ -18,6 +19,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 
@@ -38,7 +40,8 @@ MODULES = (
 
 
 class TemplateReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A report of a template about `pid`, or that it is ready if `pid` is 0.
+    """A report of a template about `pid`. If `pid` is 0, the template is ready, or with a `failure`
+    it cannot fork.
 
     `status` is as in `os.waitstatus_to_exitcode`; None means that the process has
     just been started.
@@ -46,6 +49,7 @@ class TemplateReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
     pid: int
     status: int | None = None
+    failure: str = ""
 
 
 def import_worker() -> None:
@@ -88,13 +92,19 @@ def _wake_on_child_end() -> int:
 
 def _fork(line: bytes) -> None:
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # no process or no memory is left: the other workers go on
+        _report(TemplateReport(0, failure=error.strerror or "fork fails"))
+        return
     if pid:
         _report(TemplateReport(pid))
         return
     status = 1
     try:
         status = _become_worker(line, parent)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -233,7 +233,9 @@ class WorkerProcesses:
             except UNREADABLE:
                 log.warning("template_report_invalid", line=line[:200])
                 continue
-            if report.pid == 0:
+            if report.failure:
+                self._has_not_forked(template, report.failure)
+            elif report.pid == 0:
                 template.ready.set()
             elif report.status is None:
                 self._has_forked(template, report.pid)
@@ -249,6 +251,11 @@ class WorkerProcesses:
         worker = template.workers[pid] = self._registered(spec, pid)
         self._watch_end(template, pid)
         future.set_result(worker)
+
+    def _has_not_forked(self, template: _Template, failure: str) -> None:
+        _, future = template.starting.popleft()
+        if not future.done():
+            future.set_exception(ConfigError(f"cannot fork a worker: {failure}"))
 
     def _forked_ended(self, template: _Template, pid: int, status: int) -> None:
         worker = template.workers.pop(pid, None)
@@ -280,7 +287,7 @@ class WorkerProcesses:
 
     async def _forked(self, template: _Template, spec: WorkerSpec) -> Worker:
         """Forks a worker from the template. Raises _TemplateEnded if the template ends meanwhile,
-        TimeoutError if it is not ready, or does not fork.
+        TimeoutError if it is not ready, or does not reply, ConfigError if it cannot fork.
         """
         async with asyncio.timeout(TEMPLATE_WAIT_S):
             await template.ready.wait()

@@ -13,6 +13,8 @@ from services.host.workers import workers as module
 from services.host.workers.workers import WorkerProcesses, WorkerSpec, _Template
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
+from shared.errors import ConfigError
+from tests.support.waiting import until
 
 
 def hung_template() -> _Template:
@@ -50,3 +52,24 @@ async def test_late_launch_does_not_drop_the_template_that_replaced_its_own(
     with pytest.raises(TimeoutError):
         await workers._forked(new, spec)
     assert workers._template is None and new.replaced.is_set()
+
+
+async def test_template_that_cannot_fork_is_retained(tmp_path: Path) -> None:
+    workers = WorkerProcesses(
+        tmp_path, {}, MonotonicClock(), num_threads=1, on_end=lambda worker, status, words: None
+    )
+    workers._template = template = hung_template()
+    output = template.process.stdout = asyncio.StreamReader()
+    spec = WorkerSpec(
+        config=WorkerConfig(nats_url="nats://w:p@h:4222", process_id="w", model_dir=tmp_path),
+        log_path="",
+    )
+    starting = asyncio.create_task(workers._forked(template, spec))
+    reading = asyncio.create_task(workers._read(template))
+    await until(lambda: template.starting)
+    output.feed_data(b'{"pid":0,"failure":"Cannot allocate memory"}\n')
+    with pytest.raises(ConfigError, match="^cannot fork a worker: Cannot allocate memory$"):
+        await starting
+    output.feed_eof()
+    await reading
+    assert workers._template is template and not template.starting
