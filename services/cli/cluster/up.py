@@ -42,15 +42,15 @@ def run_up(options: UpOptions, *, is_check: bool) -> None:
 async def _up(options: UpOptions, *, is_check: bool) -> None:
     console, clock = Console(highlight=False), MonotonicClock()
     display = StartupDisplay(console, clock)
-    cluster = LocalCluster(
-        options,
-        clock,
-        state_parent=clusters_dir(),
-        report=display.report,
-    )
-    serving = start_awaited(_serve(cluster, display, console, clock, is_check=is_check))
-    _stop_on_signals(serving, cluster)
     try:
+        cluster = LocalCluster(
+            options,
+            clock,
+            state_parent=clusters_dir(),
+            report=display.report,
+        )
+        serving = start_awaited(_serve(cluster, display, console, clock, is_check=is_check))
+        _stop_on_signals(serving, cluster)
         with contextlib.suppress(asyncio.CancelledError):
             await serving
         console.print("stopped")

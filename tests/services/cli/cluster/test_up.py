@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,12 +24,13 @@ from services.cli.fleet.report import FleetReport
 from services.client.chat_request import ChatReply
 from services.client.first_answers import describe, first_requests
 from services.local.identity import read_key
+from services.local.plan import UpOptions
 from services.local.state import LocalClusterState, StateDir
 from services.worker.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.engine.executors.timing_executor import TimingExecutor
-from shared.errors import DependencyUnavailable
+from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.child_process import is_stopped
 from shared.subjects import credential_of
 from tests.services.cli.cluster.printed_commands import check_printed_commands
@@ -412,6 +414,20 @@ def test_time_between_tokens_that_came_at_once_is_left_out() -> None:
     reply = partial(ChatReply, text="", ttft_s=0.1, usage={}, hearth={"decode_worker": "d"})
     assert describe(reply(itl_s=(0.0, 0.00001))).startswith("first token 100.0 ms · cached 0")
     assert "ms · between tokens 2.0 ms (median) · " in describe(reply(itl_s=(0.002,)))
+
+
+async def test_start_that_is_refused_shows_the_cursor_again(
+    tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True)
+    monkeypatch.setattr(up, "Console", lambda **options: terminal)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = UpOptions(model_dir=chat_model, http_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="Address already in use"):
+            await up._up(options, is_check=False)
+    assert shown.getvalue().count("\x1b[?25l") == shown.getvalue().count("\x1b[?25h") == 1
 
 
 async def test_failed_first_request_is_an_error_only_with_check() -> None:
