@@ -79,8 +79,8 @@ class Records:
         text = msgspec.json.format(msgspec.json.encode(record)).decode()
         try:
             write_secret(self._path(ModelKey(*record.key)), text)
-        except OSError as error:
-            log.warning("record_not_written", model=record.key[0], error=one_line(error))
+        except ConfigError as error:
+            log.warning("record_not_written", model=record.key[0], error=error.message)
 
     def close(self) -> None:
         self._lock.close()

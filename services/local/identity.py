@@ -148,6 +148,6 @@ def read_key(path: Path | None) -> str | None:
 
 def save_key(path: Path, api_key: str) -> None:
     """Without a folder to write to, the next start makes another key."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ConfigError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_secret(path, f"{api_key}\n")

@@ -101,19 +101,22 @@ class StateDir:
 
     @classmethod
     def create(cls, parent: Path) -> StateDir:
-        """Creates a directory, and removes those of dead clusters. Raises ConfigError."""
+        """Creates a directory, and before it removes those of dead clusters, which may fill the
+        disk. Raises ConfigError.
+        """
+        _remove_dead(parent)
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = Path(tempfile.mkdtemp(prefix="", dir=parent))
-            lock = (path / ".lock").open("a")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_holder(lock)
-            (path / ".lock").rename(path / _LOCK)  # visible only once it is locked
+            try:
+                lock = _lock_new(path)
+                (path / "logs").mkdir(mode=0o700)
+                _make_scratch(path)
+            except OSError:
+                _remove(path)
+                raise
         except OSError as error:
             raise ConfigError(f"cannot store state in {parent}: {error.strerror}") from None
-        _remove_dead(parent, retained=path)
-        (path / "logs").mkdir(mode=0o700)
-        _make_scratch(path)
         return cls(path, lock)
 
     @classmethod
@@ -136,7 +139,7 @@ class StateDir:
             link.symlink_to(path)
         except OSError as error:
             raise ConfigError(f"cannot store state in {path}: {error.strerror}") from None
-        _remove_dead(parent, retained=link)
+        _remove_dead(parent)
         return cls(path, lock, link)
 
     def write_secret(self, name: str, text: str) -> Path:
@@ -164,11 +167,19 @@ class StateDir:
 
 
 def write_secret(path: Path, text: str) -> Path:
-    """Replaces the file atomically; only the owner can read it at any moment."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    Path(temporary).replace(path)
+    """Replaces the file atomically; only the owner can read it at any moment. Raises ConfigError,
+    and leaves the file as it was.
+    """
+    temporary = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 
@@ -256,11 +267,14 @@ def newest_cluster(parent: Path) -> tuple[Path, bool]:
 
 def _by_age(parent: Path) -> list[Path]:
     """Returns the directories of clusters, the newest first."""
-    try:
-        directories = [each for each in parent.iterdir() if (each / _LOCK).exists()]
-    except OSError:
-        return []
-    return sorted(directories, key=lambda each: (each / _LOCK).stat().st_mtime_ns, reverse=True)
+    found = []
+    with contextlib.suppress(OSError):
+        for each in parent.iterdir():
+            with contextlib.suppress(
+                OSError
+            ):  # another process removes it, or it is another user's
+                found.append(((each / _LOCK).stat().st_mtime_ns, each))
+    return [each for _, each in sorted(found, reverse=True)]
 
 
 def is_running(directory: Path) -> bool:
@@ -287,9 +301,9 @@ def _locked(directory: Path) -> IO[str] | None:
     return file
 
 
-def _remove_dead(parent: Path, *, retained: Path) -> None:
+def _remove_dead(parent: Path) -> None:
     for directory in _by_age(parent):
-        lock = None if directory == retained else _locked(directory)
+        lock = _locked(directory)
         if lock is not None:
             _remove(directory)
             lock.close()
@@ -301,6 +315,15 @@ def _remove(directory: Path) -> None:
         return
     shutil.rmtree((directory / _TMP).resolve(), ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _lock_new(path: Path) -> IO[str]:
+    """Returns the lock of a new directory, which is visible only once it is locked."""
+    lock = (path / ".lock").open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _write_holder(lock)
+    (path / ".lock").rename(path / _LOCK)
+    return lock
 
 
 def _make_scratch(path: Path) -> None:

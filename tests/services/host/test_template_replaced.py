@@ -68,7 +68,7 @@ async def test_template_that_cannot_fork_is_retained(tmp_path: Path) -> None:
     reading = asyncio.create_task(workers._read(template))
     await until(lambda: template.starting)
     output.feed_data(b'{"pid":0,"failure":"Cannot allocate memory"}\n')
-    with pytest.raises(ConfigError, match="^cannot fork a worker: Cannot allocate memory$"):
+    with pytest.raises(ConfigError, match=r"^cannot fork a worker: Cannot allocate memory$"):
         await starting
     output.feed_eof()
     await reading

@@ -1,9 +1,13 @@
+import contextlib
 import os
 import re
+import resource
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -165,6 +169,46 @@ def test_unwritable_state_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot store state"):
         StateDir.create(tmp_path / "file" / "clusters")
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process takes a byte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_full_disk_is_a_config_error_and_retains_nothing(tmp_path: Path) -> None:
+    kept = StateDir.open(tmp_path / "kept", tmp_path / "links")
+    kept.write_secret("kept.json", "{}")
+    with full_disk():
+        with pytest.raises(ConfigError, match="cannot store state in"):
+            StateDir.create(tmp_path / "clusters")
+        with pytest.raises(ConfigError, match=r"kept\.json cannot be written: File too large"):
+            kept.write_secret("kept.json", '{"a": 1}')
+    assert list((tmp_path / "clusters").iterdir()) == []
+    assert (kept.path / "kept.json").read_text() == "{}"
+    assert {each.name for each in kept.path.iterdir()} == {"kept.json", "lock", "logs", "tmp"}
+    kept.close(retain_logs=False)
+
+
+class Vanishing(type(Path())):  # type: ignore[misc]
+    """A folder whose entries are removed as soon as they have been listed."""
+
+    def iterdir(self) -> Iterator[Path]:
+        for each in super().iterdir():
+            yield each
+            shutil.rmtree(each)
+
+
+def test_cluster_that_vanishes_meanwhile_is_not_running(tmp_path: Path) -> None:
+    StateDir.create(tmp_path)
+    with pytest.raises(ConfigError, match="no local cluster is running"):
+        running_cluster(Vanishing(tmp_path))
 
 
 def test_state_directory_follows_xdg() -> None:
