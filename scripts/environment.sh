@@ -28,15 +28,25 @@ find_python() {
   fail "Python 3.11 or newer is needed and was not found (apt install python3, or set HEARTH_PYTHON)"
 }
 
+# Whether the programs of the environment $1 find their Python: not once the folder has been moved,
+# or the Python has been removed.
+has_python() {
+  local first
+  read -r first <"$1/bin/pip" && [[ -x "${first#\#!}" ]]
+}
+
 # Makes the environment $1, unless it is there already, with the Python $2 or one that is found.
 make_venv() {
-  local venv="$1" python="${2:-}"
-  [[ -x "$venv/bin/pip" ]] && return
+  local venv="$1" python="${2:-}" clear=""
+  if [[ -x "$venv/bin/pip" ]]; then
+    has_python "$venv" && return
+    clear=1
+  fi
   [[ -n "$python" ]] || python="$(find_python)"
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python has no venv module: apt install python3-venv"
   echo "Making $venv with $("$python" --version)"
-  "$python" -m venv "$venv"
+  "$python" -m venv ${clear:+--clear} "$venv"
 }
 
 has_nvidia_driver() {

@@ -107,6 +107,17 @@ def test_newer_python_is_preferred(machine: Machine) -> None:
     assert machine.calls[-1] == f"made -m venv {machine.root}/.venv"
 
 
+def test_environment_without_its_python_is_made_again(machine: Machine) -> None:
+    machine.add_venv()
+    machine.add("python3", f'[[ $1 == -c ]] && exit 0; echo "made $*" >> {machine.calls_path}')
+    machine.run("scripts/up")
+    assert not any(each.startswith("made") for each in machine.calls)
+    pip = machine.root / ".venv" / "bin" / "pip"
+    pip.write_text(f"#!{machine.root}/moved/.venv/bin/python3\n")
+    machine.run("scripts/up")
+    assert machine.calls[:2] == ["made --version", f"made -m venv --clear {machine.root}/.venv"]
+
+
 def test_missing_venv_module_names_its_package(machine: Machine) -> None:
     machine.add("python3", '[[ $2 == "import venv, ensurepip" ]] && exit 1; exit 0')
     result = machine.run("scripts/test")
