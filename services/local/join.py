@@ -83,6 +83,8 @@ def _reload(directory: Path) -> None:
     """Makes nats-server reload its configuration; connections stay open."""
     try:
         os.kill(signalled_process(directory / "nats.pid"), signal.SIGHUP)
+    except ProcessLookupError:
+        pass  # `hearth up` starts it again, which reads the configuration
     except OSError as error:
         raise ConfigError(f"cannot reload nats-server: {error}") from None
 

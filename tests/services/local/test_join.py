@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -37,7 +38,7 @@ from shared.transport.bus import NatsBus
 from tests.services.cli.in_process import call_hearth
 from tests.support.nats_clients import connect_ordered
 from tests.support.servers import RedisServer, free_port
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 
 OWNER = Credential("decode", "decode-1")
 
@@ -99,6 +100,17 @@ async def test_new_credential_works_without_disconnecting_others(
     await member.flush()
     assert losses == []
     await member.close()
+
+
+async def test_credential_that_is_added_between_two_starts_of_nats_is_there(
+    environ: dict[str, str],
+) -> None:
+    directory, _ = running_cluster(clusters_dir(environ))
+    pid = signalled_process(directory / "nats.pid")
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not Path("/proc", str(pid)).exists())
+    added = add_credential("worker", "worker-far", None, environ=environ)
+    assert added.credential.password in (directory / "nats.conf").read_text()
 
 
 def test_names_are_validated_or_generated(environ: dict[str, str]) -> None:
