@@ -28,7 +28,9 @@ class Restarts(msgspec.Struct, frozen=True):
 
 
 class SupervisionLog:
-    """Appends JSON lines like those of services. A full disk costs lines."""
+    """Appends JSON lines like those of services. A full disk costs lines, and so does a lack of
+    descriptors.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"{PROCESS}.log"
@@ -36,12 +38,12 @@ class SupervisionLog:
     def write(self, event: str, *, level: str = "warning", **fields: str) -> None:
         timestamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         line = {"timestamp": timestamp, "level": level, "event": event, "process": PROCESS} | fields
-        log = open_log(self.path)
-        try:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            log = open_log(self.path)
+            try:
                 os.write(log, f"{json_line(line, str)}\n".encode())
-        finally:
-            os.close(log)
+            finally:
+                os.close(log)
 
 
 class _SupervisionLine(msgspec.Struct):

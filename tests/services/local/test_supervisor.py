@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import time
@@ -285,4 +286,21 @@ async def test_start_that_raises_is_tried_again(
         patch.setattr(module, "start_child", AsyncMock(side_effect=error))
         os.kill(supervisor.pid_of("decode-1"), signal.SIGKILL)
         await recorder.until("decode-1", "restarting", 2)
+    await recorder.until("decode-1", "started", 2)
+
+
+async def test_process_is_restarted_once_there_are_descriptors_again(
+    supervisor: Supervisor, recorder: EventRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MIN_PAUSE_S", 0.01)
+    await supervisor.launch(spec("decode-1", SLEEPER))
+    supervisor.serve()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those that are open stay
+    try:
+        os.kill(supervisor.pid_of("decode-1"), signal.SIGKILL)
+        await recorder.until("decode-1", "ended")
+        await recorder.until("decode-1", "restarting")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     await recorder.until("decode-1", "started", 2)
