@@ -124,6 +124,16 @@ def test_large_folders_have_a_short_map():
         assert len(map_lines.splitlines()) <= MAX_MAP_LINES, located(readme, "the map is too long")
 
 
+def test_map_of_a_folder_names_all_its_modules_and_folders():
+    missing = []
+    for readme in (found for name in FOLDERS[:3] for found in (ROOT / name).rglob("README.md")):
+        text, folder = readme.read_text(), readme.parent
+        modules = [each.name for each in folder.glob("[!_]*.py")]
+        below = [f"{each.parent.name}/" for each in folder.glob("*/__init__.py")]
+        missing += [located(readme, each) for each in modules + below if each not in text]
+    assert missing == []
+
+
 def test_every_option_of_a_command_exists():
     group = typer.main.get_command(app)
     unknown = []
