@@ -216,19 +216,6 @@ class KvLayout(msgspec.Struct, frozen=True):
     def group_bytes_per_token(self, group: int) -> int:
         return len(self.groups[group].layers) * self._row_bytes
 
-    def growing_bytes_per_token(self) -> int:
-        """Returns the bytes of one token in the layers that see all keys."""
-        growing = (group for group in self.groups if group.state.reach is None)
-        return sum(len(group.layers) for group in growing) * self._row_bytes
-
-    def bounded_bytes(self) -> int:
-        """Returns the bytes of one sequence, at most, in the layers that see only its last keys."""
-        return self._row_bytes * sum(
-            len(group.layers) * group.state.reach.tokens
-            for group in self.groups
-            if group.state.reach is not None
-        )
-
     @property
     def block_bytes(self) -> int:
         return self.num_slots * self._row_bytes * self.block_size

@@ -84,7 +84,6 @@ class StoredPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="prefix"):
     data: bytes
 
 
-StoredText = StoredResponse | StoredPrefix
 Stored = (
     StoredTenant
     | StoredHash

@@ -30,8 +30,6 @@ import msgspec
 from shared.errors import ConfigError
 from shared.model_registry.record import MAX_REVISIONS, RegisteredModel, RegisteredRevision
 
-Revisions = tuple[RegisteredRevision, ...]
-
 
 def choose_revision(model: RegisteredModel, sample: float) -> RegisteredRevision | None:
     """Returns the revision of a request, by weight, or None if no revision with a weight has a

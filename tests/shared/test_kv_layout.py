@@ -82,11 +82,9 @@ def test_layers_that_would_make_too_many_groups_form_one() -> None:
     assert sizes(*[kv()] * 97, kv(Window(8)), kv(Window(9)), kv(Window(10))) == [(None, 100)]
 
 
-def test_bytes_are_split_into_growing_and_bounded() -> None:
+def test_bytes_of_a_block_are_those_of_its_group() -> None:
     scout = layout(*[kv() if layer % 4 == 3 else kv(Chunk(8192)) for layer in range(48)])
     row = 2 * 8 * 128 * 2
     assert scout.bytes_per_token == 48 * row
-    assert scout.growing_bytes_per_token() == 12 * row == 49_152
-    assert scout.bounded_bytes() == 36 * 8192 * row
     assert scout.block_bytes == 12 * row * 16
     assert scout.group_bytes_per_token(0) == 12 * row

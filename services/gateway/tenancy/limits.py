@@ -66,7 +66,6 @@ from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 log = structlog.get_logger(__name__)
 
 RENEW_S = LEASE_S / 3
-MAX_RENEWED = 4096
 MAX_SETTLED = 256  # settled requests per command; the rest follow
 # Tenants per round trip: with 1,000 tenants and a Redis at 200 ms, leases are renewed within 4 s.
 MAX_TENANTS = 64

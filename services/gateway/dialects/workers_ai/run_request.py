@@ -92,9 +92,6 @@ class RankedContext(msgspec.Struct, frozen=True):
     """The text to rank."""
 
 
-RankedContexts = Annotated[list[RankedContext], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
-
-
 Byte = Annotated[int, Meta(ge=0, le=255)]
 EmbeddedText = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
