@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import structlog
@@ -24,7 +25,12 @@ from services.worker.image_port import (
     takes_no_images,
     vision_of,
 )
-from services.worker.rank_leader import listening_for_ranks
+from services.worker.model_loading import (
+    load_grammars,
+    load_model,
+    load_with_ranks,
+    on_device,
+)
 from services.worker.role_and_standby import RoleAndStandby
 from services.worker.step_profiles import StepProfiles
 from shared.clock import Clock, MonotonicClock, process_age_s
@@ -33,17 +39,13 @@ from shared.engine.engine import Engine
 from shared.engine.executors.executor import Executor
 from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.executors.loading.freed_memory import use_one_arena
-from shared.engine.executors.loading.load_options import LoadOptions, OnPhase, ignore_phase
 from shared.engine.features import features_of
+from shared.engine.kv.ports import ReceivePort
 from shared.engine.loop import EngineLoop
-from shared.engine.parallel.mesh_shape import MeshShape
-from shared.engine.parallel.processes.join import HostListener
 from shared.engine.step import KvMemory
-from shared.engine.token_masks.mask_threads import MaskThreads
 from shared.engine.token_masks.worker_grammars import WorkerGrammars
+from shared.engine.vision.image_encoder import ImageEncoder
 from shared.engine.worker import EngineModel, EngineWorker
-from shared.errors import CheckpointError, ConfigError
-from shared.grammar.vocabulary import load_vocabulary
 from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
@@ -116,53 +118,30 @@ class WorkerProcess:
         return self._worker.health_monitor.report()
 
 
-def load_model(
-    config: WorkerConfig,
-    hosts: HostListener | None = None,
-    on_phase: OnPhase = ignore_phase,
-    times: StageTimes | None = None,
-) -> Executor:
-    """Loads the model. `hosts` listens for ranks of other hosts. Raises CheckpointError,
-    ConfigError.
-    """
-    with (times or StageTimes()).stage("torch"):  # other executors do not need it
-        from shared.engine.executors.load import load_executor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """A worker before its model is loaded: connected, with heartbeats that say that it starts."""
 
-    names = set(LoadOptions.__struct_fields__) & set(config.__struct_fields__)
-    options: dict[str, Any] = {name: getattr(config, name) for name in names}
-    options |= {"num_threads": config.num_threads or None, "has_row_kernels": True}
-    if not config.has_ranks:
-        return load_executor(config.model_dir, config.device, on_phase=on_phase, **options)
-    from shared.engine.executors.group.load_group import load_group
+    config: WorkerConfig
+    roles: WorkerRoles
+    bus: NatsBus
+    clock: Clock
+    randomness: Randomness
+    numbers: HeartbeatNumbers
+    heartbeats: StartHeartbeats
+    codec: CodecLoading
+    times: StageTimes
 
-    shape = MeshShape(config.tp, config.pp)
-    return load_group(config.model_dir, config.device, shape, hosts, on_phase, **options)
+    @property
+    def samples(self) -> bool:
+        return "decode" in self.roles.handled
 
 
-def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
-    """Returns the config with the device resolved and its defaults. Raises ConfigError."""
-    device = config.device
-    if device == "auto":
-        from shared.engine.executors.load import device_type  # imports torch
-
-        device = device_type(device)
-    return config.with_defaults_of(device, is_prefill_only="decode" not in roles)
-
-
-def load_grammars(
-    config: WorkerConfig, executor: Executor, roles: tuple[Role, ...]
-) -> WorkerGrammars | None:
-    """Returns None for a worker that samples no tokens, or whose vocabulary grammars cannot use."""
-    if "decode" not in roles:
-        return None
-    try:
-        vocabulary = load_vocabulary(
-            config.model_dir, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids
-        )
-    except CheckpointError as error:
-        log.warning("grammars_unavailable", reason=error.message)
-        return None
-    return WorkerGrammars(vocabulary, MaskThreads())
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    executor: Executor
+    grammars: WorkerGrammars | None
+    encoder: ImageEncoder | None
 
 
 async def build_worker(
@@ -179,6 +158,17 @@ async def build_worker(
     check(config)
     if is_encoding and vision_of(config) is None:
         raise takes_no_images(config)
+    start = await _connected(config, roles)
+    try:
+        model = await _load_parts(start, load)
+        return await _compose(start, model, is_encoding=is_encoding)
+    except BaseException:
+        await start.heartbeats.leave()
+        await start.bus.close()
+        raise
+
+
+async def _connected(config: WorkerConfig, roles: tuple[Role, ...]) -> _Start:
     times = StageTimes()
     times.add("imports", process_age_s())  # since the process began
     worker_roles = WorkerRoles(roles, WORKER_ROLES.get(config.announce, ()))
@@ -193,69 +183,87 @@ async def build_worker(
     heartbeats = StartHeartbeats(
         *(bus, clock, numbers, worker_roles), region=config.region, model=config.served_name
     )
-    codec = _codec_loading(config)
-    try:
-        with bus.expecting_gaps():  # imports hold the event loop up
-            await heartbeats.start()
-            with times.stage("load"):
-                executor = await _loaded(config, bus, load or _loading(heartbeats, times))
-            with times.stage("grammars"):
-                grammars = await asyncio.to_thread(load_grammars, config, executor, roles)
-            encoder = None
-            if load is None and (vision := vision_of(config)) is not None:
-                with times.stage("encoder"):
-                    encoder = await load_image_encoder(config, vision, executor.numerics.dtype)
-    except BaseException:
-        await heartbeats.leave()
-        await bus.close()
-        raise
-    engine = _engine(config, executor)
-    data_plane = _data_plane(config, executor, clock, randomness, codec)
-    receive_port = None
-    if "decode" in roles:
-        try:
-            with times.stage("receive_port"):
-                receive_port = await data_plane.receive_port()
-        except ConfigError:
-            await heartbeats.leave()
-            await bus.close()
-            raise
-    targets = () if receive_port is None else receive_port.targets
-    site = _site_for_kv(config, targets)
-    worker = EngineWorker(
+    return _Start(
+        config=config,
+        roles=worker_roles,
         bus=bus,
         clock=clock,
         randomness=randomness,
-        loop=EngineLoop(engine, executor, clock),
-        served=_served(
-            config,
-            executor,
-            engine,
-            features_of(
-                has_vocabulary=grammars is not None or "decode" not in roles,
-                takes_kv_from_sites=bool(site),
-                takes_images=encoder is not None,
-            ),
-        ),
-        roles=worker_roles,
-        region=config.region,
-        kv_targets=targets,
-        frame_counts=None if receive_port is None else receive_port.counts,
-        on_device_lost=lambda: os._exit(DEVICE_LOST_STATUS),
-        max_pinned_share=config.max_pinned_share,
         numbers=numbers,
+        heartbeats=heartbeats,
+        codec=_codec_loading(config),
+        times=times,
     )
+
+
+async def _load_parts(start: _Start, load: Callable[..., Executor] | None) -> _LoadedModel:
+    """Loads the model with `load` (default: `load_model`, and with it the encoder of images)."""
+    config, times = start.config, start.times
+    encoder: ImageEncoder | None = None
+    load_executor = load or partial(load_model, on_phase=start.heartbeats.enter, times=times)
+    with start.bus.expecting_gaps():  # imports hold the event loop up
+        await start.heartbeats.start()
+        with times.stage("load"):
+            executor = await load_with_ranks(config, start.bus, load_executor)
+        with times.stage("grammars"):
+            handled = start.roles.handled
+            grammars = await asyncio.to_thread(load_grammars, config, executor, handled)
+        if load is None and (vision := vision_of(config)) is not None:
+            with times.stage("encoder"):
+                encoder = await load_image_encoder(config, vision, executor.numerics.dtype)
+    return _LoadedModel(executor, grammars, encoder)
+
+
+async def _compose(start: _Start, model: _LoadedModel, *, is_encoding: bool) -> WorkerProcess:
+    config, executor, times = start.config, model.executor, start.times
+    engine = _engine(config, executor)
+    data_plane = _data_plane(config, executor, start.clock, start.randomness, start.codec)
+    receive_port = None
+    if start.samples:
+        with times.stage("receive_port"):
+            receive_port = await data_plane.receive_port()
+    site = _site_for_kv(config, () if receive_port is None else receive_port.targets)
+    worker = _engine_worker(start, model, engine, receive_port, takes_kv_from_sites=bool(site))
     handlers: list[Handlers] = []
-    if encoder is not None:
-        images = worker, clock, randomness
-        encoding = await open_images(config, encoder, *images, is_encoding=is_encoding)
+    if model.encoder is not None:
+        images = worker, start.clock, start.randomness
+        encoding = await open_images(config, model.encoder, *images, is_encoding=is_encoding)
         handlers += [] if encoding is None else [encoding]
-    if "prefill" in roles:
+    if "prefill" in start.roles.handled:
         with times.stage("push_port"):
             handlers.append(PrefillService(worker, await data_plane.push_port()))
     if receive_port is not None:
-        handlers.append(DecodeService(worker, receive_port, grammars, site=site))
-    return WorkerProcess(worker, handlers, bus, heartbeats, times)
+        handlers.append(DecodeService(worker, receive_port, model.grammars, site=site))
+    return WorkerProcess(worker, handlers, start.bus, start.heartbeats, times)
+
+
+def _engine_worker(
+    start: _Start,
+    model: _LoadedModel,
+    engine: Engine,
+    receive_port: ReceivePort | None,
+    *,
+    takes_kv_from_sites: bool,
+) -> EngineWorker:
+    features = features_of(
+        has_vocabulary=model.grammars is not None or not start.samples,
+        takes_kv_from_sites=takes_kv_from_sites,
+        takes_images=model.encoder is not None,
+    )
+    return EngineWorker(
+        bus=start.bus,
+        clock=start.clock,
+        randomness=start.randomness,
+        loop=EngineLoop(engine, model.executor, start.clock),
+        served=_served(start.config, model.executor, engine, features),
+        roles=start.roles,
+        region=start.config.region,
+        kv_targets=() if receive_port is None else receive_port.targets,
+        frame_counts=None if receive_port is None else receive_port.counts,
+        on_device_lost=lambda: os._exit(DEVICE_LOST_STATUS),
+        max_pinned_share=start.config.max_pinned_share,
+        numbers=start.numbers,
+    )
 
 
 def _site_for_kv(config: WorkerConfig, targets: KvTargets) -> str:
@@ -269,10 +277,6 @@ def _site_for_kv(config: WorkerConfig, targets: KvTargets) -> str:
     return ""
 
 
-def _loading(heartbeats: StartHeartbeats, times: StageTimes) -> Callable[..., Executor]:
-    return partial(load_model, on_phase=heartbeats.enter, times=times)
-
-
 def _codec_loading(config: WorkerConfig) -> CodecLoading:
     """On CUDA it begins at once, on cores that are idle. On a CPU the model's own kernels, which
     are compiled first, include it. Ranks load their own.
@@ -281,12 +285,6 @@ def _codec_loading(config: WorkerConfig) -> CodecLoading:
     if config.device.startswith("cuda") and not config.has_ranks:
         codec.begin()
     return codec
-
-
-async def _loaded(config: WorkerConfig, bus: NatsBus, load: Callable[..., Executor]) -> Executor:
-    async with listening_for_ranks(config, bus) as hosts:
-        arguments = () if hosts is None else (hosts,)
-        return await asyncio.to_thread(load, config, *arguments)
 
 
 def _data_plane(

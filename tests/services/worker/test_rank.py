@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from services.worker.model_loading import load_model
 from services.worker.rank_leader import listening_for_ranks
-from services.worker.worker import build_worker, load_model
+from services.worker.worker import build_worker
 from shared.config import RankConfig, WorkerConfig
 from shared.engine.executors.group.group_executor import GroupExecutor
 from shared.engine.parallel.processes.join import HostListener

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from services.worker.worker import load_model, on_device
+from services.worker.model_loading import load_model, on_device
 from shared.config import WorkerConfig
 from shared.engine.executors.group import load_cuda_rank
 from shared.engine.executors.group.messages import DeviceSetup
