@@ -164,7 +164,7 @@ LAYERS = {
     "services/gateway": (
         "service | app nats_api sites | reference | dialects operator | http | request | models | "
         "structured | output preparation receipts tenancy | observability text | "
-        "images schemas streams"
+        "images schemas streams | body_budget"
     ),
     "services/scheduler/residency": (
         "keeper policies | demand_policy lru_policy devices"

@@ -30,8 +30,8 @@ import uvloop
 from PIL import Image
 
 from benchmarks.report import Row, at_most, write_result
+from services.gateway.body_budget import BodyBudget
 from services.gateway.dialects.openai.dialect import CHAT
-from services.gateway.http.body_budget import BodyBudget
 from services.gateway.models.model_check import checked_files
 from services.gateway.models.preparation_pools import PREPARATION_PROCESS
 from services.gateway.models.served_text import ServedModel, TextLoader, process_setup

@@ -10,11 +10,11 @@ import msgspec
 import structlog
 
 from services.gateway.app import build_app
+from services.gateway.body_budget import BodyBudget
 from services.gateway.dialects.dialect import Dialect, DialectParts
 from services.gateway.dialects.dialect_table import DIALECTS
 from services.gateway.dialects.open_dialects import OpenDialects
 from services.gateway.dialects.transport_parts import TransportParts
-from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.server import WebServer
 from services.gateway.images.pixel_access import open_pixel_holder
 from services.gateway.models.gateway_models import GatewayModels

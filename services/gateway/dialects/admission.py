@@ -17,6 +17,7 @@ from typing import Any
 from litestar.types import ASGIApp, Empty, Receive, Scope, Send
 from litestar.utils.scope.state import ScopeState
 
+from services.gateway.body_budget import BodyBytes
 from services.gateway.dialects.route_options import (
     BODY_KIND,
     IS_FREE,
@@ -25,7 +26,6 @@ from services.gateway.dialects.route_options import (
     TAKES_IMAGES,
 )
 from services.gateway.dialects.transport_parts import TransportParts
-from services.gateway.http.body_budget import BodyBytes
 from services.gateway.http.body_encoding import BodyEncoding
 from services.gateway.http.headers import authorization_of, header_of
 from services.gateway.http.server import ON_AUTHENTICATED

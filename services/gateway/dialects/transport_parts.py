@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.gateway.body_budget import BodyBudget
 from services.gateway.dialects.open_dialects import OpenDialects
-from services.gateway.http.body_budget import BodyBudget
 from services.gateway.observability.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys

@@ -15,8 +15,8 @@ from functools import partial
 
 import structlog
 
+from services.gateway.body_budget import BodyBytes
 from services.gateway.dialects.transport_parts import TransportParts
-from services.gateway.http.body_budget import BodyBytes
 from services.gateway.http.errors import RouteNotFound
 from services.gateway.nats_api.endpoints import ApiEndpoint
 from services.gateway.nats_api.generation import write_response

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
-from services.gateway.images.addresses.image_fetcher import Budget
+from services.gateway.body_budget import BodyBudget
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.observability.telemetry.request_record import RequestRecord
 from services.gateway.preparation.preparation_pool import MAX_BATCH, PreparationPool
@@ -111,7 +111,7 @@ class Preparer:
         randomness: Randomness,
         *,
         max_payload_bytes: Callable[[], int],
-        budget: Budget,
+        budget: BodyBudget,
     ) -> Self:
         """Makes a Preparer with its capacity. `num_open`: returns the number of requests that run.
         `max_payload_bytes`: returns the bytes that one message on the bus may have. `budget`: of

@@ -14,11 +14,11 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import httpx
 import msgspec
 
+from services.gateway.body_budget import BodyBudget, BodyBytes
 from services.gateway.images.addresses.allowed_hosts import Address, AllowedHosts, is_public
 from services.gateway.images.input_image import InputImage, bad_image
 from shared.background import start_awaited
@@ -33,33 +33,6 @@ HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "he
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # returns IP addresses
 
 
-class Budget(Protocol):
-    """The bytes of bodies, which fetched images belong to."""
-
-    def add(self, tenant_id: str, num_bytes: int) -> None:
-        """Raises Overloaded, and counts nothing, beyond a limit."""
-        ...
-
-    def remove(self, tenant_id: str, num_bytes: int) -> None: ...
-
-
-class FetchedBytes:
-    """Counts the bytes of a request's fetched images until `release`."""
-
-    def __init__(self, budget: Budget, tenant_id: str) -> None:
-        self._budget = budget
-        self._tenant_id = tenant_id
-        self._num_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        self._budget.add(self._tenant_id, num_bytes)
-        self._num_bytes += num_bytes
-
-    def release(self) -> None:
-        self._budget.remove(self._tenant_id, self._num_bytes)
-        self._num_bytes = 0
-
-
 async def resolve(host: str, port: int) -> Sequence[str]:
     """Returns the addresses of a name. Raises OSError."""
     loop = asyncio.get_running_loop()
@@ -71,7 +44,7 @@ class ImageFetcher:
     def __init__(
         self,
         hosts: AllowedHosts,
-        budget: Budget,
+        budget: BodyBudget,
         *,
         resolve: Resolve = resolve,
         may_connect: Callable[[str], bool] = is_public,
@@ -91,11 +64,11 @@ class ImageFetcher:
         self._max_bytes = max_bytes
         self._places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    def bytes_of(self, tenant_id: str) -> FetchedBytes:
-        return FetchedBytes(self._budget, tenant_id)
+    def bytes_of(self, tenant_id: str) -> BodyBytes:
+        return self._budget.body(tenant_id)
 
     async def fetched(
-        self, images: Sequence[InputImage], counted: FetchedBytes
+        self, images: Sequence[InputImage], counted: BodyBytes
     ) -> tuple[InputImage, ...]:
         """Returns the images with the bytes of those that have an address. Raises InvalidRequest,
         which names the image, and Overloaded for more bytes than the tenant may have.
@@ -118,7 +91,7 @@ class ImageFetcher:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _bytes(self, image: InputImage, address: Address, counted: FetchedBytes) -> bytes:
+    async def _bytes(self, image: InputImage, address: Address, counted: BodyBytes) -> bytes:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._download(image, address, counted)
@@ -130,7 +103,7 @@ class ImageFetcher:
             reason = f"the image cannot be fetched: {type(error).__name__}"
         raise bad_image(image.place, reason)
 
-    async def _download(self, image: InputImage, address: Address, counted: FetchedBytes) -> bytes:
+    async def _download(self, image: InputImage, address: Address, counted: BodyBytes) -> bytes:
         (scheme, host, port), target = address
         ip = await self._checked_ip(image, host, port)
         shown = f"[{ip}]" if ":" in ip else ip

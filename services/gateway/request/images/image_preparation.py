@@ -7,8 +7,9 @@ from typing import Self
 
 import msgspec
 
+from services.gateway.body_budget import BodyBudget
 from services.gateway.images.addresses.allowed_hosts import AllowedHosts
-from services.gateway.images.addresses.image_fetcher import Budget, ImageFetcher
+from services.gateway.images.addresses.image_fetcher import ImageFetcher
 from services.gateway.images.input_image import ImageContext
 from services.gateway.models.served_text import ServedModel, ServedText
 from services.gateway.request.images.image_prompts import check_images
@@ -29,7 +30,7 @@ class ImagePreparation:
         self._fetcher = fetcher
 
     @classmethod
-    def of(cls, config: GatewayConfig, budget: Budget) -> Self:
+    def of(cls, config: GatewayConfig, budget: BodyBudget) -> Self:
         """`budget`: of bodies, which the bytes of fetched images belong to."""
         return cls(
             ImageContext(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from msgspec import structs
 
-from services.gateway.http.body_budget import BodyBudget
+from services.gateway.body_budget import BodyBudget
 from services.gateway.images.addresses.allowed_hosts import AllowedHosts, is_public
 from services.gateway.images.addresses.image_fetcher import ImageFetcher
 from services.gateway.images.input_image import InputImage

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.body_budget import BodyBudget
 from services.gateway.dialects.openai.chat import CHAT_FIELDS
 from services.gateway.dialects.openai.errors import envelope
 from services.gateway.dialects.prefixes.bodies import PrefixBody, prompt_of
-from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.errors import MAX_MESSAGE_CHARS
 from shared.errors import InvalidRequest, Overloaded, PayloadTooLarge
 
