@@ -17,8 +17,8 @@ import structlog
 
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, SITE_INTERVAL_S
 from shared.messages import MAX_LINKS, LinkLoad
-from shared.sites.site_states import printable
 from shared.subjects import ANY, at_site
+from shared.telemetry.log_text import printable
 from shared.transport.site_bytes import SiteBytes
 
 log = structlog.get_logger(__name__)
@@ -102,7 +102,7 @@ class LinkLoads:
             log.warning("link_cut", site=site, region=link.region, since_s=round(CUT_S), **why)
 
     def _count_sent_to_all(self) -> None:
-        """What went to all sites crossed the links that are connected."""
+        """Adds the bytes that were sent to all sites to each link that is connected."""
         sent = self._site_bytes.sent[ANY]
         for link in self._links.values():
             if not link.is_cut:

@@ -28,6 +28,7 @@ from shared.messages import (
 )
 from shared.pixels.pixel_frames import IMAGES_FEATURE
 from shared.subjects import SITE_SEPARATOR, is_at_site, site_in
+from shared.telemetry.log_text import printable
 
 MAX_STATE_MODELS = 1024
 COUNTERS_EVERY = 5  # states of one gateway: speeds change slowly, and counters are long
@@ -128,11 +129,6 @@ def models_of_sites(fleet: Fleet) -> dict[str, list[str]]:
         if site is not None and each.model is not None:
             found.setdefault(site, set()).add(printable(each.model.name))
     return {site: sorted(names) for site, names in found.items()}
-
-
-def printable(text: str) -> str:
-    """Returns a text of another site without what a terminal would obey."""
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _workers(fleet: Fleet, role: WorkerRole) -> Iterator[Heartbeat]:

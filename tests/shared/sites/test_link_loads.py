@@ -85,11 +85,8 @@ def test_the_reason_for_refused_states_stays_as_long_as_they_come() -> None:
     seen.states("b", 0.0)
     seen.links.refused("b", "a\x1b[2Jreason" + "." * 1000, 0.5)
     (link,) = seen.at(1.0)
-    assert (link.is_cut, link.problem[:11], len(link.problem)) == (
-        False,
-        "a?[2Jreason",
-        MAX_PROBLEM,
-    )
+    assert (link.is_cut, len(link.problem)) == (False, MAX_PROBLEM)
+    assert link.problem.startswith(r"a\x1b[2Jreason")
     assert seen.at(0.6 + CUT_S)[0].problem == ""
 
 

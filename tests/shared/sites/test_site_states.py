@@ -327,7 +327,7 @@ def test_names_of_other_sites_are_printable() -> None:
     card = model_card(name="\x1b[2Jm\n")
     for each in (heartbeat("b/gw/00ff", model=card), heartbeat("d1")):
         fleet.observe(each, 0.0)
-    assert models_of_sites(fleet) == {"b": ["?[2Jm?"]}
+    assert models_of_sites(fleet) == {"b": [r"\x1b[2Jm\n"]}
 
 
 def test_a_flood_of_states_is_not_even_read() -> None:
