@@ -38,7 +38,7 @@ class CodecLoading:
         self._loading: asyncio.Task[FrameCodec | None] | None = None
 
     def begin(self) -> None:
-        """Its loops may have to be compiled, which takes seconds, beside the weights."""
+        """Starts loading: compiling the loops takes seconds, while weights are read. Idempotent."""
         if self._loading is None:
             loading = asyncio.to_thread(load_codec, self._kv_compression, CODED_DTYPE)
             self._loading = start_awaited(loading)

@@ -278,8 +278,8 @@ def _site_for_kv(config: WorkerConfig, targets: KvTargets) -> str:
 
 
 def _codec_loading(config: WorkerConfig) -> CodecLoading:
-    """On CUDA it begins at once, on cores that are idle. On a CPU the model's own kernels, which
-    are compiled first, include it. Ranks load their own.
+    """Returns the codec of KV. On CUDA its loading has begun, on cores that are idle. On a CPU the
+    model's own kernels, which are compiled first, include it. Ranks load their own.
     """
     codec = CodecLoading(config.kv_compression)
     if config.device.startswith("cuda") and not config.has_ranks:

@@ -1,4 +1,4 @@
-"""One request's story: what each process did for it, and for how long. No I/O.
+"""The timeline of one request: what each process did for it, and for how long. No I/O.
 
 A gateway builds the `Timeline` of each of its requests from its own clock and from the durations
 that workers and schedulers report, keeps the last ones, and answers `hearth trace` and

@@ -83,7 +83,7 @@ def first_half(sign_mantissa, lower, upper, base_bits):
 
 @triton.jit
 def second_half(sign_mantissa, lower, upper, base_bits):
-    """Like first_half."""
+    """Computes the other weight of each byte, with the operands of `first_half`."""
     if _IS_INTERPRETED:
         code = (lower >> 4) | (upper & 0xF0)
         return _join_fields(sign_mantissa, code, base_bits)

@@ -216,8 +216,8 @@ class Catalog:
         return sorted(heartbeat.process_id for heartbeat in self._fleet.live(role))
 
     def _decodes(self) -> list[Heartbeat]:
-        """Whether any live worker decodes the gateway's model, or any model if it has none of its
-        own.
+        """Returns the last heartbeats of live workers that decode the gateway's model, or any model
+        if it has none of its own.
         """
         live = self._fleet.live("decode")
         return [each for each in live if not self.name or _serves(each, self.name)]

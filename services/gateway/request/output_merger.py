@@ -77,8 +77,6 @@ class OutputMerger:
     def close(self) -> None:
         """Ends the response: its last byte has left, or its client has. Idempotent. Drops the
         references back to this object, since a cycle is freed only by a full collection.
-
-        Drops what refers back to this object: a cycle is freed only with many others.
         """
         self.unsent.close()
         for each in self.outputs:

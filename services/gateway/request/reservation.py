@@ -40,14 +40,11 @@ class Reservation:
         on_end: Callable[[Reservation], None],
         on_close: Callable[[Reservation], None],
     ) -> None:
-        """`lease`: is replaced when the tokens are charged. `model`: is set when it is chosen, one
-        for all prompts of the response. `receipt`: is set when they are known, if there is one.
-        """
         self.record = record
         self.request_id = record.request_id
-        self.model: ServedModel | None = None
-        self.receipt: ReceiptDraft | None = None
-        self.lease = lease
+        self.model: ServedModel | None = None  # of all prompts of the response, once it is chosen
+        self.receipt: ReceiptDraft | None = None  # set before the requests are sent, if wanted
+        self.lease = lease  # replaced when the tokens are charged
         self.num_prompts = 0  # the prompts that the gateway holds until the response has closed
         self._on_end = on_end
         self._on_close = on_close

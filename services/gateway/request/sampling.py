@@ -106,8 +106,6 @@ class SamplingFields(ConstraintFields, frozen=True, kw_only=True):
         """Returns the wire's form, with the defaults of the model's files. `bad_words`: the tokens
         of each word. Raises InvalidRequest for options that contradict each other or the
         vocabulary.
-
-        Raises InvalidRequest for options that contradict each other or the vocabulary.
         """
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:

@@ -111,7 +111,7 @@ class SiteWithdrawals:
         return self._positions.get(site) != self._last and self._homes.is_heard(site)
 
     async def _send(self, site: str) -> None:
-        """One site that does not reply holds up no other one."""
+        """Sends a site its orders. Never raises, so that one site does not delay the others."""
         with failing_alone("withdrawals_not_sent", site=site):
             try:
                 confirmed = await self._send_orders(site)

@@ -40,9 +40,6 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     """The defaults in `generation_config.json`. `do_sample`: false makes greedy decoding the
     default, whatever the other fields are. A missing value, which `generate` of transformers reads
     as false, has no effect here.
-
-    `do_sample`: false makes greedy decoding the default, whatever the other fields are. A missing
-    value, which `generate` of transformers reads as false, has no effect here.
     """
 
     do_sample: bool | None = None

@@ -101,10 +101,8 @@ class PromptTokenizer:
 
     def spellings(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that spell this text in an output, that of the text alone
-        first. Of a text that is no added token, the outer tokens may also hold spaces or a full
+        first. The outer tokens of a text that is no added token may also hold spaces or a full
         stop.
-
-        Of a text that is no added token, the outer tokens may hold spaces or a full stop besides.
         """
         added = self.added_token_id(text)
         if added is not None:

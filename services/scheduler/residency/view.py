@@ -44,7 +44,7 @@ class Resident:
 
     @property
     def standby_bytes(self) -> int:
-        """Its bytes on the device in standby."""
+        """The bytes that the model takes on the device in standby."""
         return self.weights_bytes - self.offloaded_bytes
 
     @property

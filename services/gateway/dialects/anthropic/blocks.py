@@ -58,7 +58,7 @@ class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document
 
 
 class SearchResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="search_result"):
-    """Of the client's own search."""
+    """A result of the client's own search."""
 
     source: str
     """Where the result comes from, for example a URL."""
@@ -92,7 +92,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
 
 
 class _OfServer(msgspec.Struct, frozen=True, tag_field="type", tag=True):
-    """What a server ran, and tells the model by itself: it is left out."""
+    """A call that the API's server ran, or its result. Prompts leave it out."""
 
 
 class ServerToolUse(_OfServer, frozen=True, tag="server_tool_use"): ...

@@ -22,8 +22,6 @@ def to_prompts(
     """Returns the prompts. The `param` of each is its position, such as `prompt[3]`, which errors
     name. Raises InvalidRequest if `given` mixes kinds or is empty, and PayloadTooLarge for more
     than `most`.
-
-    Raises InvalidRequest if `given` mixes kinds or is empty, PayloadTooLarge for more than `most`.
     """
     if isinstance(given, str):
         return [TextPrompt(given, param, add_special_tokens)]

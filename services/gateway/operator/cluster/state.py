@@ -36,7 +36,7 @@ Fields = dict[str, Any]
 
 
 class ClusterLists(msgspec.Struct, frozen=True, kw_only=True):
-    """What a delta sends whole. `figures` are of the last minute, of all gateways."""
+    """The lists that each delta contains in full. `figures`: all gateways, last minute."""
 
     figures: FleetFigures | None
     rejected: tuple[Rejection, ...]

@@ -1,4 +1,4 @@
-// One request's story as a waterfall: every phase a bar, every try a block of rows.
+// The timeline of one request as a waterfall: every phase a bar, every try a block of rows.
 
 import { keyOf, request } from "./api.js";
 import { byId, bytes, count, make, seconds, setText } from "./dom.js";

@@ -1,7 +1,5 @@
 """Lua scripts for stored responses, each one atomic step. Times are unix seconds.
 `shared/tenancy/stored_responses.py` has the keys.
-
-`shared/tenancy/stored_responses.py` has the keys.
 """
 
 from __future__ import annotations
