@@ -527,27 +527,51 @@ def permissions(
     """Returns the minimal permissions that the credential's processes need. `is_linked`: its site
     has links to others. `region_classes` are those that contain the region.
     """
-    own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer" or role == "operator":
-        commands: tuple[str, ...] = (_TRACE, READ_FLEET, _FLEET, _LIST_MODELS)
-        if role == "operator":
-            commands = (*commands, *_LIFECYCLE, *_PROFILE, *_TENANT_KV, _HOST_MODELS)
-            commands = (*commands, READ_KV_ELSEWHERE)
-        sent = (sent_by(subject, f"{credential}.*") for subject in commands)
-        return Permissions(
-            publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS))
-        )
+        return _reader_permissions(role, credential)
     if role == "client":
-        return Permissions(
-            publish=(
-                api_request("*", credential),
-                api_cancel(credential, "*.*"),
-                f"{SERVICES}.>",
-            ),
-            subscribe=(f"{client_inbox(credential)}>",),
-        )
+        return _client_permissions(credential)
     any_instance = f"{credential}.*"
     roles: tuple[Role, ...] = _PREFILL_AND_DECODE if role == "worker" else (role,)
+    publish, own, shared = _subjects_at_home(role, roles, any_instance, region)
+    if is_linked:
+        sent, received = _subjects_of_links(roles, any_instance)
+        publish, shared = [*publish, *sent], [*shared, *received]
+    data = [each for each in publish if carries_data(each)]
+    data_received = [each for each in (*own, *shared) if carries_data(each)]
+    for region_class in region_classes:
+        publish += [in_class(each, region_class) for each in data]
+        shared += [in_class(each, region_class) for each in data_received]
+    return Permissions(
+        publish=tuple(sent_by(subject, any_instance) for subject in publish),
+        subscribe=(f"{inbox_prefix(any_instance)}.>", *map(from_anyone, shared)),
+    )
+
+
+def _reader_permissions(role: Literal["observer", "operator"], credential: str) -> Permissions:
+    any_instance = f"{credential}.*"
+    own_inbox = f"{inbox_prefix(any_instance)}.>"
+    commands: tuple[str, ...] = (_TRACE, READ_FLEET, _FLEET, _LIST_MODELS)
+    if role == "operator":
+        commands = (*commands, *_LIFECYCLE, *_PROFILE, *_TENANT_KV, _HOST_MODELS)
+        commands = (*commands, READ_KV_ELSEWHERE)
+    sent = (sent_by(subject, any_instance) for subject in commands)
+    return Permissions(publish=(own_inbox, *sent), subscribe=(own_inbox, from_anyone(HEARTBEATS)))
+
+
+def _client_permissions(credential: str) -> Permissions:
+    return Permissions(
+        publish=(api_request("*", credential), api_cancel(credential, "*.*"), f"{SERVICES}.>"),
+        subscribe=(f"{client_inbox(credential)}>",),
+    )
+
+
+def _subjects_at_home(
+    role: CredentialRole, roles: tuple[Role, ...], any_instance: str, region: str
+) -> tuple[list[str], list[str], list[str]]:
+    """Returns the subjects that the processes send to, those that each has for itself, and those
+    that they receive besides.
+    """
     publish = [f"{PREFIX}.*.*.*.alive"]
     if role == "worker":
         publish.append(heartbeat(roles, any_instance, region))
@@ -565,26 +589,25 @@ def permissions(
     if role in ("worker", *_PREFILL_AND_DECODE):
         publish.append(join_ranks(any_instance))
         shared.append(join_ranks(any_instance))
-    for each in roles if is_linked else ():
+    return publish, own, shared
+
+
+def _subjects_of_links(roles: tuple[Role, ...], any_instance: str) -> tuple[list[str], list[str]]:
+    """Returns the subjects of other sites that the processes send to, and those they receive."""
+    publish: list[str] = []
+    shared: list[str] = []
+    for each in roles:
         publish += [f"{_SITE}.*.{to}.*.*.{verb}" for to, verb in _SENT_TO_SITES.get(each, ())]
         received = _RECEIVED_FROM_SITES.get(each, ())
         shared += [from_sites(to, any_instance, verb) for to, verb in received]
-    if is_linked and role in ("gateway", "scheduler"):
+    if "gateway" in roles or "scheduler" in roles:
         shared.append(STATES_OF_SITES)
-    if is_linked and role == "gateway":  # it requests prefills as a decode worker does
+    if "gateway" in roles:  # it requests prefills as a decode worker does
         publish += [state_to_sites(any_instance), *_TO_PREFILLS, *_TENANT_KV]
         shared += [control("decode", any_instance), READ_KV_ELSEWHERE]
-    elif is_linked and role == "scheduler":
+    elif "scheduler" in roles:
         shared.append(from_sites("scheduler", ANY, "digest"))
-    data = [each for each in publish if carries_data(each)]
-    data_received = [each for each in (*own, *shared) if carries_data(each)]
-    for region_class in region_classes:
-        publish += [in_class(each, region_class) for each in data]
-        shared += [in_class(each, region_class) for each in data_received]
-    return Permissions(
-        publish=tuple(sent_by(subject, any_instance) for subject in publish),
-        subscribe=(own_inbox, *map(from_anyone, shared)),
-    )
+    return publish, shared
 
 
 def api_permissions(gateway: str) -> Permissions:
