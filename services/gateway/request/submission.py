@@ -202,14 +202,13 @@ class Submission:
         generations = endpoint.for_model(body, generations, files)
         if prompts:
             generations = with_prompts(generations, prompts)
-        changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
-        warnings = endpoint.fields.warnings(body)
-        if warnings:
-            changes["warnings"] = warnings
-        if affinity_key or (session_key and not generations[0].affinity_key):
-            changes["affinity_key"] = (affinity_key or session_key or "")[:MAX_KEY_CHARS]
-        if changes:
-            generations = [msgspec.structs.replace(each, **changes) for each in generations]
+        generations = _with_options(
+            generations,
+            warnings=endpoint.fields.warnings(body),
+            affinity_key=affinity_key,
+            session_key=session_key,
+            timeout_s=timeout_s,
+        )
         if len(generations) > 1 or receipt.replayed is not None:
             generations = self._seeded(generations, receipt)
         reservation.receipt = self._receipts.draft(reservation.tenant, endpoint.name, receipt)
@@ -429,6 +428,23 @@ def _receipt_headers(reservation: Reservation, *, is_streamed: bool) -> dict[str
 
 def _receipt_hash(reservation: Reservation) -> str:
     return "" if reservation.receipt is None else reservation.receipt.hash
+
+
+def _with_options(
+    generations: Sequence[GenerationRequest],
+    *,
+    warnings: tuple[str, ...],
+    affinity_key: str | None,
+    session_key: str | None,
+    timeout_s: float | None,
+) -> Sequence[GenerationRequest]:
+    """Returns the requests with what their body does not say."""
+    changes: dict[str, Any] = {"warnings": warnings}
+    if timeout_s is not None:
+        changes["timeout_s"] = timeout_s
+    if affinity_key or (session_key and not generations[0].affinity_key):
+        changes["affinity_key"] = (affinity_key or session_key or "")[:MAX_KEY_CHARS]
+    return [msgspec.structs.replace(each, **changes) for each in generations]
 
 
 def _with_seed(generation: GenerationRequest, seed: int) -> GenerationRequest:
