@@ -505,9 +505,22 @@ _LINKED_TO_GATEWAYS: tuple[tuple[Role, str], ...] = (
 )
 LINKED_COMMANDS: tuple[tuple[Role, str], ...] = (*_LINKED_TO_GATEWAYS, ("scheduler", "digest"))
 _SENT_TO_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
-    "gateway": (*LINKED_COMMANDS[1:7], ("scheduler", "digest")),
-    "scheduler": (LINKED_COMMANDS[0], *LINKED_COMMANDS[2:4], LINKED_COMMANDS[5]),
-    "decode": _LINKED_TO_GATEWAYS[7:],
+    "gateway": (
+        ("decode", "resend"),
+        ("decode", "control"),
+        ("decode", "alive"),
+        ("gateway", "tokens"),
+        ("gateway", "models"),
+        ("gateway", "tenants"),
+        ("scheduler", "digest"),
+    ),
+    "scheduler": (
+        ("decode", "start"),
+        ("decode", "control"),
+        ("decode", "alive"),
+        ("gateway", "models"),
+    ),
+    "decode": (("prefill", "run"), ("prefill", "control")),
 }
 # What one process receives of other sites. A gateway stands for the workers of its site.
 _RECEIVED_FROM_SITES: dict[str, tuple[tuple[Role, str], ...]] = {
