@@ -35,6 +35,7 @@ from shared.messages import (
     FinishReason,
     PrefillFailed,
     PrefillPhases,
+    Request,
     ResendTokens,
     StartDecode,
     TokenBatch,
@@ -164,15 +165,7 @@ class DecodeService:
             return self._started(known)
         self._check_admission(placement_id)
         regions = self._worker.refusals.require("decode", request)
-        self._worker.check_model(request.model, request.revision)
-        self._worker.check_block_size(request.block_size)
-        self._worker.check_needs(request.needs)
-        if request.pooling is None and not self._worker.served.has_head:
-            raise InvalidRequest(
-                f"model {request.model!r} has no output head (lm_head.weight): "
-                "it gives embeddings only",
-                param="model",
-            )
+        self._check_model(request)
         prompt, choices = sequences_of(
             placement_id,
             request,
@@ -214,6 +207,18 @@ class DecodeService:
             raise
         self._worker.loop.wake()
         return self._started(placement)
+
+    def _check_model(self, request: Request) -> None:
+        """Raises the HearthError that rejects a request which this worker's model cannot serve."""
+        self._worker.check_model(request.model, request.revision)
+        self._worker.check_block_size(request.block_size)
+        self._worker.check_needs(request.needs)
+        if request.pooling is None and not self._worker.served.has_head:
+            raise InvalidRequest(
+                f"model {request.model!r} has no output head (lm_head.weight): "
+                "it gives embeddings only",
+                param="model",
+            )
 
     def _open_outputs(self, placement: RunningRequest) -> None:
         placement_id, gateway_id = placement.placement_id, _owner(placement)
