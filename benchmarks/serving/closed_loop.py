@@ -13,13 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.serving.counting_connection import CountingConnection, EventCount, text_events
 from benchmarks.serving.nats_client import NatsConnection
-from services.client.http_client import (
-    CountingConnection,
-    EventCount,
-    http_request,
-    text_events,
-)
+from services.client.http_client import http_request
 
 RESPONSES = "/v1/responses"
 NUM_REPEATED = 4  # events at the end of a stream of this API that repeat all its text

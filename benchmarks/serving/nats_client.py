@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.client.http_client import CountingConnection
+from benchmarks.serving.counting_connection import CountingConnection
 from shared.subjects import api_request, client_inbox
 
 _END = re.compile(rb"Hearth-End: (\w+)\r\n")

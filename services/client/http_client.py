@@ -1,15 +1,13 @@
 """Streaming HTTP clients of low cost: raw asyncio protocols on keep-alive connections.
 
 A client shares the machine with the server that it measures. `Connection` searches each event for
-text and records its time; it decodes usage from the last event. `CountingConnection` only counts
-events. TCP_NODELAY and TCP_QUICKACK are set: delayed acknowledgements would show up as 40 ms gaps
-in the server's stream.
+text and records its time; it decodes usage from the last event. TCP_NODELAY and TCP_QUICKACK are
+set: delayed acknowledgements would show up as 40 ms gaps in the server's stream.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 import ssl
@@ -22,9 +20,7 @@ import msgspec
 from shared.errors import DependencyUnavailable
 from shared.transport.wire_errors import UNREADABLE
 
-_TEXT = re.compile(rb'"(?:content|text|response|delta)":\s*"(?!")')
-_EVENT = re.compile(rb"data: (\{[^\n]*\})\n\n")
-_LAST_CHUNK = b"0\r\n\r\n"
+TEXT = re.compile(rb'"(?:content|text|response|delta)":\s*"(?!")')
 _USAGE = re.compile(rb'"usage":\s*\{')
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
@@ -102,7 +98,7 @@ class BodyReader:
         return b"".join(chunks)
 
 
-class _KeepAlive(asyncio.Protocol):
+class KeepAlive(asyncio.Protocol):
     """A connection that stays open. With `has_quickack` each segment is acknowledged at once, not
     up to 40 ms later.
     """
@@ -145,14 +141,14 @@ class _KeepAlive(asyncio.Protocol):
         self._socket = transport.get_extra_info("socket")
         if self._socket is not None:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._acknowledge_quickly()
+        self.acknowledge_quickly()
 
-    def _acknowledge_quickly(self) -> None:
+    def acknowledge_quickly(self) -> None:
         if self._has_quickack:  # the kernel resets it after each use
             self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
 
-class Connection(_KeepAlive):
+class Connection(KeepAlive):
     """A connection with one request at a time. Each response becomes a Sample."""
 
     _answer: asyncio.Future[Sample] | None = None
@@ -169,12 +165,12 @@ class Connection(_KeepAlive):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        self._acknowledge_quickly()
+        self.acknowledge_quickly()
         if self._answer is None:
             return
         *events, self._rest = (self._rest + self._reader.feed(data)).split(b"\n\n")
         for event in events:
-            if _TEXT.search(event):
+            if TEXT.search(event):
                 self._arrivals.append(now)
             if _USAGE.search(event) or b'"error"' in event:
                 self._last = event
@@ -238,70 +234,6 @@ class ConnectionPool:
         """Closes the idle ones."""
         while self._idle:
             self._idle.pop().close()
-
-
-class EventCount(msgspec.Struct, frozen=True, kw_only=True):
-    """One streamed response; times in seconds of the client's monotonic clock."""
-
-    started: float
-    first_text_at: float
-    num_events: int
-    beginning: bytes  # the response's first bytes, at least to its first text
-
-
-class CountingConnection(_KeepAlive):
-    """A connection that counts the events of a chunked response by their blank lines.
-
-    Subclasses may count the events of another protocol. If it `parses`, it decodes the JSON of
-    every event, as an application's client does.
-    """
-
-    def __init__(self, *, has_quickack: bool = True, parses: bool = False) -> None:
-        super().__init__(has_quickack=has_quickack)
-        self._parses = parses
-        self._ended: asyncio.Future[None] | None = None
-
-    async def request(self, message: bytes) -> EventCount:
-        """Returns when the response has ended. Raises ConnectionError."""
-        assert self._transport is not None
-        self._first_text_at, self._num_events = 0.0, 0
-        self._beginning, self._tail = bytearray(), b""
-        self._ended = asyncio.get_running_loop().create_future()
-        started = time.perf_counter()
-        self._transport.write(message)
-        await self._ended
-        return EventCount(
-            started=started,
-            first_text_at=self._first_text_at,
-            num_events=self._num_events,
-            beginning=bytes(self._beginning),
-        )
-
-    def data_received(self, data: bytes) -> None:
-        self._acknowledge_quickly()
-        if not self._first_text_at:  # the head and the first event may arrive apart
-            self._beginning += data
-            if _TEXT.search(self._beginning):
-                self._first_text_at = time.perf_counter()
-        if self._parses:
-            for event in _EVENT.findall(data):
-                json.loads(event)
-        self._num_events += data.count(b"\n\n")
-        if self._tail.endswith(b"\n") and data.startswith(b"\n"):
-            self._num_events += 1
-        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]
-        if self._tail == _LAST_CHUNK and self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(ConnectionError(f"the connection ended: {error}"))
-
-
-def text_events(response: bytes) -> tuple[int, int]:
-    """Returns the number of events of a streamed response, and of events that carry text."""
-    events = response.split(b"\n\n")[:-1]
-    return len(events), sum(_TEXT.search(event) is not None for event in events)
 
 
 def http_request(url: str, api_key: str, path: str, body: dict[str, Any]) -> bytes:

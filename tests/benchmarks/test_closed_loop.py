@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serving.closed_loop import Target, num_events_of
-from services.client.http_client import CountingConnection
+from benchmarks.serving.counting_connection import CountingConnection
 
 EVENTS = [
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
