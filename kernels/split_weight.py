@@ -201,15 +201,6 @@ def best_bases(exponents: Tensor) -> Tensor:
     return edges.cumsum(1).argmax(1).to(torch.uint8)
 
 
-def exponent_entropy(weight: Tensor) -> float:
-    """Shannon's bound in bits for the exponents of a BF16 weight, from their counts."""
-    counts = torch.zeros(256, dtype=torch.int64, device=weight.device)
-    for rows in weight.split(max(1, PIECE_WEIGHTS // max(weight.shape[-1], 1))):
-        counts += torch.bincount((rows.view(torch.int16) >> 7 & 0xFF).flatten(), minlength=256)
-    share = counts[counts > 0].double() / counts.sum()
-    return float(-(share * share.log2()).sum())
-
-
 def _codes(exponents: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the lower and the upper four bits of codes: u8 [R, groups, 32] each."""
     codes = _by_group(exponents - base[:, None], 0)

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from benchmarks.report import Row, at_least, at_most, write_result
 from kernels.reference.decompress import decompress
-from kernels.split_weight import exponent_entropy, split_weight
+from kernels.split_weight import split_weight
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from shared.engine.codec.byte_planes import byte_counts, entropy_bits
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.weight_source import read_tensor
 
@@ -108,6 +109,12 @@ def joined_row(case: str, rows: list[tuple[int, Row]]) -> Row:
 
 def fields_of(weight: Tensor, num_mantissa_bits: int, mask: int) -> Tensor:
     return (weight.view(torch.int16) >> num_mantissa_bits & mask).int()
+
+
+def exponent_entropy(weight: Tensor) -> float:
+    """Shannon's bound in bits for the exponents of a BF16 weight."""
+    exponents = (weight.view(torch.int16) >> 7 & 0xFF).to(torch.uint8)
+    return entropy_bits(byte_counts(exponents.flatten().numpy()))
 
 
 def wide_share(exponents: Tensor, group: int, window: int, num_rows: int = 1) -> float:

@@ -11,7 +11,7 @@ from kernels import split_weight as form
 from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
 from kernels.reference.decompress import decompress
-from kernels.split_weight import GROUP, SplitWeight, exponent_entropy, split_weight
+from kernels.split_weight import GROUP, SplitWeight, split_weight
 from kernels.torch_ops.select_rows import select_rows
 from tests.support.kernels.split_weights import (
     all_bit_patterns,
@@ -148,12 +148,6 @@ def test_cut_through_a_group_raises() -> None:
         split.columns(32, 256)
     with pytest.raises(BadTensor, match=r"columns 0 to 200 of 300"):
         split.columns(0, 200)
-
-
-def test_entropy_of_exponents() -> None:
-    weight = torch.tensor([[1.0, 2.0, 4.0, 4.0] * 8]).bfloat16()
-    assert exponent_entropy(weight) == pytest.approx(1.5)
-    assert exponent_entropy(normal_weight(100, 4096)) == pytest.approx(2.55, abs=0.03)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="tests/kernels/gpu has this")
