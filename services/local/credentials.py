@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -19,19 +20,7 @@ from shared.transport.link_config import SiteLinks
 from shared.transport.nkeys import UserKey
 from shared.transport.server_config import NatsUser, NkeyUser, nats_server_config
 
-ROLES: tuple[CredentialRole, ...] = (
-    "gateway",
-    "scheduler",
-    "encode",
-    "prefill",
-    "decode",
-    "kv_index",
-    "host",
-    "worker",
-    "observer",
-    "operator",
-    "client",
-)
+ROLES: tuple[CredentialRole, ...] = get_args(CredentialRole)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
