@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -43,9 +41,9 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     wake_s: float
 
 
-def default_state_dir(process_id: str, environ: Mapping[str, str] = os.environ) -> Path:
+def default_state_dir(process_id: str) -> Path:
     """Returns the folder of a host's records. Raises ConfigError."""
-    return state_home(environ) / "hearth" / "hosts" / process_id.partition(".")[0]
+    return state_home() / "hearth" / "hosts" / process_id.partition(".")[0]
 
 
 class Records:

@@ -80,9 +80,9 @@ def _answer(question: str) -> str:
     return child.stdout
 
 
-def gpu_memories(driver_name: str = _DRIVER) -> list[tuple[int, int]]:
+def gpu_memories() -> list[tuple[int, int]]:
     """Returns the free bytes and all bytes of each device that torch shows; empty without one."""
-    if not count_by_driver(driver_name):
+    if not count_by_driver(_DRIVER):
         return []
     numbers = [int(each) for each in _answer(_MEMORY).split()]
     return list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -72,7 +72,7 @@ def gateway_metrics() -> GatewayMetrics:
     metrics.count_refused("overloaded", dialect="openai", tenant="t")
     metrics.count_tokens(model="m", tenant="t", prompt=1, cached=1, output=1, reasoning=1)
     metrics.count_resubmission("worker_lost")
-    metrics.count_tool_calls("complete", 1)
+    metrics.count_tool_calls(1)
     metrics.ttft_of("m").observe(0.1)
     metrics.itl_of("m").observe(0.1)
     metrics.observe_timeline(timeline())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from services.local.state import holder_of, is_running, newest_cluster
@@ -14,9 +13,7 @@ from shared.errors import ConfigError
 POLL_S = 0.05
 
 
-def stop_cluster(
-    parent: Path, *, timeout_s: float, sleep: Callable[[float], None] = time.sleep
-) -> str:
+def stop_cluster(parent: Path, *, timeout_s: float) -> str:
     """Sends SIGTERM to the `hearth up` of the newest cluster, and returns its description once it
     has ended. Raises ConfigError if none runs, or if it still runs after `timeout_s`.
     """
@@ -30,7 +27,7 @@ def stop_cluster(
     while is_running(directory):
         if time.monotonic() >= deadline:
             raise ConfigError(f"{what} still runs after {timeout_s:g} s: `hearth logs` shows why")
-        sleep(POLL_S)
+        time.sleep(POLL_S)
     return what
 
 

@@ -258,7 +258,7 @@ class RequestOutput:
             reasoning=self.num_reasoning_tokens,
         )
         num_calls = sum(text.assembler.num_calls for text in self._texts)
-        self._metrics.count_tool_calls("complete", num_calls)
+        self._metrics.count_tool_calls(num_calls)
 
     def _count_taken(self, taken: Sequence[Event]) -> None:
         if self.has_more:

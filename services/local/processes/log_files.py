@@ -21,6 +21,7 @@ from shared.transport.wire_errors import UNREADABLE
 
 # Limit of a log; its last MAX_LOG_BYTES or more before that are in `.log.1`
 MAX_LOG_BYTES = 8 << 20
+MAX_LINE_BYTES = 16_384  # the end of a log that `last_line` reads
 MAX_LOGS = 64  # logs of a folder; the oldest leave first
 CHECK_S = 5.0
 ERRORS = ("error", "critical")
@@ -89,12 +90,12 @@ class _LogLine(msgspec.Struct):
     event: str = ""
 
 
-def last_line(path: Path, *, max_bytes: int = 16_384) -> str:
+def last_line(path: Path) -> str:
     """Returns "" if the log is empty or cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - max_bytes))
-            lines = file.read(max_bytes).decode(errors="replace").split("\n")
+            file.seek(max(0, path.stat().st_size - MAX_LINE_BYTES))
+            lines = file.read(MAX_LINE_BYTES).decode(errors="replace").split("\n")
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -35,8 +35,8 @@ class StepBudget:
     about the pace.
     """
 
-    def __init__(self, seconds_per_unit: float = 0.02) -> None:
-        self._seconds_per_unit = seconds_per_unit
+    def __init__(self) -> None:
+        self._seconds_per_unit = 0.02
         self._num_compiled = 0  # kernels compiled in the steps in flight
 
     def seconds(self, units: float, *, is_first: bool = True) -> float:

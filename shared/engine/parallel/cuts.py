@@ -82,9 +82,9 @@ def head_lanes(num_heads: int, head_dim: int) -> tuple[int, ...]:
     return tuple(each * unit for each in lane_borders(width // unit))
 
 
-def column_lanes(width: int, unit: int = BLOCK) -> tuple[int, ...]:
-    """Returns the borders of `down_proj`'s lanes as columns of K; the last unit may be partial."""
-    return tuple(min(each * unit, width) for each in lane_borders(-(-width // unit)))
+def column_lanes(width: int) -> tuple[int, ...]:
+    """Returns the borders of `down_proj`'s lanes as columns of K; the last block may be partial."""
+    return tuple(min(each * BLOCK, width) for each in lane_borders(-(-width // BLOCK)))
 
 
 def rank_range(borders: Sequence[int], rank: int, num_ranks: int) -> Range:

@@ -87,12 +87,9 @@ class CompileCache:
     since the machine may have stood still.
     """
 
-    def __init__(
-        self, compile_: Compile, threads: GrammarThreads, max_grammars: int = MAX_GRAMMARS
-    ) -> None:
+    def __init__(self, compile_: Compile, threads: GrammarThreads) -> None:
         self._compile = compile_
         self._threads = threads
-        self._max_grammars = max_grammars
         self._grammars: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
 
     def clear(self) -> None:
@@ -111,7 +108,7 @@ class CompileCache:
             return known
         grammar = self._grammars[key] = CompiledGrammar(tenant_id, spec, self._compile)
         grammar.is_retry = known is not None
-        if len(self._grammars) > self._max_grammars:
+        if len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
         self._threads.submit_slow(grammar)
         self._threads.watch(grammar)

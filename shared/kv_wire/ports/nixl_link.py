@@ -247,7 +247,6 @@ class NixlReception:
         reads: NixlReads,
         *,
         peer_region: str = "",
-        read_limit_s: float = READ_LIMIT_S,
     ) -> None:
         self.stream = RecordStream(self)
         self.deliveries = FrameDelivery(
@@ -256,7 +255,6 @@ class NixlReception:
         self.deliveries.task.add_done_callback(lambda _: reads.close())
         self._placements = placements
         self._reads = reads
-        self._read_limit_s = read_limit_s
         self._held_slots: set[int] = set()
 
     def record_arrived(self, record: Record) -> None:
@@ -295,12 +293,12 @@ class NixlReception:
         """
         forgotten = self._placements.until_forgotten(header.placement_id)
         await asyncio.wait(
-            {ended, forgotten}, timeout=self._read_limit_s, return_when=asyncio.FIRST_COMPLETED
+            {ended, forgotten}, timeout=READ_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
         )
         if not ended.done():
             if forgotten.done():
                 raise FrameRefused("its placement was forgotten before it was read")
-            self._lose(f"no slot was read within {self._read_limit_s:g} s")
+            self._lose(f"no slot was read within {READ_LIMIT_S:g} s")
         if (error := ended.exception()) is not None:
             self._lose(str(error))
         copy = self._reads.view(buffer, header.payload_bytes)

@@ -269,9 +269,10 @@ class GatewayMetrics:
         for kind, count in kinds.items():
             self.own.tokens.add(model, kind, label, count=count)
 
-    def count_tool_calls(self, outcome: str, count: int) -> None:
+    def count_tool_calls(self, count: int) -> None:
+        """Counts complete calls."""
         if count:
-            self.own.tool_calls.add(outcome, count=count)
+            self.own.tool_calls.add("complete", count=count)
 
     def retain_models(self, names: Collection[str]) -> None:
         """Removes the series of other models: the number of series is bounded."""

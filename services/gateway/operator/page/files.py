@@ -36,9 +36,9 @@ class PageFile(msgspec.Struct, frozen=True):
         return self.etag in tags or "*" in tags
 
 
-def read_files(folder: Path = FOLDER) -> dict[str, PageFile]:
+def read_files() -> dict[str, PageFile]:
     """Returns the files by name."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix in TYPES)
+    paths = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
     return {path.name: _file(path) for path in paths}
 
 

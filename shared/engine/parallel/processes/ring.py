@@ -155,14 +155,14 @@ class RingWriter:
 class RingReader:
     """Reader number `reader`. Raises RingError when the ring holds what no writer writes."""
 
-    def __init__(self, files: RingFiles, reader: int, *, first_step: int = 0) -> None:
+    def __init__(self, files: RingFiles, reader: int) -> None:
         self._ring = _Mapped(files)
         self._reader = reader
         self._event = files.events[reader]
         self._poll = select.poll()
         self._poll.register(self._event, select.POLLIN)
         self._num_taken = 0
-        self._assembly = Assembly(first_step)
+        self._assembly = Assembly(0)
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable after a write, until `take` has found nothing."""
