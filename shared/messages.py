@@ -92,6 +92,7 @@ MAX_KV_TARGETS = 1024
 MAX_LINKS = 64  # of a heartbeat
 MAX_REFUSALS = 64  # kinds, of a heartbeat
 MAX_COPIES = 256  # tenants of one site that another one may serve
+MAX_USAGE_OF = 64  # removed tenants of one name
 MAX_SENT_COPIES = 32  # in one reply
 MAX_ASKED = 64  # requests for which one step asks
 MAX_COPY_BYTES = 32 * 1024
@@ -1305,12 +1306,14 @@ class ReportUsage(Message, frozen=True, kw_only=True):
 class WithdrawTenant(Message, frozen=True, kw_only=True):
     """Has the receiving site drop what it holds of a tenant of the sender's site, but for processes
     in `kept_regions`: data of the tenant may be nowhere else any more. `tenant_id` is its name at
-    home. The reply is Done.
+    home. `usage_of` are the creations, in Unix seconds, of removed tenants of this name whose usage
+    is deleted, too. The reply is Done.
     """
 
     gateway_id: ProcessId
     tenant_id: Name
     kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] = ()
+    usage_of: Annotated[tuple[float, ...], Meta(max_length=MAX_USAGE_OF)] = ()
 
     @property
     def sender_id(self) -> str:

@@ -16,6 +16,7 @@ import structlog
 
 from services.kv_index.registry import PrefixRegistry
 from shared.background import failing_alone
+from shared.clock import Clock
 from shared.errors import HearthError
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -32,7 +33,8 @@ log = structlog.get_logger(__name__)
 ROUND_S = HEARTBEAT_INTERVAL_S
 DROP_TIMEOUT_S = 0.5  # plus the round trip
 MAX_AT_ONCE = 32  # concurrent requests to workers
-# Requests that a gateway sent before it knew of the change have ended by then.
+# Requests that a gateway sent before it knew of the change have ended by then. It counts from when
+# this process has read the order: longer than needed after a restart, and never shorter.
 UNRETAINED_S = 900.0
 
 Incarnation = tuple[str, int]  # a worker and its epoch
@@ -41,6 +43,7 @@ Incarnation = tuple[str, int]  # a worker and its epoch
 @dataclass(slots=True)
 class _Order:
     drop: KvDrop
+    read_at: float  # by this process's clock, which no operator's clock is compared with
     waiting: set[Incarnation] = field(default_factory=set)
     dropped: dict[Incarnation, int] = field(default_factory=dict)  # blocks
     compared: frozenset[Incarnation] | None = None  # the workers that `waiting` is of
@@ -70,6 +73,7 @@ class KvDropper:
         store: Store,
         health_monitor: HealthMonitor,
         registry: PrefixRegistry,
+        clock: Clock,
         *,
         wall_clock: Callable[[], float],
         can_judge: Callable[[], bool],
@@ -80,9 +84,11 @@ class KvDropper:
         self._requests = health_monitor.requests
         self._classes = health_monitor.refusals.classes
         self._registry = registry
+        self._clock = clock
         self._wall_clock = wall_clock
         self._last = 0
         self._orders: dict[int, _Order] = {}
+        self._unforgotten: dict[int, KvDrop] = {}  # new, and Redis did not answer
         self._incarnations = frozenset[Incarnation]()  # another object once they change
 
     async def round(self) -> None:
@@ -105,15 +111,17 @@ class KvDropper:
         if last == self._last:
             return
         found = {each.drop.number: each for each in await kv_drops.orders(self._store)}
-        known = self._orders
+        known, now = self._orders, self._clock.now()
         self._orders = self._lost(was_emptied=last < self._last) | {
-            number: known.get(number) or _Order(each.drop, reported=each.progress)
+            number: known.get(number) or _Order(each.drop, now, reported=each.progress)
             for number, each in found.items()
         }
         dropped = (each.drop.tenant_id for each in self._orders.values())
         self._registry.dropped = frozenset(name for each in dropped for name in names_of(each))
-        for number in found.keys() - known.keys():
-            await self._forget(found[number].drop)
+        self._unforgotten |= {number: found[number].drop for number in found.keys() - known.keys()}
+        for number, drop in list(self._unforgotten.items()):
+            await self._forget(drop)
+            del self._unforgotten[number]
         self._last = last
 
     def _lost(self, *, was_emptied: bool) -> dict[int, _Order]:
@@ -174,8 +182,8 @@ class KvDropper:
     async def _drop(self, worker: Heartbeat) -> None:
         worker_id, own = worker.process_id, (worker.process_id, worker.epoch)
         due = [each for each in self._orders.values() if own in each.waiting]
-        newest = max(each.drop.ordered_at for each in due)
-        unretained_s = max(0.0, UNRETAINED_S - max(0.0, self._wall_clock() - newest))
+        newest = max(each.read_at for each in due)
+        unretained_s = max(0.0, UNRETAINED_S - (self._clock.now() - newest))
         names = list(dict.fromkeys(name for each in due for name in names_of(each.drop.tenant_id)))
         num_blocks, busy = 0, set[str]()
         for first in range(0, len(names), MAX_DROPPED_TENANTS):

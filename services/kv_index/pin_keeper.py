@@ -25,11 +25,12 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
-from shared.store import Store, StoreUnavailable
+from shared.store import Store, StoreRejected, StoreUnavailable
+from shared.subjects import is_at_site
 from shared.subjects import pins as pins_of
 from shared.tenancy import pinned_prefix
 from shared.tenancy.residency import class_on_bus, regions_of
-from shared.tenancy.tenant import tenant_of
+from shared.tenancy.tenant_copy import present_record
 
 log = structlog.get_logger(__name__)
 
@@ -156,13 +157,13 @@ class PinKeeper:
         entries = await pinned_prefix.entries(self._store, tenant_id)
         is_public = tenant_id == PUBLIC_TENANT_ID
         try:
-            record = None if is_public else await tenant_of(self._store, tenant_id)
-        except ConfigError as error:  # the rules of the record are unknown
+            record = None if is_public else await present_record(self._store, tenant_id)
+        except (ConfigError, StoreRejected) as error:  # the rules of the record are unknown
             log.warning("pins_of_tenant_dropped", tenant=tenant_id, reason=error.message)
             self._forget(tenant_id)
             self._waiting.add(tenant_id)
             return
-        is_allowed = record is None or not record.is_zero_retention
+        is_allowed = not record.is_zero_retention if record else not is_at_site(tenant_id)
         digests, ends = set[str](), list[float]()
         self._waiting.discard(tenant_id)
         num_others = sum(len(p.digests) for t, p in self._tenants.items() if t != tenant_id)

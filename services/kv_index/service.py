@@ -104,6 +104,7 @@ class KvIndexService:
             store,
             self.health_monitor,
             self._registry,
+            clock,
             wall_clock=wall_clock,
             can_judge=lambda: self.health_monitor.fleet.can_judge(clock.now()),
         )

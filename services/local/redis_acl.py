@@ -79,7 +79,8 @@ REDIS_ROLES: dict[str, RedisRole] = {
         ),
     ),
     "kv_index": RedisRole(
-        (*_DATA, "xadd"), ("hearth:tenants", *_PREFIXES, *_KV_DROPS, _AUDIT_EVENTS)
+        (*_DATA, "xadd"),
+        ("hearth:tenants", "hearth:tenant_copies", *_PREFIXES, *_KV_DROPS, _AUDIT_EVENTS),
     ),
     "host": RedisRole((*_CONNECTION, *_SCRIPTS, *_READ, *_WRITE), ("hearth:generation", _REGISTRY)),
     "operator": RedisRole((*_DATA, "xadd", "xrevrange"), ("hearth:*",)),

@@ -35,6 +35,10 @@ KEY_FAMILIES = (
     KeyFamily("hearth:tenant_sites", "sites that tenants have named", "kept"),
     KeyFamily("hearth:usage_unsent", "usage to report to home sites", "kept"),
     KeyFamily(
+        *("hearth:usage_batch:deleted", "removed tenants whose usage is deleted", "left out"),
+        "what a gateway that was frozen since then has of it is counted",
+    ),
+    KeyFamily(
         *("hearth:tenant_versions", "versions of records for other sites", "rebuilt"),
         "they go on from the time",
     ),

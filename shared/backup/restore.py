@@ -204,7 +204,11 @@ class Restore:
                 continue
             match each:
                 case TenantRemoved():
-                    await self._order_drop(each.tenant_id, "removed")
+                    await self._order_drop(
+                        *(each.tenant_id, "removed"),
+                        created_at=each.created_at,
+                        with_usage=each.with_usage,
+                    )
                 case RetentionChanged():
                     if each.is_zero_retention:
                         await self._order_drop(each.tenant_id, "zero_retention")
@@ -218,6 +222,9 @@ class Restore:
         reason: DropReason,
         kept_regions: tuple[str, ...] | None = (),
         region_class: str = "",
+        *,
+        created_at: float = 0.0,
+        with_usage: bool = False,
     ) -> None:
         if (tenant_id in self._names) != (reason != "removed"):
             return
@@ -229,7 +236,9 @@ class Restore:
         self.result.added["orders to drop KV"] += 1
         if self._flag:
             await kv_drops.order(
-                *(self._store, tenant_id, reason, self._now), kept_regions, region_class
+                *(self._store, tenant_id, reason, self._now, kept_regions, region_class),
+                created_at=created_at,
+                with_usage=with_usage,
             )
 
     # ── what is not of one tenant ────────────────────────────────────────────────────────────────
@@ -240,7 +249,11 @@ class Restore:
         match stored:
             case StoredDrop(drop=drop):
                 limits = drop.kept_regions, drop.region_class
-                await self._order_drop(drop.tenant_id, drop.reason, *limits)
+                await self._order_drop(
+                    *(drop.tenant_id, drop.reason, *limits),
+                    created_at=drop.created_at,
+                    with_usage=drop.with_usage,
+                )
                 return
             case StoredHash(key=key, fields=fields):
                 script, number = scripts.FIELDS_LUA, len(fields)

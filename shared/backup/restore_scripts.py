@@ -117,15 +117,15 @@ for _, line in ipairs(lines) do redis.call('XADD', KEYS[1], line[1], unpack(line
 return added
 """
 
-# KEYS: as of `response_keys`, all tenants' records. ARGV: write; id, data, previous id, time of its
-# last use, of its end, now; tenant, and a region and a class that its record allows. Returns -1 if
-# the tenant allows no texts any more.
+# KEYS: as of `response_keys`, RECORD_KEYS. ARGV: write; id, data, previous id, time of its last
+# use, of its end, now; tenant, its creation, and a region and a class that its record allows.
+# Returns -1 if the tenant allows no texts any more.
 RESPONSE_LUA = (
     MAY_STORE_LUA
     + CHANGES_LUA
     + """
 local start, id, data = KEYS[1], ARGV[2], ARGV[3]
-if ARGV[1] == '1' and not may_store(KEYS[8], ARGV[8], ARGV[9], ARGV[10]) then return -1 end
+if ARGV[1] == '1' and not may_store(KEYS[8], KEYS[9], unpack(ARGV, 8, 11)) then return -1 end
 if redis.call('EXISTS', start .. id) == 1 then return 0 end
 if ARGV[1] ~= '1' then return 1 end
 local life = math.max(1, math.ceil(tonumber(ARGV[6]) - tonumber(ARGV[7])))

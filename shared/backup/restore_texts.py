@@ -17,7 +17,13 @@ from shared.store import Store
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import AllPrefixesFull, PinnedPrefix, TooManyPrefixes
 from shared.tenancy.stored_responses import response_keys
-from shared.tenancy.tenant import TENANTS, TenantRecord, class_argument, decoded_tenant
+from shared.tenancy.tenant import (
+    RECORD_KEYS,
+    TENANTS,
+    TenantRecord,
+    class_argument,
+    decoded_tenant,
+)
 
 
 @dataclass
@@ -88,9 +94,10 @@ class TextRestore:
             return 0
         arguments: list[str | bytes | float] = [
             *(self._flag, stored.response_id, stored.data, stored.previous),
-            *(stored.used_at, stored.ends_at, self._now, stored.tenant_id, *_place(record)),
+            *(stored.used_at, stored.ends_at, self._now),
+            *(stored.tenant_id, record.created_at, *_place(record)),
         ]
-        keys = [*response_keys(stored.tenant_id), TENANTS]
+        keys = [*response_keys(stored.tenant_id), *RECORD_KEYS]
         return int(await self._store.evaluate(scripts.RESPONSE_LUA, keys, arguments))
 
     async def _add_prefix(self, stored: StoredPrefix, record: TenantRecord) -> int:
@@ -105,6 +112,7 @@ class TextRestore:
             return await pinned_prefix.save(
                 *(self._store, prefix, self._now),
                 replaces=pinned_prefix.NEW,
+                owner=record,
                 region=region,
                 region_classes=[record.region_class],
             )

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from shared.messages import MAX_COPIES, SignedCopy, TenantCopies
 from shared.subjects import SITE_SEPARATOR, at_site, is_at_site
+from shared.tenancy.deletion.kv_drops import DropReason
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_copy import CopyRejected, TenantCopy, opened_copy
 
@@ -36,12 +37,12 @@ class CopiedTenant:
 @dataclass(slots=True)
 class CopyChanges:
     """What one reply has changed, by the tenants' names here, and why copies were rejected.
-    `unretained` have zero retention, and had not before.
+    `stored` has None for a copy that is gone. `due` are the tenants of whom nothing may be here of
+    the time before: they are gone, or later ones of their names, or have zero retention now.
     """
 
-    stored: dict[str, SignedCopy] = field(default_factory=dict)
-    unretained: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
+    stored: dict[str, SignedCopy | None] = field(default_factory=dict)
+    due: dict[str, DropReason] = field(default_factory=dict)
     rejected: list[str] = field(default_factory=list)
 
 
@@ -69,12 +70,14 @@ class CopiedTenants:
 
     def latest(self, tenant: TenantRecord) -> TenantRecord | None:
         """Returns the record that a tenant of another site has by now; None: it is not here any
-        more. That of a tenant of this site is in Redis, and is returned as it is given.
+        more, but maybe a later one of its name. That of a tenant of this site is in Redis, and is
+        returned as it is given.
         """
         if not is_at_site(tenant.tenant_id):
             return tenant
         found = self.named(tenant.tenant_id)
-        return None if found is None else found.tenant
+        is_gone = found is None or found.tenant.created_at != tenant.created_at
+        return None if found is None or is_gone else found.tenant
 
     def versions(self, home: str) -> tuple[tuple[str, int], ...]:
         """Returns the tenants of a site, and the versions of their copies."""
@@ -99,17 +102,18 @@ class CopiedTenants:
         changes = CopyChanges()
         named = dict(reply.versions)
         for name in [each for each in self._by_home.get(home, ()) if each not in named]:
-            changes.removed.append(self._remove(home, name).tenant.tenant_id)
+            gone = self._remove(home, name).tenant.tenant_id
+            changes.stored[gone], changes.due[gone] = None, "removed"
         for signed in reply.copies:
             try:
                 copy = opened_copy(signed, reply.key)
                 if named.get(copy.record.tenant_id) != copy.version:
                     raise CopyRejected(f"site {home} sent a copy that it does not name")
-                had_retention = self._has_retention(home, copy.record.tenant_id)
+                reason = self._reason_to_drop(home, copy.record)
                 name = self._install(home, copy)
                 changes.stored[name] = signed
-                if had_retention and copy.record.is_zero_retention:
-                    changes.unretained.append(name)
+                if reason is not None:
+                    changes.due[name] = reason
             except CopyRejected as error:
                 changes.rejected.append(str(error))
         for name, each in self._by_home.get(home, {}).items():
@@ -118,10 +122,15 @@ class CopiedTenants:
         self.num_rejected += len(changes.rejected)
         return changes
 
-    def _has_retention(self, home: str, name: str) -> bool:
-        """Whether data of the tenant may be here; that of an unknown one is of an earlier time."""
-        held = self._by_home.get(home, {}).get(name)
-        return held is None or not held.tenant.is_zero_retention
+    def _reason_to_drop(self, home: str, record: TenantRecord) -> DropReason | None:
+        """Returns why nothing may be here of the time before a new record. Data of an unknown
+        tenant is of an earlier time.
+        """
+        held = self._by_home.get(home, {}).get(record.tenant_id)
+        if held is not None and held.tenant.created_at != record.created_at:
+            return "removed"
+        had_retention = held is None or not held.tenant.is_zero_retention
+        return "zero_retention" if had_retention and record.is_zero_retention else None
 
     def _install(self, home: str, copy: TenantCopy) -> str:
         """Returns the tenant's name here. Raises CopyRejected."""

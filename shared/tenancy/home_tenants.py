@@ -2,8 +2,9 @@
 
 A version only grows: it moves on when the record or the set of valid keys differs from what the
 version stood for, whoever changed it. Versions are read before what they stand for, and swapped: a
-gateway that was late never gives an old record a new version. A version is at least the time in
-seconds, so that it grows although Redis lost it; no other site reads a time in it.
+gateway that was late gives no new version to an old record, and none to a removed tenant. A version
+is at least the time in seconds, so that it grows although Redis lost it, or the tenant was removed
+and is added again; no other site reads a time in it.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ for i, key in ipairs(KEYS) do found[i] = redis.call('HGETALL', key) end
 return {redis.call('TIME')[1], found}
 """
 
-# KEYS: a hash. ARGV: triples of a field, its expected value (empty: none), its new value. Returns
-# the fields that had other values.
+# KEYS: a hash, all tenants. ARGV: triples of a tenant, its expected value (empty: none), its new
+# value. Returns the tenants that had other values, or have been removed.
 SWAP_EACH_LUA = """
 local failed = {}
 for i = 1, #ARGV, 3 do
-  if (redis.call('HGET', KEYS[1], ARGV[i]) or '') == ARGV[i + 1] then
+  local is_there = redis.call('HEXISTS', KEYS[2], ARGV[i]) == 1
+  if is_there and (redis.call('HGET', KEYS[1], ARGV[i]) or '') == ARGV[i + 1] then
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 2])
   else
     failed[#failed + 1] = ARGV[i]
@@ -153,4 +155,5 @@ async def _with_versions(
         numbered.append(HomeTenant(each.record, each.key_digests, version))
     if not swaps:
         return numbered
-    return None if await store.evaluate(SWAP_EACH_LUA, [TENANT_VERSIONS], swaps) else numbered
+    keys = [TENANT_VERSIONS, TENANTS]
+    return None if await store.evaluate(SWAP_EACH_LUA, keys, swaps) else numbered

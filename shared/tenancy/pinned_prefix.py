@@ -29,7 +29,7 @@ from shared.errors import HearthError
 from shared.messages import ImagePart
 from shared.packing import TOKEN_ID_BYTES
 from shared.store import Store
-from shared.tenancy.tenant import MAY_STORE_LUA, TENANTS, class_argument
+from shared.tenancy.tenant import MAY_STORE_LUA, RECORD_KEYS, TenantRecord, class_argument
 from shared.transport.wire_errors import UNREADABLE
 
 VERSION_KEY = "hearth:pinned_prefixes:version"
@@ -78,18 +78,20 @@ end
 
 # Counts and writes in one step, so that concurrent writes do not pass the limits together.
 # KEYS: the tenant's entries, the prefix, the tenants with prefixes, the version, the changes, the
-# tenant's reasons, the sizes, the ends, all tenants' records, which an operator may have changed.
+# tenant's reasons, the sizes, the ends, RECORD_KEYS: an operator may have changed the record.
 # ARGV: name, Entry, PinnedPrefix, time when it expires (0: never), creation time, tenant, the
 # limits of prefixes and of their bytes, the start of the keys of the tenant's prefixes, now, the
 # limit of all tenants' bytes (-1: none), the digest in the Entry to replace (empty: any or none;
-# NEW: there is no Entry), and the writer's region and its classes.
+# NEW: there is no Entry), and the creation of the tenant, the writer's region and its classes.
 SAVE_LUA = (
     MAY_STORE_LUA
     + _HAS_DIGEST
     + _RECORD_CHANGE
     + _SET_SIZE
     + f"""
-if ARGV[13] and not may_store(KEYS[9], ARGV[6], ARGV[13], ARGV[14]) then return 'forbidden' end
+if ARGV[13] and not may_store(KEYS[9], KEYS[10], ARGV[6], ARGV[13], ARGV[14], ARGV[15]) then
+  return 'forbidden'
+end
 if ARGV[12] == '{NEW}' then
   if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 'changed' end
 elseif ARGV[12] ~= '' and not has_digest(KEYS[1], ARGV[1], ARGV[12]) then
@@ -123,8 +125,8 @@ return 'saved'
 """
 )
 
-# KEYS: as of SAVE_LUA, without the last. ARGV: name, tenant, which leaves the tenants with its last
-# prefix, and the digest in the Entry to delete (empty: any).
+# KEYS: as of SAVE_LUA, without RECORD_KEYS. ARGV: name, tenant, which leaves the tenants with its
+# last prefix, and the digest in the Entry to delete (empty: any).
 DELETE_LUA = (
     _HAS_DIGEST
     + _RECORD_CHANGE
@@ -313,21 +315,22 @@ async def save(
     max_prefixes: int = MAX_PER_TENANT,
     max_all_bytes: int | None = None,
     replaces: str = "",
-    region: str | None = None,
+    owner: TenantRecord | None = None,
+    region: str = "",
     region_classes: Iterable[str] = (),
 ) -> bool:
     """Adds a prefix, or replaces the one with the same name; with `replaces`, only one whose Entry
-    has this digest, and with NEW none. Returns False if that fails, or if the tenant's present
-    record forbids a writer of this region to store it.
+    has this digest, and with NEW none. Returns False if that fails, or if the present record of its
+    `owner` forbids a writer of this region to store it, or is that of a later tenant.
 
     `now` is in unix seconds. `max_all_bytes` is the limit of Redis for all tenants' prefixes.
-    `region` is the writer's, or None for an operator; `region_classes` are those that contain it.
+    `owner` is None for an operator; `region` is the writer's, `region_classes` contain it.
     Raises TooManyPrefixes, PrefixStorageFull or AllPrefixesFull, with nothing changed;
     StoreUnavailable.
     """
     num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
     entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)
-    keys = [*_keys(prefix.tenant_id, prefix.name), TENANTS]
+    keys = [*_keys(prefix.tenant_id, prefix.name), *RECORD_KEYS]
     max_own = MAX_BYTES_PER_TENANT
     if max_all_bytes is not None:
         max_own = min(max_own, max_all_bytes // MIN_TENANTS)
@@ -335,7 +338,7 @@ async def save(
         *(prefix.name, _encode(entry), _encode(prefix), prefix.expires_at or 0, prefix.created_at),
         *(prefix.tenant_id, max_prefixes, max_own, _body_key(prefix.tenant_id, "")),
         *(now, -1 if max_all_bytes is None else max_all_bytes, replaces),
-        *(() if region is None else (region, class_argument(region_classes))),
+        *(() if owner is None else (owner.created_at, region, class_argument(region_classes))),
     ]
     match await store.evaluate(SAVE_LUA, keys, arguments):
         case b"forbidden" | b"changed":

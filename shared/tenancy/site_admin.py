@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-from msgspec import structs
-
 from shared.errors import ConfigError
-from shared.messages import SignedCopy
 from shared.store import Store
 from shared.subjects import SITE_SEPARATOR
 from shared.tenancy.declared_classes import declared_classes
 from shared.tenancy.residency import advice_to_declare, class_on_bus
-from shared.tenancy.tenant import TenantRecord
-from shared.tenancy.tenant_copy import SITE_KEYS, SITES, TENANT_COPIES, TenantCopy
-from shared.transport.wire_errors import UNREADABLE
+from shared.tenancy.tenant import TENANT_COPIES, TenantRecord
+from shared.tenancy.tenant_copy import SITE_KEYS, SITES, decoded_copy
 
 
 async def linked_sites(store: Store) -> list[str]:
@@ -48,7 +43,9 @@ async def copied_tenants(store: Store) -> dict[str, TenantRecord | None]:
     unreadable one. Raises StoreUnavailable.
     """
     found = await store.hash_get(TENANT_COPIES)
-    return {name.decode(): _record(name.decode(), data) for name, data in sorted(found.items())}
+    return {
+        name.decode(): decoded_copy(name.decode(), data) for name, data in sorted(found.items())
+    }
 
 
 def is_copied(tenant_id: str) -> bool:
@@ -68,12 +65,3 @@ async def forget_site_key(store: Store, site: str) -> None:
     if site.encode() not in await store.hash_get(SITE_KEYS):
         raise ConfigError(f"no key of a site {site!r} is known: there is nothing to forget")
     await store.write([("HDEL", SITE_KEYS, site)])
-
-
-def _record(name: str, data: bytes) -> TenantRecord | None:
-    try:
-        signed = msgspec.msgpack.decode(data, type=SignedCopy)
-        record = msgspec.msgpack.decode(signed.body, type=TenantCopy).record
-    except UNREADABLE:
-        return None
-    return structs.replace(record, tenant_id=name)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 GENERATION = "hearth:generation"
 TENANTS = "hearth:tenants"
+TENANT_COPIES = "hearth:tenant_copies"  # see `tenant_copy.py`
+RECORD_KEYS = (TENANTS, TENANT_COPIES)  # of `may_store`
 MAX_PRIORITY = 4
 MAX_LISTED = 256
 
@@ -50,15 +52,25 @@ LIMITS = (
 # KEYS: all tenants. ARGV: a tenant id. Returns its record, as JSON.
 RECORD_LUA = "return redis.call('HGET', KEYS[1], ARGV[1])"
 
-# A writer in `region`, which is in `classes` (see `class_argument`), may store. The function is
-# also true for the public tenant and for those of other sites, whose records are elsewhere, but not
-# for a removed one.
+# A writer in `region`, which is in `classes` (see `class_argument`), may store text of a tenant
+# created at `created_at`: not of a removed one, also if there is a later one of its name. The
+# function is also true for the public tenant. The record of a tenant of another site is in its
+# copy, the bytes of a SignedCopy behind two heads of msgpack.
 MAY_STORE_LUA = """
-local function may_store(tenants_key, tenant, region, classes)
-  local data = redis.call('HGET', tenants_key, tenant)
-  if not data then return tenant == '' or string.find(tenant, '/', 1, true) ~= nil end
-  local is_read, record = pcall(cjson.decode, data)
+local function copied_record(data)
+  local heads = {[0xc4] = 3, [0xc5] = 4}
+  local _, copy = cmsgpack.unpack_one(data, heads[string.byte(data, 2)])
+  return copy.record
+end
+
+local function may_store(tenants_key, copies_key, tenant, created_at, region, classes)
+  if tenant == '' then return true end
+  local is_copied = string.find(tenant, '/', 1, true)
+  local data = redis.call('HGET', is_copied and copies_key or tenants_key, tenant)
+  if not data then return false end
+  local is_read, record = pcall(is_copied and copied_record or cjson.decode, data)
   if not is_read or type(record) ~= 'table' or record.is_zero_retention then return false end
+  if (record.created_at or 0) ~= tonumber(created_at) then return false end
   local class = record.region_class or ''
   if class ~= '' and not string.find(classes, ',' .. class .. ',', 1, true) then return false end
   if type(record.allowed_regions) ~= 'table' then return true end

@@ -18,7 +18,7 @@ import msgspec
 
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
-from shared.store import Command, RedisStore, Store
+from shared.store import RedisStore, Store
 from shared.subjects import SITE_SEPARATOR
 from shared.tenancy import pinned_prefix, stored_responses
 from shared.tenancy.declared_classes import check_declared
@@ -69,6 +69,20 @@ return 1
 """
 
 
+# KEYS: all tenants, the generation, a key's record, the tenant's keys. ARGV: the tenant, its record
+# if it is new (empty: it is not), a generation, and the key's id, digest and time. Returns why it
+# fails, which another operator may have caused just now, or ''.
+ADD_KEY_LUA = """
+if ARGV[2] ~= '' then redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2]) end
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 'unknown' end
+if (redis.call('HGET', KEYS[3], 'tenant_id') or ARGV[1]) ~= ARGV[1] then return 'taken' end
+redis.call('SETNX', KEYS[2], ARGV[3])
+redis.call('HSET', KEYS[3], 'tenant_id', ARGV[1], 'key_id', ARGV[4], 'created_at', ARGV[6])
+redis.call('HSET', KEYS[4], ARGV[4], ARGV[5])
+return ''
+"""
+
+
 def new_api_key() -> str:
     return f"hearth-{secrets.token_urlsafe(24)}"
 
@@ -82,16 +96,32 @@ async def store_api_key(
 ) -> None:
     """Adds a key, and creates its tenant if needed. Raises StoreUnavailable."""
     record = TenantRecord(tenant_id=tenant_id, created_at=created_at)
-    new_tenant: Command = ("HSETNX", TENANTS, tenant_id, msgspec.json.encode(record))
-    generation: Command = ("SETNX", GENERATION, secrets.token_hex(8))
-    await store.write([generation, new_tenant, *_key_commands(api_key, tenant_id, created_at)])
-    await pinned_prefix.record_change(store, tenant_id)  # it may have been another one before
+    await _add_key(store, key_id_of(api_key), digest_of(api_key), record, is_new=True)
+
+
+async def _add_key(
+    store: Store, key_id: str, digest: str, record: TenantRecord, *, is_new: bool
+) -> None:
+    """Adds a key that is as old as `record`. Raises ConfigError for a tenant that does not exist,
+    unless it is created: `is_new`; and for a key of another one.
+    """
+    tenant_id = record.tenant_id
+    keys = [TENANTS, GENERATION, api_key_record(digest), keys_of(tenant_id)]
+    new = msgspec.json.encode(record) if is_new else b""
+    arguments = (tenant_id, new, secrets.token_hex(8), key_id, digest, record.created_at)
+    match await store.evaluate(ADD_KEY_LUA, keys, arguments):
+        case b"unknown":
+            raise _unknown(tenant_id)
+        case b"taken":
+            raise ConfigError(f"{key_id!r} belongs to another tenant")
+    if is_new:  # it may have been another one before
+        await pinned_prefix.record_change(store, tenant_id)
 
 
 async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
     """Stores an API key of a tenant over a new connection. Raises StoreUnavailable."""
     async with _connected(redis_url) as store:
-        await store_api_key(store, api_key, tenant_id)
+        await store_api_key(store, api_key, tenant_id, created_at=time.time())
 
 
 async def standing_of(redis_url: str, api_key: str, tenant_id: str) -> KeyStanding:
@@ -116,18 +146,6 @@ async def _connected(redis_url: str) -> AsyncIterator[Store]:
         yield store
     finally:
         await store.close()
-
-
-def _key_commands(api_key: str, tenant_id: str, created_at: float) -> list[Command]:
-    return _record_commands(key_id_of(api_key), digest_of(api_key), tenant_id, created_at)
-
-
-def _record_commands(key_id: str, digest: str, tenant_id: str, created_at: float) -> list[Command]:
-    fields = ("tenant_id", tenant_id, "key_id", key_id, "created_at", created_at)
-    return [
-        ("HSET", api_key_record(digest), *fields),
-        ("HSET", keys_of(tenant_id), key_id, digest),
-    ]
 
 
 class TenantAdmin:
@@ -158,7 +176,8 @@ class TenantAdmin:
                 f"the tenant {tenant_id!r} exists already: `hearth tenant limits` changes it, "
                 "`hearth api-key` adds a key"
             )
-        await self.add_key(tenant_id, api_key)
+        await self._add_key(key_id_of(api_key), digest_of(api_key), tenant_id)
+        await pinned_prefix.record_change(self._store, tenant_id)  # it may have been another one
         return record
 
     async def _check_removed(self, tenant_id: str) -> None:
@@ -265,10 +284,18 @@ class TenantAdmin:
         return "valid" if self._is_valid(key) else "ended"
 
     async def add_key(self, tenant_id: str, api_key: str) -> str:
-        """Returns the key's id."""
-        check_tenant_id(tenant_id)
-        await store_api_key(self._store, api_key, tenant_id, created_at=self._now())
+        """Adds a key, and creates its tenant if needed. Returns the key's id."""
+        if check_tenant_id(tenant_id).encode() in await self._store.hash_get(TENANTS):
+            await self._add_key(key_id_of(api_key), digest_of(api_key), tenant_id)
+        else:
+            await self._check_removed(tenant_id)
+            await store_api_key(self._store, api_key, tenant_id, created_at=self._now())
         return key_id_of(api_key)
+
+    async def _add_key(self, key_id: str, digest: str, tenant_id: str) -> None:
+        """Raises ConfigError for a tenant that another operator has removed meanwhile."""
+        record = TenantRecord(tenant_id=tenant_id, created_at=self._now())
+        await _add_key(self._store, key_id, digest, record, is_new=False)
 
     async def check_client(self, tenant_id: str, client_id: str) -> None:
         """Raises ConfigError if `add_client` would."""
@@ -287,11 +314,7 @@ class TenantAdmin:
         ends that.
         """
         await self.check_client(tenant_id, client_id)
-        digest = client_digest(client_id)
-        claim = ["tenant_id", "", tenant_id]
-        if not await self._store.evaluate(SWAP, [api_key_record(digest)], claim):
-            await self.check_client(tenant_id, client_id)  # another tenant may have been first
-        await self._store.write(_record_commands(client_id, digest, tenant_id, self._now()))
+        await self._add_key(client_id, client_digest(client_id), tenant_id)
 
     async def rotate(
         self, tenant_id: str, api_key: str, *, keep_s: float, key_id: str | None
@@ -306,7 +329,7 @@ class TenantAdmin:
         replaced = [(key, digest) for key, digest in valid if not is_client(digest)]
         if key_id is not None and len(replaced) < len(valid):
             raise ConfigError(f"{key_id!r} is a NATS client, which no API key can replace")
-        await self._store.write(_key_commands(api_key, tenant_id, self._now()))
+        await self._add_key(key_id_of(api_key), digest_of(api_key), tenant_id)
         ends_at = self._now() + keep_s
         ended = [
             (key, digest)
@@ -392,7 +415,7 @@ class TenantAdmin:
         check_tenant_id(tenant_id)
         data = (await self._store.hash_get(TENANTS)).get(tenant_id.encode())
         if data is None:
-            raise ConfigError(f"tenant {tenant_id!r} does not exist: see `hearth tenant list`")
+            raise _unknown(tenant_id)
         record = decoded_tenant(data)
         if record is None:
             raise ConfigError(f"the record of the tenant {tenant_id!r} is unreadable")
@@ -400,6 +423,10 @@ class TenantAdmin:
 
     async def _swap(self, tenant_id: str, before: bytes, after: bytes) -> bool:
         return bool(await self._store.evaluate(SWAP, [TENANTS], [tenant_id, before, after]))
+
+
+def _unknown(tenant_id: str) -> ConfigError:
+    return ConfigError(f"tenant {tenant_id!r} does not exist: see `hearth tenant list`")
 
 
 def _switches_on(changes: Mapping[str, Any]) -> bool:

@@ -19,15 +19,22 @@ from typing import Annotated
 import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from shared.errors import ConfigError
 from shared.messages import MAX_COPY_BYTES, Count, Name, SignedCopy
-from shared.tenancy.tenant import TenantRecord, check_tenant_id
+from shared.store import Store
+from shared.subjects import is_at_site
+from shared.tenancy.tenant import (
+    RECORD_LUA,
+    TENANT_COPIES,
+    TenantRecord,
+    check_tenant_id,
+    tenant_of,
+)
 from shared.transport.wire_errors import UNREADABLE
 
 TENANT_VERSIONS = "hearth:tenant_versions"
-TENANT_COPIES = "hearth:tenant_copies"
 SITE_KEYS = "hearth:site_keys"
 SITES = "hearth:sites"
 MAX_KEYS = 64  # of one tenant, the newest ones
@@ -100,3 +107,26 @@ def opened_copy(signed: SignedCopy, key: bytes) -> TenantCopy:
     except ConfigError as error:
         raise CopyRejected(error.message) from None
     return copy
+
+
+def decoded_copy(name: str, data: bytes) -> TenantRecord | None:
+    """Returns the record in a stored copy, under its name here; None for an unreadable one."""
+    try:
+        signed = msgspec.msgpack.decode(data, type=SignedCopy)
+        record = msgspec.msgpack.decode(signed.body, type=TenantCopy).record
+    except UNREADABLE:
+        return None
+    return structs.replace(record, tenant_id=name)
+
+
+async def present_record(store: Store, tenant_id: str) -> TenantRecord | None:
+    """Returns the record of a tenant of this site, or the copy of that of another one; None: there
+    is none. Raises ConfigError for an unreadable one, StoreUnavailable.
+    """
+    if not is_at_site(tenant_id):
+        return await tenant_of(store, tenant_id)
+    data = await store.evaluate(RECORD_LUA, [TENANT_COPIES], [tenant_id])
+    record = None if data is None else decoded_copy(tenant_id, data)
+    if data is not None and record is None:
+        raise ConfigError(f"the copy of the tenant {tenant_id!r} is unreadable")
+    return record

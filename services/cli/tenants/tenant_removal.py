@@ -28,7 +28,7 @@ def remove_tenant(tenant_id: str, redis_url: str | None, *, with_usage: bool) ->
         found = await _awaited(store, drop.number)
         if found is not None and found.progress is not None:  # else nothing runs
             await asyncio.sleep(SETTLE_S)
-        await removal.finish(tenant_id, with_usage=with_usage)
+        await removal.finish(drop)
         return found
 
     _print_note(tenant_id, with_store(redis_url, remove))

@@ -393,8 +393,8 @@ class Submission:
 
     def _count_usage(self, reservation: Reservation) -> None:
         if reservation.model is not None:  # else nothing was generated
-            tenant_id, model = reservation.tenant.tenant_id, reservation.model.card.name
-            self._usage.count(tenant_id, model, reservation.take_usage())
+            model = reservation.model.card.name
+            self._usage.count(reservation.tenant, model, reservation.take_usage())
 
     def _settle(self, reservation: Reservation) -> None:
         """Settles limits after the last byte of a response has left."""

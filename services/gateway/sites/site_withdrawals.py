@@ -17,7 +17,7 @@ from shared.allowance import Allowance
 from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest, Overloaded
-from shared.messages import Done, WithdrawTenant
+from shared.messages import MAX_USAGE_OF, Done, WithdrawTenant
 from shared.regions.region_classes import RegionClasses
 from shared.store import Store, StoreUnavailable
 from shared.subjects import is_at_site
@@ -163,7 +163,10 @@ class SiteWithdrawals:
 
     async def _send_order(self, site: str, drop: SiteDrop) -> bool:
         command = WithdrawTenant(
-            gateway_id=self._name, tenant_id=drop.tenant_id, kept_regions=tuple(sorted(drop.kept))
+            gateway_id=self._name,
+            tenant_id=drop.tenant_id,
+            kept_regions=tuple(sorted(drop.kept)),
+            usage_of=drop.usage_of[-MAX_USAGE_OF:],
         )
         try:
             await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
@@ -185,15 +188,16 @@ class SiteWithdrawals:
         if sum(map(len, command.kept_regions)) > MAX_KEPT_CHARS:
             raise InvalidRequest("the names of the kept regions are too long")
         name = tenant_of(command.gateway_id, command.tenant_id)
-        return self._withdraw(name, command.kept_regions)
+        return self._withdraw(name, command)
 
-    async def _withdraw(self, tenant_id: str, kept_regions: tuple[str, ...]) -> Done:
-        is_kept = self._region in kept_regions
+    async def _withdraw(self, tenant_id: str, command: WithdrawTenant) -> Done:
+        is_kept = self._region in command.kept_regions
         self.on_withdrawn(tenant_id, is_kept)
         if is_kept:  # workers of this site may be in other regions
-            await self._withdrawal.order(tenant_id, "regions", kept_regions)
+            await self._withdrawal.order(tenant_id, "regions", command.kept_regions)
         else:
             await self._withdrawal.delete(tenant_id, "regions")
+        await self._withdrawal.delete_usage(tenant_id, command.usage_of)
         return Done()
 
 

@@ -7,6 +7,9 @@ has confirmed them to this very process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import msgspec
 import structlog
 
@@ -17,10 +20,12 @@ from shared.errors import HearthError
 from shared.messages import ReadTenantCopies, SignedCopy, TenantCopies
 from shared.store import Command, Store, StoreUnavailable, reading_reply
 from shared.telemetry.log_limit import LogLimit
+from shared.tenancy import pinned_prefix
 from shared.tenancy.copied_tenants import CopiedTenants, CopyChanges
 from shared.tenancy.deletion.kv_drops import DropReason
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
-from shared.tenancy.tenant_copy import SITE_KEYS, TENANT_COPIES, CopyRejected
+from shared.tenancy.tenant import TENANT_COPIES
+from shared.tenancy.tenant_copy import SITE_KEYS, CopyRejected
 from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
@@ -29,6 +34,7 @@ READ_S = 0.5
 IDLE_READ_S = 2.0  # of a site that has no tenant for this one
 TICK_S = 0.25
 TIMEOUT_S = 2.0
+T = TypeVar("T")
 
 # KEYS: the keys of sites. ARGV: a site, the key that it shows. Returns the first that it showed.
 PIN_LUA = """
@@ -53,6 +59,7 @@ class TenantCopyReader:
         """
         self._withdrawal = withdrawal
         self._due: dict[str, DropReason] = {}
+        self._unstored: dict[str, SignedCopy | None] = {}  # None: to be deleted
         self._homes = homes
         self._clock = clock
         self._store = store
@@ -101,11 +108,9 @@ class TenantCopyReader:
             reply = await self._homes.request(site, command, TenantCopies, timeout_s=TIMEOUT_S)
             if await self._trusts(site, home, reply.key):
                 home.has_tenants = bool(reply.versions)
-                changes = self._copied.take(site, reply, home.asked_at)
-                self._due |= dict.fromkeys(changes.unretained, "zero_retention")
-                self._due |= dict.fromkeys(changes.removed, "removed")
-                await self._apply(site, changes)
-                await self._withdraw()
+                self._note(site, self._copied.take(site, reply, home.asked_at))
+                await self._withdraw(site)
+                await self._apply(site)
         except HearthError as error:
             log.debug("tenant_copies_not_read", site=site, error=error.message)
         finally:
@@ -130,21 +135,36 @@ class TenantCopyReader:
             )
         return is_known
 
-    async def _apply(self, site: str, changes: CopyChanges) -> None:
-        """Stores what has changed. Without Redis a copy is used all the same."""
+    def _note(self, site: str, changes: CopyChanges) -> None:
         for reason in changes.rejected:
             self._lines.write(log.warning, "tenant_copy_rejected", site, site=site, error=reason)
-        commands: list[Command] = [
-            ("HSET", TENANT_COPIES, name, msgspec.msgpack.encode(signed))
-            for name, signed in changes.stored.items()
-        ]
-        if changes.removed:
-            commands.append(("HDEL", TENANT_COPIES, *changes.removed))
-        if commands:
-            await self._store.write(commands)
+        self._due |= changes.due
+        self._unstored |= changes.stored
 
-    async def _withdraw(self) -> None:
+    async def _withdraw(self, site: str) -> None:
         """Deletes what is due; what Redis does not take now is due with the next reply."""
-        for name, reason in list(self._due.items()):
+        for name, reason in _of_site(site, self._due).items():
             await self._withdrawal.delete(name, reason)
-            del self._due[name]
+            if self._due.get(name) == reason:
+                del self._due[name]
+
+    async def _apply(self, site: str) -> None:
+        """Stores what has changed, after the deletions: a gateway that starts finds from the copies
+        in Redis what is due. Without Redis a copy is used all the same.
+        """
+        stored = _of_site(site, self._unstored)
+        if stored:
+            await self._store.write([_command(name, signed) for name, signed in stored.items()])
+        for name in stored:
+            await pinned_prefix.record_change(self._store, name)  # pins follow the record
+            del self._unstored[name]
+
+
+def _of_site(site: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {name: each for name, each in named.items() if site_of(name) == site}
+
+
+def _command(name: str, signed: SignedCopy | None) -> Command:
+    if signed is None:
+        return ("HDEL", TENANT_COPIES, name)
+    return ("HSET", TENANT_COPIES, name, msgspec.msgpack.encode(signed))

@@ -20,8 +20,8 @@ import structlog
 from shared.background import Background, failing_alone
 from shared.clock import Clock
 from shared.store import Store, StoreUnavailable, reading_reply
-from shared.tenancy.site_usage import USAGE_UNSENT
-from shared.tenancy.tenant import UsageKind, usage_of
+from shared.tenancy.site_usage import DELETED_S, USAGE_DELETED, USAGE_UNSENT, owner_of_usage
+from shared.tenancy.tenant import TenantRecord, UsageKind, usage_of
 
 log = structlog.get_logger(__name__)
 
@@ -30,25 +30,29 @@ RUNNING_S = 5.0
 MAX_PER_BATCH = 500
 MAX_PENDING = 100_000  # counts by tenant, day, model, kind; more are dropped and logged
 RETENTION_S = 400 * 86_400
-BATCH_RETENTION_S = 30 * 86_400
+BATCH_RETENTION_S = DELETED_S
 RETRY_REJECTED_S = 30.0
 LAST_TRIES = 45  # 4.5 s, which with the 10 s of a drain are within the 15 s before SIGKILL
 
-# KEYS: the writer's last batch, what to report to other sites, then a record for each count. ARGV:
-# the batch's number, the TTLs of records and batches in seconds, then field and amount of each
-# count. Returns the indices of counts whose records have the wrong type; the writer retries these
-# counts. Records of other sites' tenants, which have a slash in their names, are marked.
+# KEYS: the writer's last batch, what to report to other sites, the owners of deleted usage, then a
+# record for each count. ARGV: the batch's number, the TTLs of records and batches in seconds, then
+# field, amount and owner of each count. Returns the indices of counts whose records have the wrong
+# type; the writer retries these counts. Those whose owner's usage is deleted are dropped. Records
+# of other sites' tenants, which have a slash in their names, are marked.
 ADD_UP = """
 local last = redis.call('HMGET', KEYS[1], 'number', 'refused')
 if (tonumber(last[1]) or 0) >= tonumber(ARGV[1]) then return last[2] end
 local refused = ''
-for i = 3, #KEYS do
-  local sum = redis.pcall('HINCRBY', KEYS[i], ARGV[2 * i - 2], ARGV[2 * i - 1])
-  if type(sum) == 'table' then
-    refused = refused .. (i - 3) .. ' '
-  else
-    redis.call('EXPIRE', KEYS[i], ARGV[2])
-    if string.find(KEYS[i], '/', 1, true) then redis.call('HINCRBY', KEYS[2], KEYS[i], 1) end
+for i = 4, #KEYS do
+  local field, amount, owner = unpack(ARGV, 3 * i - 8, 3 * i - 6)
+  if not redis.call('ZSCORE', KEYS[3], owner) then
+    local sum = redis.pcall('HINCRBY', KEYS[i], field, amount)
+    if type(sum) == 'table' then
+      refused = refused .. (i - 4) .. ' '
+    else
+      redis.call('EXPIRE', KEYS[i], ARGV[2])
+      if string.find(KEYS[i], '/', 1, true) then redis.call('HINCRBY', KEYS[2], KEYS[i], 1) end
+    end
   end
 end
 redis.call('HSET', KEYS[1], 'number', ARGV[1], 'refused', refused)
@@ -56,8 +60,8 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 return refused
 """
 
-# (tenant, day, model, kind)
-Place = tuple[str, str, str, UsageKind]
+# (tenant, its creation, day, model, kind)
+Place = tuple[str, float, str, str, UsageKind]
 
 
 def last_batch_of(writer_id: str) -> str:
@@ -100,10 +104,10 @@ class UsageCounter:
     def num_pending(self) -> int:
         return len(self._pending) + len(self._batch) + len(self._rejected)
 
-    def count(self, tenant_id: str, model: str, counts: dict[UsageKind, int]) -> None:
+    def count(self, tenant: TenantRecord, model: str, counts: dict[UsageKind, int]) -> None:
         day = day_of(self._now())
         for kind, amount in counts.items():
-            place: Place = (tenant_id, day, model, kind)
+            place: Place = (tenant.tenant_id, tenant.created_at, day, model, kind)
             if not amount:
                 continue
             if place in self._pending or len(self._pending) < self._max_pending:
@@ -148,11 +152,11 @@ class UsageCounter:
             self._number += 1
             for place, _ in self._batch:
                 del self._pending[place]
-        keys = [last_batch_of(self._writer_id), USAGE_UNSENT]
+        keys = [last_batch_of(self._writer_id), USAGE_UNSENT, USAGE_DELETED]
         arguments: list[str | int] = [self._number, RETENTION_S, BATCH_RETENTION_S]
-        for (tenant_id, day, model, kind), amount in self._batch:
+        for (tenant_id, created_at, day, model, kind), amount in self._batch:
             keys.append(usage_of(tenant_id, day))
-            arguments += [f"{kind}:{model}", amount]
+            arguments += [f"{kind}:{model}", amount, owner_of_usage(tenant_id, created_at)]
         try:
             reply = await self._store.evaluate(ADD_UP, keys, arguments)
             with reading_reply():
@@ -163,7 +167,7 @@ class UsageCounter:
         for place, amount in rejected:
             self._rejected[place] += amount
             self._retry_rejected_at = self._clock.now() + RETRY_REJECTED_S
-            log.error("usage_unreadable", tenant_id=place[0], day=place[1])
+            log.error("usage_unreadable", tenant_id=place[0], day=place[2])
         return True
 
     async def _run(self, count_running: Callable[[], None]) -> None:
@@ -179,7 +183,7 @@ class UsageCounter:
 
     def _drop(self, place: Place, amount: int) -> None:
         self.num_dropped += 1
-        tenant_id, day, model, kind = place
+        tenant_id, _, day, model, kind = place
         log.error(
             "usage_not_stored", tenant_id=tenant_id, day=day, model=model, kind=kind, amount=amount
         )

@@ -64,8 +64,9 @@ return 0
 
 class KvDrop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An order; its field of the hash is its number. Workers in `kept_regions` (None: any), and in
-    the region class, if there is one, keep the KV of a tenant whose regions have changed. Times are
-    Unix seconds.
+    the region class, if there is one, keep the KV of a tenant whose regions have changed. A removed
+    tenant was created at `created_at`; `with_usage`: its usage is deleted, too, at all sites. Times
+    are Unix seconds.
     """
 
     number: Count = 0
@@ -73,6 +74,8 @@ class KvDrop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: DropReason
     kept_regions: Annotated[tuple[Name, ...], Meta(max_length=4096)] | None = ()
     region_class: Name = ""
+    created_at: float = 0.0
+    with_usage: bool = False
     ordered_at: float
 
 
@@ -103,6 +106,9 @@ async def order(
     now: float,
     kept_regions: tuple[str, ...] | None = (),
     region_class: str = "",
+    *,
+    created_at: float = 0.0,
+    with_usage: bool = False,
 ) -> KvDrop:
     """Orders workers to drop the KV of a tenant; `now` is in Unix seconds. Raises
     StoreUnavailable.
@@ -112,6 +118,8 @@ async def order(
         reason=reason,
         kept_regions=kept_regions,
         region_class=region_class,
+        created_at=created_at,
+        with_usage=with_usage,
         ordered_at=now,
     )
     arguments = msgspec.json.encode(drop), first_number(now)

@@ -37,11 +37,14 @@ return 1
 
 
 class SiteDrop(NamedTuple):
-    """What a site drops of a tenant: all but what is in `kept` regions. `number` is the order's."""
+    """What a site drops of a tenant: all but what is in `kept` regions. `number` is the order's.
+    `usage_of` are the creations of removed tenants of this name whose usage is deleted, too.
+    """
 
     number: int
     tenant_id: str
     kept: frozenset[str] = frozenset()
+    usage_of: tuple[float, ...] = ()
 
 
 async def positions(store: Store) -> dict[str, int]:
@@ -69,7 +72,8 @@ def orders_for(drops: Sequence[KvDrop], position: int, classes: RegionClasses) -
         kept = _kept(each, classes)
         if each.number > position and kept is not None and not is_at_site(each.tenant_id):
             first = found.setdefault(each.tenant_id, SiteDrop(each.number, each.tenant_id, kept))
-            found[each.tenant_id] = first._replace(kept=first.kept & kept)
+            usage_of = (*first.usage_of, each.created_at) if each.with_usage else first.usage_of
+            found[each.tenant_id] = first._replace(kept=first.kept & kept, usage_of=usage_of)
     return list(found.values())
 
 

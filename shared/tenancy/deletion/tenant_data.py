@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
 from shared.store import Command, Store
+from shared.subjects import at_site
 from shared.tenancy import pinned_prefix, stored_responses
 from shared.tenancy.model_alias import aliases_of
 from shared.tenancy.pinned_prefix import key_part
-from shared.tenancy.site_usage import TENANT_SITES, usage_at
+from shared.tenancy.site_usage import (
+    TENANT_SITES,
+    USAGE_UNSENT,
+    deletion_commands,
+    owner_of_usage,
+    usage_at,
+)
 from shared.tenancy.tenant import api_key_record, keys_of, meter_of, open_requests_of, usage_of
 from shared.tenancy.tenant_copy import TENANT_VERSIONS
 
 USAGE_DAYS = 400  # those that usage is retained for
 RECORDS_AT_ONCE = 100
+KEYS_AT_ONCE = 1000  # of one command: a script takes some thousand arguments
 
 # KEYS: keys. ARGV: for each the command that counts its content. Returns the counts.
 COUNT_LUA = """
@@ -77,22 +85,40 @@ def usage_keys(tenant_id: str, now: float, sites: Sequence[str] = ()) -> Iterato
         yield from (usage_at(tenant_id, day, site) for site in sites)
 
 
-async def delete(
-    store: Store, tenant_id: str, now: float, *, with_usage: bool, sites: Sequence[str] = ()
-) -> None:
-    """Deletes all that Redis holds of a tenant, but its own record and, unless `with_usage`, its
-    usage. Idempotent. Raises StoreUnavailable.
+async def delete(store: Store, tenant_id: str) -> None:
+    """Deletes all that Redis holds of a tenant, but its own record and its usage. Idempotent.
+    Raises StoreUnavailable.
     """
     digests = (await store.hash_get(keys_of(tenant_id))).values()
     keys = [api_key_record(each.decode(errors="replace")) for each in digests]
     keys += [keys_of(tenant_id), aliases_of(tenant_id)]
     keys += [meter_of(tenant_id), open_requests_of(tenant_id)]
-    if with_usage:
-        keys += usage_keys(tenant_id, now, sites)
-    commands: list[Command] = [("DEL", *keys)]
-    if with_usage and sites:
-        commands.append(("HDEL", TENANT_SITES, *(f"{tenant_id}/{site}" for site in sites)))
-    await store.write([*commands, ("HDEL", TENANT_VERSIONS, tenant_id)])
+    await store.write([*_deletions(keys), ("HDEL", TENANT_VERSIONS, tenant_id)])
     await stored_responses.delete_all(store, tenant_id)
     await pinned_prefix.delete_all(store, tenant_id)
     await delete_prefix_records(store, tenant_id)
+
+
+async def delete_usage(
+    store: Store,
+    tenant_id: str,
+    created_at: Iterable[float],
+    now: float,
+    sites: Sequence[str] = (),
+) -> None:
+    """Deletes the usage of tenants of this name, here and as `sites` have reported it: in one step,
+    after which no gateway writes any of those that were created then. Raises StoreUnavailable.
+    """
+    owners = (owner_of_usage(tenant_id, each) for each in created_at)
+    commands = [
+        *deletion_commands(owners, now),
+        *_deletions(list(usage_keys(tenant_id, now, sites))),
+        ("HDEL", USAGE_UNSENT, *usage_keys(tenant_id, now)),
+        *(("HDEL", TENANT_SITES, at_site(tenant_id, each)) for each in sites),
+    ]
+    await store.write(commands)
+
+
+def _deletions(keys: Sequence[str]) -> Iterator[Command]:
+    starts = range(0, len(keys), KEYS_AT_ONCE)
+    return (("DEL", *keys[start : start + KEYS_AT_ONCE]) for start in starts)

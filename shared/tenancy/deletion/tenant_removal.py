@@ -8,7 +8,7 @@ An interrupted removal is repeated: the order says that it has begun.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from shared.store import Store
 from shared.subjects import SITE_SEPARATOR, site_in
 from shared.tenancy.deletion import kv_drops, retractions, tenant_data
 from shared.tenancy.deletion.kv_drops import DropReason, KvDrop, OrderedDrop
-from shared.tenancy.site_usage import TENANT_SITES
+from shared.tenancy.site_usage import TENANT_SITES, is_usage_deleted
 from shared.tenancy.tenant import TENANTS, TenantRecord, check_tenant_id, decoded_tenant
 
 SAME_CHANGE_S = 30.0  # gateways of one site find a change within this time
@@ -63,7 +63,14 @@ class TenantWithdrawal:
         site gets. Raises as `order` does.
         """
         await self.order(tenant_id, reason)
-        await tenant_data.delete(self._store, tenant_id, self._now(), with_usage=False)
+        await tenant_data.delete(self._store, tenant_id)
+
+    async def delete_usage(self, tenant_id: str, created_at: Sequence[float]) -> None:
+        """Deletes its usage, unless that of all tenants that were created then is deleted already:
+        there may be a later one. Raises StoreUnavailable.
+        """
+        if not await is_usage_deleted(self._store, tenant_id, created_at):
+            await tenant_data.delete_usage(self._store, tenant_id, created_at, self._now())
 
 
 class TenantRemoval:
@@ -86,24 +93,26 @@ class TenantRemoval:
             drop = await self._begun(tenant_id)
             if drop is None:
                 raise ConfigError(f"tenant {tenant_id!r} does not exist: see `hearth tenant list`")
-            await self._delete(tenant_id, with_usage=with_usage)
+            if with_usage and not drop.with_usage:  # sites get another order
+                drop = await self._order(tenant_id, drop.created_at, with_usage=True)
+            await self._delete(drop)
             return drop
         record = decoded_tenant(data)
         if record is None:  # whatever it was, it is not to come back
             record = TenantRecord(tenant_id=tenant_id, created_at=self._now())
         entry = retractions.of_removal(record, self._now(), with_usage=with_usage)
         unlisted = await retractions.list_entries(self._store, self._file, [entry])
-        drop = await kv_drops.order(self._store, tenant_id, "removed", self._now())
+        drop = await self._order(tenant_id, record.created_at, with_usage=with_usage)
         await self._store.write([("HDEL", TENANTS, tenant_id)])  # nothing is stored from now on
-        await self._delete(tenant_id, with_usage=with_usage)
+        await self._delete(drop)
         if unlisted is not None:
             raise unlisted
         return drop
 
-    async def finish(self, tenant_id: str, *, with_usage: bool) -> None:
+    async def finish(self, drop: KvDrop) -> None:
         """Deletes what the last requests of a removed tenant have written."""
-        if tenant_id.encode() not in await self._store.hash_get(TENANTS):
-            await self._delete(tenant_id, with_usage=with_usage)
+        if drop.tenant_id.encode() not in await self._store.hash_get(TENANTS):
+            await self._delete(drop)
 
     async def whereabouts(self, tenant_id: str, sites: tuple[str, ...]) -> Whereabouts:
         """Returns what is held of a tenant whose record names `sites`, or of a removed one."""
@@ -128,8 +137,17 @@ class TenantRemoval:
         parts = (each.rpartition(SITE_SEPARATOR) for each in named)
         return sorted(site for name, _, site in parts if name == tenant_id)
 
-    async def _delete(self, tenant_id: str, *, with_usage: bool) -> None:
-        sites = await self._sites(tenant_id)
-        await tenant_data.delete(
-            self._store, tenant_id, self._now(), with_usage=with_usage, sites=sites
+    async def _order(self, tenant_id: str, created_at: float, *, with_usage: bool) -> KvDrop:
+        return await kv_drops.order(
+            *(self._store, tenant_id, "removed", self._now()),
+            created_at=created_at,
+            with_usage=with_usage,
         )
+
+    async def _delete(self, drop: KvDrop) -> None:
+        await tenant_data.delete(self._store, drop.tenant_id)
+        if drop.with_usage:
+            sites = await self._sites(drop.tenant_id)
+            await tenant_data.delete_usage(
+                self._store, drop.tenant_id, [drop.created_at], self._now(), sites
+            )

@@ -80,7 +80,7 @@ def test_usage_outlives_any_reply() -> None:
         usage = UsageCounter(store, VirtualClock(), writer_id="g", now=lambda: 0.0)
         usage.start()
         for _ in range(3 * len(REPLIES)):
-            usage.count("acme", "m", {"requests": 1})
+            usage.count(RECORD, "m", {"requests": 1})
             await asyncio.sleep(FLUSH_S)
         await asyncio.sleep(RUNNING_S)
         assert not store.replies and usage.num_pending == 0
@@ -100,7 +100,7 @@ def test_error_in_a_round_of_a_loop_is_counted_and_ends_nothing(error: BaseExcep
         lease = await limits.admit(RECORD, "a", RequestCost(1, 1))
         await limits.admit(RECORD, "b", RequestCost(1, 1))
         limits.settle(lease, 1)
-        usage.count("acme", "m", {"requests": 1})
+        usage.count(RECORD, "m", {"requests": 1})
         with patch.object(store, "evaluate", side_effect=error):
             limits.start()
             usage.start(Mock(side_effect=error))

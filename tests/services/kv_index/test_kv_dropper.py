@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
+import pytest
 
 from shared.messages import MAX_DROPPED_TENANTS, CountTenantKv, Role, TenantKvCounted
 from shared.sites.tenant_names import names_of
+from shared.store import StoreUnavailable
 from shared.subjects import tenant_kv
 from shared.tenancy import pinned_prefix
 from shared.tenancy.deletion import kv_drops, tenant_data
 from shared.tenancy.deletion.kv_drops import KvDrop, OrderedDrop
+from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
 from shared.tenancy.tenant_admin import TenantAdmin
-from tests.services.kv_index.rig import Rig, eventually
+from tests.services.kv_index.rig import Rig, block, eventually
 from tests.services.kv_index.test_pin_keeper import NUM_BLOCKS, new_prefix
 from tests.support.world.clock import run
 from tests.support.world.kv_link import DataPlane
+from tests.support.world.store import MemoryStore
 from tests.support.world.workers import Peer, SimulatedWorker, request_of
 
 PROMPT = list(range(3, 103))  # six full blocks, and a part
@@ -154,12 +159,15 @@ def test_more_names_than_one_command_takes_are_dropped() -> None:
     scenario(test)
 
 
-def test_request_sent_before_the_switch_leaves_nothing() -> None:
+@pytest.mark.parametrize("ordered_at", [1_000.0, 10.0])
+def test_request_sent_before_the_switch_leaves_nothing(ordered_at: float) -> None:
+    """Also if the clock of who orders is behind that of the index by a quarter of an hour."""
+
     async def test(rig: DropRig) -> None:
         worker = await rig.engine("decode-0")
         running = await rig.serve(worker, "acme")
-        await kv_drops.order(rig.store, "acme", "zero_retention", 1_000.0)
-        await rig.finished(FIRST)
+        drop = await kv_drops.order(rig.store, "acme", "zero_retention", ordered_at)
+        await rig.finished(drop.number)
         queued = await rig.serve(worker, "acme")
         for each in (running, queued):
             await rig.peer.finished(each)
@@ -251,13 +259,49 @@ def test_prefix_that_is_deleted_after_the_order_is_not_pinned_again() -> None:
         await asyncio.sleep(3)
         assert cached(worker, "acme") == 0
         assert "had to drop" in (await pinned_prefix.reasons(rig.store, "acme"))["rules"]
-        await tenant_data.delete(rig.store, "acme", 1_000.0, with_usage=False)
+        await tenant_data.delete(rig.store, "acme")
         await asyncio.sleep(3)
         assert cached(worker, "acme") == 0
         left = {name for name, each in rig.store.data.items() if "acme:" in name and each}
         assert left == set()
 
     scenario(test)
+
+
+class FlakyStore(MemoryStore):
+    """Redis is away when records of prefixes are deleted for the first time."""
+
+    num_lost = 1
+
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        if script == DELETE_RECORDS_LUA and self.num_lost:
+            self.num_lost -= 1
+            raise StoreUnavailable("away")
+        return await super().evaluate(script, keys, arguments)
+
+
+def test_records_of_all_orders_are_forgotten_though_redis_goes_away_meanwhile() -> None:
+    async def test() -> None:
+        rig = Rig()
+        rig.store = FlakyStore()
+        replica = rig.replica("kv_index-1")
+        for number, tenant_id in enumerate(("acme", "other")):
+            replica._registry.stored(
+                "decode-0",
+                tenant_id=tenant_id,
+                model="m",
+                revision="r1",
+                num_tokens=16,
+                num_bytes=1,
+                parent_hash=b"",
+                tip_hash=block(number),
+            )
+            await kv_drops.order(rig.store, tenant_id, "removed", 1_000.0)
+        for num_left in (1, 0):
+            await replica._dropper.round()
+            assert replica._registry.num_pending == num_left
+
+    run(test())
 
 
 def test_an_order_outlives_a_redis_that_is_emptied() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -27,8 +28,9 @@ from shared.packing import pack_token_ids, unpack_hashes
 from shared.subjects import MATCH
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix, PrefixImage
-from shared.tenancy.tenant import TENANTS
+from shared.tenancy.tenant import TENANT_COPIES, TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
+from shared.tenancy.tenant_copy import SigningKey, TenantCopy
 from tests.services.kv_index.rig import Rig, eventually
 from tests.support.records import model_card
 from tests.support.world.clock import run
@@ -245,6 +247,35 @@ def test_prefix_is_pinned_only_in_regions_that_its_tenant_allows_now() -> None:
         await asyncio.sleep(3)
         assert not is_pinned(eu_worker, prefix) and not is_pinned(us_worker, prefix)
         assert await pinned_prefix.entries(rig.store, "t") == {}
+
+    scenario(test)
+
+
+def test_prefix_of_another_sites_tenant_follows_the_copy_of_its_record() -> None:
+    async def test(rig: PinRig) -> None:
+        eu_worker = await rig.engine("prefill-0", region="eu")
+        us_worker = await rig.engine("prefill-1", region="us")
+        prefix = new_prefix(tenant_id="a/acme")
+
+        async def copied(**fields: Any) -> None:
+            record = TenantRecord(tenant_id="acme", **fields)
+            signed = SigningKey.of_secret("s").sign(
+                TenantCopy(home="a", site="b", version=1, record=record)
+            )
+            data = msgspec.msgpack.encode(signed)
+            await rig.store.write([("HSET", TENANT_COPIES, "a/acme", data)])
+            await pinned_prefix.record_change(rig.store, "a/acme")
+
+        await rig.save(prefix)
+        await asyncio.sleep(3)
+        assert not is_pinned(eu_worker, prefix), "without a copy"
+        await copied(allowed_regions=("eu",))
+        await rig.warm(prefix, eu_worker)
+        await asyncio.sleep(3)
+        assert not is_pinned(us_worker, prefix)
+        await copied(is_zero_retention=True)
+        await eventually(lambda: not is_pinned(eu_worker, prefix))
+        assert not is_pinned(us_worker, prefix)
 
     scenario(test)
 

@@ -18,7 +18,7 @@ from shared.model_registry.admin import RegistryAdmin
 from shared.model_registry.reader import RegistryReader
 from shared.store import RedisStore, StoreRejected
 from shared.tenancy.stored_responses import response_keys
-from shared.tenancy.tenant import TENANTS
+from shared.tenancy.tenant import RECORD_KEYS
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S
@@ -140,8 +140,8 @@ async def test_gateway_stores_responses_within_the_memory_of_redis(server: Redis
     await memory.read()
     assert memory.use is not None and memory.use.used
     for tenant, outcome in (("acme", [b"stored", 0]), ("other", [b"stored", 1])):
-        arguments = ["resp_1", b"x" * 3000, "", 60, 1000.0, 1 << 20, tenant, "", 5000]
-        keys = [*response_keys(tenant), TENANTS]
+        arguments = ["resp_1", b"x" * 3000, "", 60, 1000.0, 1 << 20, tenant, "", 5000, ",,", 0.0]
+        keys = [*response_keys(tenant), *RECORD_KEYS]
         assert await store.evaluate(scripts.SAVE, keys, arguments) == outcome
     await store.close()
 

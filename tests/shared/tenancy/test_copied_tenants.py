@@ -64,7 +64,8 @@ def test_confirmation_counts_from_the_question() -> None:
 def test_tenant_and_key_that_are_gone_go_at_once() -> None:
     copied = holding(copy_of("one"), copy_of("two", 1, "old", "kept"))
     changes = copied.take("a", reply(copy_of("two", 2, "kept")), 101.0)
-    assert changes.removed == ["a/one"] and list(changes.stored) == ["a/two"]
+    assert changes.due == {"a/one": "removed"}
+    assert changes.stored["a/one"] is None and changes.stored["a/two"] is not None
     assert [copied.find(digest_of(each)) for each in ("key of one", "old")] == [None, None]
     kept = copied.find(digest_of("kept"))
     assert kept is not None and kept.copy.version == 2

@@ -16,7 +16,7 @@ from shared.tenancy.pinned_prefix import (
     PrefixStorageFull,
     TooManyPrefixes,
 )
-from shared.tenancy.tenant import TENANTS
+from shared.tenancy.tenant import TENANTS, TenantRecord
 from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S
 from tests.support.world.clock import run
@@ -112,6 +112,7 @@ async def test_life_cycle_in_redis(redis_server: RedisServer) -> None:
 async def check_permissions(store: Store) -> None:
     """A prefix follows its tenant's record of now; without one, as of the public tenant, none."""
     prefix = make_prefix("house", "strict")
+    owner = TenantRecord(tenant_id="strict", created_at=NOW)
     for fields, is_saved in (
         ({"allowed_regions": ["eu"]}, True),
         ({"allowed_regions": ["us"]}, False),
@@ -120,15 +121,17 @@ async def check_permissions(store: Store) -> None:
         ({"region_class": "world"}, False),
         ({"region_class": "europe", "allowed_regions": ["us"]}, False),
         ({"is_zero_retention": True}, False),
+        ({"created_at": NOW + 1}, False),
         ({}, True),
     ):
-        data = msgspec.json.encode({"tenant_id": "strict", **fields})
+        data = msgspec.json.encode({"tenant_id": "strict", "created_at": NOW, **fields})
         await store.write([("HSET", TENANTS, "strict", data)])
-        where = {"region": "eu", "region_classes": ("asia", "europe")}
+        where = {"owner": owner, "region": "eu", "region_classes": ("asia", "europe")}
         assert await pinned_prefix.save(store, prefix, NOW, **where) is is_saved
         assert bool(await pinned_prefix.entries(store, "strict")) is is_saved
         await pinned_prefix.delete(store, "strict", "house")
-    assert await pinned_prefix.save(store, make_prefix("house", ""), NOW, region="eu")
+    public = make_prefix("house", "")
+    assert await pinned_prefix.save(store, public, NOW, owner=owner, region="eu")
     await pinned_prefix.delete(store, "", "house")
 
 

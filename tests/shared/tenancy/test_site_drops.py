@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from tests.support.waiting import LIMIT_S
 CLASSES = region_classes(["eu=fr,de"])
 
 
-def drop(number: int, tenant_id: str, kept: tuple[str, ...] | None = (), **fields: str) -> KvDrop:
+def drop(number: int, tenant_id: str, kept: tuple[str, ...] | None = (), **fields: Any) -> KvDrop:
     order = KvDrop(tenant_id=tenant_id, reason="regions", kept_regions=kept, ordered_at=0.0)
     return msgspec.structs.replace(order, number=number, **fields)
 
@@ -36,14 +37,18 @@ def test_a_site_gets_each_tenant_once_with_the_regions_that_it_keeps() -> None:
         drop(6, "twice", ("fr", "de")),
         drop(7, "removed", reason="removed"),
         drop(8, "unknown-class", ("fr",), region_class="asia"),
+        *(
+            drop(number, "removed", reason="removed", created_at=number - 6.5, with_usage=True)
+            for number in (9, 10)
+        ),
     ]
     assert site_drops.orders_for(drops, 1, CLASSES) == [
-        (2, "twice", {"fr"}),
-        (4, "of-class", {"fr", "de"}),
-        (7, "removed", set()),
-        (8, "unknown-class", set()),
+        (2, "twice", {"fr"}, ()),
+        (4, "of-class", {"fr", "de"}, ()),
+        (7, "removed", set(), (2.5, 3.5)),
+        (8, "unknown-class", set(), ()),
     ]
-    assert site_drops.orders_for(drops, 8, CLASSES) == []
+    assert site_drops.orders_for(drops, 10, CLASSES) == []
 
 
 def test_a_site_that_has_missed_orders_gets_all_tenants_with_limits() -> None:
@@ -54,9 +59,9 @@ def test_a_site_that_has_missed_orders_gets_all_tenants_with_limits() -> None:
         TenantRecord(tenant_id="bound", region_class="eu", allowed_regions=("us", "fr")),
     ]
     assert site_drops.drops_of_records(records, CLASSES) == [
-        (0, "quiet", set()),
-        (0, "nowhere", set()),
-        (0, "bound", {"fr"}),
+        (0, "quiet", set(), ()),
+        (0, "nowhere", set(), ()),
+        (0, "bound", {"fr"}, ()),
     ]
 
 

@@ -101,7 +101,7 @@ class RegionFleet(Fleet):
                 token_ids=pack_token_ids(tenant.stem),
                 created_at=0,
             )
-            await pinned_prefix.save(self.store, prefix, 0.0, region=self.region)
+            await pinned_prefix.save(self.store, prefix, 0.0, owner=record, region=self.region)
 
     def _new_host(self, role: str, process_id: str) -> AnyHost:
         host = super()._new_host(role, process_id)

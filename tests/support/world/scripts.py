@@ -14,6 +14,7 @@ from services.gateway.tenancy.model_aliases import LOOK_UP_ALIASES
 from services.gateway.tenancy.redis_memory import READ_MEMORY
 from services.gateway.tenancy.refusal_audit import CLAIM_LUA
 from services.gateway.tenancy.usage_counter import ADD_UP
+from shared.messages import SignedCopy
 from shared.model_registry.admin import SWAP_MODEL
 from shared.model_registry.reader import READ_REGISTRY
 from shared.store import StoreRejected
@@ -38,10 +39,11 @@ from shared.tenancy.rate_limit import (
     LimitCommand,
     RateLimitCounter,
 )
-from shared.tenancy.site_usage import RECORD_TOTALS_LUA, UNMARK_LUA
+from shared.tenancy.site_usage import ARE_DELETED_LUA, RECORD_TOTALS_LUA, UNMARK_LUA
 from shared.tenancy.stored_responses import DELETE_SOME_LUA
-from shared.tenancy.tenant import RECORD_LUA, decoded_tenant
-from shared.tenancy.tenant_admin import SWAP
+from shared.tenancy.tenant import RECORD_LUA, TenantRecord, decoded_tenant
+from shared.tenancy.tenant_admin import ADD_KEY_LUA, SWAP
+from shared.tenancy.tenant_copy import TenantCopy
 
 if TYPE_CHECKING:
     from tests.support.world.store import MemoryStore
@@ -107,8 +109,10 @@ def _add_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> by
     if int(last.get(b"number", 0)) >= number:
         return last[b"refused"]
     refused = ""
-    for index, key in enumerate(keys[2:]):
-        field, amount = arguments[3 + 2 * index : 5 + 2 * index]
+    for index, key in enumerate(keys[3:]):
+        field, amount, owner = arguments[3 + 3 * index : 6 + 3 * index]
+        if owner.encode() in store.data.get(keys[2], {}):
+            continue
         fields = store.data.setdefault(key, {})
         try:
             fields[field.encode()] = str(int(fields.get(field.encode(), 0)) + amount).encode()
@@ -131,6 +135,30 @@ def _swap(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
     return 1
 
 
+def _add_key(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
+    tenant_id, record, generation, key_id, digest, created_at = arguments
+    if record:
+        store.apply([("HSETNX", keys[0], tenant_id, record)])
+    if tenant_id.encode() not in store.data.get(keys[0], {}):
+        return b"unknown"
+    owner = _fields(store, keys[2]).get(b"tenant_id", tenant_id.encode())
+    if owner != tenant_id.encode():
+        return b"taken"
+    fields = ("tenant_id", tenant_id, "key_id", key_id, "created_at", created_at)
+    store.apply(
+        [
+            ("SETNX", keys[1], generation),
+            ("HSET", keys[2], *fields),
+            ("HSET", keys[3], key_id, digest),
+        ]
+    )
+    return b""
+
+
+def _are_deleted(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    return int(all(each.encode() in store.data.get(keys[0], {}) for each in arguments))
+
+
 def _read_each(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
     rows = [[part for pair in _fields(store, key).items() for part in pair] for key in keys]
     return [str(int(store.now())).encode(), rows]
@@ -141,7 +169,8 @@ def _swap_each(store: MemoryStore, keys: Sequence[str], arguments: Arguments) ->
     return [
         field
         for field, before, after in triples
-        if not _swap(store, keys, (field.decode(), before, after))
+        if field not in _fields(store, keys[1])
+        or not _swap(store, keys, (field.decode(), before, after))
     ]
 
 
@@ -204,23 +233,34 @@ def _claim_refusals(store: MemoryStore, keys: Sequence[str], arguments: Argument
 
 
 def _may_store(
-    store: MemoryStore, tenants_key: str, tenant_id: str, region: str, classes: str
+    store: MemoryStore,
+    keys: Sequence[str],
+    tenant_id: str,
+    created_at: float,
+    region: str,
+    classes: str,
 ) -> bool:
-    data = _fields(store, tenants_key).get(tenant_id.encode())
-    if data is None:
-        return tenant_id == "" or "/" in tenant_id
-    record = decoded_tenant(data)
-    if record is None or record.is_zero_retention:
+    if tenant_id == "":
+        return True
+    is_copied = "/" in tenant_id
+    data = _fields(store, keys[int(is_copied)]).get(tenant_id.encode())
+    record = None if data is None else _copied(data) if is_copied else decoded_tenant(data)
+    if record is None or record.is_zero_retention or record.created_at != created_at:
         return False
     if record.region_class and f",{record.region_class}," not in classes:
         return False
     return record.allowed_regions is None or region in record.allowed_regions
 
 
+def _copied(data: bytes) -> TenantRecord:
+    signed = msgspec.msgpack.decode(data, type=SignedCopy)
+    return msgspec.msgpack.decode(signed.body, type=TenantCopy).record
+
+
 def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
     name, entry, body, ends_at, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments[:9]
-    now, max_all, replaces, *region = arguments[9:]
-    if region and not _may_store(store, keys[8], tenant_id, *region):
+    now, max_all, replaces, *writer = arguments[9:]
+    if writer and not _may_store(store, keys[8:], tenant_id, *writer):
         return b"forbidden"
     entries = _fields(store, keys[0])
     digest = _digest_of(entries.get(name.encode()))
@@ -346,7 +386,8 @@ def _delete_records(store: MemoryStore, keys: Sequence[str], arguments: Argument
 
 def _save_response(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
     response_id, data, previous, life_s = arguments[:4]
-    if not _may_store(store, keys[7], *arguments[6:8], arguments[9]):
+    tenant_id, region, _, classes, created_at = arguments[6:]
+    if not _may_store(store, keys[7:], tenant_id, created_at, region, classes):
         return [b"forbidden", 0]
     store.apply(
         [
@@ -407,6 +448,8 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     READ_MEMORY: lambda *_: b"used_memory:0\r\nmaxmemory:0\r\n",
     RECORD_LUA: _tenant_record,
     SWAP: _swap,
+    ADD_KEY_LUA: _add_key,
+    ARE_DELETED_LUA: _are_deleted,
     READ_EACH_LUA: _read_each,
     SWAP_EACH_LUA: _swap_each,
     PIN_LUA: _pin_key,

@@ -55,6 +55,7 @@ class MemoryStore:
             "HDEL": self._hash_delete,
             "ZADD": self._sorted_add,
             "ZREM": self._sorted_remove,
+            "ZREMRANGEBYSCORE": self._sorted_remove_range,
             "XADD": self._stream_add,
         }
 
@@ -184,6 +185,13 @@ class MemoryStore:
     def _sorted_remove(self, key: str, *members: str | bytes) -> None:
         for member in members:
             self.data.get(key, {}).pop(_encoded(member), None)
+
+    def _sorted_remove_range(self, key: str, lowest: str, highest: float) -> None:
+        if lowest != "-inf":
+            raise ValueError(f"the simulated store does not know ZREMRANGEBYSCORE … {lowest}")
+        scores = self.data.get(key, {})
+        for member in [each for each, score in scores.items() if score <= highest]:
+            del scores[member]
 
 
 class ProcessStore:

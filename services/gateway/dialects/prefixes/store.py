@@ -138,6 +138,7 @@ class PrefixStore:
         if not is_allowed or not await pinned_prefix.save(
             *(self._store, prefix, now),
             max_all_bytes=self._max_all_bytes(),
+            owner=tenant,
             region=self._region,
             region_classes=self._classes,
         ):

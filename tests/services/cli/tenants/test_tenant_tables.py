@@ -21,11 +21,10 @@ from shared.errors import ConfigError
 from shared.store import RedisStore
 from shared.tenancy.declared_classes import REGION_CLASSES
 from shared.tenancy.site_usage import usage_at
-from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant import TENANT_COPIES, TenantRecord
 from shared.tenancy.tenant_copy import (
     SITE_KEYS,
     SITES,
-    TENANT_COPIES,
     SigningKey,
     TenantCopy,
 )
@@ -150,7 +149,9 @@ def test_usage(hearth: Hearth, redis_server: RedisServer) -> None:
         store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=LIMIT_S)
         usage = UsageCounter(store, MonotonicClock(), writer_id="w", now=time.time)
         for tenant_id, amount in (("team-a", 1200), ("team-b", 30)):
-            usage.count(tenant_id, "m", {"requests": 1, "input_tokens": amount})
+            usage.count(
+                TenantRecord(tenant_id=tenant_id), "m", {"requests": 1, "input_tokens": amount}
+            )
         await usage.stop()
         await store.close()
 

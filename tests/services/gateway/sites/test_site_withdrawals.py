@@ -9,13 +9,16 @@ import pytest
 
 from services.gateway.sites.linked_homes import LinkedHomes
 from services.gateway.sites.site_withdrawals import MAX_PER_S, SiteWithdrawals
+from services.gateway.tenancy.usage_counter import day_of
 from shared.errors import InvalidRequest
 from shared.messages import Done, SiteState, WithdrawTenant
 from shared.regions.region_classes import region_classes
 from shared.subjects import STATES_OF_SITES, at_site, from_sites, state_to_sites
 from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.deletion import kv_drops, site_drops
-from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
+from shared.tenancy.deletion.tenant_removal import TenantRemoval, TenantWithdrawal
+from shared.tenancy.site_usage import is_usage_deleted
+from shared.tenancy.tenant import usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import run
@@ -147,6 +150,27 @@ def test_a_site_that_the_tenant_leaves_drops_it_within_a_heartbeat() -> None:
         assert await sites.positions() == {"b": 1, "c": 1}
         await asyncio.sleep(SOON_S)
         assert sites.gateways["b"][0].num_asked == 1
+
+    scenario(test)
+
+
+def test_usage_at_another_site_goes_with_its_tenant_also_after_a_cut_link() -> None:
+    async def test(sites: Sites) -> None:
+        record, key = await sites.admin.one("acme"), usage_of("a/acme", day_of(0.0))
+        for site in "bc":
+            await sites.stores[site].write([("HSET", key, "requests:m", 1)])
+        sites.link.cut()
+        removal = TenantRemoval(sites.stores["a"], sites.stores["a"].now)
+        await removal.remove("acme", with_usage=False)
+        await asyncio.sleep(SOON_S)
+        assert all([await sites.stores[site].hash_get(key) for site in "bc"])
+        await removal.remove("acme", with_usage=True)
+        await asyncio.sleep(SOON_S)
+        sites.link.restore()
+        await asyncio.sleep(SOON_S)
+        for site in "bc":
+            assert not await sites.stores[site].hash_get(key)
+            assert await is_usage_deleted(sites.stores[site], "a/acme", [record.created_at])
 
     scenario(test)
 

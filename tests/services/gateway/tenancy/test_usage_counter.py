@@ -19,7 +19,7 @@ from services.gateway.tenancy.usage_counter import (
 )
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, StoreUnavailable
-from shared.tenancy.tenant import UsageKind, UsageRow, usage_of
+from shared.tenancy.tenant import TenantRecord, UsageKind, UsageRow, usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S
@@ -114,6 +114,10 @@ def usage(store: FaultyStore, wall: WallClock) -> UsageCounter:
     return UsageCounter(store, ManualClock(), writer_id="gateway-1-x", now=wall)
 
 
+def named(tenant_id: str) -> TenantRecord:
+    return TenantRecord(tenant_id=tenant_id, created_at=NOON)
+
+
 async def rows(store: Any, *tenant_ids: str, days: Sequence[str] = (DAY,)) -> list[UsageRow]:
     return await TenantAdmin(store, lambda: NOON).usage(tenant_ids or ("acme",), days)
 
@@ -127,9 +131,9 @@ async def test_usage_is_counted_by_tenant_model_and_day(
     usage: UsageCounter, store: FaultyStore, wall: WallClock
 ) -> None:
     for tenant_id, model in (("acme", "m"), ("acme", "org/m:1"), ("other", "m"), ("acme", "m")):
-        usage.count(tenant_id, model, COUNTS)
+        usage.count(named(tenant_id), model, COUNTS)
     wall.seconds += DAY_S / 2
-    usage.count("acme", "m", COUNTS)  # midnight in UTC: the next day
+    usage.count(named("acme"), "m", COUNTS)  # midnight in UTC: the next day
     assert await usage.flush()
     days = (DAY, day_of(wall.seconds))
     assert await rows(store, "acme", "other", "none", days=days) == [
@@ -144,11 +148,11 @@ async def test_usage_is_counted_by_tenant_model_and_day(
 async def test_batch_with_lost_reply_is_counted_once(
     usage: UsageCounter, store: FaultyStore
 ) -> None:
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     store.num_lost_replies = 3
     for _ in range(3):
         assert not await usage.flush()
-        usage.count("acme", "m", COUNTS)  # later counts wait for the next batch
+        usage.count(named("acme"), "m", COUNTS)  # later counts wait for the next batch
     assert await usage.flush()
     assert await rows(store) == [row(times=4)]
 
@@ -156,10 +160,10 @@ async def test_batch_with_lost_reply_is_counted_once(
 async def test_batch_with_lost_command_is_sent_again(
     usage: UsageCounter, store: FaultyStore
 ) -> None:
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     store.num_lost_commands = 2
     assert not await usage.flush()
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     assert not await usage.flush()
     assert await usage.flush()
     assert await rows(store) == [row(times=2)]
@@ -168,7 +172,7 @@ async def test_batch_with_lost_command_is_sent_again(
 async def test_counts_of_writers_and_restarts_add_up(store: FaultyStore, wall: WallClock) -> None:
     for writer_id in ("gateway-1-a", "gateway-2-b", "gateway-1-c"):
         counter = UsageCounter(store, ManualClock(), writer_id=writer_id, now=wall)
-        counter.count("acme", "m", COUNTS)
+        counter.count(named("acme"), "m", COUNTS)
         await counter.stop()
     assert await rows(store) == [row(times=3)]
 
@@ -176,7 +180,7 @@ async def test_counts_of_writers_and_restarts_add_up(store: FaultyStore, wall: W
 async def test_many_counts_need_several_batches(usage: UsageCounter, store: FaultyStore) -> None:
     tenants = [f"t{number}" for number in range(MAX_PER_BATCH)]
     for tenant_id in tenants:
-        usage.count(tenant_id, "m", COUNTS)
+        usage.count(named(tenant_id), "m", COUNTS)
     assert await usage.flush()
     assert await rows(store, *tenants) == [row(tenant_id=each) for each in tenants]
     last = await store.hash_get(last_batch_of("gateway-1-x"))
@@ -187,10 +191,10 @@ async def test_flushes_at_the_same_time_lose_nothing(wall: WallClock) -> None:
     """As of a gateway that drains: the periodic flush, and the one of the drain."""
     store = SlowStore(lost=[3])
     usage = UsageCounter(store, ManualClock(), writer_id="gateway-1-x", now=wall)
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     flushes = [asyncio.create_task(usage.flush()) for _ in range(2)]
     await asyncio.sleep(0)
-    usage.count("acme", "m", COUNTS)  # the next batch
+    usage.count(named("acme"), "m", COUNTS)  # the next batch
     await asyncio.gather(*flushes)
     assert await usage.flush()
     assert await rows(store) == [row(times=2)]
@@ -198,7 +202,7 @@ async def test_flushes_at_the_same_time_lose_nothing(wall: WallClock) -> None:
 
 async def test_stop_flushes_pending_counts(usage: UsageCounter, store: FaultyStore) -> None:
     usage.start()
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     store.num_lost_replies = store.num_lost_commands = 2
     await usage.stop()
     assert await rows(store) == [row()]
@@ -222,10 +226,10 @@ async def test_running_requests_are_counted_every_five_seconds(store: FaultyStor
 
 
 async def test_unstored_counts_are_logged(usage: UsageCounter, store: FaultyStore) -> None:
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     store.num_lost_commands = 10**9
     assert not await usage.flush()
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     with structlog.testing.capture_logs() as logs:
         await usage.stop()
     logged = {each["kind"]: each["amount"] for each in logs if each["event"] == "usage_not_stored"}
@@ -237,9 +241,9 @@ async def test_unreadable_record_delays_its_own_counts_only(
 ) -> None:
     name = usage_of("acme", DAY)
     await store.write([("SET", name, "text"), ("HSET", usage_of("other", DAY), "requests:m", "x")])
-    usage.count("acme", "m", COUNTS)
-    usage.count("other", "m", COUNTS)
-    usage.count("sound", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
+    usage.count(named("other"), "m", COUNTS)
+    usage.count(named("sound"), "m", COUNTS)
     store.num_lost_replies = 1
     assert not await usage.flush()
     assert await usage.flush()
@@ -255,9 +259,9 @@ async def test_unreadable_record_delays_its_own_counts_only(
 
 async def test_pending_counts_are_bounded(store: FaultyStore, wall: WallClock) -> None:
     usage = UsageCounter(store, ManualClock(), writer_id="gateway-1-x", now=wall, max_pending=3)
-    usage.count("acme", "m", COUNTS)
-    usage.count("other", "m", COUNTS)
-    usage.count("acme", "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
+    usage.count(named("other"), "m", COUNTS)
+    usage.count(named("acme"), "m", COUNTS)
     assert (usage.num_pending, usage.num_dropped) == (3, 3)
     assert await usage.flush()
     assert await rows(store, "acme", "other") == [row(times=2)]
@@ -267,13 +271,16 @@ async def test_simulated_script_equals_redis(store: FaultyStore) -> None:
     memory = MemoryStore()
     await store.write([("SET", "bad", "text")])
     memory.data["bad"] = b"text"
+    for each in (store, memory):
+        await each.write([("ZADD", "deleted", 1, "x 1.0")])
     batches: list[tuple[list[str], list[str | int]]] = [
-        (["last", "a", "bad", "b"], [1, 60, 60, "f", 1, "f", 2, "g", 3]),
-        (["last", "a", "bad", "b"], [1, 60, 60, "f", 1, "f", 2, "g", 3]),
-        (["last", "a", "a"], [2, 60, 60, "f", 5, "h", 7]),
+        (["a/b", "bad", "b"], [1, 60, 60, "f", 1, "x 2.0", "f", 2, "y 1.0", "g", 3, "x 2.0"]),
+        (["a/b", "bad", "b"], [1, 60, 60, "f", 1, "x 2.0", "f", 2, "y 1.0", "g", 3, "x 2.0"]),
+        (["a/b", "b", "b"], [2, 60, 60, "f", 5, "x 2.0", "g", 5, "x 1.0", "h", 7, "x 2.0"]),
     ]
     for keys, arguments in batches:
+        keys = ["last", "unsent", "deleted", *keys]
         replies = [await each.evaluate(ADD_UP, keys, arguments) for each in (store, memory)]
         assert replies[0] == replies[1]
-    for key in ("last", "a", "b"):
+    for key in ("last", "unsent", "a/b", "b"):
         assert await store.hash_get(key) == await memory.hash_get(key)

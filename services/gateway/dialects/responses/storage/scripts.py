@@ -8,9 +8,9 @@ from shared.tenancy.stored_responses import CHANGES_LUA, MAX_AT_ONCE, RECORD_BYT
 from shared.tenancy.tenant import MAY_STORE_LUA
 
 # KEYS of all: as of `response_keys`.
-# SAVE also: all tenants' records, which an operator may have changed since the response began.
+# SAVE also: RECORD_KEYS, as an operator may have changed the record since the response began.
 # ARGV: id, data, previous id, seconds to live, now, bytes that a tenant may store, tenant, region,
-# bytes of Redis that all tenants may take, and the region's classes.
+# bytes of Redis that all tenants may take, the region's classes, and the creation of the tenant.
 # Room is made by removing the responses used longest ago: those of the tenant beyond its own bound,
 # else those of the tenant that holds most, so that one which stores little keeps it beside any
 # other. Returns how many were removed, after the outcome: stored; forbidden by the tenant's record;
@@ -19,7 +19,9 @@ SAVE = (
     MAY_STORE_LUA
     + CHANGES_LUA
     + f"""
-if not may_store(KEYS[8], ARGV[7], ARGV[8], ARGV[10]) then return {{'forbidden', 0}} end
+if not may_store(KEYS[8], KEYS[9], ARGV[7], ARGV[11], ARGV[8], ARGV[10]) then
+  return {{'forbidden', 0}}
+end
 local start, id, data, life, now = KEYS[1], ARGV[1], ARGV[2], ARGV[4], ARGV[5]
 local max_own, max_all = tonumber(ARGV[6]), tonumber(ARGV[9]) - {RECORD_BYTES}
 if #data > math.min(max_own, max_all) then return {{'too_large', 0}} end

@@ -36,7 +36,7 @@ from shared.clock import Clock
 from shared.errors import PayloadTooLarge
 from shared.store import Store, StoreUnavailable
 from shared.tenancy.stored_responses import response_keys
-from shared.tenancy.tenant import TENANTS, TenantRecord, class_argument
+from shared.tenancy.tenant import RECORD_KEYS, TenantRecord, class_argument
 
 log = structlog.get_logger(__name__)
 
@@ -124,7 +124,7 @@ class ResponseStore:
         key = (tenant.tenant_id, record.id)
         self._num_pending_bytes += size
         self._pending[key] = self._background.start_item(
-            self._save(key, record), lambda error: self._count("failed")
+            self._save(tenant, record), lambda error: self._count("failed")
         )
 
     async def get(
@@ -209,11 +209,11 @@ class ResponseStore:
             await self._clock.sleep(READ_AGAIN_S)
         return found
 
-    async def _save(self, key: tuple[str, str], record: ResponseRecord) -> None:
+    async def _save(self, tenant: TenantRecord, record: ResponseRecord) -> None:
         try:
             outcome = "more"
             while outcome == "more":
-                outcome, num_evicted = await self._store_once(key[0], record)
+                outcome, num_evicted = await self._store_once(tenant, record)
                 for _ in range(num_evicted):
                     self._count("evicted")
         except StoreUnavailable as error:
@@ -222,19 +222,20 @@ class ResponseStore:
             return
         finally:
             self._num_pending_bytes -= record.num_bytes
-            del self._pending[key]
+            del self._pending[tenant.tenant_id, record.id]
         self._count(outcome)
 
-    async def _store_once(self, tenant_id: str, record: ResponseRecord) -> tuple[str, int]:
+    async def _store_once(self, tenant: TenantRecord, record: ResponseRecord) -> tuple[str, int]:
         """Returns the outcome and the number of evicted records. Raises StoreUnavailable."""
         store = self._bulk if record.num_bytes > MAX_PART_BYTES else self._store
         outcome, num_evicted = await store.evaluate(
             scripts.SAVE,
-            [*response_keys(tenant_id), TENANTS],
+            [*response_keys(tenant.tenant_id), *RECORD_KEYS],
             [
                 *(record.id, msgspec.msgpack.encode(record), record.previous),
                 *(max(1, int(self._ttl_s)), self._now(), self._max_bytes),
-                *(tenant_id, self._region, self._max_all_bytes(), self._classes),
+                *(tenant.tenant_id, self._region, self._max_all_bytes(), self._classes),
+                tenant.created_at,
             ],
         )
         return outcome.decode(), num_evicted
