@@ -27,9 +27,14 @@ PIPE_WIDTH = 160
 TIMEOUT_S = 2.0
 
 
+def text_console(**settings: Any) -> Console:
+    """Returns a console that prints names as they are: `[b]` and `:fire:` are letters."""
+    return Console(highlight=False, markup=False, emoji=False, **settings)
+
+
 def table_console() -> Console:
     """Returns a console as wide as the terminal, or PIPE_WIDTH without a terminal."""
-    console = Console(highlight=False)
+    console = text_console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console

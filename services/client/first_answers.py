@@ -11,6 +11,7 @@ from importlib.resources import files
 
 import httpx
 from rich.console import Console
+from rich.text import Text
 
 from services.client.chat_request import (
     ChatReply,
@@ -104,7 +105,7 @@ async def _show_answer(
     messages = [{"role": "user", "content": question}]
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    console.print(f"\n[bold]{model.id}[/bold] > {question}")
+    console.print(Text.assemble("\n", (model.id, "bold"), f" > {question}"))
     on_text, is_chat = text_printer(console), True
     try:
         reply = await stream_chat(client, model.id, messages, clock, on_text)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
@@ -17,9 +16,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
-from services.cli.output import table_console
+from services.cli.output import table_console, text_console
 from shared.engine.codec.manifest import Manifest
 from shared.engine.codec.savings_report import KindRow, rows_by_kind, tensors_of, total_row
 
@@ -30,7 +28,7 @@ class ProgressDisplay:
     """A bar on a terminal; otherwise one line per file."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = text_console(stderr=True)
         self._what = ""
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -70,8 +68,8 @@ def show_savings(manifest: Manifest, out: Path) -> None:
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows_by_kind(tensors):
-        table.add_row(Text(row.kind), *_cells(row))  # a name may look like markup
-    table.add_row(Text(total.kind), *_cells(total), style="bold")
+        table.add_row(row.kind, *_cells(row))
+    table.add_row(total.kind, *_cells(total), style="bold")
     table_console().print(table)
     print(
         f"{out}: tensors of {decimal(total.num_bytes)} take {decimal(total.num_stored_bytes)}, "

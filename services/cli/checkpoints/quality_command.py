@@ -93,8 +93,6 @@ def _show(summaries: dict[str, Summary], prompts: list[Prompt], *, is_json: bool
         rows = [_row(what, each, prompts) for what, each in summaries.items()]
         print_json({"prompts": len(prompts), "comparisons": rows})
         return
-    from rich.markup import escape
-
     table = plain_table(*COLUMNS)
     for what, each in summaries.items():
         figures = (f"{value:.5f}" for value in (each.kl_mean, each.kl_p99, each.kl_max))
@@ -104,7 +102,7 @@ def _show(summaries: dict[str, Summary], prompts: list[Prompt], *, is_json: bool
     for what, each in summaries.items():
         worst = prompts[each.worst]
         place = f"line {worst.line}, mean KL {each.worst_kl:.5f}"
-        console.print(f"worst prompt, {what}: {place}: {escape(worst.shown)}")
+        console.print(f"worst prompt, {what}: {place}: {worst.shown}")
 
 
 def _row(what: str, each: Summary, prompts: list[Prompt]) -> dict[str, Any]:

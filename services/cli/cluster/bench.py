@@ -20,7 +20,7 @@ from rich.table import Table
 from services.cli.cluster.chat import GatewayAddress, find_gateway
 from services.cli.cluster.up import StartupDisplay
 from services.cli.model_check import check_models
-from services.cli.output import plain_table, table_console
+from services.cli.output import plain_table, table_console, text_console
 from services.client.http_client import Sample
 from services.client.load_test import LoadTestOptions, Row, measure
 from services.local.cluster import LocalCluster
@@ -70,7 +70,7 @@ async def _bench(
     up_options: UpOptions | None,
     options: LoadTestOptions,
 ) -> list[Row]:
-    console = Console(stderr=True, highlight=False)
+    console = text_console(stderr=True)
     async with target(given, up_options, console=console) as gateway:
         with LoadDisplay(console, options) as display:
             rows = await measure(
@@ -127,7 +127,7 @@ class LoadDisplay:
         self._began = 0.0
         self._num_answered = self._num_errors = 0
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[answered]}"),
             TimeRemainingColumn(),

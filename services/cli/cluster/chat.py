@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import httpx
 import msgspec
-from rich.console import Console
 
 from services.cli.options import read_given_file
+from services.cli.output import text_console
 from services.client.chat_request import (
     ChatReply,
     RequestedCall,
@@ -118,8 +118,8 @@ class Terminal:
     """The terminal: answers go to standard output, messages about them to standard error."""
 
     def __init__(self, is_quiet: bool = False) -> None:
-        self.answers = Console(highlight=False)
-        self.notes = Console(highlight=False, stderr=True)
+        self.answers = text_console()
+        self.notes = text_console(stderr=True)
         self.is_quiet = is_quiet
 
     def note(self, text: str, *, style: str = "dim") -> None:

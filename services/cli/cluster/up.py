@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from services.cli.model_check import check_models
+from services.cli.output import text_console
 from services.client.first_answers import QUESTIONS, first_requests
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
@@ -40,7 +41,7 @@ def run_up(options: UpOptions, *, is_check: bool) -> None:
 
 
 async def _up(options: UpOptions, *, is_check: bool) -> None:
-    console, clock = Console(highlight=False), MonotonicClock()
+    console, clock = text_console(), MonotonicClock()
     display = StartupDisplay(console, clock)
     try:
         cluster = LocalCluster(
@@ -115,7 +116,7 @@ class StartupDisplay:
         self._is_open = True
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=False,
@@ -129,9 +130,7 @@ class StartupDisplay:
 
     def report(self, process_id: str, event: Event, details: str) -> None:
         if event == "ended":
-            self._console.print(
-                f"{process_id} {details}", style="red", markup=False, soft_wrap=True
-            )
+            self._console.print(f"{process_id} {details}", style="red", soft_wrap=True)
         elif event == "waiting":
             self._show_waiting(process_id, details)
         elif event == "restarting":
@@ -150,7 +149,7 @@ class StartupDisplay:
             self._progress.update(self._tasks[process_id], description=text)
         else:
             text = f"after {self.elapsed_s:.0f} s {process_id} {doing}"
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)
 
     def close(self) -> None:
         if self._is_open:
@@ -161,15 +160,16 @@ class StartupDisplay:
 def _show_gateway(cluster: LocalCluster, console: Console, *, is_chat: bool) -> None:
     """`is_chat`: whether the model has a chat template."""
     console.print(f"page     {page_link(cluster)}", soft_wrap=True)
-    console.print(f"API key  {cluster.api_key}")
-    console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
+    console.print(f"API key  {cluster.api_key}", soft_wrap=True)
+    console.print(f"logs     {_short(cluster.state_dir / 'logs')}", soft_wrap=True)
     if cluster.is_kept:
-        console.print(f"state    {_short(cluster.state_dir)}: the next start with it goes on")
+        state = f"state    {_short(cluster.state_dir)}: the next start with it goes on"
+        console.print(state, soft_wrap=True)
     if is_chat:
-        console.print(f"chat     {own_command()} chat")
+        console.print(f"chat     {own_command()} chat", soft_wrap=True)
     for title, command in _examples(cluster) if is_chat else _base_examples(cluster):
         console.print(title, style="dim")
-        console.print(command, soft_wrap=True, markup=False)
+        console.print(command, soft_wrap=True)
     console.print("Ctrl-C stops everything", style="dim")
 
 

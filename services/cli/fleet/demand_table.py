@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -12,7 +11,7 @@ from services.cli.fleet.fitted_table import Column, fitted_table
 from shared.messages import RoleDemand
 
 COLUMNS: tuple[Column[RoleDemand], ...] = (
-    Column("model", lambda each: escape(each.model)),
+    Column("model", lambda each: each.model),
     Column("role", lambda each: each.role),
     Column("workers", lambda each: str(each.num_workers), 1, is_number=True),
     Column("wanted", lambda each: _wanted(each), is_number=True),

@@ -62,4 +62,4 @@ def _width(heading: str, cells: Sequence[Cell]) -> int:
 
 
 def _text(cell: Cell) -> Text:
-    return cell if isinstance(cell, Text) else Text.from_markup(cell)
+    return cell if isinstance(cell, Text) else Text(cell)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.text import Text
 
 from services.cli.fleet.demand_table import table_of_demands
@@ -138,10 +137,10 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
     links_rank = 3 if any("failed" in row.kv_links for row in rows) else 15
     failed_rank = 3 if any(row.num_failed_steps for row in rows) else 13
     columns: list[Column[ProcessView]] = [
-        Column("worker", lambda row: escape(row.process_id)),
+        Column("worker", lambda row: row.process_id),
         Column("role", lambda row: row.role, 2),
-        Column("model", lambda row: escape(row.model or "-"), 3 if has_models else 9),
-        Column("region", lambda row: escape(row.region or "-"), 10),
+        Column("model", lambda row: row.model or "-", 3 if has_models else 9),
+        Column("region", lambda row: row.region or "-", 10),
         Column("running", lambda row: _count(row.num_running), 1, is_number=True),
         Column("waiting", lambda row: _count(row.num_waiting), 4, is_number=True),
         Column("free blocks", _free_blocks, 6, is_number=True),
@@ -154,7 +153,7 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
         Column("failed steps", _failed_steps, failed_rank, is_number=True),
         Column("experts", _imbalance, 14, is_number=True),
         Column("steps", _steps, 4),
-        Column("KV links", lambda row: escape(row.kv_links), links_rank),
+        Column("KV links", lambda row: row.kv_links, links_rank),
         Column("GPU", lambda row: health_text(row.device_health), 1),
         Column("state", lambda row: _state(row, wall_s)),
     ]
@@ -163,9 +162,9 @@ def _workers(rows: list[ProcessView], width: int, wall_s: float) -> RenderableTy
 
 def _services(rows: list[ProcessView], width: int, wall_s: float) -> RenderableType:
     columns: list[Column[ProcessView]] = [
-        Column("process", lambda row: escape(row.process_id)),
+        Column("process", lambda row: row.process_id),
         Column("role", lambda row: row.role, 4),
-        Column("region", lambda row: escape(row.region or "-"), 5),
+        Column("region", lambda row: row.region or "-", 5),
         Column("streams", lambda row: _count(row.num_open_streams), 2, is_number=True),
         Column("queued", lambda row: _count(row.num_queued_requests), 1, is_number=True),
         Column("longest wait", _wait, 3, is_number=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -36,8 +35,8 @@ HOST_COLUMNS: tuple[Column[_DeviceRow], ...] = (
     Column("state", lambda row: _host_state(row.host) if row.host else ""),
 )
 MODEL_COLUMNS: tuple[Column[ModelView], ...] = (
-    Column("model", lambda each: escape(each.name)),
-    Column("revision", lambda each: escape(short_digest(each.revision)), 4),
+    Column("model", lambda each: each.name),
+    Column("revision", lambda each: short_digest(each.revision), 4),
     Column("host", lambda each: each.host_id, 1),
     Column("device", lambda each: each.device, 7),
     Column("region", lambda each: each.region or "-", 10),

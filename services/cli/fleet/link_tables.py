@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.text import Text
 
 from services.cli.fleet.fitted_table import Column, fitted_table
@@ -22,8 +21,8 @@ def tables_of_links(links: Sequence[LinkView], width: int, wall_s: float) -> lis
     if not links:
         return []
     columns: tuple[Column[LinkView], ...] = (
-        Column("site", lambda each: escape(each.site)),
-        Column("region", lambda each: escape(each.region or "-"), 5),
+        Column("site", lambda each: each.site),
+        Column("region", lambda each: each.region or "-", 5),
         Column("models", _models, 9),
         Column("round trip", _round_trip, 1, is_number=True),
         Column("sent", lambda each: rate_text(each.sent_per_s), 3, is_number=True),
@@ -60,8 +59,8 @@ def _by_tenant(
         return []
     rows = [(tenant, ", ".join(found)) for tenant, found in texts.items()]
     columns: tuple[Column[tuple[str, str]], ...] = (
-        Column("tenant", lambda row: escape(row[0])),
-        Column(heading, lambda row: escape(row[1])),
+        Column("tenant", lambda row: row[0]),
+        Column(heading, lambda row: row[1]),
     )
     table = fitted_table(columns, rows[:MAX_TENANTS], width)
     if len(rows) <= MAX_TENANTS:
@@ -78,7 +77,7 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def _models(link: LinkView) -> str:
-    return escape(", ".join(link.models[:2]) + (", …" if len(link.models) > 2 else ""))
+    return ", ".join(link.models[:2]) + (", …" if len(link.models) > 2 else "")
 
 
 def _round_trip(link: LinkView) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.text import Text
 
 from services.cli.fleet.fitted_table import Column, fitted_table
@@ -22,10 +21,10 @@ MAX_ROWS = 8
 def table_of_rejections(rejected: Sequence[Rejection], width: int, wall_s: float) -> Group:
     """Returns the most frequent ones, MAX_ROWS at most."""
     columns: tuple[Column[Rejection], ...] = (
-        Column("code", lambda each: escape(each.code)),
+        Column("code", lambda each: each.code),
         Column("count", lambda each: f"{each.count:,}", is_number=True),
         Column("last", lambda each: since(wall_s - each.at, wall_s)),
-        Column("gateway", lambda each: escape(each.gateway_id), 1),
+        Column("gateway", lambda each: each.gateway_id, 1),
     )
     rows = sorted(rejected, key=lambda each: -each.count)
     shown: list[RenderableType] = [
@@ -41,7 +40,7 @@ def table_of_rejections(rejected: Sequence[Rejection], width: int, wall_s: float
 def table_of_day(rejected: Sequence[RejectedCode], width: int, wall_s: float) -> Group:
     """Returns the most frequent codes, MAX_ROWS at most."""
     columns: tuple[Column[RejectedCode], ...] = (
-        Column("code", lambda each: escape(each.code)),
+        Column("code", lambda each: each.code),
         Column("count", lambda each: f"{each.count:,}", is_number=True),
         Column("first", lambda each: since(wall_s - each.first_at, wall_s)),
         Column("last", lambda each: since(wall_s - each.last_at, wall_s)),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from rich.markup import escape
 from rich.table import Table
 
 from services.cli.output import plain_table, print_json, show, time_text, with_store
@@ -35,8 +34,8 @@ def _table_of(rows: Sequence[AliasRow]) -> Table:
     for row in rows:
         tenant = "all" if row.tenant_id is None else row.tenant_id
         if row.model is None:
-            table.add_row(escape(row.alias), "its record is unreadable", tenant, "", style="red")
+            table.add_row(row.alias, "its record is unreadable", tenant, "", style="red")
         else:
             created = time_text(row.created_at)
-            table.add_row(escape(row.alias), escape(row.model), tenant, created)
+            table.add_row(row.alias, row.model, tenant, created)
     return table

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from services.cli.fleet.host_tables import failures_of, short_digest, table_of_models
@@ -150,19 +149,19 @@ def table_of_registry(registry: RegistryView) -> Table:
     for name in registry.models:
         row = _row(registry, name)
         if not row.is_readable:
-            table.add_row(escape(name), "its record is unreadable", style="red")
-        settings = [escape(each) for each in _settings(row)]
+            table.add_row(name, "its record is unreadable", style="red")
+        settings = _settings(row)
         for revision in row.revisions:
             states = [_states(revision)] if registry.live else []
-            table.add_row(escape(name), *_revision_cells(revision), *settings, *states)
+            table.add_row(name, *_revision_cells(revision), *settings, *states)
             settings = [""] * len(settings)
     return table
 
 
 def _table_of_settings(row: ModelListing) -> Table:
-    table = plain_table("model", escape(row.name))
+    table = plain_table("model", row.name)
     for heading, value in zip(COLUMNS[5:], _settings(row), strict=True):
-        table.add_row(heading, escape(value))
+        table.add_row(heading, value)
     table.add_row("created", time_text(row.created_at))
     return table
 
@@ -176,7 +175,7 @@ def _table_of_revisions(row: ModelListing) -> Table:
 
 def _revision_cells(row: RevisionRow) -> list[str]:
     share = "promoted once loaded" if row.promotion else f"{100 * row.share:.3g} %"
-    return [escape(row.name), short_digest(row.digest) or "-", share, escape(row.source)]
+    return [row.name, short_digest(row.digest) or "-", share, row.source]
 
 
 def _settings(row: ModelListing) -> list[str]:

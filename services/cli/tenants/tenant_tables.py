@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
-from rich.markup import escape
 from rich.table import Table
 
 from services.cli.options import ALL, UNLIMITED
@@ -61,7 +60,7 @@ def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
                 tenant_id,
                 *(_limit(record, name) for name in LIMITS),
                 *_others(record),
-                escape(record.region_class) or _names(record.allowed_regions),
+                record.region_class or _names(record.allowed_regions),
                 _sites(record),
             )
     return table
@@ -77,7 +76,7 @@ def table_of_limits(record: TenantRecord, state: LimitState) -> Table:
         table.add_row(_heading(name), _limit(record, name), used if is_limited else "")
     table.add_row("models", _names(record.allowed_models))
     table.add_row("regions", _names(record.allowed_regions))
-    table.add_row("region class", escape(record.region_class) or "none")
+    table.add_row("region class", record.region_class or "none")
     table.add_row("sites", _sites(record))
     for name, value in zip(("priority", "weight", "retention"), _others(record), strict=True):
         table.add_row(name, value)
@@ -101,7 +100,7 @@ def table_of_usage(rows: Sequence[UsageRow]) -> Table:
     for row in rows:
         counts = [f"{getattr(row, kind):,}" for kind in USAGE_KINDS]
         site = (row.site or "here",) if has_sites else ()
-        table.add_row(row.day, row.tenant_id, escape(row.model), *site, *counts)
+        table.add_row(row.day, row.tenant_id, row.model, *site, *counts)
     if len(rows) > 1:
         sums = [f"{sum(getattr(row, kind) for row in rows):,}" for kind in USAGE_KINDS]
         table.add_row("all", *("" for _ in names[1:]), *sums, style="bold")
@@ -118,7 +117,7 @@ def _limit(record: TenantRecord, name: str) -> str:
 
 
 def _names(names: tuple[str, ...] | None) -> str:
-    return ALL if names is None else escape(", ".join(names)) or "none"
+    return ALL if names is None else ", ".join(names) or "none"
 
 
 def _sites(record: TenantRecord) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import RenderableType
-from rich.markup import escape
 
 from services.cli.fleet.find_worker import LISTEN_S
 from services.cli.nats_address import find_nats
@@ -184,7 +183,7 @@ def _tables(
     for at in sites:
         is_known = at.workers or not at.problem
         counts = (f"{at.cached_tokens:,}", f"{at.held_tokens:,}") if is_known else ("", "")
-        at_sites.add_row(at.site, escape(at.region), *counts, _unknown(at))
+        at_sites.add_row(at.site, at.region, *counts, _unknown(at))
     copies = ", ".join(found.sites) or "none"
     parts: list[RenderableType] = [
         records,
@@ -203,4 +202,4 @@ def _tables(
 
 def _unknown(at: WorkerKv | KvAtSite) -> str:
     shared = f"{at.shared_tokens:,} tokens of this or other tenants" if at.shared_tokens else ""
-    return escape("; ".join(filter(None, (at.problem, shared))))
+    return "; ".join(filter(None, (at.problem, shared)))

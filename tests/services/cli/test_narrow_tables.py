@@ -7,8 +7,11 @@ import re
 import pytest
 from rich.console import Console
 
-from services.cli.output import plain_table
+from services.cli.fleet.fitted_table import Column, fitted_table
+from services.cli.operators.audit_table import show_audit
+from services.cli.output import plain_table, show
 from shared.engine.models import FAMILIES
+from shared.tenancy.audit import AuditLine
 from tests.services.cli.in_process import ROOT, call_hearth
 
 OWN_TABLES = {"output.py", "fitted_table.py", "timeline_table.py", "compression_progress.py"}
@@ -38,6 +41,22 @@ def test_cells_are_folded() -> None:
     with console.capture() as captured:
         console.print(table)
     assert sorted("".join(captured.get().split())) == sorted("".join(words))
+
+
+@pytest.mark.parametrize("name", ["a[/b]", "[red]x", "a:fire:b", r"\[x]"])
+def test_names_are_shown_as_they_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A console obeys markup by default, and fails with some: the table is never shown again."""
+    line = AuditLine(at=0, who=name, command="model alias", arguments=name, outcome="done")
+    show_audit([line])
+    columns = (Column("name", lambda each: each),)
+    show(fitted_table(columns, [name], 80), plain_table(name), name)
+    assert capsys.readouterr().out.count(name) == 5
+
+
+def test_commands_have_no_other_consoles() -> None:
+    pattern = re.compile(r"(?<!\w)Console\(")
+    files = (ROOT / "services/cli").rglob("*.py")
+    assert [each.name for each in files if pattern.search(each.read_text())] == ["output.py"]
 
 
 def test_commands_have_no_tables_that_cut() -> None:

@@ -4,10 +4,10 @@ import re
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from services.cli.fleet.fleet_tables import tables
 from services.cli.fleet.report import FleetReport
+from services.cli.output import text_console
 from shared.fleet.fleet_view import SHOW_LOST_S, FleetView, ProcessView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S, Loss
 from shared.messages import (
@@ -31,7 +31,7 @@ CARD = model_card(
 
 
 def printed(view: FleetView, width: int = 160) -> str:
-    console = Console(width=width)
+    console = text_console(width=width)
     with console.capture() as captured:
         console.print(tables(FleetReport.of(view, None, 0.0), width, 0.0))
     return captured.get()

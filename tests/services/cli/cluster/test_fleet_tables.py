@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from services.cli.fleet.fleet_tables import full_cache_notes, releases_note, tables
 from services.cli.fleet.rejection_table import capacity_note
 from services.cli.fleet.report import FleetReport
 from services.cli.fleet.times import since
+from services.cli.output import text_console
 from services.local.processes.supervision_log import Restarts
 from shared.fleet.fleet_view import FleetView, ProcessView
 from shared.fleet.host_view import ModelView
@@ -86,7 +86,7 @@ def test_processes_of_another_release_are_named(releases: dict[str, str], expect
     rows = [worker(name, release=release) for name, release in releases.items()]
     gone = [worker("x", release="1", state="silent"), worker("y", release="2", state="stopped")]
     assert releases_note([*rows, *gone]) == expected
-    console = Console(width=200)
+    console = text_console(width=200)
     with console.capture() as captured:
         console.print(tables(report(*rows, *gone), 200, NOON))
     assert ("several releases" in captured.get()) == bool(expected)
@@ -94,7 +94,7 @@ def test_processes_of_another_release_are_named(releases: dict[str, str], expect
 
 def test_links_of_prefill_workers_are_shown_with_a_port_that_failed() -> None:
     links = "1 tcp (other host, nixl failed)"
-    console = Console(width=300)
+    console = text_console(width=300)
     with console.capture() as captured:
         console.print(tables(report(worker("prefill-1", kv_links=links)), 300, NOON))
     assert "KV links" in captured.get() and links in captured.get()
@@ -113,7 +113,7 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     )
     again = [Restarts("redis", 2, NOON - 60)]
     full = msgspec.structs.replace(shown, demands=[DEMAND], models=[FAILED], restarts=again)
-    console = Console(width=width)
+    console = text_console(width=width)
     with console.capture() as captured:
         console.print(tables(full, width, NOON))
     text = captured.get()
@@ -139,7 +139,7 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
 def test_work_is_a_share_of_the_peak_or_a_rate() -> None:
     work = {"traffic_bytes_per_s": 2.1e12, "operations_per_s": 4.7e10}
     shares = worker("gpu", **work, bandwidth_ratio=0.44, arithmetic_ratio=0.0)
-    console = Console(width=200)
+    console = text_console(width=200)
     with console.capture() as captured:
         console.print(tables(report(shares, worker("cpu", **work), worker("old")), 200, NOON))
     lines = [line.split("  ") for line in captured.get().splitlines()[:4]]
@@ -206,7 +206,7 @@ def test_full_cache_with_waiting_requests_is_a_line(
     rows: list[ProcessView], notes: list[str]
 ) -> None:
     assert full_cache_notes(rows) == notes
-    console = Console(width=100)
+    console = text_console(width=100)
     with console.capture() as captured:
         console.print(tables(report(*rows), 100, NOON))
     assert [each for each in captured.get().splitlines() if "KV cache full" in each] == notes
@@ -231,7 +231,7 @@ def test_links_and_where_the_requests_of_tenants_ran(width: int) -> None:
     refused = (TenantRefusal(tenant_id="t1", check="decode", region="us", count=3),)
     found = report(GATEWAY, links=links, tenant_sites=ran, tenant_refusals=refused)
     assert not found.is_sound
-    console = Console(width=width)
+    console = text_console(width=width)
     with console.capture() as captured:
         console.print(tables(found, width, NOON))
     shown = captured.get()

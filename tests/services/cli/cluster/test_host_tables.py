@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from services.cli.fleet.fleet_tables import tables
 from services.cli.fleet.host_tables import size_text
 from services.cli.fleet.report import FleetReport
+from services.cli.output import text_console
 from shared.fleet.fleet_view import FleetView
 from shared.lifecycle.health import SILENCE_LIMIT_S, TICK_S
 from tests.services.cli.cluster.heartbeats import GIB, host_heartbeat, hosted
@@ -40,7 +40,7 @@ def json_of(view: FleetView) -> dict[str, Any]:
 
 
 def shown(view: FleetView) -> list[list[str]]:
-    console = Console(width=200)
+    console = text_console(width=200)
     with console.capture() as captured:
         console.print(tables(report_of(view), console.width, 0.0))
     return [line.split() for line in captured.get().splitlines()]

@@ -13,10 +13,10 @@ from typing import TypeVar
 import msgspec
 import pytest
 import redis
-from rich.console import Console
 
 from services.cli.cluster.service_options import DEMO_MODEL_DIR
 from services.cli.models.registry_table import RegistryView, table_of_registry
+from services.cli.output import text_console
 from shared.clock import MonotonicClock
 from shared.fleet.host_view import ModelView
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
@@ -264,7 +264,7 @@ def test_states_are_grouped_in_the_table() -> None:
     for named, shown in (("d", "hot on host-1, standby on host-2 and host-3"), ("other", "-")):
         revision = msgspec.structs.replace(model.revisions[0], digest=named)
         row = msgspec.structs.replace(model, revisions=(revision,))
-        console = Console(width=250)
+        console = text_console(width=250)
         with console.capture() as captured:
             console.print(table_of_registry(RegistryView({"m": row}, [], live)))
         assert captured.get().splitlines()[-1].rstrip().endswith(f"no      {shown}")
