@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
@@ -21,7 +22,7 @@ import typer
 
 from services.cli.help import SETTINGS
 from services.command_table import RootGroup
-from shared.errors import HearthError
+from shared.errors import ConfigError, HearthError
 from shared.secrets.option_files import read_option_files
 
 if _ON_INTERRUPT is signal.default_int_handler:
@@ -31,6 +32,7 @@ if _ON_INTERRUPT is signal.default_int_handler:
 # Typer bundles click or uses the installed one, by its version; this finds the one in use.
 UsageError: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "UsageError")
 VALIDATION_PREFIX = "Value error, "  # pydantic's, by which newer typers check values
+MAX_SHOWN_CHARS = 64
 
 app = typer.Typer(
     name="hearth",
@@ -69,15 +71,39 @@ def main() -> None:
     """Reports an error as one line on standard error and exit status 2."""
     arguments = sys.argv[1:] or ["--help"]
     try:
+        _check_encoding([*arguments, *_own_variables()])
         files = read_option_files(os.environ)
         status = _command().main(arguments, prog_name="hearth", standalone_mode=False, obj=files)
     except UsageError as error:
-        _exit_with_error(error.format_message().replace(VALIDATION_PREFIX, ""))
+        _exit_with_error(f"{_problem(error)}: see `{_path(error)} --help`")
     except HearthError as error:
         _exit_with_error(error.message)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(status or 0)
+
+
+def _own_variables() -> Iterable[str]:
+    return (value for name, value in os.environ.items() if name.startswith("HEARTH_"))
+
+
+def _check_encoding(texts: Iterable[str]) -> None:
+    """Raises ConfigError for bytes that are no UTF-8, which neither JSON nor a URL can hold."""
+    for each in texts:
+        try:
+            each.encode()
+        except UnicodeEncodeError:
+            given = os.fsencode(each[:MAX_SHOWN_CHARS])
+            raise ConfigError(f"an argument or a variable is not UTF-8: {given!r}") from None
+
+
+def _problem(error: Any) -> str:
+    return str(error.format_message()).replace(VALIDATION_PREFIX, "").rstrip(".")
+
+
+def _path(error: Any) -> str:
+    """Returns the command of which the usage is wrong."""
+    return "hearth" if error.ctx is None else str(error.ctx.command_path)
 
 
 def _exit_with_error(message: str) -> NoReturn:

@@ -711,6 +711,10 @@ def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[s
         return
     if scheme not in schemes:
         yield f"{name} must start with {' or '.join(f'{each}://' for each in schemes)}"
+    elif scheme.startswith("http") and not parts.hostname:
+        yield f"{name} names no host"
+    elif scheme.startswith("redis") and not re.fullmatch(r"/?\d*", parts.path):
+        yield f"{name}: database {parts.path.removeprefix('/')!r} is not a number"  # redis-py: 0
 
 
 _SITE = re.compile(r"[A-Za-z0-9_-]+")

@@ -136,12 +136,16 @@ class TlsConnection(redis.asyncio.SSLConnection):
 
 def redis_client(url: str, tls: TlsFiles | None, **options: Any) -> redis.asyncio.Redis:
     """Returns a client that connects when it is used. A rediss:// URL sends its password only to a
-    server whose certificate and name are verified.
+    server whose certificate and name are verified. Raises ConfigError for an invalid URL.
     """
-    if not url.startswith("rediss://"):
-        return redis.asyncio.Redis.from_url(url, **options)
-    client = redis.asyncio.Redis.from_url(url, tls=tls or TlsFiles(), **options)
-    client.connection_pool.connection_class = TlsConnection
+    is_encrypted = url.startswith("rediss://")
+    given = {"tls": tls or TlsFiles()} if is_encrypted else {}
+    try:
+        client = redis.asyncio.Redis.from_url(url, **given, **options)
+    except ValueError as error:
+        raise ConfigError(f"redis_url: {error}") from None
+    if is_encrypted:
+        client.connection_pool.connection_class = TlsConnection
     return client
 
 

@@ -14,6 +14,7 @@ import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from shared.errors import ConfigError, HearthError
 from shared.tls import pinned_context
 
 PATH = "/v1/chat/completions"
+MAX_CONCURRENCY = 100_000
 WARM_UP_S = 0.5  # the first steps of a process are slow
 _TEXT = (
     "amber anchor april basket beacon bridge cabin candle canyon cedar cherry circle cloud copper "
@@ -66,8 +68,12 @@ class LoadTestOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--output-tokens": self.num_output_tokens,
         }
         problems = [
-            f"{name} {value:g} is not positive" for name, value in positive.items() if value <= 0
+            f"{name} {value:g} is not positive"
+            for name, value in positive.items()
+            if not 0 < value < inf
         ]
+        if (most := max(self.concurrency, default=0)) > MAX_CONCURRENCY:
+            problems.append(f"--concurrency {most:g} is more than {MAX_CONCURRENCY:,}")
         if problems:
             raise ConfigError("; ".join(problems))
 

@@ -118,6 +118,7 @@ def plan(
 
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", param="dtype")
+    exchange_of(activations)  # also without --links
     model_dir = local_copy(model, needs_weights=False)
     config, stored = check_checkpoint(model_dir, needs_weights=False)
     context = min(context or DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings)

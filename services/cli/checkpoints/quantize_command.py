@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +12,7 @@ import typer
 
 from services.cli.options import OPERATE
 from services.local.hub_download import local_copy
+from shared.errors import ConfigError
 
 app = typer.Typer()
 
@@ -54,6 +57,7 @@ def quantize(
     from services.cli.checkpoints.compression_progress import ProgressDisplay
     from shared.engine.quantize.quantize_folder import quantize_folder
 
+    _check_patterns(ignore or ())
     with ProgressDisplay() as display:
         num_layers = quantize_folder(
             local_copy(model),
@@ -67,3 +71,12 @@ def quantize(
     layers = "tensors of experts" if format == Format.MXFP4 else "linear layers"
     print(f"{out}: {num_layers} {layers} are {format.value}")
     print(f"serve it: hearth up --model {out}")
+
+
+def _check_patterns(names: Sequence[str]) -> None:
+    """Raises ConfigError."""
+    for each in names:
+        try:
+            re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigError(f"--ignore {each!r} is no pattern: {error}") from None

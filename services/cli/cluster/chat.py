@@ -31,6 +31,7 @@ from services.client.first_answers import describe, print_line, text_printer
 from services.client.local_tools import LocalTool, find_tools
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
+from shared.config import url_problems
 from shared.errors import ConfigError, HearthError
 from shared.transport.wire_errors import UNREADABLE
 
@@ -63,12 +64,19 @@ def find_gateway(url: str | None, api_key: str | None) -> GatewayAddress:
     if url is not None:
         if api_key is None:
             raise ConfigError("--api-key (or HEARTH_API_KEY) is needed with --url")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url!r} must start with http:// or https://")
-        return GatewayAddress(url, api_key)
+        if problems := [*url_problems("--url", url, schemes=("http", "https"))]:
+            raise ConfigError("; ".join(problems))
+        return GatewayAddress(url, _checked_key(api_key))
     _, state = running_cluster(clusters_dir())
     key = state.api_key if api_key is None else api_key
-    return GatewayAddress(state.url, key, state.model_name, state.http_cert)
+    return GatewayAddress(state.url, _checked_key(key), state.model_name, state.http_cert)
+
+
+def _checked_key(key: str) -> str:
+    """Raises ConfigError for a key that no header can hold, and does not print it."""
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key (or HEARTH_API_KEY) has a character that no API key has")
+    return key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +264,11 @@ def _show_reply(runner: asyncio.Runner, conversation: TerminalChat, question: st
 
 
 def _read_line(terminal: Terminal) -> str | None:
-    """Reads a line. Returns None at the end of the input."""
+    """Reads a line. Returns None at the end of the input. Raises ConfigError."""
     try:
         return terminal.answers.input("[bold]> [/bold]" if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         terminal.notes.print()
         return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8: {error}") from None
