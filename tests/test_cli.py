@@ -83,6 +83,7 @@ def test_demo_model_name_does_not_depend_on_its_path() -> None:
     assert model_name_for(DEMO_MODEL_DIR, "") == DEMO_MODEL_NAME
     assert model_name_for(DEMO_MODEL_DIR / ".." / DEMO_MODEL_DIR.name, "") == DEMO_MODEL_NAME
     assert model_name_for(DEMO_MODEL_DIR, "mine") == "mine"
+    assert model_name_for(Path(DEMO_MODEL_NAME), "") == DEMO_MODEL_NAME
     assert model_name_for(Path("/models/other"), "") == ""
 
 

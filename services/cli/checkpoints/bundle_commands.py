@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from services.cli.cluster.service_options import local_model
 from services.cli.options import OPERATE
-from services.local.hub_download import local_copy
 
 app = typer.Typer()
 Threads = Annotated[
@@ -36,7 +36,7 @@ def compress(
     from shared.engine.codec.compress import compress_folder
 
     with ProgressDisplay() as display:
-        manifest = compress_folder(local_copy(model), out, display, num_threads=threads)
+        manifest = compress_folder(local_model(model), out, display, num_threads=threads)
     show_savings(manifest, out)
 
 
@@ -55,5 +55,5 @@ def decompress(
     from shared.engine.codec.decompress import decompress_folder
 
     with ProgressDisplay() as display:
-        decompress_folder(local_copy(bundle), directory, display, num_threads=threads)
+        decompress_folder(local_model(bundle), directory, display, num_threads=threads)
     print(f"{directory}: every file is identical to the original")

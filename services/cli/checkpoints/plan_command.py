@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, local_model
 from services.cli.options import OPERATE, size_option
 from services.cli.output import show
-from services.local.hub_download import local_copy
 from shared.config import default_block_size, expert_split
 from shared.errors import ConfigError
 from shared.numerics import exchange_of
@@ -119,7 +118,7 @@ def plan(
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", param="dtype")
     exchange_of(activations)  # also without --links
-    model_dir = local_copy(model, needs_weights=False)
+    model_dir = local_model(model, needs_weights=False)
     config, stored = check_checkpoint(model_dir, needs_weights=False)
     context = min(context or DEFAULT_CONTEXT_TOKENS, config.max_position_embeddings)
     over_links = None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli.checkpoints.quality_prompts import Prompt, read_prompts, token_ids_of
+from services.cli.cluster.service_options import local_model
 from services.cli.options import OPERATE
-from services.local.hub_download import local_copy
 
 if TYPE_CHECKING:
     from shared.engine.quantize.compare import Summary
@@ -74,8 +74,8 @@ def quality(
 
     configure_logging("quality", level="warning")
     found, needs_weights = read_prompts(prompts), load_format is not LoadFormat.DUMMY
-    model_dir = local_copy(model, needs_weights=needs_weights)
-    original = None if against is None else local_copy(against, needs_weights=needs_weights)
+    model_dir = local_model(model, needs_weights=needs_weights)
+    original = None if against is None else local_model(against, needs_weights=needs_weights)
     comparisons = Comparisons.of(model_dir, original, kv_dtype.value)
     config = read_config(model_dir)
     max_tokens = config.max_position_embeddings

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from services.cli.cluster.service_options import local_model
 from services.cli.options import OPERATE
-from services.local.hub_download import local_copy
 from shared.errors import ConfigError
 
 app = typer.Typer()
@@ -60,7 +60,7 @@ def quantize(
     _check_patterns(ignore or ())
     with ProgressDisplay() as display:
         num_layers = quantize_folder(
-            local_copy(model),
+            local_model(model),
             out,
             format.value,
             display,

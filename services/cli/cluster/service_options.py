@@ -134,9 +134,21 @@ def _model(given: str, name: str, *, needs_weights: bool) -> dict[str, Any]:
     if not given:
         return {"model_dir": None, "model_name": name}
     return {
-        "model_dir": local_copy(Path(given), needs_weights=needs_weights),
+        "model_dir": local_model(Path(given), needs_weights=needs_weights),
         "model_name": model_name_for(Path(given), name),
     }
+
+
+def demo_folder(model: Path) -> Path | None:
+    """Returns the folder of a model that comes with Hearth, by its name, unless a file has it."""
+    return None if model.exists() else DEMO_MODELS.get(str(model))
+
+
+def local_model(model: Path, *, needs_weights: bool = True) -> Path:
+    """Returns the directory of a model, also of one that comes with Hearth, by its name. Raises
+    ConfigError as `local_copy`.
+    """
+    return demo_folder(model) or local_copy(model, needs_weights=needs_weights)
 
 
 def model_name_for(model_dir: Path, name: str) -> str:
@@ -147,7 +159,7 @@ def model_name_for(model_dir: Path, name: str) -> str:
         return name
     if is_hub_id(model_dir):
         return str(model_dir)
-    own = model_dir.resolve()
+    own = (demo_folder(model_dir) or model_dir).resolve()
     return next((name for name, each in DEMO_MODELS.items() if each.resolve() == own), "")
 
 

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from services.cli.cluster import up_options as given
-from services.cli.cluster.service_options import model_name_for
+from services.cli.cluster.service_options import local_model, model_name_for
 from services.cli.options import START, GatewayUrl
 from services.local.gpus import count_gpus
-from services.local.hub_download import local_copy
 from services.local.plan import UpOptions, worker_counts
 from shared.errors import ConfigError
 from shared.transport.link_config import DEFAULT_LEAF_PORT
@@ -199,7 +198,7 @@ def bench(
             prefill, decode, both, device=device, num_gpus=num_gpus
         )
         up_options = UpOptions(
-            model_dir=local_copy(model),
+            model_dir=local_model(model),
             model_name=model_name_for(model, ""),
             num_prefill=num_prefill,
             num_decode=num_decode,

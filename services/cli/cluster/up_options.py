@@ -11,9 +11,13 @@ import msgspec
 import typer
 
 from services.cli.cluster.option_texts import VALUES
-from services.cli.cluster.service_options import DEMO_MODEL_DIR, DEMO_MODELS, model_name_for
+from services.cli.cluster.service_options import (
+    DEMO_MODEL_DIR,
+    demo_folder,
+    local_model,
+    model_name_for,
+)
 from services.cli.options import among, size_option
-from services.local.hub_download import local_copy
 from services.local.model_list import NamedModel, named_models
 from services.local.plan import worker_counts
 from shared.errors import ConfigError
@@ -343,10 +347,8 @@ def given_models(texts: Sequence[str] | None, name: str) -> GivenModels:
 
 def _with_folder(text: str) -> str:
     """Returns NAME=DIR for the name of a model that comes with Hearth, unless a folder has it."""
-    folder = DEMO_MODELS.get(text)
-    if folder is None or Path(text).exists():
-        return text
-    return f"{text}={folder}"
+    folder = demo_folder(Path(text))
+    return text if folder is None else f"{text}={folder}"
 
 
 def num_workers(
@@ -379,7 +381,7 @@ def source_of(models: GivenModels, *, needs_weights: bool) -> tuple[Path, str]:
     if models.several:
         return DEMO_MODEL_DIR, models.name
     path = Path(models.text)
-    return local_copy(path, needs_weights=needs_weights), model_name_for(path, models.name)
+    return local_model(path, needs_weights=needs_weights), model_name_for(path, models.name)
 
 
 def host_and_port(text: str | None) -> tuple[str, int | None]:

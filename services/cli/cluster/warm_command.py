@@ -8,9 +8,8 @@ from typing import Annotated
 import structlog
 import typer
 
-from services.cli.cluster.service_options import DEMO_MODEL_DIR
+from services.cli.cluster.service_options import DEMO_MODEL_DIR, local_model
 from services.cli.options import OPERATE
-from services.local.hub_download import local_copy
 from shared.clock import MonotonicClock
 from shared.telemetry.log import configure_child_logging
 
@@ -46,7 +45,7 @@ def warm(
     clock = MonotonicClock()
     started = clock.now()
     compile_model(
-        local_copy(model, needs_weights=False),
+        local_model(model, needs_weights=False),
         dtype=dtype,
         kv_dtype=kv_dtype,
         weights=weights,

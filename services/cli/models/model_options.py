@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from services.cli.cluster.service_options import demo_folder
 from services.cli.model_check import check_source
 from services.cli.options import ALL, UNLIMITED
 from services.local.hub_download import is_hub_id
@@ -45,7 +46,7 @@ def checked_source(text: str) -> tuple[str, str]:
     Raises ConfigError, and CheckpointError for a path that this machine has, but not as a
     checkpoint that can be served.
     """
-    path = Path(text).expanduser()
+    path = demo_folder(Path(text)) or Path(text).expanduser()
     if not text or not text.isprintable():
         raise ConfigError(f"invalid source {text[:64]!r}: expected a directory or a hub id")
     is_path = text.startswith(_PATH_STARTS) or path.exists()

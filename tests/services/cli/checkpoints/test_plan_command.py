@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.services.cli.in_process import call_hearth
+from services.cli.cluster.service_options import DEMO_MODELS
+from tests.services.cli.in_process import ROOT, call_hearth
 
 
 def hearth_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,6 +24,16 @@ def test_plan_of_the_demo_model_loads_no_torch() -> None:
     plan = json.loads(shown.stdout)
     assert [each["layers"] for each in plan["ranks"]] == [[0, 3], [0, 3], [3, 6], [3, 6]]
     assert plan["kv_tokens"] == min(each["kv_tokens"] for each in plan["ranks"]) > 100_000
+
+
+def test_commands_know_the_models_that_come_with_hearth() -> None:
+    for name, folder in DEMO_MODELS.items():
+        shown = [call_hearth(("plan", "--model", str(it)), {}).stdout for it in (name, folder)]
+        assert shown[0] == shown[1] != ""
+    commands = (ROOT / "services/cli").rglob("*.py")
+    assert [each.name for each in commands if re.search(r"\blocal_copy\b", each.read_text())] == [
+        "service_options.py"
+    ]
 
 
 def test_plan_with_a_cache_in_fp8_has_twice_the_tokens() -> None:
