@@ -141,6 +141,8 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["gateway", "--max-body-bytes", "x"], "--max-body-bytes"),
         (["plan", "--memory", "much"], "'--memory': 'much' is not a size such as 8GiB"),
         (["decode", "--role", "all"], "'--role': 'all' is not one of 'own', 'both'"),
+        (["up", "--redis", "http://h"], "--redis must start with redis://"),
+        (["up", "--nats", "http://h"], "--nats: nats_url must start with nats://"),
         (["up", "--http", "8000"], "--http '8000' is not HOST:PORT"),
         (["up", "--http", "h:70000"], "is not HOST:PORT"),
         (["up", "--model", "/tmp", "--decode", "0"], "nothing could answer"),

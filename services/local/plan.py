@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,10 +25,11 @@ from shared.config import (
     is_device_name,
     is_loopback,
     log_problems,
+    url_problems,
 )
 from shared.errors import ConfigError
 from shared.lifecycle.child_process import python_path
-from shared.nats_urls import authority
+from shared.nats_urls import authority, nats_servers
 from shared.numerics import ACTIVATIONS, KV_DTYPES
 from shared.sizes import parse_size_or_share
 from shared.subjects import NO_INSTANCE, CredentialRole
@@ -215,8 +216,20 @@ def check_options(options: UpOptions) -> None:
         problems += key_problems(options.api_key)
     problems += _device_problems(options)
     problems += _port_problems(options)
+    problems += _server_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _server_problems(options: UpOptions) -> Iterator[str]:
+    """Yields what is wrong with the URLs of running servers."""
+    if options.redis_url is not None:
+        yield from url_problems("--redis", options.redis_url, schemes=("redis", "rediss", "unix"))
+    if options.nats_url is not None:
+        try:
+            nats_servers(options.nats_url)
+        except ConfigError as error:
+            yield f"--nats: {error.message}"
 
 
 def key_problems(api_key: str) -> list[str]:
