@@ -24,6 +24,7 @@ MAX_LINES = 10_000
 MAX_VALUE_CHARS = 200
 _SECRET = re.compile(r"(^|_)(url|token|secret|password|credential)$")
 _USER_INFO = re.compile(r"//[^/@\s]*@")
+_API_KEY = re.compile(r"hearth-[\w-]{32}")  # given in place of its id
 AuditKind = Literal["command", "deletion", "refusal"]
 AUDIT_KINDS: tuple[AuditKind, ...] = get_args(AuditKind)
 STREAMS: dict[AuditKind, str] = {
@@ -62,7 +63,8 @@ def shown_arguments(given: Mapping[str, Any], changes: Mapping[str, Any]) -> str
 def _shown(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
-    return _USER_INFO.sub("//…@", str(value))[:MAX_VALUE_CHARS]
+    text = _API_KEY.sub("hearth-…", _USER_INFO.sub("//…@", str(value)))
+    return text[:MAX_VALUE_CHARS]
 
 
 async def record(

@@ -363,7 +363,9 @@ class TenantAdmin:
     async def _valid(self, tenant_id: str, key_id: str | None) -> list[tuple[ApiKeyRecord, str]]:
         digests = await self._digests(tenant_id)
         if key_id is not None and key_id not in digests:
-            raise ConfigError(f"the tenant {tenant_id!r} has no key {key_id!r}")
+            raise ConfigError(
+                f"the tenant {tenant_id!r} has no key {key_id!r}: `hearth tenant show` has the ids"
+            )
         requested = digests if key_id is None else {key_id: digests[key_id]}
         valid = []
         for each, digest in requested.items():

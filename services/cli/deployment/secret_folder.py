@@ -59,6 +59,7 @@ FILES_OF_ROLE: dict[CredentialRole, dict[str, str]] = {
 }
 # Containers read single files, mounted for their own user; the folder itself is closed to others
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o700
+_OTHERS_ENTER = 0o001
 
 
 class SecretFolder(NamedTuple):
@@ -82,6 +83,7 @@ def complete_folder(
     folder = SecretFolder(path, processes)
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        _check_closed(path)
         for name in TOKENS:
             _keep(path / name, secrets.token_hex(TOKEN_BYTES))
         _keep(path / HUB_TOKEN, "")
@@ -90,6 +92,15 @@ def complete_folder(
     except OSError as error:
         raise ConfigError(f"{error.filename or path}: {error.strerror}") from None
     return folder
+
+
+def _check_closed(path: Path) -> None:
+    """Raises ConfigError for a folder that was there, and that other users may enter."""
+    if path.stat().st_mode & _OTHERS_ENTER:
+        raise ConfigError(
+            f"other users may enter {path}, and containers need its files readable: "
+            f"chmod 700 {path}, or name a new folder"
+        )
 
 
 def _complete_nats(folder: SecretFolder, tls: str | None) -> None:

@@ -33,6 +33,15 @@ def test_every_process_has_a_key_that_nats_knows(tmp_path: Path) -> None:
         assert key.seed not in config
 
 
+def test_folder_that_others_may_enter_gets_no_secret(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    done = call_hearth(("credential", "--folder", str(tmp_path)), {})
+    assert (done.returncode, texts(tmp_path)) == (2, {})
+    assert f"chmod 700 {tmp_path}" in done.stderr
+    tmp_path.chmod(0o750)  # a group that the operator has chosen
+    make(tmp_path)
+
+
 def test_redis_has_digests_of_the_passwords(tmp_path: Path) -> None:
     make(tmp_path, "--host", "redis.internal:6380")
     users = (tmp_path / "users.acl").read_text()
