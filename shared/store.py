@@ -139,9 +139,10 @@ def redis_client(url: str, tls: TlsFiles | None, **options: Any) -> redis.asynci
     server whose certificate and name are verified. Raises ConfigError for an invalid URL.
     """
     is_encrypted = url.startswith("rediss://")
-    given = {"tls": tls or TlsFiles()} if is_encrypted else {}
+    if is_encrypted:
+        options["tls"] = tls or TlsFiles()
     try:
-        client = redis.asyncio.Redis.from_url(url, **given, **options)
+        client = redis.asyncio.Redis.from_url(url, **options)
     except ValueError as error:
         raise ConfigError(f"redis_url: {error}") from None
     if is_encrypted:

@@ -227,7 +227,10 @@ def _key(path: Path, header: BackupHeader, text: bytes | None) -> FileKey | None
         return None
     if text is None:
         raise ConfigError(f"{path} is encrypted: --key-file FILE opens it")
-    key = FileKey(text, header.salt)
+    try:
+        key = FileKey(text, header.salt)
+    except ValueError:  # not hexadecimal, or too long
+        raise ConfigError(f"{path} is truncated or damaged: its header is unreadable") from None
     if key.check != header.key_check:
         raise ConfigError(f"{path} was encrypted with another key than that of --key-file")
     return key

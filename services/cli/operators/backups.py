@@ -26,6 +26,7 @@ def run_backup(
 ) -> None:
     """Raises ConfigError, StoreUnavailable."""
     key_text = None if key_file is None else read_key(key_file)
+    is_listing = _begin_list()
     counts = with_store(
         redis_url,
         lambda store: make_backup(
@@ -35,20 +36,24 @@ def run_backup(
     )
     found = ", ".join(f"{number} {kind}" for kind, number in counts.items())
     print(f"{path}: {found or 'no tenants'}; {path.stat().st_size:,} bytes")
-    _begin_list()
+    if not is_listing:
+        name = retractions.FILE_VARIABLE
+        print(
+            f"note: {name} is not set: Redis alone knows what is revoked or removed from now on",
+            file=sys.stderr,
+        )
 
 
-def _begin_list() -> None:
-    """Makes the list of what is taken back from now on. Raises ConfigError."""
+def _begin_list() -> bool:
+    """Makes the list of what is taken back from now on, if the operator has named one. Raises
+    ConfigError, also for a list that a restore could not read.
+    """
     named = retractions.file_of(os.environ)
-    if named is not None:
-        retractions.begin_file(named)
-        return
-    name = retractions.FILE_VARIABLE
-    print(
-        f"note: {name} is not set: Redis alone knows what is revoked or removed from now on",
-        file=sys.stderr,
-    )
+    if named is None:
+        return False
+    retractions.begin_file(named)
+    retractions.read_file(named)
+    return True
 
 
 def run_restore(

@@ -95,6 +95,14 @@ def test_damaged_file_is_refused(tmp_path: Path, name: str, key_text: bytes | No
         BackupFile(path, key_text)
 
 
+@pytest.mark.parametrize("salt", ["zz" * 16, "00" * 64])
+def test_damaged_salt_is_refused_in_one_line(tmp_path: Path, salt: str) -> None:
+    """The salt is read before the checksum can be computed."""
+    path = write(tmp_path / "b", FileKey(KEY_TEXT, SALT), salt=salt)
+    with pytest.raises(ConfigError, match="truncated or damaged"):
+        BackupFile(path, KEY_TEXT)
+
+
 def test_other_files_and_keys_are_refused_in_one_line(tmp_path: Path) -> None:
     sealed = write(tmp_path / "sealed", FileKey(KEY_TEXT, SALT))
     (tmp_path / "other").write_text("* * * * *")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import redis
 from typer.testing import CliRunner, Result
 
 from services.__main__ import app
+from shared.errors import ConfigError
 from shared.tenancy import audit
+from shared.tenancy.tenant_admin import new_api_key
 from tests.support.servers import RedisServer
 
 RUNNER = CliRunner()
@@ -142,3 +145,24 @@ def test_users_are_printed_or_made(url: str, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(recorded) == {"roles": "['kv_index']"}
     assert digest not in recorded and "word" not in recorded
     assert hearth("redis-acl", "worker").exit_code != 0
+
+
+def test_no_backup_is_made_without_its_list(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore could not tell what was revoked after it."""
+    assert hearth("api-key", "audited-b").exit_code == 0
+    (tmp_path / "other").write_text("no list\n")
+    for name, words in ((".", "Is a directory"), ("other", "line 1 is unreadable")):
+        monkeypatch.setenv("HEARTH_RETRACTIONS", str(tmp_path / name))
+        result = hearth("backup", str(tmp_path / "b"))
+        assert isinstance(result.exception, ConfigError) and words in result.exception.message
+    assert [each.name for each in tmp_path.iterdir()] == ["other"]
+
+
+def test_key_that_is_given_for_its_id_is_not_recorded() -> None:
+    """It is refused, so that it stays valid: whoever reads the audit could use it."""
+    api_key = new_api_key()
+    shown = audit.shown_arguments({"tenant": "team-a", "key": api_key}, {"models": f"a,{api_key}"})
+    assert api_key not in shown and "hearth-…" in shown
+    assert "hearth-demo-vision" in audit.shown_arguments({"model": "hearth-demo-vision"}, {})
