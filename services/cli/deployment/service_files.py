@@ -6,6 +6,7 @@ process sees (`LoadCredential=`; `%d` is that folder).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -35,6 +36,7 @@ COMMANDS: dict[ServiceRole, str] = {
 TLS_FILES = {"nats-ca": "ca.crt", "nats-cert": "{name}.crt", "nats-key": "{name}.key"}
 WITH_DEVICES = ("encode", "prefill", "decode", "worker", "host")
 GPU = ("PrivateDevices=no", "DevicePolicy=closed", "DeviceAllow=char-nvidia* rw")
+_NOT_IN_UNITS = re.compile(r"[\s%]")  # parts of a line, specifiers
 WORKERS_OF_A_HOST = "worker"  # the credential that all workers of a host share
 
 
@@ -58,6 +60,7 @@ def service_files(process: ServiceProcess) -> dict[Path, str]:
         raise ConfigError(f"role {process.role!r} is no service: one of {', '.join(COMMANDS)}")
     if process.has_gpu and process.role not in WITH_DEVICES:
         raise ConfigError(f"role {process.role!r} uses no GPU: one of {', '.join(WITH_DEVICES)}")
+    _check_paths(process)
     unit = (SHIPPED / "hearth@.service").read_text()
     command = COMMANDS[process.role]
     options = f"# A line for each option, as a variable of `hearth {command} --help`.\n"
@@ -67,6 +70,14 @@ def service_files(process: ServiceProcess) -> dict[Path, str]:
         UNITS / f"hearth@{process.name}.service.d" / "process.conf": _drop_in(process),
         OPTIONS / f"{process.name}.env": options,
     }
+
+
+def _check_paths(process: ServiceProcess) -> None:
+    """Raises ConfigError for a path that systemd would not read as it is."""
+    paths = {"secrets": process.secrets, "tls": process.tls, "executable": process.executable}
+    for name, path in paths.items():
+        if path is not None and (not path.is_absolute() or _NOT_IN_UNITS.search(str(path))):
+            raise ConfigError(f"{name} {str(path)!r} is not an absolute path without spaces and %")
 
 
 def _drop_in(process: ServiceProcess) -> str:
@@ -91,12 +102,20 @@ def _drop_in(process: ServiceProcess) -> str:
 def _nats(process: ServiceProcess, variable: str, name: str) -> Iterator[str]:
     """Yields the URL of NATS with the seed of a credential. Raises ConfigError."""
     scheme = "nats" if process.tls is None else "tls"
-    parts = urlsplit(f"{scheme}://{process.nats}")
-    if parts.username or parts.path or parts.query or not parts.hostname:
+    if not _is_address(process.nats):
         raise ConfigError(f"nats {process.nats!r} is not HOST or HOST:PORT")
     address = process.nats.replace("%", "%%")
     yield f"LoadCredential={name}.nk:{process.secrets / f'{name}.nk'}"
     yield f"Environment={variable}={scheme}://{name}@{address}?seed=%d/{name}.nk"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(f"nats://{text}")
+        is_bare = parts.netloc == text and "@" not in text and parts.port != 0
+    except ValueError:  # no IPv6 address, no port
+        return False
+    return is_bare and bool(parts.hostname) and len(text.split()) == 1
 
 
 def _credential(option: str, file: Path, variable: str) -> Iterator[str]:

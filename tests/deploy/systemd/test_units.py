@@ -86,6 +86,12 @@ def test_options_of_a_process_are_kept(tmp_path: Path) -> None:
         (("rank",), "ranks need the credential of their worker"),
         (("scheduler", "--gpu"), "role 'scheduler' uses no GPU"),
         (("decode", "--nats", "nats://10.0.0.1:4222"), "is not HOST or HOST:PORT"),
+        (("decode", "--nats", "h:4222 x"), "is not HOST or HOST:PORT"),
+        (("decode", "--nats", "h:99999"), "is not HOST or HOST:PORT"),
+        (("decode", "--nats", "h:b"), "is not HOST or HOST:PORT"),
+        (("decode", "--secrets", "secrets"), "secrets 'secrets' is not an absolute path"),
+        (("decode", "--tls", "/a b"), "tls '/a b' is not an absolute path without spaces"),
+        (("decode", "--executable", "/x%y"), "executable '/x%y' is not an absolute path"),
     ],
 )
 def test_bad_arguments_are_one_line(
