@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -39,7 +40,7 @@ NUM_SLICES = 10
 # Round trips of a call on a new connection: TCP, HELLO, CLIENT SETINFO, the command
 NUM_ROUND_TRIPS = 4
 BREAKER_S = 0.5
-MAX_AT_ONCE = 64  # calls that wait: 3,200 a second at a round trip of 20 ms
+MAX_AT_ONCE = 256  # calls that wait: those of four tenants, which have 64 each for their limits
 MAX_CONNECTIONS = 16 * MAX_AT_ONCE  # more than those of calls that wait, or were given up
 # Redis takes reads alone: it cannot save, has no memory, is a replica, or lacks replicas. Scripts
 # return these codes within other text.
@@ -158,6 +159,7 @@ class RedisStore:
         *,
         timeout_s: float | None = None,
         tls: TlsFiles | None = None,
+        max_at_once: int = MAX_AT_ONCE,
     ) -> None:
         """Connects lazily: a missing Redis fails the first call, not the start. Without a
         `timeout_s`, in seconds, calls wait as the module says.
@@ -166,7 +168,7 @@ class RedisStore:
         self._timeout_s = timeout_s
         self._round_trip = RoundTrip()
         self._calls: set[asyncio.Future[object]] = set()  # includes those given up
-        self._room = asyncio.Semaphore(MAX_AT_ONCE)
+        self._room = asyncio.Semaphore(max_at_once)
         self._closed_until = 0.0
         self._rejects_writes_until = 0.0
         self._is_away = False
@@ -208,6 +210,7 @@ class RedisStore:
         return await self._guard(lambda: run(keys=keys, args=arguments))
 
     async def close(self) -> None:
+        self._closed_until = inf  # calls that wait for others must not connect again
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)

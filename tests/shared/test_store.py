@@ -19,7 +19,7 @@ from shared.store import (
     StoreUnavailable,
 )
 from tests.support.servers import RedisServer, free_port
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 from tests.support.world.store import MemoryStore
 
 
@@ -152,24 +152,37 @@ async def test_call_to_hanging_redis_ends_at_timeout() -> None:
         server.stop()
 
 
-async def test_burst_of_calls_shares_few_connections(store: RedisStore) -> None:
-    calls = (store.get("key") for _ in range(4 * MAX_AT_ONCE))
+@pytest.mark.parametrize(("max_at_once", "num_calls"), [(4, 40), (MAX_AT_ONCE, 101)])
+async def test_burst_of_calls_shares_few_connections(
+    redis_server: RedisServer, max_at_once: int, num_calls: int
+) -> None:
+    """redis-py gives a pool 100 connections if it is not told how many."""
+    store = RedisStore(redis_server.url, ManualClock(), timeout_s=LIMIT_S, max_at_once=max_at_once)
     async with asyncio.timeout(LIMIT_S):
-        assert set(await asyncio.gather(*calls)) == {None}
+        ended = await asyncio.gather(*(store.get("key") for _ in range(num_calls)))
+    assert ended == [None] * num_calls
     assert store.load() == StoreLoad()
-    assert len(store._redis.connection_pool._available_connections) <= MAX_AT_ONCE
+    assert len(store._redis.connection_pool._available_connections) <= max_at_once
+    await store.close()
 
 
 async def test_calls_behind_others_do_not_wait_for_a_hanging_redis() -> None:
     server = RedisServer()
-    store = RedisStore(server.url, ManualClock(), timeout_s=0.05)
+    store = RedisStore(server.url, ManualClock(), timeout_s=0.05, max_at_once=4)
     try:
         os.kill(server.pid, signal.SIGSTOP)
-        calls = (store.get("key") for _ in range(4 * MAX_AT_ONCE))
         async with asyncio.timeout(LIMIT_S):
+            calls = (store.get("key") for _ in range(40))
             ended = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(each) for each in ended} == {StoreUnavailable}
-        assert store.load().num_failures <= MAX_AT_ONCE
+        assert store.load().num_failures <= 4
+        store._clock.at += BREAKER_S
+        calls = [asyncio.ensure_future(store.get("key")) for _ in range(40)]
+        await until(lambda: len(store._calls) > 4)
+        await store.close()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(each) for each in ended} <= {asyncio.CancelledError, StoreUnavailable}
+        assert not store._calls
     finally:
         await store.close()
         os.kill(server.pid, signal.SIGCONT)
