@@ -27,6 +27,7 @@ from typing import NoReturn
 
 import structlog
 
+from shared.background import start_awaited
 from shared.clock import Clock
 from shared.errors import FrameRefused, LinkLost
 from shared.kv_wire.checked_copy import apart_if_large, checksum_of, zero
@@ -71,7 +72,7 @@ class _Registered:
     async def open(
         cls, thread: NixlThread, make: MakeAgent, slot_bytes: int, page_lock: PageLock | None
     ) -> _Registered:
-        """Raises LinkLost."""
+        """Raises LinkLost. The agent of a caller that is cancelled ends once it exists."""
         memory = PageLockedMap(-1, NUM_SLOTS * slot_bytes)
         if page_lock is not None:
             memory.lock(page_lock)
@@ -84,11 +85,25 @@ class _Registered:
                 agent.close()
                 raise
 
-        return await thread.call(register)
+        opening = start_awaited(thread.call(register))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_end_unused)
+            raise
+
+    def end(self) -> None:
+        """Ends the agent."""
+        self.thread.order(self.agent.close)
 
     def view(self, index: int, num_bytes: int) -> memoryview:
         start = index * self.slot_bytes
         return memoryview(self.memory)[start : start + num_bytes]
+
+
+def _end_unused(opening: asyncio.Future[_Registered]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().end()
 
 
 class NixlSlots:
@@ -108,13 +123,17 @@ class NixlSlots:
         registered = await _Registered.open(thread, make, slot_bytes, page_lock)
         token = os.urandom(TOKEN_BYTES)
         registered.view(0, TOKEN_BYTES)[:] = token
-        metadata = await thread.call(registered.agent.metadata)
+        try:
+            metadata = await thread.call(registered.agent.metadata)
+        except BaseException:
+            registered.end()
+            raise
         offer = NixlOffer(metadata, registered.address, NUM_SLOTS, slot_bytes, token)
         return cls(registered, offer)
 
     def close(self) -> None:
         self._stop_serving()
-        self.registered.thread.order(self.registered.agent.close)
+        self.registered.end()
 
 
 class NixlStaging:
@@ -187,7 +206,7 @@ class NixlReads:
             reads.give_back(buffer)
         except BaseException as error:
             if reads is None:
-                thread.order(registered.agent.close)
+                registered.end()
             else:
                 reads.close()
             if isinstance(error, TimeoutError):
@@ -234,7 +253,7 @@ class NixlReads:
 
     def _end_agent(self) -> None:
         if not self._num_reads:
-            self._registered.thread.order(self._registered.agent.close)
+            self._registered.end()
 
 
 class NixlReception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from shared.errors import FrameRefused, LinkLost
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import Frame
 from shared.kv_wire.kv_server import KvServer
+from shared.kv_wire.link import MAX_FRAME_BYTES
 from shared.kv_wire.ports import nixl_port
 from shared.kv_wire.ports.nixl_link import NUM_SLOTS, NixlReception
 from shared.kv_wire.ports.nixl_port import NixlPort
@@ -23,7 +25,7 @@ from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import KvLinks
 from shared.randomness import SystemRandomness
-from tests.shared.kv_wire.ports.fake_agent import FakeNetwork
+from tests.shared.kv_wire.ports.fake_agent import FakeAgent, FakeNetwork
 from tests.shared.kv_wire.support import (
     DEADLINE_S,
     INSTANCE,
@@ -282,6 +284,25 @@ async def test_port_that_does_not_start_is_one_line_in_the_log() -> None:
     (line,) = logs
     assert (line["event"], line["port"]) == ("kv_transport_unavailable", "nixl")
     assert line["reason"] == "nixl agent: no transport"
+
+
+async def test_agent_that_is_made_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_port, "OPEN_S", 0.05)
+    network, may_start = FakeNetwork(), threading.Event()
+
+    def make() -> FakeAgent:
+        assert may_start.wait(DEADLINE_S)
+        return network.make()
+
+    may_start.set()
+    port = await NixlPort.start(make)
+    assert port is not None
+    may_start.clear()
+    with pytest.raises(LinkLost, match="no agent"):
+        await port.open_slots(MAX_FRAME_BYTES)
+    may_start.set()
+    await eventually(lambda: network.num_started == 2 and network.num_open == 0)
+    port.close()
 
 
 async def test_own_port_serves_where_a_sender_has_no_agent_any_more() -> None:
