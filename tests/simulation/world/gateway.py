@@ -143,7 +143,7 @@ class SimulatedGateway(StreamGateway):
         self._limits.settle(lease, client.num_output_tokens)
         model, counts = client.plan.request_id, {"requests": 1}
         counts["output_tokens"] = client.num_output_tokens
-        self._usage.count(lease.tenant.tenant_id, model, counts)  # type: ignore[arg-type]
+        self._usage.count(lease.tenant, model, counts)  # type: ignore[arg-type]
 
     def drop_links(self) -> None:
         """Does nothing: a gateway has no links."""

@@ -421,7 +421,7 @@ async def test_start_that_is_refused_shows_the_cursor_again(
 ) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True)
-    monkeypatch.setattr(up, "Console", lambda **options: terminal)
+    monkeypatch.setattr(up, "text_console", lambda: terminal)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = UpOptions(model_dir=chat_model, http_port=taken.getsockname()[1])
