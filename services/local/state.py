@@ -175,6 +175,8 @@ def write_secret(path: Path, text: str) -> Path:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
+            file.flush()
+            os.fsync(descriptor)  # else a power loss may leave an empty file under the name
         Path(temporary).replace(path)
     except OSError as error:
         if temporary is not None:

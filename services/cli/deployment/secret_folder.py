@@ -137,4 +137,6 @@ def _write(path: Path, text: str) -> None:
     with open(new, "x", opener=partial(os.open, mode=_FILE_MODE)) as file:
         os.fchmod(file.fileno(), _FILE_MODE)  # whatever the umask is
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else a power loss may leave an empty file under the name
     new.replace(path)
