@@ -272,9 +272,8 @@ def _by_age(parent: Path) -> list[Path]:
     found = []
     with contextlib.suppress(OSError):
         for each in parent.iterdir():
-            with contextlib.suppress(
-                OSError
-            ):  # another process removes it, or it is another user's
+            # Another process removes it, or it is another user's.
+            with contextlib.suppress(OSError):
                 found.append(((each / _LOCK).stat().st_mtime_ns, each))
     return [each for _, each in sorted(found, reverse=True)]
 
