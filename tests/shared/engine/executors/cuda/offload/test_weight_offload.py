@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import eq
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -51,11 +52,13 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's memory is in many pieces."""
+    """The host's memory is in many pieces, and what the device frees is taken by others."""
     use_device_forms(monkeypatch)
     monkeypatch.setattr(cuda_load, "run_largest_step", lambda *_: None)
     pieces = partial(HostMemory, piece_bytes=PIECE_BYTES)
     monkeypatch.setattr(weight_offload, "HostMemory", pieces)
+    other = OtherMemory(torch.UntypedStorage.resize_)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda *each: other.resize(*each))
 
 
 @pytest.fixture(scope="module")
@@ -73,24 +76,22 @@ def write(form: str, folder: Path) -> Path:
     return quantize(folder, folder / "copy", form) if form in ("int4", "fp8") else folder
 
 
-MAX_WAKES = 50  # one in ten finds the same addresses
+class OtherMemory:
+    """Weights come back to other addresses: what they left is taken by others."""
 
+    def __init__(self, resize: Callable[..., Any]) -> None:
+        self._resize = resize
+        self._left = dict[int, int]()  # storage -> the address that it left
+        self._others: list[Tensor] = []
 
-MAX_OTHER_BYTES = 1 << 20  # tests that count memory have larger weights
-
-
-class OtherMemory(FakeDriver):
-    """What a device frees is taken by others, so that weights come back to other addresses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: set[int] = set()  # bytes of what the device frees
-        self.others: list[Tensor] = []
-
-    def empty_cache(self) -> None:
-        # many: blocks of the same size that were free before are given first
-        for size in self.sizes:
-            self.others += [torch.empty(size, dtype=torch.uint8) for _ in range(40)]
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        if not size:
+            self._left[storage._cdata] = storage.data_ptr()
+        self._resize(storage, size)
+        while size and storage.data_ptr() == self._left.get(storage._cdata):
+            self._resize(storage, 0)
+            self._others.append(torch.empty(size, dtype=torch.uint8))
+            self._resize(storage, size)
 
 
 class AddressedReplays(Replays):
@@ -118,24 +119,17 @@ def addresses(computer: GraphComputer) -> list[int]:
     return [each.data_ptr() for each in on_device(computer)]
 
 
+def freed_addresses(computer: GraphComputer) -> list[int]:
+    """Returns those of weights. What the compiled loops of CPUs have as arrays stays there."""
+    storages = [each.untyped_storage() for each in computer.model.parameters()]
+    return [each.data_ptr() for each in storages if each.resizable()]
+
+
 def load_parkable(folder: Path, graphs: Replays | None = None, **options: Any) -> CudaExecutor:
     options = {"parked_weights": "host", "kv_cache_bytes": 1 << 19} | options
-    driver = OtherMemory()
-    executor = load(folder, driver=driver, **options)
-    sizes = {each.nbytes for each in on_device(executor.computer)}
-    driver.sizes = {each for each in sizes if each <= MAX_OTHER_BYTES}
+    executor = load(folder, **options)
     executor.computer.use_graphs(graphs or AddressedReplays(), max_rows=8, max_graphs=64)
     return executor
-
-
-async def wake_elsewhere(executor: CudaExecutor, num_blocks: int, before: list[int]) -> None:
-    """Parks again what came back to the addresses that it had left."""
-    for _ in range(MAX_WAKES):
-        await executor.resize_kv(num_blocks)
-        if addresses(executor.computer) != before:
-            return
-        await executor.resize_kv(0)
-    raise AssertionError("weights and cache come back to the addresses that they have left")
 
 
 async def tokens_of(executor: CudaExecutor, folder: Path, seed: int = 3) -> list[int]:
@@ -194,16 +188,19 @@ async def test_woken_weights_give_the_same_tokens_from_other_addresses(
     executor = load_parkable(folder, **FORMS[form])
     if form == "split":
         assert executor.weights.num_compressed > 0
-    expected, before = await tokens_of(executor, folder), addresses(executor.computer)
+    expected = await tokens_of(executor, folder)
     counts = await executor.expert_counts()
     for num_blocks in (executor.num_blocks, executor.num_blocks // 2):
+        before = freed_addresses(executor.computer)
+        assert before
         await executor.resize_kv(0)
         assert bytes_on_device(executor) == 0
         assert executor.offloaded_bytes > 0
         await executor.check()
         parked = await executor.expert_counts()
         assert parked is None or (counts is not None and (parked >= counts).all())
-        await wake_elsewhere(executor, num_blocks, before)
+        await executor.resize_kv(num_blocks)
+        assert not any(map(eq, before, freed_addresses(executor.computer)))
         assert executor.offloaded_bytes == 0
         assert await tokens_of(executor, folder) == expected
     await executor.close()
