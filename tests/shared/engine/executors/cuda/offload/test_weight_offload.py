@@ -121,8 +121,11 @@ def addresses(computer: GraphComputer) -> list[int]:
 
 def freed_addresses(computer: GraphComputer) -> list[int]:
     """Returns those of weights. What the compiled loops of CPUs have as arrays stays there."""
-    storages = [each.untyped_storage() for each in computer.model.parameters()]
-    return [each.data_ptr() for each in storages if each.resizable()]
+    found = tensors_reachable(computer.model)
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in found}
+    for each in computer.expert_sums():
+        storages.pop(each.untyped_storage()._cdata, None)
+    return [each.data_ptr() for each in storages.values() if each.nbytes() and each.resizable()]
 
 
 def load_parkable(folder: Path, graphs: Replays | None = None, **options: Any) -> CudaExecutor:
