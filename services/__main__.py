@@ -6,6 +6,7 @@ It imports the modules of the command that is used: `services/command_table.py`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ if _ON_INTERRUPT is signal.default_int_handler:
 UsageError: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "UsageError")
 VALIDATION_PREFIX = "Value error, "  # pydantic's, by which newer typers check values
 MAX_SHOWN_CHARS = 64
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     name="hearth",
@@ -74,13 +76,31 @@ def main() -> None:
         _check_encoding([*arguments, *_own_variables()])
         files = read_option_files(os.environ)
         status = _command().main(arguments, prog_name="hearth", standalone_mode=False, obj=files)
+        _flush_output()
     except UsageError as error:
         _exit_with_error(f"{_problem(error)}: see `{_path(error)} --help`")
     except HearthError as error:
         _exit_with_error(error.message)
+    except OSError as error:  # of a print: others name a file
+        if error.filename or error.errno not in FULL:
+            raise
+        _discard_output()
+        _exit_with_error(f"standard output: {error.strerror}")
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(status or 0)
+
+
+def _flush_output() -> None:
+    """Writes what is left, so that the interpreter does not fail to at its end."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: nobody reads on
+        _discard_output()
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _own_variables() -> Iterable[str]:

@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit, urlunsplit
 from shared.errors import ConfigError
 
 SCHEMES = ("nats", "tls")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[a-z]+://)")  # a password may contain a comma
 
 
@@ -67,6 +68,14 @@ def without_password(text: str) -> str:
     return ",".join(
         urlunsplit((each.scheme, _host_and_port(each), each.path, "", "")) for each in _split(text)
     )
+
+
+def checked_host(text: str) -> str:
+    """Returns a host name or an IP address, without the brackets of IPv6. Raises ConfigError."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not _HOST.fullmatch(host):
+        raise ConfigError(f"{text!r} is neither the name of a host nor an IP address")
+    return host
 
 
 def authority(host: str, port: int) -> str:

@@ -102,6 +102,26 @@ def test_process_output_equals_in_process_output() -> None:
         assert process.stderr == called.stderr
 
 
+@pytest.mark.parametrize("is_unbuffered", ["", "1"])
+def test_full_disk_is_told_in_one_line(is_unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "services", "version"]
+        environ = clean_environ(PYTHONUNBUFFERED=is_unbuffered)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ)
+    assert done.returncode == 2
+    assert done.stderr == "hearth: standard output: No space left on device\n"
+
+
+def test_output_that_nobody_reads_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "services", "version"]
+    environ = clean_environ(PYTHONUNBUFFERED="")
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environ)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_no_argument_prints_help() -> None:
     assert hearth().stdout == hearth("--help").stdout
 
@@ -171,6 +191,11 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["status", "--interval-s", "0"], "--interval-s 0 is not positive"),
         (["credential", "decode"], "start one with `hearth up`"),
         (["nats-config", "router=r"], "unknown role 'router'"),
+        (["nats-config", "gateway=g", "--port", "0"], "--port"),
+        (["nats-config", "gateway=g", "--host", 'a"b'], "neither the name of a host"),
+        (["nats-config", "gateway=g", "--tls", 'a"b'], "nats-server takes no such path"),
+        (["tenant", "add", "a", "--allowed-regions", "eu,a b"], "region 'a b' may have letters"),
+        (["tenant", "add", "a", "--region-class", "a=b"], "region class 'a=b' may have letters"),
         (["health", "--nats-url", "nats://127.0.0.1:9"], "--process-id is needed"),
         (["api-key", "team-a", "--redis-url", "http://x"], "redis_url must start with redis://"),
         (["api-key", "team-a", "--redis-url", "redis://127.0.0.1:9"], "Redis does not answer"),

@@ -130,8 +130,11 @@ def created_key(path: Path) -> UserKey:
 def tls_block(directory: str) -> str:
     """Makes nats-server require TLS, and a certificate of the same authority of each client.
 
-    A client may start the handshake at once, or wait for the server's first line.
+    A client may start the handshake at once, or wait for the server's first line. Raises
+    ConfigError.
     """
+    if not directory.isprintable() or '"' in directory or "\\" in directory:
+        raise ConfigError(f"--tls {directory!r}: nats-server takes no such path")
     return (
         "tls {\n"
         f'  cert_file: "{directory}/server.crt"\n'

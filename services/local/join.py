@@ -28,6 +28,7 @@ from services.local.state import (
 )
 from shared.config import is_loopback
 from shared.errors import ConfigError
+from shared.nats_urls import checked_host
 from shared.regions.region_classes import region_classes
 
 
@@ -49,13 +50,14 @@ def add_credential(
     name = random_process_id(known_role) if process_id is None else process_id
     check_name(name)
     check_region(region)
+    given_host = None if host is None else checked_host(host)
     directory, _ = running_cluster(clusters_dir(environ))
     with changing(directory) as state:
         credential = Credential(known_role, name, region=region)
         _grant(credential, directory, state)
     return NewCredential(
         credential=credential,
-        nats_url=credential.nats_url(state.nats_host if host is None else host, state.nats_port),
+        nats_url=credential.nats_url(given_host or state.nats_host, state.nats_port),
         is_reachable=not is_loopback(state.nats_host),
     )
 

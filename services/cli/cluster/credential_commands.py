@@ -153,7 +153,9 @@ def _usage_of(role: str) -> str:
 def nats_config(
     processes: Annotated[list[str], typer.Argument(metavar="ROLE=NAME[@REGION]...")],
     host: Annotated[str, typer.Option(help="Address that nats-server listens on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port that nats-server listens on.")] = 4222,
+    port: Annotated[
+        int, typer.Option(help="Port that nats-server listens on.", min=1, max=65535)
+    ] = 4222,
     tls: Annotated[
         str | None,
         typer.Option(
@@ -214,8 +216,10 @@ def nats_config(
         nats_config_with_variables,
         tls_block,
     )
+    from shared.nats_urls import checked_host
     from shared.regions.region_classes import region_classes
 
+    host, tls_lines = checked_host(host), "" if tls is None else tls_block(tls)
     named, classes = named_credentials(processes), region_classes(region_class or ())
     regions = [each.region for each in named]
     options = f"--host {host} --port {port}" + ("" if tls is None else f" --tls {tls}")
@@ -240,4 +244,4 @@ def nats_config(
     print(f"# hearth nats-config {' '.join(processes)} {options}")
     if classes.regions:
         print(f"# each process: HEARTH_REGION_CLASSES='{' '.join(classes.texts())}'")
-    print(text + ("" if tls is None else tls_block(tls)), end="")
+    print(text + tls_lines, end="")

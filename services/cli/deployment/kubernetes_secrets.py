@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 from services.cli.deployment.secret_folder import FILES_OF_ROLE, SecretFolder
+from services.local.credentials import Credential
+from shared.errors import ConfigError
 
 _SHARED = {
     "nats": {"nats.conf": "nats.conf"},
     "redis": {"users.acl": "users.acl"},
     "metrics": {"metrics-token": "metrics-token"},
 }
+
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # a label of RFC 1123
+
+
+def check_kubernetes_names(processes: Iterable[Credential], namespace: str) -> None:
+    """Raises ConfigError for names that Kubernetes does not take."""
+    for each in (namespace, *(f"hearth-{process.process_id}" for process in processes)):
+        if not _NAME.fullmatch(each):
+            raise ConfigError(
+                f"Kubernetes takes no {each!r}: lower-case letters, digits and - only, at most 63"
+            )
 
 
 def kubernetes_secrets(folder: SecretFolder, namespace: str) -> str:

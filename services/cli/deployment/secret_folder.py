@@ -14,6 +14,7 @@ What is there stays, so that a second call adds processes; a file that was delet
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from services.local.credentials import (
 )
 from services.local.redis_acl import REDIS_ROLES, acl_line
 from shared.errors import ConfigError
+from shared.nats_urls import authority, checked_host
 from shared.subjects import CredentialRole
 
 PROCESSES = (
@@ -40,6 +42,7 @@ HUB_TOKEN = "hf-token"
 REDIS_ADMIN = "redis-admin.password"
 NATS_PORT, REDIS_PORT = 4222, 6379
 TOKEN_BYTES = 32
+_WITH_PORT = re.compile(r"(\[.+\]|[^:]+):(\d{1,5})")
 # What a process of a role needs beside its NATS key: the option without its dashes, and the file
 FILES_OF_ROLE: dict[CredentialRole, dict[str, str]] = {
     "gateway": {
@@ -80,7 +83,7 @@ def complete_folder(
     """Creates what the folder lacks. `tls` is the folder of nats-server's certificates, as
     nats-server sees it. Raises ConfigError.
     """
-    folder = SecretFolder(path, processes)
+    folder, redis_address = SecretFolder(path, processes), _redis_address(redis_host)
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         _check_closed(path)
@@ -88,7 +91,7 @@ def complete_folder(
             _keep(path / name, secrets.token_hex(TOKEN_BYTES))
         _keep(path / HUB_TOKEN, "")
         _complete_nats(folder, tls)
-        _complete_redis(folder, redis_host)
+        _complete_redis(folder, redis_address)
     except OSError as error:
         raise ConfigError(f"{error.filename or path}: {error.strerror}") from None
     return folder
@@ -111,9 +114,17 @@ def _complete_nats(folder: SecretFolder, tls: str | None) -> None:
     _write(path / "nats.conf", text + ("" if tls is None else tls_block(tls)))
 
 
-def _complete_redis(folder: SecretFolder, host: str) -> None:
-    """`host` may have a port."""
-    path, address = folder.path, host if ":" in host else f"{host}:{REDIS_PORT}"
+def _redis_address(given: str) -> str:
+    """Returns the host and port of a host that may have a port. Raises ConfigError."""
+    parts = _WITH_PORT.fullmatch(given)
+    host, port = parts.groups() if parts else (given, REDIS_PORT)
+    if not 0 < int(port) < 65536:
+        raise ConfigError(f"--host {given!r}: no such port")
+    return authority(checked_host(host), int(port))
+
+
+def _complete_redis(folder: SecretFolder, address: str) -> None:
+    path = folder.path
     admin = _keep(path / REDIS_ADMIN, secrets.token_hex(TOKEN_BYTES))
     lines = [f"user default on #{sha256(admin.encode()).hexdigest()} ~* &* +@all"]
     for role in REDIS_ROLES:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from services.cli.deployment.kubernetes_secrets import kubernetes_secrets
+from services.cli.deployment.kubernetes_secrets import check_kubernetes_names, kubernetes_secrets
 from services.cli.deployment.secret_folder import PROCESSES, complete_folder
 from services.local.credentials import named_credentials
 
@@ -27,6 +27,8 @@ def write_secrets(
     Secrets. Raises ConfigError.
     """
     named = named_credentials(processes or PROCESSES)
+    if namespace is not None:
+        check_kubernetes_names(named, namespace)
     default_host = REDIS_OF_COMPOSE if namespace is None else REDIS_OF_KUBERNETES
     with ExitStack() as stack:
         if path is None:

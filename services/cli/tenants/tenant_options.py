@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from services.cli.options import ALL, UNLIMITED
+from services.local.credentials import check_name, check_region
 from shared.errors import ConfigError
 from shared.tenancy.tenant import LIMITS, MAX_PRIORITY
 
@@ -62,10 +63,15 @@ def changes_of(said: dict[str, Any]) -> dict[str, Any]:
             continue
         if name in LIMITS:
             changes[name] = _number(name, value)
-        elif name in ("allowed_models", "allowed_regions"):
+        elif name == "allowed_models":
             changes[name] = _names(value)
+        elif name == "allowed_regions":
+            changes[name] = _names(value)
+            for each in changes[name] or ():
+                check_region(each)
         elif name == "region_class":
             changes[name] = "" if value == NO_CLASS else value
+            check_name(value, "region class")
         elif name == "sites":
             changes[name] = () if value == NO_SITES else _names(value)
         else:

@@ -102,12 +102,26 @@ def test_without_a_folder_secrets_are_printed_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "address"),
+    [("r", "r:6379"), ("r.a:1", "r.a:1"), ("::1", "[::1]:6379"), ("[::1]:9", "[::1]:9")],
+)
+def test_host_of_redis_may_have_a_port(host: str, address: str, tmp_path: Path) -> None:
+    make(tmp_path, "--host", host)
+    assert f"@{address}/0" in (tmp_path / "redis-gateway.url").read_text()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "a role, or --folder, or --kubernetes is missing"),
         (("decode", "--kubernetes"), "take no role"),
         (("--folder", "/proc/no"), "/proc/no: "),
         (("--kubernetes", "--process", "decode"), "is not ROLE=NAME"),
+        (("--kubernetes", "--namespace", "a: b"), "Kubernetes takes no 'a: b'"),
+        (("--kubernetes", "--process", "decode=eu_1"), "Kubernetes takes no 'hearth-eu_1'"),
+        (("--kubernetes", "--host", "a b"), "'a b' is neither the name of a host"),
+        (("--kubernetes", "--host", "redis:0"), "'redis:0': no such port"),
+        (("--kubernetes", "--tls", 'a"b'), "nats-server takes no such path"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: tuple[str, ...], message: str) -> None:
