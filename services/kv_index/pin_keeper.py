@@ -22,7 +22,7 @@ from shared.background import failing_alone, item_error
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import ConfigError, DependencyUnavailable, HearthError, WorkerUnfit
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
+from shared.messages import Heartbeat, KeepPins, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.store import Store, StoreRejected, StoreUnavailable
@@ -203,11 +203,13 @@ class PinKeeper:
 
     def _record(self, workers: list[Heartbeat]) -> None:
         """Marks the pinned prefixes in the registry, which counts their hits."""
-        cards = {each.model.revision: each.model for each in workers if each.model is not None}
+        cards = {_kind_of(each)[:-1]: each.model for each in workers if each.model is not None}
+        token_bytes = {each.revision: each.kv_bytes_per_token for each in cards.values()}
         expected = self.pins.expected(cards.values())
         for tip_hash, pin in expected.items():
-            self._registry.pin(_record(tip_hash, pin, cards))
+            self._registry.pin(_record(tip_hash, pin, token_bytes[pin.command.revision]))
         if cards:  # the tips are unknown without workers
+            self.pins.retain_cards(cards.values())
             for tip_hash in sorted(self._pinned_tips - expected.keys()):
                 self._registry.unpin(tip_hash)
             self._pinned_tips = set(expected)
@@ -320,7 +322,7 @@ def _kind_of(worker: Heartbeat) -> WorkerKind:
     return card.name, card.revision, card.block_size, card.max_context_tokens, worker.region
 
 
-def _record(tip_hash: bytes, pin: ExpectedPin, cards: dict[str, ModelCard]) -> PrefixRecord:
+def _record(tip_hash: bytes, pin: ExpectedPin, token_bytes: int) -> PrefixRecord:
     command = pin.command
     return PrefixRecord(
         command.tenant_id,
@@ -328,7 +330,7 @@ def _record(tip_hash: bytes, pin: ExpectedPin, cards: dict[str, ModelCard]) -> P
         command.model,
         command.revision,
         pin.num_tokens,
-        pin.num_tokens * cards[command.revision].kv_bytes_per_token,
+        pin.num_tokens * token_bytes,
         0,
         pin=pin.prefix.name,
     )

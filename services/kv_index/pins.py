@@ -83,6 +83,13 @@ class Pins:
         self._prefixes = {each: p for each, p in self._prefixes.items() if each in digests}
         self._expected = {key: pin for key, pin in self._expected.items() if key[0] in digests}
 
+    def retain_cards(self, cards: Iterable[ModelCard]) -> None:
+        """Forgets what was expected of workers with other cards, or with an earlier root key."""
+        root_key = self._root_key()
+        kinds = {(each.revision, each.block_size, root_key) for each in cards}
+        for key in [each for each in self._expected if each[1:] not in kinds]:
+            del self._expected[key]
+
     def expected(self, cards: Iterable[ModelCard]) -> dict[bytes, ExpectedPin]:
         """Returns all pins for workers with any of these cards, by the hash of the last block."""
         found = {}
@@ -110,18 +117,19 @@ class Pins:
         key = (digest, card.revision, card.block_size, root_key)
         if key not in self._expected:
             self._expected[key] = expected_pin(prefix, card, root_key)
-        return self._expected[key]
+        pin = self._expected[key]
+        return pin if pin is not None and pin.num_tokens < card.max_context_tokens else None
 
 
 def expected_pin(
     prefix: PinnedPrefix, card: ModelCard, root_key: bytes = b""
 ) -> ExpectedPin | None:
     """Returns None before a gateway has tokenized the prefix, for images of another revision, and
-    for less than one block or a length that does not fit the context.
+    for less than one block. Whether it fits the context is each worker's own.
     """
     num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
     num_tokens = num_blocks * card.block_size
-    if not 0 < num_tokens < card.max_context_tokens or not prefix.is_of(card.revision):
+    if not num_tokens or not prefix.is_of(card.revision):
         return None
     packed = prefix.token_ids[: num_tokens * TOKEN_ID_BYTES]
     root = _root(prefix, card, root_key)

@@ -529,6 +529,48 @@ def test_no_pin_is_expected_of_an_unsuitable_worker(prefix: PinnedPrefix, card: 
     assert pins.expected_of(card, "") == {}
 
 
+def test_a_worker_of_less_context_hides_no_pin_from_others() -> None:
+    pins, prefix = Pins(), new_prefix()
+    pins.add(prefix.digest, prefix)
+    shorter = msgspec.structs.replace(CARD, max_context_tokens=NUM_BLOCKS * BLOCK_SIZE)
+    for card, tips in ((shorter, set()), (CARD, {tip_of(prefix)}), (shorter, set())):
+        assert pins.expected_of(card, "").keys() == tips
+
+
+def test_pins_of_workers_that_are_gone_are_forgotten() -> None:
+    pins, prefix = Pins(), new_prefix()
+    pins.add(prefix.digest, prefix)
+    later = msgspec.structs.replace(CARD, revision="r-later")
+    (first,) = pins.expected([CARD]).values()
+    pins.retain_cards([CARD, later])
+    assert next(iter(pins.expected([CARD]).values())) is first
+    pins.retain_cards([later])
+    assert next(iter(pins.expected([CARD]).values())) is not first
+
+
+@pytest.mark.parametrize("fields", [{"max_context_tokens": 16}, {"name": "another"}])
+def test_a_pin_is_recorded_beside_other_workers_of_its_weights(fields: dict[str, Any]) -> None:
+    async def test(rig: PinRig) -> None:
+        worker = await rig.engine("prefill-0")
+        card = msgspec.structs.replace(CARD, **fields)
+        other = HealthMonitor(
+            *(rig.network.bus("prefill-1"), rig.clock, SeededRandomness(3)),
+            roles=("prefill",),
+            model=card,
+        )
+        await other.start()
+        await other.transition_to("ready")
+        await asyncio.sleep(1)
+        await rig.save(prefix := new_prefix())
+        await rig.warm(prefix, worker)
+        await asyncio.sleep(2)
+        record = rig.store.data[f"hearth:t:prefix:{tip_of(prefix).hex()}"]
+        assert record[b"pin"] == prefix.name.encode()
+        await other.stop()
+
+    scenario(test)
+
+
 def test_cache_salt_changes_the_cache_root() -> None:
     salted = expected_pin(new_prefix(cache_salt="s"), CARD)
     assert salted is not None
