@@ -78,17 +78,29 @@ def configure_logging(process_id: str, *, level: str = "info", log_format: str =
 
 
 class LibraryLogs(logging.Handler):
-    """Logs what libraries say at warning or worse, which would stand as text among the lines."""
+    """Logs what libraries say at warning or worse, which would stand as text among the lines. No
+    odd message raises in the library.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if EOF_OF_TLS not in record.msg:
-            log = structlog.get_logger()
-            log.log(
-                *(record.levelno, "library_message"),
+        message = _message_of(record)
+        if EOF_OF_TLS not in message:
+            level = min(
+                record.levelno // 10 * 10, logging.CRITICAL
+            )  # some have levels of their own
+            structlog.get_logger().log(
+                *(level, "library_message"),
                 library=record.name,
-                message=record.getMessage(),
+                message=message,
                 exc_info=record.exc_info,
             )
+
+
+def _message_of(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # its arguments do not fit
+        return f"{record.msg!r} {record.args!r}"
 
 
 def _text_renderer(*, has_colors: bool) -> structlog.typing.Processor:

@@ -37,6 +37,16 @@ logging.getLogger("asyncio").warning(
 logging.getLogger("some.library").warning("%d odd\\nthings", 3)
 logging.getLogger("some.library").info("usual")
 """
+ODD_LIBRARY = """
+import logging
+from shared.telemetry.log import configure_logging
+
+configure_logging("p-1")
+odd = logging.getLogger("some.library")
+odd.error(OSError("no route"))
+odd.warning("%d things", "three")
+odd.log(35, "own level")
+"""
 
 
 def lines_of(*arguments: str, script: str = SCRIPT) -> list[str]:
@@ -72,6 +82,15 @@ def test_messages_of_libraries_are_lines_as_others() -> None:
     assert (logged["level"], logged["event"]) == ("warning", "library_message")
     assert (logged["library"], logged["message"]) == ("some.library", "3 odd\nthings")
     assert logged["process"] == "p-1"
+
+
+def test_no_message_of_a_library_raises() -> None:
+    lines = [json.loads(each) for each in lines_of(script=ODD_LIBRARY)]
+    assert [(each["level"], each["message"]) for each in lines] == [
+        ("error", "no route"),
+        ("warning", "'%d things' ('three',)"),
+        ("warning", "own level"),
+    ]
 
 
 def test_no_logged_text_commands_a_terminal() -> None:
