@@ -64,14 +64,13 @@ def free_share(folder: Path) -> float | None:
     """Returns the share that others than root may still write, of the disk where the folder is, or
     will be; None if it cannot be read.
     """
-    there = next((each for each in (folder, *folder.parents) if each.exists()), None)
-    if there is None:
-        return None
-    try:
-        found = os.statvfs(there)
-    except OSError:
-        return None
-    return found.f_bavail / found.f_blocks if found.f_blocks else None
+    for there in (folder, *folder.parents):
+        try:
+            found = os.statvfs(there)
+        except OSError:  # not there yet, or not for this user
+            continue
+        return found.f_bavail / found.f_blocks if found.f_blocks else None
+    return None
 
 
 def _ends_at(path: str) -> float | None:

@@ -42,11 +42,11 @@ def test_ends_of_certificates_are_exported(tmp_path: Path) -> None:
 
 
 def test_free_share_of_disks_is_exported(tmp_path: Path) -> None:
-    """Of a folder that is not there yet, too."""
-    later = tmp_path / "cache" / "hearth"
-    found = exported(MachineCollector(TlsFiles(), (tmp_path, later)))
+    """Of a folder that is not there yet, too, and of one that cannot be looked at."""
+    folders = tmp_path, tmp_path / "cache" / "hearth", tmp_path / ("c" * 300)
+    found = exported(MachineCollector(TlsFiles(), folders))
     usage = shutil.disk_usage(tmp_path)
-    for folder in (tmp_path, later):
+    for folder in folders:
         assert found[FREE, str(folder)] == pytest.approx(usage.free / usage.total, abs=0.05)
 
 
