@@ -33,7 +33,7 @@ class FleetCollector(Collector):
         yield from worker_families(members, self._failed())
         yield from service_families(members)
         yield from link_families(members)
-        yield from role_demands(each.heartbeat for each in members)
+        yield from role_demands(each.heartbeat for each in members if each.is_live)
 
 
 def process_families(members: Iterable[Member]) -> Iterator[Metric]:

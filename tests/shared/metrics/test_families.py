@@ -16,6 +16,7 @@ from shared.messages import (
     HostLoad,
     IndexLoad,
     LinkLoad,
+    RoleDemand,
     SchedulerLoad,
     StoreLoad,
     WorkerLoad,
@@ -161,6 +162,22 @@ def test_scheduler_index_gateway_and_host() -> None:
         'hearth_host_models{host="host-1",state="standby"} 2.0',
     ):
         assert line in text
+
+
+def test_a_lost_scheduler_asks_for_no_worker() -> None:
+    demand = RoleDemand(
+        model="m",
+        role="decode",
+        num_queued_requests=3,
+        num_queued_tokens=300,
+        work_s=1.5,
+        num_workers=1,
+        num_wanted_workers=4,
+    )
+    beat = heartbeat("scheduler-1", scheduler=SchedulerLoad(demands=(demand,)))
+    wanted = 'hearth_wanted_workers{model="m",role="decode"} 4.0'
+    assert wanted in exposition(Member(beat))
+    assert wanted not in exposition(Member(beat, is_live=False))
 
 
 def test_redis_of_the_processes_that_use_it() -> None:
