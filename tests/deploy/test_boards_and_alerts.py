@@ -83,6 +83,15 @@ def test_panels_are_whole(board: Path) -> None:
     assert sum(each["gridPos"]["w"] for each in first_row) == 24
 
 
+def test_values_have_the_units_of_their_panels() -> None:
+    """What follows `or` is seen only where the first metric has no series."""
+    for panel in (each for board in BOARDS for each in panels(board)):
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        for expression in (each["expr"] for each in panel["targets"]):
+            assert "rate(" in expression or unit not in ("ops", "reqps", "Bps"), panel["title"]
+            assert " or " not in expression.replace(" or vector(0)", ""), panel["title"]
+
+
 def test_variables_are_labels_of_the_metrics_they_filter() -> None:
     """Each variable is used, and each that is used is declared."""
     for board in BOARDS:
