@@ -55,10 +55,12 @@ class HomeTenants:
         site: str,
         gateway_id: str,
         cluster_secret: Secret,
-        region_of: Callable[[str], str],
+        region_of: Callable[[str], str | None],
         classes: RegionClasses = NO_CLASSES,
     ) -> None:
-        """`gateway_id` is `{site}/{gateway}`; `region_of` returns the region of another site."""
+        """`gateway_id` is `{site}/{gateway}`; `region_of` returns the region of another site, None
+        before its first state.
+        """
         self._region_of = region_of
         self._classes = classes
         self._store = store
@@ -122,12 +124,16 @@ class HomeTenants:
         )
 
     def _is_for(self, peer: str, tenant: HomeTenant) -> bool:
-        """Whether the tenant names the site, and its record may be there."""
+        """Whether the tenant names the site, and its record may be there. Raises
+        DependencyUnavailable while that is not known: a site deletes what is not named.
+        """
         record = tenant.record
         if peer not in record.sites:
             return False
         region = self._region_of(peer)
-        is_allowed = may_hold(record, region, self._classes)
+        is_allowed = may_hold(record, region or "", self._classes)
+        if not is_allowed and region is None:
+            raise DependencyUnavailable(f"site {peer!r} has not been heard here yet")
         if not is_allowed:
             where = f"in the region {region!r}" if region else "in no region"
             error = f"site {peer!r} is {where}, where its data may not be"

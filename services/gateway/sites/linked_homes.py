@@ -70,9 +70,9 @@ class LinkedHomes:
         if len(gateways) < MAX_GATEWAYS or state.gateway_id in gateways:
             gateways[state.gateway_id] = self._clock.now()
 
-    def region_of(self, site: str) -> str:
-        """Returns the region of a linked site; "" if it has none, or was never heard."""
-        return self.by_site[site].region if site in self.by_site else ""
+    def region_of(self, site: str) -> str | None:
+        """Returns the region of a linked site, "" if it has none; None before its first state."""
+        return self.by_site[site].region if site in self.by_site else None
 
     def is_heard(self, site: str) -> bool:
         home = self.by_site.get(site)

@@ -65,7 +65,7 @@ class TenantKvReads:
         return KvElsewhere(gateway_id=self._bus.process_id, sites=tuple(found))
 
     async def _at(self, site: str, tenant_id: str) -> SiteKv:
-        region = self._homes.region_of(site)
+        region = self._homes.region_of(site) or ""
         command = ReadTenantKv(gateway_id=self._name, tenant_id=tenant_id)
         try:
             kv = await self._homes.request(site, command, SiteTenantKv, timeout_s=SITE_TIMEOUT_S)

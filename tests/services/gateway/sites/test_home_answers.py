@@ -44,7 +44,7 @@ async def home(*, cluster_secret: str = "secret") -> HomeTenants:
         site="a",
         gateway_id="a/gateway",
         cluster_secret=Secret(cluster_secret),
-        region_of={"b": "eu", "c": "us"}.__getitem__,
+        region_of={"b": "eu", "c": "us"}.get,
     )
 
 
@@ -87,6 +87,21 @@ def test_record_goes_to_sites_in_the_regions_of_its_tenant_alone() -> None:
         tenants._read_at = -inf
         of_b = await copies(tenants, "b")
         assert [name for name, _ in of_b.versions] == ["both"], "b takes the other one away"
+
+    run(work())
+
+
+def test_home_that_has_not_heard_a_site_does_not_take_its_tenants_away() -> None:
+    """A gateway of the home has started again, and is asked before the first state comes."""
+
+    async def work() -> None:
+        tenants = await home()
+        admin = TenantAdmin(tenants._store, lambda: 0.0)
+        await tenants._store.write([("HSET", SITES, "d", "")])
+        await admin.change("both", {"sites": ("d",), "allowed_regions": ("eu",)})
+        with pytest.raises(DependencyUnavailable, match="site 'd' has not been heard here yet"):
+            await copies(tenants, "d")
+        assert names(await copies(tenants, "b")) == [("only-b", "b")]
 
     run(work())
 
